@@ -1,0 +1,50 @@
+# `make help` lists the targets. Everything runs in .venv, which the first target builds.
+
+BASE_PYTHON ?= python3
+# The interpreter of test-gpu and bench: a GPU machine brings its own torch and kernels.
+PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+
+PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_GPU_ARGS ?=
+COMPARE_ARGS ?=
+BENCH_ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+INSTALLED := .venv/.installed
+# The checkout first, then whatever the caller put there (FlashAttention unpacked in a folder, say).
+WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Building .venv: flexvarlen, torch, transformers and the tools (a minute or two) ..."
+	@test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install -qq -c constraints.txt -e ".[dev]"
+	@touch $@
+	@echo "Built .venv."
+
+demo: $(INSTALLED) ## Compare every backend on tiny Llama and Qwen3, on real text; results in build/compare
+	.venv/bin/flexvarlen compare --out build/compare $(COMPARE_ARGS)
+
+test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k boundary" for some of them)
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: ## Run the tests that need CUDA, with PYTHON; installs nothing
+	$(WITH_CHECKOUT) $(PYTHON) -m pytest -m gpu $(PYTEST_GPU_ARGS)
+
+lint: $(INSTALLED) ## Run ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench: ## Time packed models on a GPU, with PYTHON (BENCH_ARGS="--help" lists the options)
+	$(WITH_CHECKOUT) $(PYTHON) -m bench.model $(BENCH_ARGS)
+
+clean: ## Remove what was built; .venv stays
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

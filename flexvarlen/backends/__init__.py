@@ -1,0 +1,142 @@
+"""The attention kernels, by name. A kernel the user names never falls back to another: it says why it cannot."""
+
+from __future__ import annotations
+
+import torch
+
+from flexvarlen.backends import fa2, flex, reference, sdpa, varlen
+from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest, Backend
+from flexvarlen.bounds import MaskSpec
+
+__all__ = [
+    "BACKENDS",
+    "AttentionOptions",
+    "AttentionRequest",
+    "Backend",
+    "available_backends",
+    "choose_backend",
+    "get_backend",
+    "why_not",
+]
+
+_REGISTRY: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (reference.BACKEND, sdpa.BACKEND, flex.BACKEND, varlen.BACKEND, fa2.BACKEND)
+}
+
+BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
+"""Every backend's name."""
+
+AUTO_ORDER = {"cuda": ("fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa",)}
+"""`backend="auto"`: the first usable of these, by device type. Static, until measured choice exists."""
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: no backend has that name.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(
+            f"backend must be one of {', '.join(BACKENDS)} or auto, got {name!r}; choose one of these."
+        )
+    return _REGISTRY[name]
+
+
+def refusal(name: str, request: AttentionRequest) -> str | None:
+    """Why the backend cannot serve the request, or None if it can."""
+    return get_backend(name).why_not(request)
+
+
+def choose_backend(request: AttentionRequest) -> str:
+    """The backend that `"auto"` takes: the first usable in `AUTO_ORDER`.
+
+    Raises:
+        NotImplementedError: none is usable; the sentence gives each one's reason.
+    """
+    reasons = []
+    for name in AUTO_ORDER.get(request.device.type, ("sdpa",)):
+        reason = refusal(name, request)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no backend can serve this call. " + " ".join(reasons))
+
+
+def why_not(
+    name: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
+    head_dim: int = 64,
+    causal: bool = True,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    needs_grad: bool = True,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> str | None:
+    """Why a backend cannot serve calls of this kind on this machine.
+
+    Args:
+        name: one of `BACKENDS`.
+        device, dtype, num_heads, num_kv_heads, head_dim: of the tensors.
+        causal, window: as in `MaskSpec.of`.
+        softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`.
+        needs_grad: whether a backward will follow.
+
+    Returns:
+        One sentence that says why not and what to do, or None if the backend can.
+
+    Raises:
+        ValueError: no backend has that name.
+
+    >>> why_not("sdpa") is None
+    True
+    """
+    request = AttentionRequest(
+        device=torch.device(device),
+        dtype=dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        mask=MaskSpec.of(causal=causal, window=window),
+        softcap=softcap,
+        sinks=sinks,
+        needs_grad=needs_grad,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
+    return refusal(name, request)
+
+
+def available_backends(
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
+    head_dim: int = 64,
+    needs_grad: bool = True,
+) -> list[str]:
+    """The names of the backends that can serve such calls on this machine; arguments as in `why_not`."""
+    return [
+        name
+        for name in BACKENDS
+        if why_not(
+            name,
+            device=device,
+            dtype=dtype,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            needs_grad=needs_grad,
+        )
+        is None
+    ]

@@ -1,0 +1,130 @@
+"""`flex`: FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask built once a forward."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
+from flexvarlen.block_mask import block_mask_of
+from flexvarlen.bounds import MaskSpec
+from flexvarlen.layout import PackedLayout
+
+INT32_ELEMENTS = 2**31
+MIN_HEAD_DIM = 16  # the Triton template's matrix products are at least this deep
+
+
+class FlexBackend:
+    """FlexAttention with the mask as `lo[q] <= kv < hi[q]`."""
+
+    name = "flex"
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """Needs a GPU for gradients, head_dim of at least 16 there, and a dtype of at most 32 bits."""
+        if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"flex needs float32, bfloat16 or float16, got {request.dtype}; use backend='sdpa' or 'reference'."
+        if request.device.type == "cpu" and request.needs_grad:
+            return "flex has no backward on the CPU; use backend='sdpa' there, or torch.no_grad()."
+        if request.device.type == "cpu" and (request.sinks or request.return_lse):
+            return "flex returns no LSE on the CPU; use backend='reference' there."
+        if request.device.type not in ("cpu", "cuda"):
+            return f"flex runs on cuda and, forward only, on the CPU, got {request.device.type}; use backend='sdpa'."
+        if request.device.type == "cuda" and request.head_dim < MIN_HEAD_DIM:
+            return f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {request.head_dim}; use 'sdpa'."
+        if request.batch_invariant:
+            return (
+                "flex is batch invariant only where every document starts on a block border; use backend='sdpa' or "
+                "leave batch_invariant=False."
+            )
+        return None
+
+    def plan(self, layout: PackedLayout, mask: MaskSpec) -> BlockMask:
+        """The document BlockMask."""
+        return block_mask_of(layout, mask)
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        layout: PackedLayout,
+        plan: BlockMask,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One call for all documents and heads; K and V are never repeated for GQA, whatever the number of heads."""
+        if q_THD.device.type == "cpu":  # torch refuses tensors that require grad there, under no_grad too
+            q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
+        q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
+        with_lse = options.return_lse or options.sinks_H is not None
+        if torch.compiler.is_compiling():
+            out, lse = _flex(q, k, v, plan, options.scale, options.softcap, with_lse)
+        else:
+            static = (q.device.type, q.dtype, q.shape[1], k.shape[1], q.shape[3], options.mask.causal, with_lse)
+            call = _compiled((*static, options.softcap, q.shape[2] if q.device.type == "cpu" else None))
+            out, lse = call(q, k, v, plan, options.scale, options.softcap, with_lse)
+        out_THD = out[0].transpose(0, 1)
+        lse_HT = None if lse is None else lse[0]
+        if options.sinks_H is not None and lse_HT is not None:
+            keep_HT = torch.sigmoid(lse_HT - options.sinks_H.float()[:, None])
+            out_THD = (out_THD * keep_HT.T[..., None]).to(q_THD.dtype)
+        return out_THD, lse_HT if options.return_lse else None
+
+
+def _as_BHTD(x_THD: Tensor) -> Tensor:
+    """`[1, H, T, D]`, a view but in two cases."""
+    x_BHTD = x_THD.transpose(0, 1)[None]
+    if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
+        return x_BHTD.contiguous()
+    if x_THD.device.type == "cpu" and torch.compiler.is_compiling():  # the C++ template takes no views
+        return x_BHTD.clone(memory_format=torch.contiguous_format)
+    return x_BHTD
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, softcap: float | None, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block sizes only.
+    kernel_options: Any = {"BACKEND": "TRITON"} if q.device.type == "cuda" else None
+    result = flex_attention(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else _softcap(softcap),
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=kernel_options,
+        return_aux=AuxRequest(lse=True) if with_lse else None,
+    )
+    if with_lse:
+        out, aux = result
+        return out, aux.lse
+    assert isinstance(result, Tensor)
+    return result, None
+
+
+def _softcap(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
+
+    return score_mod
+
+
+@lru_cache(maxsize=None)
+def _compiled(static: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The compiled kernel of one kind of call.
+
+    Dynamo counts recompilations by code object, and past eight falls back or fails: each kind gets its own, so that
+    only T varies in it.
+    """
+    own_code = types.FunctionType(_flex.__code__.replace(), _flex.__globals__, f"flex_{len(static)}")
+    return torch.compile(own_code, fullgraph=True)
+
+
+BACKEND = FlexBackend()

@@ -1,0 +1,80 @@
+"""What every attention kernel answers: why it cannot, what it derives from the boundaries, and attention itself.
+
+Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flexvarlen.bounds import MaskSpec
+from flexvarlen.layout import PackedLayout
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What a call asks of a kernel, before it is made. Hashable."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mask: MaskSpec = MaskSpec()
+    softcap: float | None = None
+    sinks: bool = False
+    needs_grad: bool = True
+    deterministic: bool = False
+    batch_invariant: bool = False
+    return_lse: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How a call weighs the scores.
+
+    Attributes:
+        mask: which keys of its document a query sees.
+        scale: factor on the scores before the softmax.
+        softcap: scores become `softcap * tanh(score / softcap)`, or None.
+        sinks_H: one logit a head that joins the softmax's denominator, `[H]`, or None.
+        deterministic: the backward gives the same bits every time.
+        return_lse: also return the log-sum-exp of the scores.
+    """
+
+    mask: MaskSpec
+    scale: float
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+
+
+class Backend(Protocol):
+    """One attention kernel. Its package is imported on first use, never when flexvarlen is."""
+
+    name: str
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """One sentence that says why the kernel cannot serve the request and what to do, or None if it can."""
+        ...
+
+    def plan(self, layout: PackedLayout, mask: MaskSpec) -> Any:
+        """What the kernel derives from the boundaries once a forward, for all layers (a BlockMask), or None."""
+        ...
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        layout: PackedLayout,
+        plan: Any,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of validated tensors: the output `[T, H, D]`, zero at padding, and the LSE `[H, T]` or None."""
+        ...

@@ -1,0 +1,101 @@
+"""Which keys each query row keeps: one interval `lo[q] <= kv < hi[q]`, from which every mask is derived.
+
+Shapes: T = total_tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout import PackedLayout
+
+UNLIMITED = -1
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """Which keys of its own document a query sees, as FlashAttention counts: `left` before it and `right` after it.
+
+    -1 means no limit on that side. Causal is `right=0`. Hashable: plans and compiled kernels are kept by it.
+    """
+
+    left: int = UNLIMITED
+    right: int = 0
+
+    @classmethod
+    def of(cls, *, causal: bool = True, window: int | tuple[int, int] | None = None) -> MaskSpec:
+        """The spec of a causal or bidirectional mask with an optional sliding window.
+
+        Args:
+            causal: no key after the query.
+            window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)` counts keys on each
+                side (FlashAttention's meaning), -1 for no limit.
+
+        Raises:
+            ValueError: W below 1, or a pair with a value below -1.
+
+        >>> MaskSpec.of(causal=True, window=4)
+        MaskSpec(left=3, right=0)
+        """
+        if window is None:
+            left = right = UNLIMITED
+        elif isinstance(window, int):
+            if window < 1:
+                raise ValueError(f"window must be at least 1, got {window}; pass None for no window.")
+            left = right = window - 1
+        else:
+            if len(window) != 2 or min(window) < UNLIMITED:
+                raise ValueError(f"window must be (left, right), each at least -1, got {window}; -1 means no limit.")
+            left, right = window
+        return cls(left=left, right=0 if causal else right)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no key after the query is seen."""
+        return self.right == 0
+
+
+def row_bounds(
+    layout: PackedLayout, *, causal: bool = True, window: int | tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The interval of keys that each row keeps, inside its own document.
+
+    Args:
+        layout: the documents.
+        causal, window: as in `MaskSpec.of`.
+
+    Returns:
+        lo, hi: int32 `[T]`, on the layout's device, never decreasing. A padding row keeps nothing: `lo` is the end of
+        its run and `hi` its start.
+
+    No sync; traces under `fullgraph=True`.
+
+    >>> lo, hi = row_bounds(PackedLayout.from_lengths([2, 3]))
+    >>> lo.tolist(), hi.tolist()
+    ([0, 0, 2, 2, 2], [1, 2, 3, 4, 5])
+    """
+    return bounds_of(layout, MaskSpec.of(causal=causal, window=window))
+
+
+def bounds_of(layout: PackedLayout, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+    """`row_bounds` of a `MaskSpec`."""
+    rows = torch.arange(layout.total_tokens, device=layout.device, dtype=torch.int32)
+    slot = layout.document_ids()
+    end_of_row = layout.cu_seqlens.new_full((1,), layout.total_tokens)
+    boundaries = torch.cat([layout.cu_seqlens, end_of_row])  # the last slot: padding after the last document
+    start, end = boundaries[slot], boundaries[slot + 1]
+    lo = start if mask.left == UNLIMITED else torch.maximum(start, rows - mask.left)
+    hi = end if mask.right == UNLIMITED else torch.minimum(end, rows + (mask.right + 1))
+    padded = slot == layout.capacity
+    if layout.padding is not None:
+        padded = padded | layout.padding
+    return torch.where(padded, end, lo), torch.where(padded, start, hi)
+
+
+def dense_mask(lo: Tensor, hi: Tensor) -> Tensor:
+    """bool `[T, T]`: True where row q keeps key kv. For small T: takes T² bytes."""
+    keys = torch.arange(lo.shape[0], device=lo.device, dtype=torch.int32)
+    return (keys >= lo[:, None]) & (keys < hi[:, None])

@@ -1,0 +1,382 @@
+"""Honest measurements: environment, interleaved timings, compilation counts, peak memory.
+
+Every benchmark row and every comparison of the project takes its numbers from here, so that two of
+them mean the same thing. Nothing here knows about attention.
+
+Imports: torch; the standard library. Never transformers, never a kernel package (their versions are
+read from the installed metadata, which imports nothing).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The largest L2 of a GPU we know of is 126 MB (B200): writing twice that leaves no input in it.
+_L2_FLUSH_BYTES = 256 * 2**20
+
+# Dynamo keeps the last 64 compilations by default; one model with 44 graph breaks makes more.
+_METRICS_LIMIT = 65_536
+
+_PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "flash_attn": "flash-attn",
+    "flexvarlen": "flexvarlen",
+}
+
+
+# --- environment ---------------------------------------------------------------------------------
+
+
+def environment(device: torch.device | str | None = None) -> dict[str, Any]:
+    """What a measurement ran on: hardware, versions, commit. No paths, no host name, no user.
+
+    Args:
+        device: whose name to record; default: the current CUDA device, else the CPU.
+
+    Returns:
+        A flat dict that JSON can hold. Versions of packages that are not installed are None; so is
+        `git_commit` outside a checkout. `git_dirty` is True when tracked files differ from the
+        commit. `flash_attention_impl` is the implementation torch's own varlen and SDPA kernels use
+        (None: the one that torch ships, or a torch too old to tell).
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    commit, dirty = _git_state()
+    info: dict[str, Any] = {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu": _cpu_name(),
+        "cpu_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.machine()}",
+        "cuda": torch.version.cuda,
+    }
+    info |= {name: _version(dist) for name, dist in _PACKAGES.items()}
+    info["torch"] = torch.__version__  # with its local part, "+cu130", which the metadata can lack
+    info["flash_attention_impl"] = _flash_attention_impl()
+    return info | {"git_commit": commit, "git_dirty": dirty}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _flash_attention_impl() -> str | None:
+    """The FlashAttention implementation inside torch, or None for its default (torch >= 2.10)."""
+    import torch.nn.attention
+
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    name = current() if current is not None else None
+    return None if name is None else str(name)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if match:
+            return match[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    """The commit of this file's checkout and whether it has changes; (None, None) elsewhere."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None, None
+    commit = _git(root, "rev-parse", "HEAD")
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if changes is None else bool(changes)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Percentiles of `repeats` timed calls, in milliseconds."""
+
+    ms_p20: float
+    ms_p50: float
+    ms_p80: float
+    repeats: int
+
+
+def summarize(samples_ms: Sequence[float]) -> Timing:
+    """The percentiles of raw samples (linear interpolation between neighbours).
+
+    >>> summarize([3.0, 1.0, 2.0]).ms_p50
+    2.0
+    """
+    if not samples_ms:
+        raise ValueError("samples_ms must hold at least one measurement, got none; raise repeats")
+    ordered = sorted(samples_ms)
+
+    def percentile(fraction: float) -> float:
+        position = fraction * (len(ordered) - 1)
+        low = math.floor(position)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+    return Timing(percentile(0.2), percentile(0.5), percentile(0.8), len(ordered))
+
+
+def time_interleaved(
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device | str,
+    warmup: int = 3,
+    repeats: int | Mapping[str, int] = 20,
+    flush_l2: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Timing]:
+    """Time several variants of one computation against each other, fairly.
+
+    Rounds: each calls every variant once, and starts one variant further than the round before,
+    so that clocks, heat and neighbours fall on all alike. Every timed call starts on an idle device
+    and is timed to the end of its device work, so its own host time (launches, guards, host syncs)
+    counts as far as it is not hidden behind that work. On CUDA: events, after a write that evicts
+    the L2 cache. On the CPU: a wall clock.
+
+    Args:
+        variants: name -> a call without arguments; what it returns is dropped.
+        device: where the variants run; decides the clock.
+        warmup: untimed calls of each variant first (compile before: this is for caches and clocks).
+        repeats: timed calls of each variant, or of each by name; a variant with fewer joins evenly
+            spaced rounds.
+        flush_l2: on CUDA, evict the L2 cache before each timed call.
+        progress: called with a variant's name before each of its timed calls.
+
+    Returns:
+        One `Timing` a variant, in the order given. Synchronizes the device.
+
+    Raises:
+        ValueError: repeats below 1. What a variant raises passes through.
+    """
+    device = torch.device(device)
+    wanted = {name: repeats if isinstance(repeats, int) else repeats[name] for name in variants}
+    for name, count in wanted.items():
+        if count < 1:
+            raise ValueError(f"repeats of {name!r} must be at least 1, got {count}; raise it")
+    clock = _clock(device, flush_l2)
+    for call in variants.values():
+        for _ in range(warmup):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    rounds = max(wanted.values(), default=0)
+    names = list(variants)
+    for index in range(rounds):
+        start = index % len(names)
+        for name in names[start:] + names[:start]:
+            # Evenly spaced: a variant joins where its share of the rounds passes a whole number.
+            if (index + 1) * wanted[name] // rounds == index * wanted[name] // rounds:
+                continue
+            if progress is not None:
+                progress(name)
+            samples[name].append(clock(variants[name]))
+    return {name: summarize(samples[name]) for name in names}
+
+
+def _clock(device: torch.device, flush_l2: bool) -> Callable[[Callable[[], object]], float]:
+    """A function that runs one call and gives its milliseconds."""
+    if device.type != "cuda":
+
+        def wall(call: Callable[[], object]) -> float:
+            begin = time.perf_counter()
+            call()
+            return (time.perf_counter() - begin) * 1e3
+
+        return wall
+
+    scratch = torch.empty(_L2_FLUSH_BYTES // 4 if flush_l2 else 1, dtype=torch.int32, device=device)
+
+    def events(call: Callable[[], object]) -> float:
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        scratch.zero_()
+        # The stream is busy with the write for about 60 us: the event does not wait for the host.
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(end))
+
+    return events
+
+
+# --- compilation ---------------------------------------------------------------------------------
+
+
+@dataclass
+class CompileStats:
+    """What torch.compile did inside a `watch_compilation` block; filled in when the block ends."""
+
+    graph_breaks: int = 0
+    """Breaks met while tracing (0 under fullgraph=True, which raises instead)."""
+    compilations: int = 0
+    """Graphs compiled; a break makes two of one function, a recompilation one more."""
+    recompilations: int = 0
+    """Frames compiled again because a guard failed."""
+    compile_s: float = 0.0
+    """Wall seconds in which something was being compiled, backward graphs included."""
+    reasons: list[str] = field(default_factory=list)
+    """Why frames were compiled again, one sentence each, where this torch says so."""
+    break_reasons: dict[str, int] = field(default_factory=dict)
+    """First line of each graph break's explanation -> how often it was met."""
+
+
+@contextmanager
+def watch_compilation() -> Iterator[CompileStats]:
+    """Count graph breaks, compilations and recompilations inside the block.
+
+    Reads torch's own counters (`torch._dynamo.utils.counters`, `get_compilation_metrics`), by
+    difference, so blocks can follow one another and code that reads the counters elsewhere is not
+    disturbed. Do not clear the counters inside the block; `torch._dynamo.reset()` is harmless.
+    Verified on torch 2.13; what a version lacks stays 0 or empty.
+
+    Dynamo keeps its cache by code object, so the first compilation of a second model of the same
+    class counts as a recompilation: reset before, or watch a block in which only other inputs come.
+
+    >>> with watch_compilation() as stats:
+    ...     _ = torch.compile(torch.sin, backend="eager")(torch.zeros(3))
+    >>> stats.graph_breaks, stats.recompilations
+    (0, 0)
+    """
+    from torch._dynamo import utils as dynamo_utils
+
+    set_limit = getattr(dynamo_utils, "set_compilation_metrics_limit", None)
+    if set_limit is not None:
+        set_limit(_METRICS_LIMIT)
+    breaks_before = dict(dynamo_utils.counters["graph_break"])
+    graphs_before = dynamo_utils.counters["stats"]["unique_graphs"]
+    metrics_before = {id(entry) for entry in dynamo_utils.get_compilation_metrics()}
+    stats = CompileStats()
+    try:
+        yield stats
+    finally:
+        for reason, count in dict(dynamo_utils.counters["graph_break"]).items():
+            new = count - breaks_before.get(reason, 0)
+            if new > 0:
+                line = str(reason).partition("\n")[0]
+                stats.break_reasons[line] = stats.break_reasons.get(line, 0) + new
+        stats.graph_breaks = sum(stats.break_reasons.values())
+        stats.compilations = dynamo_utils.counters["stats"]["unique_graphs"] - graphs_before
+        entries = [
+            entry
+            for entry in dynamo_utils.get_compilation_metrics()
+            if id(entry) not in metrics_before
+        ]
+        again = [entry for entry in entries if _is_recompilation(entry)]
+        stats.recompilations = len(again)
+        found = (getattr(entry, "recompile_reason", None) for entry in again)
+        stats.reasons = [str(why) for why in found if why]
+        stats.compile_s = _union_seconds(entries)
+
+
+def _is_recompilation(entry: object) -> bool:
+    """Whether a metric is of a frame compiled again (its id, "frame/attempt", has attempt > 0)."""
+    if getattr(entry, "is_forward", True) is False or getattr(entry, "is_runtime", False):
+        return False  # a backward graph, or run-time autotuning, of a frame that has its own entry
+    identity = str(getattr(entry, "compile_id", None) or "")
+    attempt = identity.rpartition("/")[2].partition("_")[0]
+    return attempt.isdigit() and int(attempt) > 0
+
+
+def _union_seconds(entries: Sequence[object]) -> float:
+    """Seconds covered by the entries' spans; a backward compiled within a forward counts once."""
+    spans = []
+    for entry in entries:
+        begin, end = getattr(entry, "start_time_us", None), getattr(entry, "end_time_us", None)
+        if begin is not None and end is not None:
+            spans.append((begin, end))
+    total_us, covered_to = 0, 0
+    for begin, end in sorted(spans):
+        total_us += max(0, end - max(begin, covered_to))
+        covered_to = max(covered_to, end)
+    return total_us / 1e6
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def peak_memory_mib(call: Callable[[], object], device: torch.device | str) -> float | None:
+    """Run `call` once and give its peak memory in MiB; `memory_meaning` says of what.
+
+    CUDA: the most that torch's allocator held at once during the call, weights and all else that
+    was alive before included. CPU: how far the process's peak resident memory rose above its
+    resident memory before the call; memory that the process had freed but kept is reused without a
+    trace, so this is a lower bound. None where the system cannot say (not Linux, or the peak cannot
+    be reset).
+    """
+    device = torch.device(device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    before = _resident_kib("VmRSS") if _reset_peak_resident() else None
+    call()
+    peak = _resident_kib("VmHWM")
+    return None if before is None or peak is None else max(0, peak - before) / 2**10
+
+
+def memory_meaning(device: torch.device | str) -> str:
+    """What `peak_memory_mib` measures on this device, for the heading of a table.
+
+    >>> memory_meaning("cuda")
+    'peak allocated by torch, weights included'
+    """
+    if torch.device(device).type == "cuda":
+        return "peak allocated by torch, weights included"
+    return "growth of peak resident memory (lower bound)"
+
+
+def _reset_peak_resident() -> bool:
+    """Set VmHWM to VmRSS (Linux: writing 5 to clear_refs); False where that is not possible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    hwm, rss = _resident_kib("VmHWM"), _resident_kib("VmRSS")
+    # Some sandboxes accept the write and ignore it. 1 MiB: what may come and go between two reads.
+    return hwm is not None and rss is not None and hwm - rss <= 1024
+
+
+def _resident_kib(key: str) -> int | None:
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return None
+    match = re.search(rf"^{key}:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+    return int(match[1]) if match else None

@@ -1,0 +1,20 @@
+"""flexvarlen inside transformers: the attention implementations it registers, and `patch_model`.
+
+| file | holds |
+|---|---|
+| `boundaries.py` | the documents of a forward, found in its arguments |
+| `interface.py` | the attention and mask functions that transformers calls by name |
+| `model.py` | `patch_model`, `unpatch_model`, `patched` |
+| `families.py`, `llama.py`, `qwen.py` | which model types are verified, and what each needs |
+"""
+
+if __name__ == "patches":
+    raise ImportError(
+        "this folder must be imported as flexvarlen.patches, got patches; install flexvarlen, or put the folder above "
+        "it on the path."
+    )
+
+from flexvarlen.patches.interface import IMPLEMENTATIONS, register
+from flexvarlen.patches.model import patch_model, patched, unpatch_model
+
+__all__ = ["IMPLEMENTATIONS", "patch_model", "patched", "register", "unpatch_model"]

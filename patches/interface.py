@@ -1,0 +1,181 @@
+"""The functions that transformers calls by the names `flexvarlen_*`: attention, and the mask that goes with it.
+
+A patched model hands each layer a `PackedForward`. Without it (the name alone, no `patch_model`) a layer finds the
+boundaries in what reaches it: position_ids, cu_seq_lens and 2D padding masks, but not masks of document ids, which
+transformers turns to booleans, nor labels.
+
+Decoding is not packed: fewer queries than keys, or a 4D mask, go to transformers' own sdpa, with its own mask.
+
+Shapes: B rows of S tokens; H = num_heads, Hkv = num_kv_heads, D = head_dim; T = B·S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from flexvarlen.attention import packed_attention
+from flexvarlen.bounds import MaskSpec
+from flexvarlen.patches.boundaries import EXPLICIT, PackedForward, shared_between_layers
+from flexvarlen.patches.families import require_verified
+
+IMPLEMENTATIONS = {
+    "flexvarlen_flex": "flex",
+    "flexvarlen_varlen": "varlen",
+    "flexvarlen_fa2": "fa2",
+    "flexvarlen_doc": "sdpa",  # transformers takes any name with "sdpa" or "flash" in it for its own
+    "flexvarlen_reference": "reference",
+    "flexvarlen_auto": "auto",
+}
+"""`attn_implementation` names, and the backend behind each."""
+
+CONTEXT = "flexvarlen"
+"""The keyword under which the layers of a patched model get their `PackedForward`."""
+
+Attention = Callable[..., tuple[Tensor, None]]
+
+
+def register() -> None:
+    """Register every implementation's attention and mask function with transformers. Twice does no harm."""
+    for name, backend in IMPLEMENTATIONS.items():
+        AttentionInterface.register(name, _attention_function(backend))
+        AttentionMaskInterface.register(name, _mask_function)
+
+
+def _attention_function(backend: str) -> Attention:
+    def flexvarlen_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Packed attention of `query` `[B, H, S, D]`, `key` and `value` `[B, Hkv, S, D]`; returns `[B, S, H, D]`."""
+        _refuse(dropout, kwargs)
+        packed: PackedForward | None = kwargs.get(CONTEXT)
+        if packed is None and (
+            query.shape[2] != key.shape[2] or (attention_mask is not None and attention_mask.ndim == 4)
+        ):
+            return _transformers_sdpa(
+                module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
+            )
+        batch, heads, row_tokens, head_dim = query.shape
+        if packed is None:
+            require_verified(module.config.model_type)  # type: ignore[union-attr, arg-type]
+            packed = shared_between_layers(
+                backend,
+                batch,
+                row_tokens,
+                query.device,
+                attention_mask=attention_mask,
+                **{name: kwargs.get(name) for name in (*EXPLICIT, "position_ids")},
+            )
+        elif row_tokens * batch != packed.layout.total_tokens or row_tokens != key.shape[2]:
+            raise ValueError(
+                f"queries and keys must be the {packed.layout.total_tokens} tokens of the packed batch, got "
+                f"{batch * row_tokens} queries and {batch * key.shape[2]} keys; pack without a cache."
+            )
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        plan = None if packed.backend == "auto" else packed.plan(MaskSpec.of(causal=causal, window=sliding_window))
+        out_THD = packed_attention(
+            *(x.transpose(1, 2).reshape(batch * row_tokens, x.shape[1], head_dim) for x in (query, key, value)),
+            packed.layout,
+            causal=causal,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=kwargs.get("s_aux"),
+            scale=scaling,
+            backend=packed.backend,
+            plan=plan,
+        )
+        assert isinstance(out_THD, Tensor)
+        return out_THD.view(batch, row_tokens, heads, head_dim), None
+
+    return flexvarlen_attention
+
+
+def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise a sentence for what cannot be honoured."""
+    if dropout:
+        raise NotImplementedError(
+            f"attention dropout must be 0, got {dropout}: no packed kernel here drops; set config.attention_dropout=0.0 "
+            "before the model is built, or attention_dropout = 0.0 on its attention modules."
+        )
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError("a position_bias is not supported; use the model's own attention.")
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            "output_attentions=True is not supported, no kernel here keeps the weights; use attn_implementation='eager'."
+        )
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError(
+            "continuous batching is not supported by flexvarlen's implementations; use "
+            "attn_implementation='sdpa' for it."
+        )
+
+
+def _transformers_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Decoding: transformers' own sdpa with transformers' own mask."""
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("packed_layout") is not None:
+        raise ValueError(
+            "a packed batch must not come with a non-empty cache or a 4D mask, got both; pass an empty cache or "
+            "use_cache=False, and no 4D attention_mask."
+        )
+    if softcap is not None or kwargs.get("s_aux") is not None:
+        raise NotImplementedError("sdpa has neither softcap nor sinks; use the model's own attention for decoding.")
+    out: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal
+    )
+    return out
+
+
+def _mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask for a model that is not patched, or for decoding.
+
+    Whole rows keep their 2D mask: the attention function reads padding from it. All else is transformers' sdpa mask.
+    """
+    whole_rows = q_length == kv_length and not use_vmap and isinstance(q_offset, int) and q_offset == 0
+    if whole_rows and (attention_mask is None or attention_mask.shape[-1] == kv_length):
+        return attention_mask
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+        **kwargs,
+    )
+    return mask

@@ -1,0 +1,3 @@
+"""Llama 1 to 3: plain causal attention, grouped-query or not."""
+
+MODEL_TYPES = ("llama",)

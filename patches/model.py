@@ -1,0 +1,312 @@
+"""`patch_model`: give a transformers model packed attention under the full contract, and take it back.
+
+The `forward` of the model and of its base model are wrapped on the instance (a hook would not do: PEFT's tuners call
+`model.forward`). The wrapper finds the documents once, masks the labels at their first tokens, hands every layer the
+same `PackedForward`, and passes a 4D placeholder as mask, so that transformers builds none and reads nothing back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flexvarlen.attention import resolve_backend
+from flexvarlen.backends import get_backend, why_not
+from flexvarlen.bounds import MaskSpec
+from flexvarlen.layout import PackedLayout
+from flexvarlen.patches.boundaries import EXPLICIT, PackedForward, find_layout, first_tokens
+from flexvarlen.patches.families import require_verified
+from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
+
+Model = TypeVar("Model", bound=nn.Module)
+
+ATTRIBUTE = "_flexvarlen_patch"
+IGNORE_INDEX = -100  # the label that transformers' losses leave out
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What a patched model keeps, to work and to be restored."""
+
+    backend: str
+    capacity: int | None
+    max_seqlen_bound: int | None
+    masks: tuple[MaskSpec, ...]
+    implementation_before: str
+
+
+def patch_model(
+    model: Model, backend: str = "flex", *, capacity: int | None = None, max_seqlen_bound: int | None = None
+) -> Model:
+    """Make a transformers model run on packed batches, no document seeing another.
+
+    The documents of a forward are found, in this order, in `packed_layout=` (a `PackedLayout` over all B·S tokens),
+    `cu_seq_lens_q=`, or the union of restarts in `position_ids` and changes of value in a 2D `attention_mask` (padding,
+    document ids); else each row is one document. Missing position_ids are made from the documents. Labels at the first
+    token of each document are masked. Padding outputs of attention are zero.
+
+    Decoding (a non-empty cache) goes to transformers' own sdpa. Training makes no cache unless `use_cache=True` is passed.
+
+    Args:
+        model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile wrappers.
+        backend: a name of `flexvarlen.BACKENDS`, or "auto".
+        capacity: document slots a row may hold when only a compiled graph sees them (position_ids or masks on the
+            device); default `default_capacity(T)`. Also the slots of boundaries found eagerly, if given.
+        max_seqlen_bound: longest document that kernels are made for; default inside a compiled graph: all T tokens;
+            eagerly: the longest, rounded up to a power of two.
+
+    Returns:
+        The same model. Patching again changes the backend and the sizes, nothing else.
+
+    Raises:
+        ValueError: no transformers model inside, or an unknown backend.
+        NotImplementedError: the model type is not verified, or the backend cannot run on this machine.
+    """
+    inner = _transformers_model(model)
+    require_verified(inner.config.model_type)
+    _check_backend(inner, backend)
+    before = inner.config._attn_implementation
+    existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    name = next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
+    inner.set_attn_implementation(name)
+    patch = Patch(
+        backend=backend,
+        capacity=capacity,
+        max_seqlen_bound=max_seqlen_bound,
+        masks=_masks(inner),
+        implementation_before=before if existing is None else existing.implementation_before,
+    )
+    for module in _wrapped_modules(inner):
+        if ATTRIBUTE not in module.__dict__:
+            _wrap_forward(module)
+        setattr(module, ATTRIBUTE, patch)
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Restore a patched model exactly; a model that is not patched stays as it is.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: no transformers model inside.
+    """
+    inner = _transformers_model(model)
+    patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    if patch is None:
+        return model
+    for module in _wrapped_modules(inner):
+        delattr(module, ATTRIBUTE)
+        forward = module.__dict__.get("forward")
+        before = getattr(forward, BEFORE, None)
+        if before is None:
+            continue  # somebody wrapped our wrapper since: it finds no patch, and does nothing
+        if before.instance is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before.instance
+    inner.set_attn_implementation(patch.implementation_before)
+    return model
+
+
+@contextmanager
+def patched(
+    model: Model, backend: str = "flex", *, capacity: int | None = None, max_seqlen_bound: int | None = None
+) -> Iterator[Model]:
+    """`patch_model` for the length of a `with` block; then as before, patched or not. Arguments as there."""
+    inner = _transformers_model(model)
+    existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    patch_model(model, backend, capacity=capacity, max_seqlen_bound=max_seqlen_bound)
+    try:
+        yield model
+    finally:
+        if existing is None:
+            unpatch_model(model)
+        else:
+            patch_model(
+                model, existing.backend, capacity=existing.capacity, max_seqlen_bound=existing.max_seqlen_bound
+            )
+
+
+# ---- the wrapped forward ----------------------------------------------------------------------------------------------
+
+BEFORE = "_flexvarlen_before"
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The `forward` that the instance had of its own, or None if it was the class's."""
+
+    instance: Callable[..., Any] | None
+
+
+def _wrap_forward(module: nn.Module) -> None:
+    instance: Callable[..., Any] | None = module.__dict__.get("forward")
+    of_class = type(module).forward
+    names = tuple(inspect.signature(module.forward).parameters)
+
+    # The class's function is called with `self`, not a bound method kept: a deep copy must call its own module.
+    @functools.wraps(of_class)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        patch: Patch | None = self.__dict__.get(ATTRIBUTE)
+        if patch is not None:
+            kwargs = prepare_inputs(self, patch, {**dict(zip(names, args, strict=False)), **kwargs})
+            args = ()
+        return of_class(self, *args, **kwargs) if instance is None else instance(*args, **kwargs)
+
+    setattr(forward, BEFORE, _Before(instance))
+    module.forward = MethodType(forward, module)
+
+
+def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A forward's keyword arguments, with the documents found; unchanged where there is nothing to pack (decoding).
+
+    Raises:
+        ValueError: boundaries that break the contract, or a packed batch with a non-empty cache or a 4D mask.
+    """
+    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    if tokens is None or inputs.get(CONTEXT) is not None:
+        return inputs
+    batch, row_tokens = tokens.shape[:2]
+    attention_mask = inputs.get("attention_mask")
+    given = {name: inputs.pop(name, None) for name in EXPLICIT}
+    explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
+    not_whole_rows = _why_not_whole_rows(inputs.get("past_key_values"), attention_mask, row_tokens)
+    if not_whole_rows is not None:
+        if explicit or _restarts(inputs.get("position_ids"), row_tokens):
+            raise ValueError(
+                f"a packed batch must not come with {not_whole_rows}; pass an empty cache or use_cache=False, and "
+                "no 4D attention_mask."
+            )
+        return inputs
+    position_ids = inputs.get("position_ids")
+    if position_ids is not None and position_ids.ndim != 2:
+        raise ValueError(f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text row.")
+    layout = find_layout(
+        batch,
+        row_tokens,
+        tokens.device,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        capacity=patch.capacity,
+        max_seqlen_bound=patch.max_seqlen_bound,
+        **given,
+    )
+    one_document_a_row = layout.num_docs == batch and not layout.has_padding
+    if position_ids is None and (torch.compiler.is_compiling() or not one_document_a_row):
+        inputs["position_ids"] = layout.position_ids().view(batch, row_tokens)
+    for name in ("labels", "shift_labels"):
+        if inputs.get(name) is not None:
+            inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
+    packs = explicit or module.training or torch.compiler.is_compiling()
+    if packs and inputs.get("use_cache") is None and inputs.get("past_key_values") is None:
+        inputs["use_cache"] = False
+    inputs[CONTEXT] = _packed_forward(module, patch, layout)
+    inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
+    return inputs
+
+
+def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
+    backend = patch.backend
+    if backend == "auto":
+        config = module.config
+        assert isinstance(module, PreTrainedModel)
+        device_type = layout.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else module.dtype
+        backend = resolve_backend(
+            "auto",
+            layout.device,
+            dtype,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            _head_dim(config),
+            torch.is_grad_enabled(),
+        )
+    return PackedForward(layout, backend, {mask: get_backend(backend).plan(layout, mask) for mask in patch.masks})
+
+
+def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str | None:
+    """Why the forward's keys are not just its own tokens under a 2D mask, or None if they are."""
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
+        return "a 4D attention_mask"
+    if cache is None:
+        return None
+    keys, _ = cache.get_mask_sizes(row_tokens, 0)
+    return None if keys == row_tokens else "a cache that holds, or makes room for, other tokens"
+
+
+def _restarts(position_ids: Tensor | None, row_tokens: int) -> bool:
+    """Whether the positions of a row go on otherwise than by 1. Reads the device; inside a graph it asserts there."""
+    if position_ids is None or row_tokens == 1 or position_ids.ndim != 2:
+        return False
+    jumps = (position_ids.diff(dim=-1) < 0).any()
+    if torch.compiler.is_compiling():
+        torch._assert_async(~jumps, "flexvarlen: a packed batch must not come with a non-empty cache.")
+        return False
+    return bool(jumps)
+
+
+def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:
+    """Labels with -100 where they would cross a border: what a document's last token would have to foresee."""
+    first = first_tokens(layout)
+    if shifted:  # the label of token t stands at t, and is the token t + 1
+        first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
+    return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)
+
+
+# ---- what is inside a model -------------------------------------------------------------------------------------------
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(
+        f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; load it with AutoModel."
+    )
+
+
+def _wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
+    base = inner.base_model
+    return [inner] if base is inner else [inner, base]
+
+
+def _masks(inner: PreTrainedModel) -> tuple[MaskSpec, ...]:
+    """The masks of the model's attention layers, each once."""
+    specs = {
+        MaskSpec.of(causal=bool(module.is_causal), window=getattr(module, "sliding_window", None)): None
+        for module in inner.modules()
+        if hasattr(module, "is_causal")
+    }
+    return tuple(specs)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _check_backend(inner: PreTrainedModel, backend: str) -> None:
+    """Raise now what no later device or dtype of the model could mend (a package that is missing)."""
+    if backend == "auto":
+        return
+    reason = why_not(
+        backend,
+        device="cuda" if torch.cuda.is_available() else inner.device,
+        dtype=torch.bfloat16,
+        num_heads=inner.config.num_attention_heads,
+        num_kv_heads=inner.config.num_key_value_heads,
+        head_dim=_head_dim(inner.config),
+        needs_grad=False,
+    )
+    if reason is not None:
+        raise NotImplementedError(reason)

@@ -1,0 +1,35 @@
+"""What every test runs under: no hub, a fair share of the cores, repeatable examples."""
+
+import os
+
+# Read when the libraries are imported, so set before any of them is.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Each xdist worker takes its share: two workers with two threads each on two cores run slower
+# than one. Eight are enough for the tiny models. Child processes inherit the same.
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_threads = max(1, min(8, (os.cpu_count() or 1) // _workers))
+os.environ.setdefault("OMP_NUM_THREADS", str(_threads))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(_threads))
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(_threads)
+
+# The first example of a test may import or compile: a deadline would fail on that alone.
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip the tests marked ``gpu`` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    no_cuda = pytest.mark.skip(reason="needs CUDA: no device here (make test-gpu on a GPU machine)")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(no_cuda)
