@@ -65,8 +65,9 @@ class FlexBackend:
         if torch.compiler.is_compiling():
             out, lse = _flex(q, k, v, plan, options.scale, options.softcap, with_lse)
         else:
-            static = (q.device.type, q.dtype, q.shape[1], k.shape[1], q.shape[3], options.mask.causal, with_lse)
-            call = _compiled((*static, options.softcap, q.shape[2] if q.device.type == "cpu" else None))
+            own_T = q.shape[2] if q.device.type == "cpu" else None
+            heads = (q.shape[1], k.shape[1], q.shape[3])
+            call = _compiled((q.device.type, q.dtype, *heads, options.mask.causal, options.softcap, with_lse, own_T))
             out, lse = call(q, k, v, plan, options.scale, options.softcap, with_lse)
         out_THD = out[0].transpose(0, 1)
         lse_HT = None if lse is None else lse[0]
@@ -118,13 +119,14 @@ def _softcap(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor],
 
 @lru_cache(maxsize=None)
 def _compiled(static: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The compiled kernel of one kind of call.
+    """The compiled kernel of one kind of call, in which only T varies.
 
-    Dynamo counts recompilations by code object, and past eight falls back or fails: each kind gets its own, so that
-    only T varies in it.
+    Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name: each kind gets its own.
     """
-    own_code = types.FunctionType(_flex.__code__.replace(), _flex.__globals__, f"flex_{len(static)}")
-    return torch.compile(own_code, fullgraph=True)
+    code = _flex.__code__.replace(co_name="flex_" + "_".join(map(str, static)))
+    own = types.FunctionType(code, _flex.__globals__)
+    # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the kind.
+    return torch.compile(own, fullgraph=True, dynamic=False if static[0] == "cpu" else None)
 
 
 BACKEND = FlexBackend()
