@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from .environment import environment
+from flexvarlen.environment import environment
 
 __all__ = [
     "CompileStats",

@@ -202,14 +202,15 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         max_seqlen_bound=patch.max_seqlen_bound,
         **given,
     )
-    one_document_a_row = layout.num_docs == batch and not layout.has_padding
-    if position_ids is None and (torch.compiler.is_compiling() or not one_document_a_row):
+    # Inside a compiled graph nothing that varies with the documents may be asked: it would be guarded on.
+    packs = torch.compiler.is_compiling() or layout.num_docs != batch or layout.has_padding
+    if position_ids is None and packs:
         inputs["position_ids"] = layout.position_ids().view(batch, row_tokens)
     for name in ("labels", "shift_labels"):
         if inputs.get(name) is not None:
             inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
-    packs = explicit or module.training or torch.compiler.is_compiling()
-    if packs and inputs.get("use_cache") is None and inputs.get("past_key_values") is None:
+    wants_no_cache = explicit or module.training or torch.compiler.is_compiling()
+    if wants_no_cache and inputs.get("use_cache") is None and inputs.get("past_key_values") is None:
         inputs["use_cache"] = False
     inputs[CONTEXT] = _packed_forward(module, patch, layout)
     inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
