@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexvarlen.bounds import UNLIMITED, MaskSpec, bounds_of
+from flexvarlen.bounds import UNLIMITED, MaskSpec, interval_bounds
 from flexvarlen.layout import PackedLayout
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -62,54 +62,35 @@ def block_mask_of(
         raise ValueError(f"block_size must be at least 1 token, got {block_size}; FlexAttention's default is 128.")
     total = layout.total_tokens
     num_q, num_k = -(-total // block_q), -(-total // block_k)
-    lo, hi = bounds_of(layout, mask)
     width_k, width_q = num_k, num_q
     if (layout.device.type != "cpu") if compact is None else compact:
-        width_k = min(num_k, _most_blocks(layout.max_seqlen_bound, mask.left, mask.right, block_q, block_k))
-        width_q = min(num_q, _most_blocks(layout.max_seqlen_bound, mask.right, mask.left, block_k, block_q))
-
-    # Runs of key blocks of each query block: touched [first, last), kept whole [full_first, full_last).
-    rows = torch.arange(num_q, device=lo.device)
-    top, bottom = rows * block_q, ((rows + 1) * block_q).clamp(max=total) - 1
-    first = lo[top] // block_k
-    last = torch.maximum(-(-hi[bottom] // block_k), first)
-    full_first = -(-lo[bottom] // block_k)
-    full_last = torch.maximum(hi[top] // block_k, full_first)
-
-    # A query block that is not whole (the last of a ragged row) keeps no key block whole, as in create_block_mask.
-    whole_q = total // block_q
-    kept = torch.where(rows < whole_q, full_last - full_first, 0)
-    partial_kv, full_kv = _tables(first, last, full_first, kept, width_k)
-
-    # Transposed: the query blocks whose run holds key block j.
-    cols = torch.arange(num_k, device=lo.device, dtype=torch.int32)
-    first_q = torch.searchsorted(last, cols, right=True, out_int32=True)
-    last_q = torch.searchsorted(first, cols, right=True, out_int32=True)
-    full_first_q = torch.searchsorted(full_last, cols, right=True, out_int32=True)
-    full_last_q = torch.searchsorted(full_first, cols, right=True, out_int32=True).clamp(max=whole_q)
-    kept_q = (full_last_q - full_first_q).clamp(min=0)
-    partial_q, full_q = _tables(first_q, torch.maximum(last_q, first_q), full_first_q, kept_q, width_q)
-
+        longest = layout.max_seqlen_bound
+        width_k = min(num_k, _most_blocks(longest, mask.left, mask.right, block_q, block_k))
+        width_q = min(num_q, _most_blocks(longest, mask.right, mask.left, block_k, block_q))
+    build = document_tables if torch.compiler.is_compiling() else _build_tables
+    lo, hi, *tables = build(
+        layout.cu_seqlens,
+        layout.padding,
+        total,
+        mask.left,
+        mask.right,
+        [block_q, block_k],
+        [width_k, width_q],
+    )
+    kv_num, kv_indices, full_kv_num, full_kv_indices, q_num, q_indices, full_q_num, full_q_indices = tables
     return BlockMask(
         seq_lengths=(total, total),
-        kv_num_blocks=partial_kv[0],
-        kv_indices=partial_kv[1],
-        full_kv_num_blocks=full_kv[0],
-        full_kv_indices=full_kv[1],
-        q_num_blocks=partial_q[0],
-        q_indices=partial_q[1],
-        full_q_num_blocks=full_q[0],
-        full_q_indices=full_q[1],
+        kv_num_blocks=kv_num,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q_indices,
         BLOCK_SIZE=(block_q, block_k),
-        mask_mod=_mask_mod(lo, hi, mask),
+        mask_mod=causal_mask_mod(lo) if mask.causal else interval_mask_mod(lo, hi),
     )
-
-
-def _mask_mod(lo: Tensor, hi: Tensor, mask: MaskSpec) -> MaskMod:
-    if lo.device.type == "cpu" and torch.compiler.is_compiling():
-        # CPU inductor can capture only a buffer that is not computed point by point: rebuild lo, hi as running sums.
-        lo, hi = (torch.cat([x[:1], x.diff()]).cumsum(0, dtype=torch.int32) for x in (lo, hi))
-    return causal_mask_mod(lo) if mask.causal else interval_mask_mod(lo, hi)
 
 
 def causal_mask_mod(lo: Tensor) -> MaskMod:
@@ -139,10 +120,46 @@ def _most_blocks(longest: int, before: int, after: int, block: int, other: int) 
     return (before + block + after - 1) // other + 2
 
 
-def _tables(
-    first: Tensor, last: Tensor, full_first: Tensor, kept: Tensor, width: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Counts `[1, 1, R]` and indices `[1, 1, R, width]` of the partial and the full blocks of R runs.
+def _build_tables(
+    cu_seqlens: Tensor,
+    padding: Tensor | None,
+    total_tokens: int,
+    left: int,
+    right: int,
+    block_size: list[int],
+    width: list[int],
+) -> list[Tensor]:
+    """`lo`, `hi`, and the eight tables in BlockMask's order: counts and indices of kv, full kv, q, full q."""
+    block_q, block_k = block_size
+    num_q, num_k = -(-total_tokens // block_q), -(-total_tokens // block_k)
+    lo, hi = interval_bounds(cu_seqlens, padding, total_tokens, MaskSpec(left, right))
+
+    # Runs of key blocks of each query block: touched [first, last), kept whole [full_first, full_last).
+    rows = torch.arange(num_q, device=lo.device)
+    top, bottom = rows * block_q, ((rows + 1) * block_q).clamp(max=total_tokens) - 1
+    first = lo[top] // block_k
+    last = torch.maximum(-(-hi[bottom] // block_k), first)
+    full_first = -(-lo[bottom] // block_k)
+    full_last = torch.maximum(hi[top] // block_k, full_first)
+    # A query block that is not whole (the last of a ragged row) keeps no key block whole, as in create_block_mask.
+    whole_q = total_tokens // block_q
+    kept = torch.where(rows < whole_q, full_last - full_first, 0)
+
+    # Transposed: the query blocks whose run holds key block j.
+    cols = torch.arange(num_k, device=lo.device, dtype=torch.int32)
+    first_q = torch.searchsorted(last, cols, right=True, out_int32=True)
+    last_q = torch.searchsorted(first, cols, right=True, out_int32=True)
+    full_first_q = torch.searchsorted(full_last, cols, right=True, out_int32=True)
+    full_last_q = torch.searchsorted(full_first, cols, right=True, out_int32=True).clamp(max=whole_q)
+    kept_q = (full_last_q - full_first_q).clamp(min=0)
+
+    kv = _list_blocks(first, last, full_first, kept, width[0])
+    q = _list_blocks(first_q, torch.maximum(last_q, first_q), full_first_q, kept_q, width[1])
+    return [lo, hi, *kv, *q]
+
+
+def _list_blocks(first: Tensor, last: Tensor, full_first: Tensor, kept: Tensor, width: int) -> list[Tensor]:
+    """Counts `[1, 1, R]` and indices `[1, 1, R, width]`, int32, of the partial and then the full blocks of R runs.
 
     The partial blocks are the run `[first, last)` without its middle `[full_first, full_first + kept)`.
     """
@@ -153,5 +170,30 @@ def _tables(
     skip = torch.where(k >= (full_first - first)[:, None], kept[:, None], 0)
     partial_indices = torch.where(k < partial[:, None], first[:, None] + k + skip, 0)
     full_indices = torch.where(k < kept[:, None], full_first[:, None] + k, 0)
-    as_int = [x.to(torch.int32)[None, None].contiguous() for x in (partial, partial_indices, kept, full_indices)]
-    return (as_int[0], as_int[1]), (as_int[2], as_int[3])
+    return [x.to(torch.int32)[None, None].contiguous() for x in (partial, partial_indices, kept, full_indices)]
+
+
+# Inside a compiled graph one operator: traced through, inductor fuses the tables into views that FlexAttention's
+# templates misread (torch 2.11 on CUDA: silently wrong attention) or reject (torch 2.13 on the CPU).
+document_tables = torch.library.custom_op("flexvarlen::document_tables", _build_tables, mutates_args=())
+
+
+@document_tables.register_fake
+def _(
+    cu_seqlens: Tensor,
+    padding: Tensor | None,
+    total_tokens: int,
+    left: int,
+    right: int,
+    block_size: list[int],
+    width: list[int],
+) -> list[Tensor]:
+    def table(*shape: int) -> Tensor:
+        return cu_seqlens.new_empty(shape)
+
+    tables = [table(total_tokens), table(total_tokens)]
+    for block, columns in zip(block_size, width, strict=True):
+        blocks = -(-total_tokens // block)
+        for _partial_then_full in range(2):
+            tables += [table(1, 1, blocks), table(1, 1, blocks, columns)]
+    return tables

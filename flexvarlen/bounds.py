@@ -82,16 +82,23 @@ def row_bounds(
 
 def bounds_of(layout: PackedLayout, mask: MaskSpec) -> tuple[Tensor, Tensor]:
     """`row_bounds` of a `MaskSpec`."""
-    rows = torch.arange(layout.total_tokens, device=layout.device, dtype=torch.int32)
-    slot = layout.document_ids()
-    end_of_row = layout.cu_seqlens.new_full((1,), layout.total_tokens)
-    boundaries = torch.cat([layout.cu_seqlens, end_of_row])  # the last slot: padding after the last document
+    return interval_bounds(layout.cu_seqlens, layout.padding, layout.total_tokens, mask)
+
+
+def interval_bounds(
+    cu_seqlens: Tensor, padding: Tensor | None, total_tokens: int, mask: MaskSpec
+) -> tuple[Tensor, Tensor]:
+    """`row_bounds` of a layout's tensors; arguments as the attributes of `PackedLayout`."""
+    rows = torch.arange(total_tokens, device=cu_seqlens.device, dtype=torch.int32)
+    slot = torch.searchsorted(cu_seqlens[1:], rows, right=True, out_int32=True)
+    # One slot more: the padding after the last document.
+    boundaries = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), total_tokens)])
     start, end = boundaries[slot], boundaries[slot + 1]
     lo = start if mask.left == UNLIMITED else torch.maximum(start, rows - mask.left)
     hi = end if mask.right == UNLIMITED else torch.minimum(end, rows + (mask.right + 1))
-    padded = slot == layout.capacity
-    if layout.padding is not None:
-        padded = padded | layout.padding
+    padded = slot == cu_seqlens.shape[0] - 1
+    if padding is not None:
+        padded = padded | padding
     return torch.where(padded, end, lo), torch.where(padded, start, hi)
 
 
