@@ -1,7 +1,7 @@
-"""Packed batches for Hugging Face models: many documents in one row, none seeing another, on the fastest kernel.
+"""Packed batches for Hugging Face models: many documents in one row, none seeing another.
 
-Importing this registers the `flexvarlen_*` attention implementations with transformers. Kernel packages are imported
-on first use.
+Importing this registers the `flexvarlen_*` attention implementations with transformers. Kernel
+packages are imported on first use.
 """
 
 from flexvarlen.attention import packed_attention

@@ -5,13 +5,19 @@ Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.backends import AttentionOptions, AttentionRequest, choose_backend, get_backend, refusal
+from flexvarlen.backends import (
+    AttentionOptions,
+    AttentionRequest,
+    choose_backend,
+    get_backend,
+    refusal,
+)
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout
 
@@ -37,28 +43,31 @@ def packed_attention(
 
     Args:
         q_THD: `[T, H, D]`, float, on the layout's device.
-        k_THD, v_THD: `[T, Hkv, D]`, same dtype and device; H a multiple of Hkv (grouped-query attention; K and V are
-            not repeated).
+        k_THD, v_THD: `[T, Hkv, D]`, same dtype and device; H a multiple of Hkv (grouped-query
+            attention; K and V are not repeated).
         layout: the documents.
         causal: a query sees no later key.
-        window: sliding window inside the document: an int W keeps |q - kv| < W; a pair `(left, right)` counts keys on
-            each side, -1 for no limit.
+        window: sliding window inside the document: an int W keeps |q - kv| < W; a pair `(left,
+            right)` counts keys on each side, -1 for no limit.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, one logit a head that joins the softmax's denominator.
         scale: factor on the scores; default `D ** -0.5`.
-        backend: a name of `flexvarlen.BACKENDS`, or "auto": the first usable of a static order by device.
+        backend: a name of `flexvarlen.BACKENDS`, or "auto": the first usable of a static order by
+            device.
         deterministic: the backward must give the same bits every time.
         batch_invariant: a document must give the same bits whatever else is in the row.
         return_lse: also return the log-sum-exp of the scores.
-        plan: what `get_backend(name).plan(layout, mask)` gave (a BlockMask, for flex), to share it among layers.
+        plan: what `get_backend(name).plan(layout, mask)` gave (a BlockMask, for flex), to share it
+            among layers.
 
     Returns:
-        The output `[T, H, D]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf at padding
-        (differentiable on flex and reference only).
+        The output `[T, H, D]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf
+        at padding (differentiable on flex and reference only).
 
     Raises:
         ValueError: tensors that do not fit one another or the layout.
-        NotImplementedError: the named backend cannot serve the call; the sentence says why, and what to do.
+        NotImplementedError: the named backend cannot serve the call; the sentence says why, and
+            what to do.
 
     No host sync on the GPU backends but `sdpa`; traces under `fullgraph=True`.
 
@@ -80,7 +89,8 @@ def packed_attention(
         mask.right,
         softcap,
         sinks is not None,
-        torch.is_grad_enabled() and (q_THD.requires_grad or k_THD.requires_grad or v_THD.requires_grad),
+        torch.is_grad_enabled()
+        and (q_THD.requires_grad or k_THD.requires_grad or v_THD.requires_grad),
         deterministic,
         batch_invariant,
         return_lse,
@@ -118,16 +128,20 @@ def resolve_backend(
     Traces under `fullgraph=True`, as a constant.
     """
     call = (device.type, device.index, dtype, num_heads, num_kv_heads, head_dim, -1, 0, None)
-    return _resolve(backend, *call, False, needs_grad, False, False, False)
+    name: str = _resolve(backend, *call, False, needs_grad, False, False, False)
+    return name
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _resolve(backend: str, device_type: str, device_index: int | None, *rest: Any) -> str:
-    """The backend's name, once it is known to serve such calls. Takes constants only: Dynamo runs it while tracing."""
+    """The backend's name, once it is known to serve such calls.
+
+    Takes constants only: Dynamo runs it while tracing.
+    """
     return _resolve_cached(backend, device_type, device_index, *rest)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _resolve_cached(
     backend: str,
     device_type: str,
@@ -146,7 +160,9 @@ def _resolve_cached(
     return_lse: bool,
 ) -> str:
     request = AttentionRequest(
-        device=torch.device(device_type, device_index),
+        device=torch.device(
+            device_type if device_index is None else f"{device_type}:{device_index}"
+        ),
         dtype=dtype,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -167,32 +183,49 @@ def _resolve_cached(
     return backend
 
 
-def _check_tensors(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, sinks: Tensor | None) -> None:
-    """Raise a sentence unless the tensors fit one another and the layout. Reads shapes only, no values."""
+def _check_tensors(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, sinks: Tensor | None
+) -> None:
+    """Raise a sentence unless the tensors fit one another and the layout.
+
+    Reads shapes only, no values.
+    """
     for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
         if x.ndim != 3:
             raise ValueError(
-                f"{name} must have shape [tokens, heads, head_dim], got {tuple(x.shape)}; drop the batch dimension, or "
+                f"{name} must have shape [tokens, heads, head_dim], got {tuple(x.shape)}; drop the "
+                "batch dimension, or "
                 "flatten it into the tokens."
             )
         if x.shape[0] != layout.total_tokens:
             raise ValueError(
-                f"{name} must have the layout's total_tokens={layout.total_tokens} rows, got {x.shape[0]}; pass "
+                f"{name} must have the layout's total_tokens={layout.total_tokens} rows, got "
+                f"{x.shape[0]}; pass "
                 "total_tokens= to the layout if the row ends in padding."
             )
         if x.device != layout.device:
-            raise ValueError(f"{name} must be on the layout's device {layout.device}, got {x.device}; call layout.to().")
+            raise ValueError(
+                f"{name} must be on the layout's device {layout.device}, got {x.device}; call "
+                "layout.to()."
+            )
         if x.dtype != q_THD.dtype:
-            raise ValueError(f"q, k and v must have one dtype, got {q_THD.dtype} and {x.dtype} for {name}; cast one.")
+            raise ValueError(
+                f"q, k and v must have one dtype, got {q_THD.dtype} and {x.dtype} for {name}; cast "
+                "one."
+            )
     if k_THD.shape != v_THD.shape or k_THD.shape[2] != q_THD.shape[2]:
         raise ValueError(
-            f"k and v must have shape [tokens, kv_heads, {q_THD.shape[2]}], got {tuple(k_THD.shape)} and "
+            f"k and v must have shape [tokens, kv_heads, {q_THD.shape[2]}], got "
+            f"{tuple(k_THD.shape)} and "
             f"{tuple(v_THD.shape)}; head_dim must be q's."
         )
     if q_THD.shape[1] % k_THD.shape[1]:
         raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, got {q_THD.shape[1]} and {k_THD.shape[1]}; check how the "
+            f"num_heads must be a multiple of num_kv_heads, got {q_THD.shape[1]} and "
+            f"{k_THD.shape[1]}; check how the "
             "heads were split."
         )
     if sinks is not None and sinks.shape != (q_THD.shape[1],):
-        raise ValueError(f"sinks must have shape [{q_THD.shape[1]}], one a head, got {tuple(sinks.shape)}.")
+        raise ValueError(
+            f"sinks must have shape [{q_THD.shape[1]}], one a head, got {tuple(sinks.shape)}."
+        )

@@ -1,7 +1,8 @@
-"""FlexAttention's BlockMask of a packed row, in closed form from `(lo, hi)`: nothing of size T x T, no host sync.
+"""FlexAttention's BlockMask of a packed row, in closed form from `(lo, hi)`, without a host sync.
 
-Both bounds never decrease, so the key blocks that a query block touches are one run, those it keeps whole are a run
-inside that one, and the transposed tables (query blocks of a key block) are two binary searches.
+Both bounds never decrease, so the key blocks that a query block touches are one run, those it keeps
+whole are a run inside that one, and the transposed tables (query blocks of a key block) are two
+binary searches.
 
 Shapes: T = total_tokens, BQ and BK = block sizes, NQ = ceil(T / BQ), NK = ceil(T / BK).
 """
@@ -30,23 +31,25 @@ def document_block_mask(
 ) -> BlockMask:
     """The BlockMask `[1, 1, T, T]` under which each row sees only keys of its own document.
 
-    Equal to `create_block_mask` of the same mask, block for block (beside padding inside a row: a block that only
-    padding rows would touch may be listed, and is masked).
+    Equal to `create_block_mask` of the same mask, block for block (beside padding inside a row: a
+    block that only padding rows would touch may be listed, and is masked).
 
     Args:
         layout: the documents; its `max_seqlen_bound` gives the tables' width.
         causal, window: as in `MaskSpec.of`.
         block_size: BlockMask granularity in tokens, or (query, key).
-        compact: tables as wide as the most blocks any row can hold, instead of one column for every block of the row.
-            Default: compact on a GPU, full width on the CPU, whose compiled kernel needs it. `to_dense()` and `str()`
-            of a compact mask need torch 2.14.
+        compact: tables as wide as the most blocks any row can hold, instead of one column for every
+            block of the row. Default: compact on a GPU, full width on the CPU, whose compiled
+            kernel needs it. `to_dense()` and `str()` of a compact mask need torch 2.14.
 
     Raises:
         ValueError: a bad window or block size.
 
     No sync; traces under `fullgraph=True`. Memory O(NQ · width).
     """
-    return block_mask_of(layout, MaskSpec.of(causal=causal, window=window), block_size=block_size, compact=compact)
+    return block_mask_of(
+        layout, MaskSpec.of(causal=causal, window=window), block_size=block_size, compact=compact
+    )
 
 
 def block_mask_of(
@@ -59,7 +62,10 @@ def block_mask_of(
     """`document_block_mask` of a `MaskSpec`."""
     block_q, block_k = (block_size, block_size) if isinstance(block_size, int) else block_size
     if min(block_q, block_k) < 1:
-        raise ValueError(f"block_size must be at least 1 token, got {block_size}; FlexAttention's default is 128.")
+        raise ValueError(
+            f"block_size must be at least 1 token, got {block_size}; FlexAttention's default is "
+            "128."
+        )
     total = layout.total_tokens
     num_q, num_k = -(-total // block_q), -(-total // block_k)
     width_k, width_q = num_k, num_q
@@ -77,7 +83,16 @@ def block_mask_of(
         [block_q, block_k],
         [width_k, width_q],
     )
-    kv_num, kv_indices, full_kv_num, full_kv_indices, q_num, q_indices, full_q_num, full_q_indices = tables
+    (
+        kv_num,
+        kv_indices,
+        full_kv_num,
+        full_kv_indices,
+        q_num,
+        q_indices,
+        full_q_num,
+        full_q_indices,
+    ) = tables
     return BlockMask(
         seq_lengths=(total, total),
         kv_num_blocks=kv_num,
@@ -112,7 +127,7 @@ def interval_mask_mod(lo: Tensor, hi: Tensor) -> MaskMod:
 
 
 def _most_blocks(longest: int, before: int, after: int, block: int, other: int) -> int:
-    """The most blocks of `other` tokens that one block of `block` tokens touches, in documents of at most `longest`."""
+    """The most blocks of `other` tokens that one of `block` touches; documents up to `longest`."""
     before = longest - 1 if before == UNLIMITED else min(before, longest - 1)
     after = longest - 1 if after == UNLIMITED else min(after, longest - 1)
     if block % other == 0:  # the block's borders are borders of the other grid
@@ -129,19 +144,24 @@ def _build_tables(
     block_size: list[int],
     width: list[int],
 ) -> list[Tensor]:
-    """`lo`, `hi`, and the eight tables in BlockMask's order: counts and indices of kv, full kv, q, full q."""
+    """`lo`, `hi`, and the eight tables in BlockMask's order.
+
+    Counts and indices of kv, full kv, q, full q.
+    """
     block_q, block_k = block_size
     num_q, num_k = -(-total_tokens // block_q), -(-total_tokens // block_k)
     lo, hi = interval_bounds(cu_seqlens, padding, total_tokens, MaskSpec(left, right))
 
-    # Runs of key blocks of each query block: touched [first, last), kept whole [full_first, full_last).
+    # Runs of key blocks of each query block: touched [first, last), kept whole [full_first,
+    # full_last).
     rows = torch.arange(num_q, device=lo.device)
     top, bottom = rows * block_q, ((rows + 1) * block_q).clamp(max=total_tokens) - 1
     first = lo[top] // block_k
     last = torch.maximum(-(-hi[bottom] // block_k), first)
     full_first = -(-lo[bottom] // block_k)
     full_last = torch.maximum(hi[top] // block_k, full_first)
-    # A query block that is not whole (the last of a ragged row) keeps no key block whole, as in create_block_mask.
+    # A query block that is not whole (the last of a ragged row) keeps no key block whole, as in
+    # create_block_mask.
     whole_q = total_tokens // block_q
     kept = torch.where(rows < whole_q, full_last - full_first, 0)
 
@@ -150,7 +170,9 @@ def _build_tables(
     first_q = torch.searchsorted(last, cols, right=True, out_int32=True)
     last_q = torch.searchsorted(first, cols, right=True, out_int32=True)
     full_first_q = torch.searchsorted(full_last, cols, right=True, out_int32=True)
-    full_last_q = torch.searchsorted(full_first, cols, right=True, out_int32=True).clamp(max=whole_q)
+    full_last_q = torch.searchsorted(full_first, cols, right=True, out_int32=True).clamp(
+        max=whole_q
+    )
     kept_q = (full_last_q - full_first_q).clamp(min=0)
 
     kv = _list_blocks(first, last, full_first, kept, width[0])
@@ -158,24 +180,34 @@ def _build_tables(
     return [lo, hi, *kv, *q]
 
 
-def _list_blocks(first: Tensor, last: Tensor, full_first: Tensor, kept: Tensor, width: int) -> list[Tensor]:
-    """Counts `[1, 1, R]` and indices `[1, 1, R, width]`, int32, of the partial and then the full blocks of R runs.
+def _list_blocks(
+    first: Tensor, last: Tensor, full_first: Tensor, kept: Tensor, width: int
+) -> list[Tensor]:
+    """Partial, then full blocks of R runs: counts `[1, 1, R]`, indices `[1, 1, R, width]`.
 
-    The partial blocks are the run `[first, last)` without its middle `[full_first, full_first + kept)`.
+    The partial blocks are the run `[first, last)` without its middle `[full_first, full_first +
+    kept)`.
     """
     k = torch.arange(width, device=first.device, dtype=torch.int32)
-    # A count past the width can only come from a document past the bound, which the layout asserts on.
+    # A count past the width can only come from a document past the bound, which the layout asserts
+    # on.
     partial = (last - first - kept).clamp(max=width)
     kept = kept.clamp(max=width)
     skip = torch.where(k >= (full_first - first)[:, None], kept[:, None], 0)
     partial_indices = torch.where(k < partial[:, None], first[:, None] + k + skip, 0)
     full_indices = torch.where(k < kept[:, None], full_first[:, None] + k, 0)
-    return [x.to(torch.int32)[None, None].contiguous() for x in (partial, partial_indices, kept, full_indices)]
+    return [
+        x.to(torch.int32)[None, None].contiguous()
+        for x in (partial, partial_indices, kept, full_indices)
+    ]
 
 
-# Inside a compiled graph one operator: traced through, inductor fuses the tables into views that FlexAttention's
-# templates misread (torch 2.11 on CUDA: silently wrong attention) or reject (torch 2.13 on the CPU).
-document_tables = torch.library.custom_op("flexvarlen::document_tables", _build_tables, mutates_args=())
+# Inside a compiled graph one operator: traced through, inductor fuses the tables into views that
+# FlexAttention's templates misread (torch 2.11 on CUDA: silently wrong attention) or reject (torch
+# 2.13 on the CPU).
+document_tables = torch.library.custom_op(
+    "flexvarlen::document_tables", _build_tables, mutates_args=()
+)
 
 
 @document_tables.register_fake

@@ -1,4 +1,4 @@
-"""Which keys each query row keeps: one interval `lo[q] <= kv < hi[q]`, from which every mask is derived.
+"""Which keys each query row keeps: one interval, `lo[q] <= kv < hi[q]`; all masks come from it.
 
 Shapes: T = total_tokens.
 """
@@ -17,9 +17,10 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Which keys of its own document a query sees, as FlashAttention counts: `left` before it and `right` after it.
+    """Which keys of its own document a query sees: `left` before it and `right` after it.
 
-    -1 means no limit on that side. Causal is `right=0`. Hashable: plans and compiled kernels are kept by it.
+    -1 means no limit on that side. Causal is `right=0`. Hashable: plans and compiled kernels are
+    kept by it.
     """
 
     left: int = UNLIMITED
@@ -31,8 +32,8 @@ class MaskSpec:
 
         Args:
             causal: no key after the query.
-            window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)` counts keys on each
-                side (FlashAttention's meaning), -1 for no limit.
+            window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
+                counts keys on each side (FlashAttention's meaning), -1 for no limit.
 
         Raises:
             ValueError: W below 1, or a pair with a value below -1.
@@ -44,11 +45,16 @@ class MaskSpec:
             left = right = UNLIMITED
         elif isinstance(window, int):
             if window < 1:
-                raise ValueError(f"window must be at least 1, got {window}; pass None for no window.")
+                raise ValueError(
+                    f"window must be at least 1, got {window}; pass None for no window."
+                )
             left = right = window - 1
         else:
             if len(window) != 2 or min(window) < UNLIMITED:
-                raise ValueError(f"window must be (left, right), each at least -1, got {window}; -1 means no limit.")
+                raise ValueError(
+                    f"window must be (left, right), each at least -1, got {window}; -1 means no "
+                    "limit."
+                )
             left, right = window
         return cls(left=left, right=0 if causal else right)
 
@@ -68,7 +74,8 @@ def row_bounds(
         causal, window: as in `MaskSpec.of`.
 
     Returns:
-        lo, hi: int32 `[T]`, on the layout's device, never decreasing. A padding row keeps nothing: `lo` is the end of
+        lo, hi: int32 `[T]`, on the layout's device, never decreasing. A padding row keeps nothing:
+            `lo` is the end of
         its run and `hi` its start.
 
     No sync; traces under `fullgraph=True`.

@@ -1,4 +1,4 @@
-"""Where the documents of a packed row begin and end: `PackedLayout`, the only object that carries boundaries.
+"""`PackedLayout`: where the documents of a packed row begin and end. Nothing else carries that.
 
 Shapes: T = total_tokens (padding included), N = number of document slots (`capacity`).
 """
@@ -6,6 +6,7 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,22 +20,24 @@ def round_up_to_power_of_two(n: int) -> int:
 
 
 class PackedLayout:
-    """The documents of one packed row of T tokens: document i owns tokens `cu_seqlens[i]` to `cu_seqlens[i + 1]`.
+    """The documents of one packed row of T tokens; `cu_seqlens[i]:cu_seqlens[i + 1]` is document i.
 
-    Make one with `from_lengths`, `from_cu_seqlens` or `from_position_ids`: they validate. Kernels, table widths and
-    compiled graphs see only `total_tokens`, `capacity` and `max_seqlen_bound`, so that other documents of the same
-    three recompile nothing.
+    Make one with `from_lengths`, `from_cu_seqlens` or `from_position_ids`: they validate. Kernels,
+    table widths and compiled graphs see only `total_tokens`, `capacity` and `max_seqlen_bound`, so
+    that other documents of the same three recompile nothing.
 
     Attributes:
-        cu_seqlens: int32 `[capacity + 1]`, on the device of the tokens; starts at 0, never decreases, and repeats its
-            last value in the spare slots. Tokens from the last value on are padding.
+        cu_seqlens: int32 `[capacity + 1]`, on the device of the tokens; starts at 0, never
+            decreases, and repeats its last value in the spare slots. Tokens from the last value on
+            are padding.
         cu_seqlens_host: the same values on the CPU, or None when only the device knows them.
         total_tokens: T, padding included.
         max_seqlen_bound: the longest document that kernels and tables are made for, in tokens.
         num_docs: number of documents (empty ones count), or None when only the device knows.
         max_seqlen: tokens of the longest document, or None when only the device knows.
-        padding: bool `[T]`, True at tokens of padding runs inside the row, or None when there are none. Each run
-            is a slot of its own in `cu_seqlens`; its tokens attend to nothing, and their outputs are zero.
+        padding: bool `[T]`, True at tokens of padding runs inside the row, or None when there are
+            none. Each run is a slot of its own in `cu_seqlens`; its tokens attend to nothing, and
+            their outputs are zero.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class PackedLayout:
         self.padding = padding
         self.has_padding = has_padding
 
-    # ---- making one ---------------------------------------------------------------------------------------------
+    # ---- making one ----
 
     @classmethod
     def from_lengths(
@@ -76,14 +79,14 @@ class PackedLayout:
             lengths: tokens of each document, each at least 0.
             total_tokens: T; default: their sum. What is left over at the end is padding.
             device: where `cu_seqlens` goes.
-            capacity: document slots that shapes are made for; default: the number of documents, rounded up to a
-                power of two.
-            max_seqlen_bound: longest document that shapes are made for; default: the longest, rounded up to a power
-                of two, at most T.
+            capacity: document slots that shapes are made for; default: the number of documents,
+                rounded up to a power of two.
+            max_seqlen_bound: longest document that shapes are made for; default: the longest,
+                rounded up to a power of two, at most T.
 
         Raises:
-            ValueError: a negative or non-integer length, more tokens than `total_tokens`, more documents than
-                `capacity`, or a document longer than `max_seqlen_bound`.
+            ValueError: a negative or non-integer length, more tokens than `total_tokens`, more
+                documents than `capacity`, or a document longer than `max_seqlen_bound`.
 
         Syncs only if `lengths` is a tensor on a device.
 
@@ -94,14 +97,20 @@ class PackedLayout:
         for i, length in enumerate(values):
             if isinstance(length, bool) or not isinstance(length, int):
                 raise ValueError(
-                    f"lengths must be integers, got {length!r} at index {i}; pass the number of tokens of each document."
+                    f"lengths must be integers, got {length!r} at index {i}; pass the number of "
+                    "tokens of each document."
                 )
             if length < 0:
-                raise ValueError(f"lengths must be at least 0, got {length} at index {i}; drop or mend that document.")
+                raise ValueError(
+                    f"lengths must be at least 0, got {length} at index {i}; drop or mend that "
+                    "document."
+                )
         boundaries = [0]
         for length in values:
             boundaries.append(boundaries[-1] + length)
-        return cls._from_host(boundaries, total_tokens, torch.device(device), capacity, max_seqlen_bound)
+        return cls._from_host(
+            boundaries, total_tokens, torch.device(device), capacity, max_seqlen_bound
+        )
 
     @classmethod
     def from_cu_seqlens(
@@ -112,35 +121,43 @@ class PackedLayout:
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
     ) -> PackedLayout:
-        """A layout from cumulative lengths, as FlashAttention and `DataCollatorWithFlattening` write them.
+        """A layout from cumulative lengths, as FlashAttention and transformers write them.
 
         Args:
-            cu_seqlens: int32 `[num_docs + 1]`, on the device of the tokens; starts at 0, never decreases.
+            cu_seqlens: int32 `[num_docs + 1]`, on the device of the tokens; starts at 0, never
+                decreases.
             total_tokens: T; default: the last boundary. Needed inside a compiled graph.
-            capacity, max_seqlen_bound: as in `from_lengths`. Inside a compiled graph the defaults are the number of
-                slots given, rounded up, and T.
+            capacity, max_seqlen_bound: as in `from_lengths`. Inside a compiled graph the defaults
+                are the number of slots given, rounded up, and T.
 
         Raises:
-            ValueError: any boundary that breaks the contract; inside a compiled graph the boundaries are clamped, and
-                a device assertion fails.
+            ValueError: any boundary that breaks the contract; inside a compiled graph the
+                boundaries are clamped, and a device assertion fails.
 
-        A device tensor is read back once (one sync), except inside a compiled graph, where nothing is read.
+        A device tensor is read back once (one sync), except inside a compiled graph, where nothing
+        is read.
         """
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
             got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise ValueError(f"cu_seqlens must be a torch.int32 tensor, got {got}; call .to(torch.int32) on it.")
+            raise ValueError(
+                f"cu_seqlens must be a torch.int32 tensor, got {got}; call .to(torch.int32) on it."
+            )
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
             raise ValueError(
-                f"cu_seqlens must have shape [num_docs + 1] with at least one document, got {tuple(cu_seqlens.shape)}; "
+                f"cu_seqlens must have shape [num_docs + 1] with at least one document, got "
+                f"{tuple(cu_seqlens.shape)}; "
                 "flatten it, and start it with 0."
             )
         if torch.compiler.is_compiling():
             if total_tokens is None:
                 raise ValueError(
-                    "total_tokens must be given inside a compiled graph, got None; pass the number of tokens in the row."
+                    "total_tokens must be given inside a compiled graph, got None; pass the number "
+                    "of tokens in the row."
                 )
             return cls._from_traced(cu_seqlens, total_tokens, capacity, max_seqlen_bound)
-        return cls._from_host(cu_seqlens.tolist(), total_tokens, cu_seqlens.device, capacity, max_seqlen_bound)
+        return cls._from_host(
+            cu_seqlens.tolist(), total_tokens, cu_seqlens.device, capacity, max_seqlen_bound
+        )
 
     @classmethod
     def from_position_ids(
@@ -150,10 +167,11 @@ class PackedLayout:
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
     ) -> PackedLayout:
-        """A layout from positions that restart at each document; rows are packed one after another, T = B·S.
+        """A layout from positions that restart at each document; rows follow one another, T = B·S.
 
-        A document begins at each row's start and wherever a position is not the last one plus 1. A document that
-        begins exactly where the last one's positions end cannot be seen: pass lengths or cu_seqlens for such data.
+        A document begins at each row's start and wherever a position is not the last one plus 1. A
+        document that begins exactly where the last one's positions end cannot be seen: pass lengths
+        or cu_seqlens for such data.
 
         Args:
             position_ids_BT: integer `[B, S]` (or `[S]`).
@@ -167,10 +185,13 @@ class PackedLayout:
         positions = position_ids_BT[None] if position_ids_BT.ndim == 1 else position_ids_BT
         if positions.ndim != 2 or positions.is_floating_point() or positions.dtype == torch.bool:
             raise ValueError(
-                f"position_ids must be an integer tensor [B, S], got {positions.dtype} {tuple(position_ids_BT.shape)}; "
+                f"position_ids must be an integer tensor [B, S], got {positions.dtype} "
+                f"{tuple(position_ids_BT.shape)}; "
                 "for 3-row multimodal positions pass the text row."
             )
-        starts = document_starts(positions.shape[0], positions.shape[1], positions.device, position_ids_BT=positions)
+        starts = document_starts(
+            positions.shape[0], positions.shape[1], positions.device, position_ids_BT=positions
+        )
         return cls.from_starts(starts, capacity=capacity, max_seqlen_bound=max_seqlen_bound)
 
     @classmethod
@@ -187,8 +208,8 @@ class PackedLayout:
         Args:
             starts_T: bool `[T]`; the first is taken as True.
             padding_T: bool `[T]`, True at padding tokens; each run must begin and end at a start.
-            capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the defaults are
-                `default_capacity(T)` and T.
+            capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the defaults
+                are `default_capacity(T)` and T.
 
         One sync if the flags are on a device; none inside a compiled graph.
         """
@@ -197,7 +218,8 @@ class PackedLayout:
             slots = min(capacity or default_capacity(total), total)
             torch._assert_async(
                 starts_T.sum() <= slots,
-                "flexvarlen: more documents in the row than capacity; pass a larger capacity= to patch_model.",
+                "flexvarlen: more documents in the row than capacity; pass a larger capacity= to "
+                "patch_model.",
             )
             first = torch.nonzero_static(starts_T, size=slots, fill_value=total)[:, 0]
             cu_seqlens = torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
@@ -224,17 +246,22 @@ class PackedLayout:
     ) -> PackedLayout:
         total = boundaries[-1] if total_tokens is None else total_tokens
         if boundaries[0] != 0:
-            raise ValueError(f"cu_seqlens must start at 0, got {boundaries[0]}; put a 0 before the first boundary.")
-        lengths = [end - start for start, end in zip(boundaries, boundaries[1:], strict=False)]
+            raise ValueError(
+                f"cu_seqlens must start at 0, got {boundaries[0]}; put a 0 before the first "
+                "boundary."
+            )
+        lengths = [end - start for start, end in pairwise(boundaries)]
         for i, length in enumerate(lengths):
             if length < 0:
                 raise ValueError(
-                    f"cu_seqlens must never decrease, got {boundaries[i]} then {boundaries[i + 1]} at index {i + 1}; "
+                    f"cu_seqlens must never decrease, got {boundaries[i]} then {boundaries[i + 1]} "
+                    f"at index {i + 1}; "
                     "pass cumulative lengths in order."
                 )
         if boundaries[-1] > total:
             raise ValueError(
-                f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; shorten the documents or "
+                f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; "
+                "shorten the documents or "
                 "pass the row's real number of tokens."
             )
         if total > _INT32_MAX:
@@ -243,11 +270,19 @@ class PackedLayout:
         longest = max(lengths, default=0)
         slots = round_up_to_power_of_two(num_docs) if capacity is None else capacity
         if slots < max(num_docs, 1):
-            raise ValueError(f"capacity must be at least the {num_docs} documents given, got {slots}; raise capacity.")
-        bound = min(round_up_to_power_of_two(longest), max(total, 1)) if max_seqlen_bound is None else max_seqlen_bound
+            raise ValueError(
+                f"capacity must be at least the {num_docs} documents given, got {slots}; raise "
+                "capacity."
+            )
+        bound = (
+            min(round_up_to_power_of_two(longest), max(total, 1))
+            if max_seqlen_bound is None
+            else max_seqlen_bound
+        )
         if bound < max(longest, 1):
             raise ValueError(
-                f"max_seqlen_bound must be at least the longest document, {longest} tokens, got {bound}; raise the "
+                f"max_seqlen_bound must be at least the longest document, {longest} tokens, got "
+                f"{bound}; raise the "
                 "bound (kernels would leave out what is past it)."
             )
         host = torch.tensor(boundaries + [boundaries[-1]] * (slots - num_docs), dtype=torch.int32)
@@ -270,21 +305,29 @@ class PackedLayout:
         max_seqlen_bound: int | None,
         padding: Tensor | None = None,
     ) -> PackedLayout:
-        """Inside a compiled graph nothing can be read: make the boundaries memory-safe, and assert on the device."""
+        """Inside a compiled graph nothing can be read.
+
+        Make the boundaries memory-safe, and assert on the device.
+        """
         given = cu_seqlens.shape[0] - 1
         slots = given if capacity is None else capacity
         if given > slots:
-            raise ValueError(f"capacity must be at least the {given} slots of cu_seqlens, got {slots}; raise capacity.")
+            raise ValueError(
+                f"capacity must be at least the {given} slots of cu_seqlens, got {slots}; raise "
+                "capacity."
+            )
         bound = total if max_seqlen_bound is None else min(max_seqlen_bound, total)
         safe = cu_seqlens.clamp(0, total)
         safe = torch.cat([torch.zeros_like(safe[:1]), safe[1:]]).cummax(0).values.to(torch.int32)
         torch._assert_async(
             (safe == cu_seqlens).all(),
-            "flexvarlen: cu_seqlens must start at 0, never decrease, and end at or before the row's last token.",
+            "flexvarlen: cu_seqlens must start at 0, never decrease, and end at or before the "
+            "row's last token.",
         )
         torch._assert_async(
             safe.diff().max() <= bound,
-            "flexvarlen: a document is longer than max_seqlen_bound; pass a larger max_seqlen_bound= to patch_model.",
+            "flexvarlen: a document is longer than max_seqlen_bound; pass a larger "
+            "max_seqlen_bound= to patch_model.",
         )
         if slots > given:
             safe = torch.cat([safe, safe[-1:].expand(slots - given)])
@@ -298,7 +341,7 @@ class PackedLayout:
             padding=padding,
         )
 
-    # ---- reading it ---------------------------------------------------------------------------------------------
+    # ---- reading it ----
 
     @property
     def capacity(self) -> int:
@@ -318,7 +361,10 @@ class PackedLayout:
         return tuple(self.cu_seqlens_host.diff()[: self.num_docs].tolist())
 
     def document_ids(self) -> Tensor:
-        """int32 `[T]`: the slot of each token; `capacity` at padding after the last document. No sync; traces."""
+        """int32 `[T]`: the slot of each token; `capacity` at padding after the last document.
+
+        No sync; traces.
+        """
         tokens = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
         return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True, out_int32=True)
 
@@ -328,8 +374,14 @@ class PackedLayout:
         return tokens - self.cu_seqlens[self.document_ids()]
 
     def real_tokens(self) -> Tensor:
-        """bool `[T]`: True where the token belongs to a document, False at padding. No sync; traces."""
-        real = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32) < self.cu_seqlens[-1]
+        """bool `[T]`: True where the token belongs to a document, False at padding.
+
+        No sync; traces.
+        """
+        real = (
+            torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
+            < self.cu_seqlens[-1]
+        )
         return real if self.padding is None else real & ~self.padding
 
     def to(self, device: torch.device | str) -> PackedLayout:
@@ -346,44 +398,60 @@ class PackedLayout:
         )
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
-        """Take over the documents of `other` in the same storage, so that a compiled step or a CUDA graph sees them.
+        """Take over the documents of `other` in the same storage, as a CUDA graph needs.
 
         Raises:
-            ValueError: `other` has another T or capacity, or a document longer than this layout's bound.
+            ValueError: `other` has another T or capacity, or a document longer than this layout's
+                bound.
         """
         if (other.total_tokens, other.capacity) != (self.total_tokens, self.capacity):
             raise ValueError(
-                f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and {other.capacity} for "
-                f"{self.total_tokens} and {self.capacity}; make both with the same total_tokens= and capacity=."
+                f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and "
+                f"{other.capacity} for "
+                f"{self.total_tokens} and {self.capacity}; make both with the same total_tokens= "
+                "and capacity=."
             )
         longest = other.max_seqlen_bound if other.max_seqlen is None else other.max_seqlen
         if longest > self.max_seqlen_bound:
             raise ValueError(
-                f"copy_ needs documents of at most max_seqlen_bound={self.max_seqlen_bound} tokens, got {longest}; make "
+                f"copy_ needs documents of at most max_seqlen_bound={self.max_seqlen_bound} "
+                f"tokens, got {longest}; make "
                 "this layout with a larger max_seqlen_bound=."
             )
         if (self.padding is None) != (other.padding is None):
-            raise ValueError("copy_ needs padding runs inside the row in both layouts or in neither; make a new layout.")
+            raise ValueError(
+                "copy_ needs padding runs inside the row in both layouts or in neither; make a new "
+                "layout."
+            )
         self.cu_seqlens.copy_(other.cu_seqlens)
         if self.padding is not None and other.padding is not None:
             self.padding.copy_(other.padding)
-        self.cu_seqlens_host = None if other.cu_seqlens_host is None else other.cu_seqlens_host.clone()
-        self.num_docs, self.max_seqlen, self.has_padding = other.num_docs, other.max_seqlen, other.has_padding
+        self.cu_seqlens_host = (
+            None if other.cu_seqlens_host is None else other.cu_seqlens_host.clone()
+        )
+        self.num_docs, self.max_seqlen, self.has_padding = (
+            other.num_docs,
+            other.max_seqlen,
+            other.has_padding,
+        )
         return self
 
     def __repr__(self) -> str:
         docs = "?" if self.num_docs is None else self.num_docs
         longest = "?" if self.max_seqlen is None else self.max_seqlen
         return (
-            f"PackedLayout(num_docs={docs}, total_tokens={self.total_tokens}, max_seqlen={longest}, "
-            f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, device={self.device})"
+            f"PackedLayout(num_docs={docs}, total_tokens={self.total_tokens}, "
+            f"max_seqlen={longest}, "
+            f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, "
+            f"device={self.device})"
         )
 
 
 def default_capacity(total_tokens: int) -> int:
-    """Document slots of a row whose documents only a compiled graph sees: one per 128 tokens, at least 64, at most T.
+    """Document slots of a row whose documents only a compiled graph sees.
 
-    Slots are not free (FA2's backward takes 128 fp32 rows a slot and head), so it is not T.
+    One per 128 tokens, at least 64, at most T. Not T itself: slots are not free (FA2's backward
+    takes 128 fp32 rows a slot and head).
     """
     return min(total_tokens, max(64, round_up_to_power_of_two(total_tokens // 128)))
 
@@ -399,9 +467,10 @@ def document_starts(
 ) -> Tensor:
     """bool `[B·S]`: True where a document, or a run of padding, begins. No sync; traces.
 
-    A document begins at each row's start, where `position_ids` do not go on by 1 (unless `cu_seqlens` is given, which
-    wins over positions), and where a 2D mask (padding, or document ids) changes its value. The positions of padding
-    tokens (mask 0) are not looked at, so that a run of padding stays one run.
+    A document begins at each row's start, where `position_ids` do not go on by 1 (unless
+    `cu_seqlens` is given, which wins over positions), and where a 2D mask (padding, or document
+    ids) changes its value. The positions of padding tokens (mask 0) are not looked at, so that a
+    run of padding stays one run.
     """
     starts = torch.zeros(batch, row_tokens, dtype=torch.bool, device=device)
     starts[:, 0] = True

@@ -10,7 +10,8 @@
 
 if __name__ == "patches":
     raise ImportError(
-        "this folder must be imported as flexvarlen.patches, got patches; install flexvarlen, or put the folder above "
+        "this folder must be imported as flexvarlen.patches, got patches; install flexvarlen, or "
+        "put the folder above "
         "it on the path."
     )
 

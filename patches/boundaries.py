@@ -1,6 +1,7 @@
 """The documents of a forward, found in the arguments that a transformers model is called with.
 
-Order: an explicit `packed_layout`; else `cu_seq_lens_q`; else the union of restarts in `position_ids` and changes of
+Order: an explicit `packed_layout`; else `cu_seq_lens_q`; else the union of restarts in
+    `position_ids` and changes of
 value in a 2D `attention_mask`, so that a mask of ones changes nothing; else one document a row.
 
 Shapes: B rows of S tokens, packed one after another: T = B·S.
@@ -20,14 +21,16 @@ from flexvarlen.backends import get_backend
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout, document_starts
 
-
 EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The keywords of a forward that give its documents outright."""
 
 
 @dataclass
 class PackedForward:
-    """What every layer of one forward shares: the documents, and what the kernel derived from them, by mask."""
+    """What every layer of one forward shares.
+
+    The documents, and what the kernel derived from them, by mask.
+    """
 
     layout: PackedLayout
     backend: str
@@ -61,7 +64,8 @@ def find_layout(
         batch, row_tokens, device: B, S and where the tokens are.
         packed_layout: the documents of all T tokens.
         cu_seq_lens_q, cu_seq_lens_k: int32 `[num_docs + 1]`, cumulative over all T tokens; equal.
-        max_length_q, max_length_k: tokens of the longest document, if the caller gave it; checked, eagerly.
+        max_length_q, max_length_k: tokens of the longest document, if the caller gave it; checked,
+            eagerly.
         position_ids: integer `[B, S]` or `[1, S]`.
         attention_mask: `[B, S]`, 0 at padding; other values may number documents.
         capacity, max_seqlen_bound: as in `PackedLayout.from_lengths`.
@@ -69,19 +73,22 @@ def find_layout(
     Raises:
         ValueError: boundaries that break the contract, or contradict one another.
 
-    Eagerly at most one read of the device; inside a compiled graph none, and the boundaries are asserted on the device.
+    Eagerly at most one read of the device; inside a compiled graph none, and the boundaries are
+    asserted on the device.
     """
     total = batch * row_tokens
     sizes: dict[str, Any] = {"capacity": capacity, "max_seqlen_bound": max_seqlen_bound}
     if attention_mask is not None and attention_mask.shape != (batch, row_tokens):
         raise ValueError(
-            f"attention_mask must have shape {(batch, row_tokens)}, as the tokens, got {tuple(attention_mask.shape)}; "
+            f"attention_mask must have shape {(batch, row_tokens)}, as the tokens, got "
+            f"{tuple(attention_mask.shape)}; "
             "give one value a token."
         )
     if packed_layout is not None:
         if packed_layout.total_tokens != total or packed_layout.device != device:
             raise ValueError(
-                f"packed_layout must cover the batch's {total} tokens on {device}, got {packed_layout.total_tokens} on "
+                f"packed_layout must cover the batch's {total} tokens on {device}, got "
+                f"{packed_layout.total_tokens} on "
                 f"{packed_layout.device}; pass total_tokens= and device= when you make it."
             )
         explicit = packed_layout
@@ -89,16 +96,25 @@ def find_layout(
         _check_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, device)
         explicit = PackedLayout.from_cu_seqlens(cu_seq_lens_q, total_tokens=total, **sizes)
         for longest in (max_length_q, max_length_k):
-            if longest is not None and explicit.max_seqlen is not None and longest < explicit.max_seqlen:
+            if (
+                longest is not None
+                and explicit.max_seqlen is not None
+                and longest < explicit.max_seqlen
+            ):
                 raise ValueError(
-                    f"max_length_q and max_length_k must be at least the longest document, {explicit.max_seqlen} "
+                    f"max_length_q and max_length_k must be at least the longest document, "
+                    f"{explicit.max_seqlen} "
                     f"tokens, got {longest}; pass the largest difference of cu_seq_lens_q."
                 )
     elif position_ids is None and attention_mask is None:
         return PackedLayout.from_lengths([row_tokens] * batch, device=device, **sizes)
     else:
         starts = document_starts(
-            batch, row_tokens, device, position_ids_BT=position_ids, attention_mask_BT=attention_mask
+            batch,
+            row_tokens,
+            device,
+            position_ids_BT=position_ids,
+            attention_mask_BT=attention_mask,
         )
         padding = None if attention_mask is None else (attention_mask == 0).reshape(-1)
         return PackedLayout.from_starts(starts, padding_T=padding, **sizes)
@@ -113,12 +129,19 @@ def find_layout(
     return PackedLayout.from_starts(starts, padding_T=padding, **sizes)
 
 
-def _check_cu_seq_lens(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device) -> None:
+def _check_cu_seq_lens(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device
+) -> None:
     if cu_seq_lens_q.device != device:
-        raise ValueError(f"cu_seq_lens_q must be on the tokens' device {device}, got {cu_seq_lens_q.device}; move it.")
+        raise ValueError(
+            f"cu_seq_lens_q must be on the tokens' device {device}, got {cu_seq_lens_q.device}; "
+            "move it."
+        )
     if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q:
         return
-    message = "cu_seq_lens_k must equal cu_seq_lens_q in self-attention; pass the same tensor for both."
+    message = (
+        "cu_seq_lens_k must equal cu_seq_lens_q in self-attention; pass the same tensor for both."
+    )
     if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
         raise ValueError(message)
     _check((cu_seq_lens_k == cu_seq_lens_q).all(), message)
@@ -130,7 +153,8 @@ def _check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None
     inside_padding = rows >= boundaries[-1]
     _check(
         (torch.isin(rows, boundaries) | inside_padding).all(),
-        f"a document must not cross the border of two rows of {row_tokens} tokens; put a boundary at each row's start.",
+        f"a document must not cross the border of two rows of {row_tokens} tokens; put a boundary "
+        "at each row's start.",
     )
 
 
@@ -143,13 +167,16 @@ def _check(holds: Tensor, message: str) -> None:
 
 
 def first_tokens(layout: PackedLayout) -> Tensor:
-    """bool `[T]`: True at each document's first token and at all padding: labels there must not be learned."""
+    """bool `[T]`: True at each document's first token and at all padding.
+
+    Labels there must not be learned.
+    """
     flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
     return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()
 
 
 class _LastForward(threading.local):
-    """The layout that the last layer of this thread found, for the next layer of the same forward."""
+    """What the last layer of this thread found, for the next layer of the same forward."""
 
     key: tuple[object, ...] | None = None
     packed: PackedForward | None = None
@@ -158,10 +185,15 @@ class _LastForward(threading.local):
 _last = _LastForward()
 
 
-def shared_between_layers(backend: str, batch: int, row_tokens: int, device: torch.device, **given: Any) -> PackedForward:
-    """`find_layout` once a forward for layers that nobody hands one to: kept while the same tensors come, unchanged.
+def shared_between_layers(
+    backend: str, batch: int, row_tokens: int, device: torch.device, **given: Any
+) -> PackedForward:
+    """`find_layout` once a forward, for layers that nobody hands one to.
 
-    Tensors made under `inference_mode` carry no version, so that a change could not be seen: not kept.
+    Kept while the same tensors come, unchanged.
+
+    Tensors made under `inference_mode` carry no version, so that a change could not be seen: not
+        kept.
     """
     tensors = [x for x in given.values() if isinstance(x, Tensor)]
     keeps = not torch.compiler.is_compiling() and not any(x.is_inference() for x in tensors)
@@ -172,7 +204,10 @@ def shared_between_layers(backend: str, batch: int, row_tokens: int, device: tor
             batch,
             row_tokens,
             device,
-            *((name, weakref.ref(x), x._version) if isinstance(x, Tensor) else (name, x) for name, x in given.items()),
+            *(
+                (name, weakref.ref(x), x._version) if isinstance(x, Tensor) else (name, x)
+                for name, x in given.items()
+            ),
         )
         if _last.packed is not None and _last.key == key:
             return _last.packed

@@ -1,10 +1,11 @@
-"""The functions that transformers calls by the names `flexvarlen_*`: attention, and the mask that goes with it.
+"""The functions that transformers calls by the names `flexvarlen_*`: attention and its mask.
 
-A patched model hands each layer a `PackedForward`. Without it (the name alone, no `patch_model`) a layer finds the
-boundaries in what reaches it: position_ids, cu_seq_lens and 2D padding masks, but not masks of document ids, which
-transformers turns to booleans, nor labels.
+A patched model hands each layer a `PackedForward`. Without it (the name alone, no `patch_model`) a
+layer finds the boundaries in what reaches it: position_ids, cu_seq_lens and 2D padding masks, but
+not masks of document ids, which transformers turns to booleans, nor labels.
 
-Decoding is not packed: fewer queries than keys, or a 4D mask, go to transformers' own sdpa, with its own mask.
+Decoding is not packed: fewer queries than keys, or a 4D mask, go to transformers' own sdpa, with
+    its own mask.
 
 Shapes: B rows of S tokens; H = num_heads, Hkv = num_kv_heads, D = head_dim; T = B·S.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,7 +29,8 @@ IMPLEMENTATIONS = {
     "flexvarlen_flex": "flex",
     "flexvarlen_varlen": "varlen",
     "flexvarlen_fa2": "fa2",
-    "flexvarlen_doc": "sdpa",  # transformers takes any name with "sdpa" or "flash" in it for its own
+    # transformers takes any name with "sdpa" or "flash" in it for its own
+    "flexvarlen_doc": "sdpa",
     "flexvarlen_reference": "reference",
     "flexvarlen_auto": "auto",
 }
@@ -42,7 +43,10 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def register() -> None:
-    """Register every implementation's attention and mask function with transformers. Twice does no harm."""
+    """Register every implementation's attention and mask function with transformers.
+
+    Twice does no harm.
+    """
     for name, backend in IMPLEMENTATIONS.items():
         AttentionInterface.register(name, _attention_function(backend))
         AttentionMaskInterface.register(name, _mask_function)
@@ -62,11 +66,12 @@ def _attention_function(backend: str) -> Attention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Packed attention of `query` `[B, H, S, D]`, `key` and `value` `[B, Hkv, S, D]`; returns `[B, S, H, D]`."""
+        """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         _refuse(dropout, kwargs)
         packed: PackedForward | None = kwargs.get(CONTEXT)
         if packed is None and (
-            query.shape[2] != key.shape[2] or (attention_mask is not None and attention_mask.ndim == 4)
+            query.shape[2] != key.shape[2]
+            or (attention_mask is not None and attention_mask.ndim == 4)
         ):
             return _transformers_sdpa(
                 module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
@@ -84,13 +89,21 @@ def _attention_function(backend: str) -> Attention:
             )
         elif row_tokens * batch != packed.layout.total_tokens or row_tokens != key.shape[2]:
             raise ValueError(
-                f"queries and keys must be the {packed.layout.total_tokens} tokens of the packed batch, got "
-                f"{batch * row_tokens} queries and {batch * key.shape[2]} keys; pack without a cache."
+                f"queries and keys must be the {packed.layout.total_tokens} tokens of the packed "
+                "batch, got "
+                f"{batch * row_tokens} queries and {batch * key.shape[2]} keys; pack without a "
+                "cache."
             )
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        plan = None if packed.backend == "auto" else packed.plan(MaskSpec.of(causal=causal, window=sliding_window))
+        plan = (
+            None
+            if packed.backend == "auto"
+            else packed.plan(MaskSpec.of(causal=causal, window=sliding_window))
+        )
         out_THD = packed_attention(
-            *(x.transpose(1, 2).reshape(batch * row_tokens, x.shape[1], head_dim) for x in (query, key, value)),
+            _as_THD(query),
+            _as_THD(key),
+            _as_THD(value),
             packed.layout,
             causal=causal,
             window=sliding_window,
@@ -106,18 +119,28 @@ def _attention_function(backend: str) -> Attention:
     return flexvarlen_attention
 
 
+def _as_THD(x_BHSD: Tensor) -> Tensor:
+    """`[T, H, D]`: a view, as most models make their heads from `[B, S, H, D]` memory."""
+    batch, heads, row_tokens, head_dim = x_BHSD.shape
+    return x_BHSD.transpose(1, 2).reshape(batch * row_tokens, heads, head_dim)
+
+
 def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
     """Raise a sentence for what cannot be honoured."""
     if dropout:
         raise NotImplementedError(
-            f"attention dropout must be 0, got {dropout}: no packed kernel here drops; set config.attention_dropout=0.0 "
+            f"attention dropout must be 0, got {dropout}: no packed kernel here drops; set "
+            "config.attention_dropout=0.0 "
             "before the model is built, or attention_dropout = 0.0 on its attention modules."
         )
     if kwargs.get("position_bias") is not None:
-        raise NotImplementedError("a position_bias is not supported; use the model's own attention.")
+        raise NotImplementedError(
+            "a position_bias is not supported; use the model's own attention."
+        )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
-            "output_attentions=True is not supported, no kernel here keeps the weights; use attn_implementation='eager'."
+            "output_attentions=True is not supported, no kernel here keeps the weights; use "
+            "attn_implementation='eager'."
         )
     if kwargs.get("cache") is not None:
         raise NotImplementedError(
@@ -140,11 +163,14 @@ def _transformers_sdpa(
     """Decoding: transformers' own sdpa with transformers' own mask."""
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("packed_layout") is not None:
         raise ValueError(
-            "a packed batch must not come with a non-empty cache or a 4D mask, got both; pass an empty cache or "
+            "a packed batch must not come with a non-empty cache or a 4D mask, got both; pass an "
+            "empty cache or "
             "use_cache=False, and no 4D attention_mask."
         )
     if softcap is not None or kwargs.get("s_aux") is not None:
-        raise NotImplementedError("sdpa has neither softcap nor sinks; use the model's own attention for decoding.")
+        raise NotImplementedError(
+            "sdpa has neither softcap nor sinks; use the model's own attention for decoding."
+        )
     out: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal
     )
@@ -163,9 +189,12 @@ def _mask_function(
 ) -> Tensor | None:
     """The mask for a model that is not patched, or for decoding.
 
-    Whole rows keep their 2D mask: the attention function reads padding from it. All else is transformers' sdpa mask.
+    Whole rows keep their 2D mask: the attention function reads padding from it. All else is
+        transformers' sdpa mask.
     """
-    whole_rows = q_length == kv_length and not use_vmap and isinstance(q_offset, int) and q_offset == 0
+    whole_rows = (
+        q_length == kv_length and not use_vmap and isinstance(q_offset, int) and q_offset == 0
+    )
     if whole_rows and (attention_mask is None or attention_mask.shape[-1] == kv_length):
         return attention_mask
     mask: Tensor | None = sdpa_mask(

@@ -1,8 +1,9 @@
-"""`patch_model`: give a transformers model packed attention under the full contract, and take it back.
+"""`patch_model`: give a transformers model packed attention under the full contract, or undo it.
 
-The `forward` of the model and of its base model are wrapped on the instance (a hook would not do: PEFT's tuners call
-`model.forward`). The wrapper finds the documents once, masks the labels at their first tokens, hands every layer the
-same `PackedForward`, and passes a 4D placeholder as mask, so that transformers builds none and reads nothing back.
+The `forward` of the model and of its base model are wrapped on the instance (a hook would not do:
+PEFT's tuners call `model.forward`). The wrapper finds the documents once, masks the labels at their
+first tokens, hands every layer the same `PackedForward`, and passes a 4D placeholder as mask, so
+that transformers builds none and reads nothing back.
 """
 
 from __future__ import annotations
@@ -45,31 +46,40 @@ class Patch:
 
 
 def patch_model(
-    model: Model, backend: str = "flex", *, capacity: int | None = None, max_seqlen_bound: int | None = None
+    model: Model,
+    backend: str = "flex",
+    *,
+    capacity: int | None = None,
+    max_seqlen_bound: int | None = None,
 ) -> Model:
     """Make a transformers model run on packed batches, no document seeing another.
 
-    The documents of a forward are found, in this order, in `packed_layout=` (a `PackedLayout` over all B·S tokens),
-    `cu_seq_lens_q=`, or the union of restarts in `position_ids` and changes of value in a 2D `attention_mask` (padding,
-    document ids); else each row is one document. Missing position_ids are made from the documents. Labels at the first
-    token of each document are masked. Padding outputs of attention are zero.
+    The documents of a forward are found, in this order, in `packed_layout=` (a `PackedLayout` over
+    all B·S tokens), `cu_seq_lens_q=`, or the union of restarts in `position_ids` and changes of
+    value in a 2D `attention_mask` (padding, document ids); else each row is one document. Missing
+    position_ids are made from the documents. Labels at the first token of each document are masked.
+    Padding outputs of attention are zero.
 
-    Decoding (a non-empty cache) goes to transformers' own sdpa. Training makes no cache unless `use_cache=True` is passed.
+    Decoding (a non-empty cache) goes to transformers' own sdpa. Training makes no cache unless
+    `use_cache=True` is passed.
 
     Args:
-        model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile wrappers.
+        model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile
+            wrappers.
         backend: a name of `flexvarlen.BACKENDS`, or "auto".
-        capacity: document slots a row may hold when only a compiled graph sees them (position_ids or masks on the
-            device); default `default_capacity(T)`. Also the slots of boundaries found eagerly, if given.
-        max_seqlen_bound: longest document that kernels are made for; default inside a compiled graph: all T tokens;
-            eagerly: the longest, rounded up to a power of two.
+        capacity: document slots a row may hold when only a compiled graph sees them (position_ids
+            or masks on the device); default `default_capacity(T)`. Also the slots of boundaries
+            found eagerly, if given.
+        max_seqlen_bound: longest document that kernels are made for; default inside a compiled
+            graph: all T tokens; eagerly: the longest, rounded up to a power of two.
 
     Returns:
         The same model. Patching again changes the backend and the sizes, nothing else.
 
     Raises:
         ValueError: no transformers model inside, or an unknown backend.
-        NotImplementedError: the model type is not verified, or the backend cannot run on this machine.
+        NotImplementedError: the model type is not verified, or the backend cannot run on this
+            machine.
     """
     inner = _transformers_model(model)
     require_verified(inner.config.model_type)
@@ -121,9 +131,16 @@ def unpatch_model(model: Model) -> Model:
 
 @contextmanager
 def patched(
-    model: Model, backend: str = "flex", *, capacity: int | None = None, max_seqlen_bound: int | None = None
+    model: Model,
+    backend: str = "flex",
+    *,
+    capacity: int | None = None,
+    max_seqlen_bound: int | None = None,
 ) -> Iterator[Model]:
-    """`patch_model` for the length of a `with` block; then as before, patched or not. Arguments as there."""
+    """`patch_model` for the length of a `with` block; then as before, patched or not.
+
+    Arguments as there.
+    """
     inner = _transformers_model(model)
     existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
     patch_model(model, backend, capacity=capacity, max_seqlen_bound=max_seqlen_bound)
@@ -134,11 +151,14 @@ def patched(
             unpatch_model(model)
         else:
             patch_model(
-                model, existing.backend, capacity=existing.capacity, max_seqlen_bound=existing.max_seqlen_bound
+                model,
+                existing.backend,
+                capacity=existing.capacity,
+                max_seqlen_bound=existing.max_seqlen_bound,
             )
 
 
-# ---- the wrapped forward ----------------------------------------------------------------------------------------------
+# ---- the wrapped forward ----
 
 BEFORE = "_flexvarlen_before"
 
@@ -155,7 +175,8 @@ def _wrap_forward(module: nn.Module) -> None:
     of_class = type(module).forward
     names = tuple(inspect.signature(module.forward).parameters)
 
-    # The class's function is called with `self`, not a bound method kept: a deep copy must call its own module.
+    # The class's function is called with `self`, not a bound method kept: a deep copy must call its
+    # own module.
     @functools.wraps(of_class)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         patch: Patch | None = self.__dict__.get(ATTRIBUTE)
@@ -169,12 +190,17 @@ def _wrap_forward(module: nn.Module) -> None:
 
 
 def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A forward's keyword arguments, with the documents found; unchanged where there is nothing to pack (decoding).
+    """A forward's keyword arguments with the documents found; unchanged for decoding.
 
     Raises:
-        ValueError: boundaries that break the contract, or a packed batch with a non-empty cache or a 4D mask.
+        ValueError: boundaries that break the contract, or a packed batch with a non-empty cache or
+            a 4D mask.
     """
-    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    tokens = (
+        inputs.get("input_ids")
+        if inputs.get("input_ids") is not None
+        else inputs.get("inputs_embeds")
+    )
     if tokens is None or inputs.get(CONTEXT) is not None:
         return inputs
     batch, row_tokens = tokens.shape[:2]
@@ -185,13 +211,17 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if not_whole_rows is not None:
         if explicit or _restarts(inputs.get("position_ids"), row_tokens):
             raise ValueError(
-                f"a packed batch must not come with {not_whole_rows}; pass an empty cache or use_cache=False, and "
+                f"a packed batch must not come with {not_whole_rows}; pass an empty cache or "
+                "use_cache=False, and "
                 "no 4D attention_mask."
             )
         return inputs
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.ndim != 2:
-        raise ValueError(f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text row.")
+        raise ValueError(
+            f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text "
+            "row."
+        )
     layout = find_layout(
         batch,
         row_tokens,
@@ -202,7 +232,8 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         max_seqlen_bound=patch.max_seqlen_bound,
         **given,
     )
-    # Inside a compiled graph nothing that varies with the documents may be asked: it would be guarded on.
+    # Inside a compiled graph nothing that varies with the documents may be asked: it would be
+    # guarded on.
     packs = torch.compiler.is_compiling() or layout.num_docs != batch or layout.has_padding
     if position_ids is None and packs:
         inputs["position_ids"] = layout.position_ids().view(batch, row_tokens)
@@ -220,10 +251,13 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
 def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
     backend = patch.backend
     if backend == "auto":
-        config = module.config
-        assert isinstance(module, PreTrainedModel)
+        config: Any = module.config
         device_type = layout.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else module.dtype
+        dtype = (
+            torch.get_autocast_dtype(device_type)
+            if torch.is_autocast_enabled(device_type)
+            else next(module.parameters()).dtype
+        )
         backend = resolve_backend(
             "auto",
             layout.device,
@@ -233,12 +267,16 @@ def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pa
             _head_dim(config),
             torch.is_grad_enabled(),
         )
-    return PackedForward(layout, backend, {mask: get_backend(backend).plan(layout, mask) for mask in patch.masks})
+    return PackedForward(
+        layout, backend, {mask: get_backend(backend).plan(layout, mask) for mask in patch.masks}
+    )
 
 
 def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str | None:
     """Why the forward's keys are not just its own tokens under a 2D mask, or None if they are."""
-    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
+    if attention_mask is not None and (
+        not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2
+    ):
         return "a 4D attention_mask"
     if cache is None:
         return None
@@ -247,25 +285,33 @@ def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str
 
 
 def _restarts(position_ids: Tensor | None, row_tokens: int) -> bool:
-    """Whether the positions of a row go on otherwise than by 1. Reads the device; inside a graph it asserts there."""
+    """Whether the positions of a row go on otherwise than by 1.
+
+    Reads the device; inside a graph it asserts there.
+    """
     if position_ids is None or row_tokens == 1 or position_ids.ndim != 2:
         return False
     jumps = (position_ids.diff(dim=-1) < 0).any()
     if torch.compiler.is_compiling():
-        torch._assert_async(~jumps, "flexvarlen: a packed batch must not come with a non-empty cache.")
+        torch._assert_async(
+            ~jumps, "flexvarlen: a packed batch must not come with a non-empty cache."
+        )
         return False
     return bool(jumps)
 
 
 def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:
-    """Labels with -100 where they would cross a border: what a document's last token would have to foresee."""
+    """Labels with -100 where they would cross a border.
+
+    What a document's last token would have to foresee.
+    """
     first = first_tokens(layout)
     if shifted:  # the label of token t stands at t, and is the token t + 1
         first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
     return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)
 
 
-# ---- what is inside a model -------------------------------------------------------------------------------------------
+# ---- what is inside a model ----
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -273,7 +319,8 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             return module
     raise ValueError(
-        f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; load it with AutoModel."
+        f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; load "
+        "it with AutoModel."
     )
 
 
@@ -285,7 +332,9 @@ def _wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
 def _masks(inner: PreTrainedModel) -> tuple[MaskSpec, ...]:
     """The masks of the model's attention layers, each once."""
     specs = {
-        MaskSpec.of(causal=bool(module.is_causal), window=getattr(module, "sliding_window", None)): None
+        MaskSpec.of(
+            causal=bool(module.is_causal), window=getattr(module, "sliding_window", None)
+        ): None
         for module in inner.modules()
         if hasattr(module, "is_causal")
     }
@@ -293,11 +342,12 @@ def _masks(inner: PreTrainedModel) -> tuple[MaskSpec, ...]:
 
 
 def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim: int | None = getattr(config, "head_dim", None)
+    return head_dim or int(config.hidden_size // config.num_attention_heads)
 
 
 def _check_backend(inner: PreTrainedModel, backend: str) -> None:
-    """Raise now what no later device or dtype of the model could mend (a package that is missing)."""
+    """Raise now what no later device or dtype of the model could mend (a missing package)."""
     if backend == "auto":
         return
     reason = why_not(

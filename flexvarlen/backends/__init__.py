@@ -1,4 +1,7 @@
-"""The attention kernels, by name. A kernel the user names never falls back to another: it says why it cannot."""
+"""The attention kernels, by name.
+
+A kernel the user names never falls back to another: it says why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """Every backend's name."""
 
 AUTO_ORDER = {"cuda": ("fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa",)}
-"""`backend="auto"`: the first usable of these, by device type. Static, until measured choice exists."""
+"""`backend="auto"`: the first usable of these, by device type.
+
+Static, until measured choice exists.
+"""
 
 
 def get_backend(name: str) -> Backend:
@@ -39,7 +45,8 @@ def get_backend(name: str) -> Backend:
     """
     if name not in _REGISTRY:
         raise ValueError(
-            f"backend must be one of {', '.join(BACKENDS)} or auto, got {name!r}; choose one of these."
+            f"backend must be one of {', '.join(BACKENDS)} or auto, got {name!r}; choose one of "
+            "these."
         )
     return _REGISTRY[name]
 
@@ -125,7 +132,7 @@ def available_backends(
     head_dim: int = 64,
     needs_grad: bool = True,
 ) -> list[str]:
-    """The names of the backends that can serve such calls on this machine; arguments as in `why_not`."""
+    """The backends that can serve such calls on this machine; arguments as in `why_not`."""
     return [
         name
         for name in BACKENDS

@@ -1,10 +1,12 @@
-"""One traceable operator for every kernel that takes cu_seqlens: torch's varlen, FlashAttention and its kin.
+"""One traceable operator for every kernel that takes cu_seqlens: torch's varlen, FlashAttention.
 
-A kernel module registers two functions here. Eagerly a plain autograd.Function calls them (three times cheaper than an
-operator); inside a compiled graph they are `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, with fake
-implementations, so that `fullgraph=True` holds.
+A kernel module registers two functions here. Eagerly a plain autograd.Function calls them (three
+times cheaper than an operator); inside a compiled graph they are
+`torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, with fake implementations, so that
+`fullgraph=True` holds.
 
-These kernels leave the rows past the last boundary unwritten, in the output and in all gradients: garbage there
+These kernels leave the rows past the last boundary unwritten, in the output and in all gradients:
+    garbage there
 reaches weight gradients, so it is zeroed here.
 
 Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
@@ -24,7 +26,10 @@ from flexvarlen.layout import PackedLayout
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything but tensors that a kernel is told. Tokens of the longest document, FlashAttention's window pair."""
+    """Everything but tensors that a kernel is told.
+
+    Tokens of the longest document, FlashAttention's window pair.
+    """
 
     max_seqlen: int
     left: int
@@ -73,7 +78,7 @@ def attend(
     compiling = torch.compiler.is_compiling()
     # Inside a compiled graph always: a guard on whether there is padding would recompile.
     may_have_tail = compiling or layout.has_padding is not False
-    call = cu_seqlens_forward if compiling else _EagerAttention.apply
+    call: Any = cu_seqlens_forward if compiling else _EagerAttention.apply
     out_THD, lse_HT = call(
         q_THD,
         k_THD,
@@ -152,8 +157,12 @@ def _backward(
     return dq, dk, dv
 
 
-cu_seqlens_forward = torch.library.custom_op("flexvarlen::cu_seqlens_forward", _forward, mutates_args=())
-cu_seqlens_backward = torch.library.custom_op("flexvarlen::cu_seqlens_backward", _backward, mutates_args=())
+cu_seqlens_forward = torch.library.custom_op(
+    "flexvarlen::cu_seqlens_forward", _forward, mutates_args=()
+)
+cu_seqlens_backward = torch.library.custom_op(
+    "flexvarlen::cu_seqlens_backward", _backward, mutates_args=()
+)
 
 
 @cu_seqlens_forward.register_fake
@@ -163,7 +172,9 @@ def _(q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @cu_seqlens_backward.register_fake
-def _(grad_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return q_THD.new_empty(q_THD.shape), k_THD.new_empty(k_THD.shape), v_THD.new_empty(v_THD.shape)
 
 
@@ -180,7 +191,9 @@ def _differentiate(backward: Any, ctx: Any, grad_THD: Tensor) -> tuple[Tensor | 
     return *grads, None, *(None for _ in ctx.settings)
 
 
-def _traced_backward(ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _traced_backward(
+    ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     return _differentiate(cu_seqlens_backward, ctx, grad_THD)
 
 

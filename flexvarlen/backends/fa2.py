@@ -31,7 +31,10 @@ class FlashAttention2Backend:
         try:
             from flash_attn import flash_attn_interface  # noqa: F401
         except ImportError as error:
-            return f"fa2's package flash-attn does not import here ({error}); build it for this torch: {INSTALL}"
+            return (
+                f"fa2's package flash-attn does not import here ({error}); build it for this "
+                f"torch: {INSTALL}"
+            )
         return flash_kernel_refusal(self.name, request)
 
     def plan(self, layout: PackedLayout, mask: MaskSpec) -> None:
@@ -86,7 +89,9 @@ class _FlashAttention2Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD))
+        dq, dk, dv = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD)
+        )
         _flash_attn_varlen_backward(
             grad_THD,
             q_THD,

@@ -1,10 +1,13 @@
-"""`flex`: FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask built once a forward."""
+"""`flex`.
+
+FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask built once a forward.
+"""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,20 +29,30 @@ class FlexBackend:
     name = "flex"
 
     def why_not(self, request: AttentionRequest) -> str | None:
-        """Needs a GPU for gradients, head_dim of at least 16 there, and a dtype of at most 32 bits."""
+        """Needs a GPU for gradients, head_dim >= 16 there, and a dtype of at most 32 bits."""
         if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"flex needs float32, bfloat16 or float16, got {request.dtype}; use backend='sdpa' or 'reference'."
+            return (
+                f"flex needs float32, bfloat16 or float16, got {request.dtype}; use backend='sdpa' "
+                "or 'reference'."
+            )
         if request.device.type == "cpu" and request.needs_grad:
             return "flex has no backward on the CPU; use backend='sdpa' there, or torch.no_grad()."
         if request.device.type == "cpu" and (request.sinks or request.return_lse):
             return "flex returns no LSE on the CPU; use backend='reference' there."
         if request.device.type not in ("cpu", "cuda"):
-            return f"flex runs on cuda and, forward only, on the CPU, got {request.device.type}; use backend='sdpa'."
+            return (
+                f"flex runs on cuda and, forward only, on the CPU, got {request.device.type}; use "
+                "backend='sdpa'."
+            )
         if request.device.type == "cuda" and request.head_dim < MIN_HEAD_DIM:
-            return f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {request.head_dim}; use 'sdpa'."
+            return (
+                f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {request.head_dim}; "
+                "use 'sdpa'."
+            )
         if request.batch_invariant:
             return (
-                "flex is batch invariant only where every document starts on a block border; use backend='sdpa' or "
+                "flex is batch invariant only where every document starts on a block border; use "
+                "backend='sdpa' or "
                 "leave batch_invariant=False."
             )
         return None
@@ -57,8 +70,10 @@ class FlexBackend:
         plan: BlockMask,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        """One call for all documents and heads; K and V are never repeated for GQA, whatever the number of heads."""
-        if q_THD.device.type == "cpu":  # torch refuses tensors that require grad there, under no_grad too
+        """One call for all documents and heads; K and V are never repeated for GQA."""
+        if (
+            q_THD.device.type == "cpu"
+        ):  # torch refuses tensors that require grad there, under no_grad too
             q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
         q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
         with_lse = options.return_lse or options.sinks_H is not None
@@ -67,7 +82,17 @@ class FlexBackend:
         else:
             own_T = q.shape[2] if q.device.type == "cpu" else None
             heads = (q.shape[1], k.shape[1], q.shape[3])
-            call = _compiled((q.device.type, q.dtype, *heads, options.mask.causal, options.softcap, with_lse, own_T))
+            call = _compiled(
+                (
+                    q.device.type,
+                    q.dtype,
+                    *heads,
+                    options.mask.causal,
+                    options.softcap,
+                    with_lse,
+                    own_T,
+                )
+            )
             out, lse = call(q, k, v, plan, options.scale, options.softcap, with_lse)
         out_THD = out[0].transpose(0, 1)
         lse_HT = None if lse is None else lse[0]
@@ -82,15 +107,24 @@ def _as_BHTD(x_THD: Tensor) -> Tensor:
     x_BHTD = x_THD.transpose(0, 1)[None]
     if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
         return x_BHTD.contiguous()
-    if x_THD.device.type == "cpu" and torch.compiler.is_compiling():  # the C++ template takes no views
+    if (
+        x_THD.device.type == "cpu" and torch.compiler.is_compiling()
+    ):  # the C++ template takes no views
         return x_BHTD.clone(memory_format=torch.contiguous_format)
     return x_BHTD
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, softcap: float | None, with_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+    softcap: float | None,
+    with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block sizes only.
+    # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
+    # sizes only.
     kernel_options: Any = {"BACKEND": "TRITON"} if q.device.type == "cuda" else None
     result = flex_attention(
         q,
@@ -117,15 +151,17 @@ def _softcap(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor],
     return score_mod
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(static: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The compiled kernel of one kind of call, in which only T varies.
 
-    Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name: each kind gets its own.
+    Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
+    each kind gets its own.
     """
     code = _flex.__code__.replace(co_name="flex_" + "_".join(map(str, static)))
     own = types.FunctionType(code, _flex.__globals__)
-    # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the kind.
+    # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
+    # kind.
     return torch.compile(own, fullgraph=True, dynamic=False if static[0] == "cpu" else None)
 
 

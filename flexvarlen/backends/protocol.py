@@ -1,11 +1,11 @@
-"""What every attention kernel answers: why it cannot, what it derives from the boundaries, and attention itself.
+"""What every attention kernel answers: why it cannot, its plan, and attention itself.
 
 Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ class AttentionRequest:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mask: MaskSpec = MaskSpec()
+    mask: MaskSpec = field(default_factory=MaskSpec)
     softcap: float | None = None
     sinks: bool = False
     needs_grad: bool = True
@@ -60,11 +60,11 @@ class Backend(Protocol):
     name: str
 
     def why_not(self, request: AttentionRequest) -> str | None:
-        """One sentence that says why the kernel cannot serve the request and what to do, or None if it can."""
+        """One sentence: why it cannot serve the request and what to do; None if it can."""
         ...
 
     def plan(self, layout: PackedLayout, mask: MaskSpec) -> Any:
-        """What the kernel derives from the boundaries once a forward, for all layers (a BlockMask), or None."""
+        """What it derives from the boundaries once a forward, for all layers, or None."""
         ...
 
     def attend(
@@ -76,5 +76,8 @@ class Backend(Protocol):
         plan: Any,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of validated tensors: the output `[T, H, D]`, zero at padding, and the LSE `[H, T]` or None."""
+        """Attention of validated tensors.
+
+        The output `[T, H, D]`, zero at padding, and the LSE `[H, T]` or None.
+        """
         ...

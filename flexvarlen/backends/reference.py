@@ -1,7 +1,7 @@
-"""`reference`: dense attention in plain torch operations, T x T scores. Runs anywhere, in any float dtype.
+"""`reference`: dense attention in plain torch operations, T x T scores; any float dtype.
 
-In fp64 it is the oracle of the tests. In a low precision it is the plain peer that errors are judged against: matrix
-products in the dtype, softmax in fp32, probabilities in the dtype.
+In fp64 it is the oracle of the tests. In a low precision it is the plain peer that errors are
+judged against: matrix products in the dtype, softmax in fp32, probabilities in the dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class ReferenceBackend:
         if not request.dtype.is_floating_point:
             return f"reference needs a float dtype, got {request.dtype}; convert the tensors."
         if request.batch_invariant:
-            return "reference is not batch invariant: its matrix products depend on T; use backend='sdpa'."
+            return (
+                "reference is not batch invariant: its matrix products depend on T; use "
+                "backend='sdpa'."
+            )
         return None
 
     def plan(self, layout: PackedLayout, mask: MaskSpec) -> Tensor:
@@ -45,10 +48,13 @@ class ReferenceBackend:
         groups = k_THD.shape[1]
         q_GRTD = q_THD.reshape(tokens, groups, heads // groups, dim).permute(1, 2, 0, 3)
         k_GDT, v_GTD = k_THD.permute(1, 2, 0), v_THD.permute(1, 0, 2)
-        scores = (q_GRTD @ k_GDT[:, None]).to(torch.promote_types(q_THD.dtype, torch.float32)) * options.scale
+        scores = (q_GRTD @ k_GDT[:, None]).to(
+            torch.promote_types(q_THD.dtype, torch.float32)
+        ) * options.scale
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
-        # Not -inf: the softmax of a row of -inf is NaN. The product with the mask makes such rows zero.
+        # Not -inf: the softmax of a row of -inf is NaN. The product with the mask makes such rows
+        # zero.
         scores = scores.masked_fill(~plan, torch.finfo(scores.dtype).min)
         lse = scores.logsumexp(-1)
         probabilities = torch.softmax(scores, -1) * plan

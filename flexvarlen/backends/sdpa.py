@@ -1,10 +1,12 @@
-"""`sdpa`: torch's scaled_dot_product_attention, one call a document. Runs and differentiates anywhere.
+"""`sdpa`: torch's scaled_dot_product_attention, one call a document; differentiable anywhere.
 
-The cost grows with the sum of squared lengths, not with T². Documents cannot touch one another, and each gives the same
-bits in any batch. Launch-bound on a GPU: its place is the CPU.
+The cost grows with the sum of squared lengths, not with T². Documents cannot touch one another, and
+each gives the same bits in any batch. Launch-bound on a GPU: its place is the CPU.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +27,19 @@ class SdpaBackend:
         if not request.dtype.is_floating_point:
             return f"sdpa needs a float dtype, got {request.dtype}; convert the tensors."
         if request.softcap is not None or request.sinks or request.return_lse:
-            return "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or 'reference'."
+            return (
+                "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or "
+                "'reference'."
+            )
         if request.deterministic and request.device.type == "cuda":
             return "sdpa's backward is not deterministic on a GPU; use backend='flex' or 'fa2'."
         return None
 
     def plan(self, layout: PackedLayout, mask: MaskSpec) -> Tensor:
-        """Boundaries and padding flags on the CPU, int32 `[2, capacity + 1]`: what the loop over documents reads.
+        """Boundaries and padding flags, int32 `[2, capacity + 1]`: what the loop reads.
 
-        Reads the device back if the host does not know the boundaries, except inside a compiled graph.
+        Reads the device back if the host does not know the boundaries, except inside a compiled
+        graph.
         """
         on_host = layout.cu_seqlens_host
         cu_seqlens = layout.cu_seqlens if on_host is None else on_host
@@ -52,14 +58,16 @@ class SdpaBackend:
         plan: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        """Eagerly a differentiable loop; inside a compiled graph one operator, with its own backward."""
+        """Eagerly a differentiable loop; in a compiled graph an operator with a backward."""
         left, right = options.mask.left, options.mask.right
         if torch.compiler.is_compiling():
             return sdpa_forward(q_THD, k_THD, v_THD, plan, left, right, options.scale), None
         return _loop(q_THD, k_THD, v_THD, plan, left, right, options.scale), None
 
 
-def _loop(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float) -> Tensor:
+def _loop(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float
+) -> Tensor:
     """One SDPA call a document; zeros at padding."""
     cu_seqlens, padded = plan.tolist()
     pieces = []
@@ -77,9 +85,12 @@ def _loop(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, 
 
 def _one_document(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> Tensor:
     plainly_causal = right == 0 and (left == UNLIMITED or left >= q.shape[0] - 1)
+    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     out = scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
-        attn_mask=None if plainly_causal else _seen(q.shape[0], left, right, q.device),
+        q,
+        k,
+        v,
+        attn_mask=None if plainly_causal else _seen(q.shape[2], left, right, q.device),
         is_causal=plainly_causal,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -106,24 +117,39 @@ def sdpa_forward(
 
 
 @sdpa_forward.register_fake
-def _(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float) -> Tensor:
+def _(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float
+) -> Tensor:
     return q_THD.new_empty(q_THD.shape)
 
 
 @torch.library.custom_op("flexvarlen::sdpa_backward", mutates_args=())
 def sdpa_backward(
-    grad: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float
+    grad: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    plan: Tensor,
+    left: int,
+    right: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the loop, a document and a KV head at a time; autograd does not reach inside an operator."""
-    grads = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD))
+    """Gradients of the loop, a document and a KV head at a time (no autograd in an operator)."""
+    # zeros_like would keep the strides of a view; the fake implementation promises contiguous ones
+    dq, dk, dv = (
+        q_THD.new_zeros(q_THD.shape),
+        k_THD.new_zeros(k_THD.shape),
+        v_THD.new_zeros(v_THD.shape),
+    )
     cu_seqlens, padded = plan.tolist()
     for start, end, is_padding in zip(cu_seqlens, cu_seqlens[1:], padded, strict=False):
         if end > start and not is_padding:
             rows = slice(start, end)
-            pieces = _gradients(grad[rows], q_THD[rows], k_THD[rows], v_THD[rows], left, right, scale)
-            for whole, piece in zip(grads, pieces, strict=True):
-                whole[rows] = piece
-    return grads
+            pieces = _gradients(
+                grad[rows], q_THD[rows], k_THD[rows], v_THD[rows], left, right, scale
+            )
+            dq[rows], dk[rows], dv[rows] = pieces
+    return dq, dk, dv
 
 
 def _gradients(
@@ -140,7 +166,9 @@ def _gradients(
         q_RLD, grad_RLD = (x[:, own].transpose(0, 1).to(dtype) for x in (q, grad))
         k_LD, v_LD = k[:, group].to(dtype), v[:, group].to(dtype)
         scores = q_RLD @ k_LD.T * scale
-        probabilities = (scores if seen is None else scores.masked_fill(~seen, float("-inf"))).softmax(-1)
+        probabilities = (
+            scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+        ).softmax(-1)
         grad_probabilities = grad_RLD @ v_LD.T
         mean = (probabilities * grad_probabilities).sum(-1, keepdim=True)
         grad_scores = probabilities * (grad_probabilities - mean) * scale
@@ -152,17 +180,24 @@ def _gradients(
 
 @sdpa_backward.register_fake
 def _(
-    grad: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float
+    grad: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    plan: Tensor,
+    left: int,
+    right: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q_THD.new_empty(q_THD.shape), k_THD.new_empty(k_THD.shape), v_THD.new_empty(v_THD.shape)
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
-    q_THD, k_THD, v_THD, plan, *ctx.settings = inputs  # type: ignore[attr-defined]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q_THD, k_THD, v_THD, plan, *ctx.settings = inputs
     ctx.save_for_backward(q_THD, k_THD, v_THD, plan)
 
 
-def _backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *sdpa_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 
 

@@ -1,7 +1,9 @@
-"""`varlen`: the variable-length flash attention inside torch (what `torch.nn.attention.varlen.varlen_attn` calls).
+"""`varlen`: the variable-length flash attention inside torch, under `varlen_attn`.
 
-The ATen operator is called itself, so that the flash kernel is what runs: `varlen_attn` of torch 2.14 and later may pick
-cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl` changes the kernel behind that operator.
+The ATen operator is called itself, so that the flash kernel is what runs: `varlen_attn` of torch
+    2.14 and later may pick
+cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl` changes the kernel behind that
+operator.
 """
 
 from __future__ import annotations
@@ -23,14 +25,20 @@ def flash_kernel_refusal(name: str, request: AttentionRequest) -> str | None:
     if request.device.type != "cuda":
         return f"{name} needs a CUDA GPU, got {request.device.type}; use backend='sdpa' there."
     if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"{name} needs bfloat16 or float16, got {request.dtype}; convert the model or use backend='flex'."
+        return (
+            f"{name} needs bfloat16 or float16, got {request.dtype}; convert the model or use "
+            "backend='flex'."
+        )
     if request.head_dim % 8 or request.head_dim > MAX_HEAD_DIM:
         return (
-            f"{name} needs head_dim a multiple of 8 and at most {MAX_HEAD_DIM}, got {request.head_dim}; use "
+            f"{name} needs head_dim a multiple of 8 and at most {MAX_HEAD_DIM}, got "
+            f"{request.head_dim}; use "
             "backend='flex'."
         )
     if torch.cuda.get_device_capability(request.device) < (8, 0):
-        return f"{name} needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 'sdpa'."
+        return (
+            f"{name} needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 'sdpa'."
+        )
     if request.sinks:
         return f"{name} has no attention sinks; use backend='flex'."
     if request.batch_invariant:
@@ -50,8 +58,15 @@ class VarlenBackend:
         reason = flash_kernel_refusal(self.name, request)
         if reason is None and request.softcap is not None:
             return "varlen has no softcap; use backend='flex' or 'fa2'."
-        if reason is None and request.deterministic and not torch.are_deterministic_algorithms_enabled():
-            return "varlen is deterministic only under torch.use_deterministic_algorithms(True); call it, or use 'fa2'."
+        if (
+            reason is None
+            and request.deterministic
+            and not torch.are_deterministic_algorithms_enabled()
+        ):
+            return (
+                "varlen is deterministic only under torch.use_deterministic_algorithms(True); call "
+                "it, or use 'fa2'."
+            )
         return reason
 
     def plan(self, layout: PackedLayout, mask: MaskSpec) -> None:
@@ -115,7 +130,9 @@ class _VarlenKernel:
             settings.max_seqlen,
             0.0,
             settings.right == 0 and settings.left == UNLIMITED,
-            torch.zeros(2, dtype=torch.uint64, device=q_THD.device),  # dropout's random state, of which there is none
+            torch.zeros(
+                2, dtype=torch.uint64, device=q_THD.device
+            ),  # dropout's random state, of which there is none
             torch.empty(0, device=q_THD.device),
             scale=settings.scale,
             window_size_left=settings.left,

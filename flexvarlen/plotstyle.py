@@ -1,0 +1,75 @@
+"""One colour and one marker a backend, in every plot of the project.
+
+Our backends have saturated colours and solid lines; transformers' own have the pale colour and the
+marker of the kernel they share with ours, hollow and dashed. So a pair that should be compared is a
+pair for the eye, in print without colour too. The hues are the Okabe-Ito set, which people with any
+kind of colour vision can tell apart.
+
+Imports: the standard library only (matplotlib is the caller's business).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one variant is drawn; the names are matplotlib's."""
+
+    color: str
+    marker: str
+    filled: bool = True
+    linestyle: str = "-"
+
+    def line(self) -> dict[str, str]:
+        """Keyword arguments for `Axes.plot`."""
+        face = self.color if self.filled else "white"
+        return {
+            "color": self.color,
+            "marker": self.marker,
+            "markerfacecolor": face,
+            "markeredgecolor": self.color,
+            "linestyle": self.linestyle,
+        }
+
+
+STYLES: dict[str, Style] = {
+    "reference": Style("#000000", "*"),
+    "sdpa": Style("#999999", "o"),
+    "flex": Style("#D55E00", "s"),
+    "varlen": Style("#009E73", "^"),
+    "fa2": Style("#0072B2", "D"),
+    "fa3": Style("#56B4E9", "P"),
+    "fa4": Style("#CC79A7", "X"),
+    "flex_fa4": Style("#E69F00", "p"),
+    "nested": Style("#B8A800", "v"),
+    "auto": Style("#7A4EAB", "h"),
+    "transformers:eager": Style("#444444", "*", filled=False, linestyle="--"),
+    "transformers:sdpa": Style("#BBBBBB", "o", filled=False, linestyle="--"),
+    "transformers:flex_attention": Style("#F0A878", "s", filled=False, linestyle="--"),
+    "transformers:flash_attention_2": Style("#80B5D8", "D", filled=False, linestyle="--"),
+    "transformers:flash_attention_3": Style("#ABDAF4", "P", filled=False, linestyle="--"),
+    "transformers:flash_attention_4": Style("#E5BBD2", "X", filled=False, linestyle="--"),
+}
+
+UNSUPPORTED = Style("#BBBBBB", "x", linestyle="none")
+"""A point that could not be measured: it is marked where it would stand, never left out."""
+
+
+def style_of(variant: str) -> Style:
+    """The style of a variant; what follows an "@" (where boundaries come from) has no say.
+
+    >>> style_of("flex@position_ids") == STYLES["flex"]
+    True
+
+    Raises:
+        ValueError: a name that has no style yet.
+    """
+    name = variant.partition("@")[0]
+    if name not in STYLES:
+        known = ", ".join(STYLES)
+        raise ValueError(
+            f"variant must be one of {known}, got {variant!r}; give it a style in plotstyle.py"
+        )
+    return STYLES[name]
