@@ -1,0 +1,13 @@
+"""Benchmarks: a `Case` gives a `Row`; rows are JSON lines; tables and figures read the rows only.
+
+| module | holds |
+|---|---|
+| `rows.py` | `Row`: written whole or not at all, read back by the report |
+| `model.py` | `python -m bench.model`: steps of a whole model, ours beside transformers' own |
+| `model_run.py` | one such run: oracle, variants, timing, other packings |
+| `cases.py` | `Case`, model geometries, log-normal documents |
+| `variants.py` | the attention variants of one model, all sharing its weights |
+| `accuracy.py` | per-document reference outputs and gradients, and the error against them |
+| `leaks.py` | `python -m bench.leaks`: what leaks in plain transformers, and what here |
+| `report.py` | `python -m bench.report`: rows to Markdown tables and figures |
+"""

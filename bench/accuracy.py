@@ -1,0 +1,167 @@
+"""Per-document outputs and gradients of a model, and the error of packed ones against them.
+
+The oracle runs each document alone, one precision above the model's own (bf16: fp32; fp32: fp64).
+The peer runs each document alone in the model's own dtype: its error is what that dtype costs, and
+a packed variant is right within twice that in its outputs, three times in its gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+
+_DOCUMENT_ATTENTION = "bench_one_document"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outputs `[T, hidden]`, and gradients of some parameters by name (empty if not asked for)."""
+
+    outputs: Tensor
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors ‖x − oracle‖ / ‖oracle‖: of outputs, and the largest among the gradients."""
+
+    outputs: float
+    gradients: float | None
+
+    def why_wrong(self, peer: Errors, dtype: torch.dtype) -> str | None:
+        """The sentence that says how far off this is, or None if it is within bounds."""
+        rounding = torch.finfo(dtype).eps
+        pairs = [("outputs", self.outputs, peer.outputs, OUTPUT_FACTOR)]
+        if self.gradients is not None and peer.gradients is not None:
+            pairs.append(("gradients", self.gradients, peer.gradients, GRADIENT_FACTOR))
+        for what, error, allowed, factor in pairs:
+            limit = factor * (allowed + rounding)
+            if not error <= limit:  # also when the error is NaN
+                return (
+                    f"relative error of the {what} is {error:.2g}, more than {limit:.2g} "
+                    f"({factor:g} x the error of running each document alone in {dtype})"
+                )
+        return None
+
+
+def probed_parameters(model: nn.Module) -> list[str]:
+    """Parameters whose gradients are compared, in the first, middle and last layer."""
+    layers = len(model.layers)  # type: ignore[arg-type]
+    probes = (
+        (0, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        (layers // 2, ("self_attn.k_proj", "mlp.down_proj")),
+        (layers - 1, ("self_attn.v_proj", "self_attn.o_proj")),
+    )
+    names = [f"layers.{layer}.{name}.weight" for layer, parts in probes for name in parts]
+    return list(dict.fromkeys(names))
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The oracle's dtype: fp64 for fp32, else fp32 (fp64 would take minutes at real size)."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def per_document(
+    base: PreTrainedModel,
+    input_ids: Tensor,
+    lengths: Sequence[int],
+    cotangent: Tensor,
+    *,
+    dtype: torch.dtype,
+    gradients: bool = True,
+) -> Answer:
+    """Run each document alone, positions from 0, in `dtype`; gradients are summed in fp32 or wider.
+
+    Args:
+        base: the base model; it is copied, never changed.
+        input_ids: `[1, T]`, the packed row.
+        lengths: tokens of each document; their sum is T.
+        cotangent: `[1, T, hidden]`, what the backward starts from.
+        dtype: of the copy.
+        gradients: whether to run the backward.
+    """
+    model = copy.deepcopy(base)
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies must stay fp32
+        parameter.data = parameter.data.to(dtype)
+    _register_document_attention()
+    model.set_attn_implementation(_DOCUMENT_ATTENTION)
+    names = probed_parameters(model) if gradients else []
+    probed = [model.get_parameter(name) for name in names]
+    sums: list[Tensor] = [
+        torch.zeros_like(p, dtype=torch.promote_types(dtype, torch.float32)) for p in probed
+    ]
+    outputs = []
+    offset = 0
+    with torch.set_grad_enabled(gradients):
+        for length in lengths:
+            rows = slice(offset, offset + length)
+            out = model(input_ids=input_ids[:, rows], use_cache=False).last_hidden_state
+            if gradients:
+                found = torch.autograd.grad(out, probed, cotangent[:, rows].to(dtype))
+                for total, gradient in zip(sums, found, strict=True):
+                    total += gradient
+            outputs.append(out.detach()[0])
+            offset += length
+    return Answer(torch.cat(outputs), dict(zip(names, sums, strict=True)))
+
+
+def packed_answer(model: nn.Module, outputs: Tensor) -> Answer:
+    """The answer of a packed variant, whose backward has filled the parameters' `.grad`."""
+    named = dict(model.named_parameters())
+    grads = {name: named[name].grad for name in probed_parameters(model)}
+    return Answer(outputs.detach()[0], {name: g for name, g in grads.items() if g is not None})
+
+
+def errors_of(answer: Answer, oracle: Answer) -> Errors:
+    """Relative errors; a gradient that is missing counts as infinitely wrong."""
+    worst = None
+    for name, expected in oracle.gradients.items():
+        found = answer.gradients.get(name)
+        error = float("inf") if found is None else relative_error(found, expected)
+        worst = error if worst is None or not error <= worst else worst  # keeps NaN
+    return Errors(relative_error(answer.outputs, oracle.outputs), worst)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖ in the wider dtype. Syncs."""
+    return float((found.to(expected.dtype) - expected).norm() / expected.norm())
+
+
+def _register_document_attention() -> None:
+    """Causal SDPA of one document; K and V repeated, so that no dtype needs the T² math kernel."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        # The CPU, and fp64 everywhere, have no other kernel.
+        if query.device.type == "cpu" or query.dtype == torch.float64:
+            kernels.append(SDPBackend.MATH)
+        with sdpa_kernel(kernels):
+            out = nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=query.shape[2] > 1, scale=scaling
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+    def no_mask(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    AttentionInterface.register(_DOCUMENT_ATTENTION, attention)
+    AttentionMaskInterface.register(_DOCUMENT_ATTENTION, no_mask)

@@ -1,0 +1,166 @@
+"""Every form in which documents reach a transformers model, packed or padded.
+
+Documents of 5, 11, 1, 8 and 7 tokens; a form turns their 32 tokens into a forward's arguments, and
+says where each document's logits stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+LENGTHS = (5, 11, 1, 8, 7)
+
+RESTART = (0, 0, 0, 0, 0)
+"""Each document's first position, where positions restart."""
+ONWARD = (0, 5, 16, 17, 25)
+"""The same, where nobody says so and transformers counts through the row."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of a forward, and the row and tokens of each document in its logits."""
+
+    inputs: dict[str, Any]
+    places: list[tuple[int, slice]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A named way to hand documents over; `starts` are their first positions there."""
+
+    name: str
+    batch: Callable[[Tensor], Batch]
+    starts: Sequence[int] = RESTART
+    train: bool = False
+
+
+def documents_of(ids: Tensor) -> list[Tensor]:
+    """The row's tokens, document by document."""
+    return list(ids.split(list(LENGTHS)))
+
+
+def positions(ids: Tensor, starts: Sequence[int] = RESTART) -> Tensor:
+    """int64 `[1, T]`: each document counts from its own start."""
+    parts = [torch.arange(s, s + n) for s, n in zip(starts, LENGTHS, strict=True)]
+    return torch.cat(parts).to(ids.device)[None]
+
+
+def cu_seq_lens(ids: Tensor, with_max: bool = True) -> dict[str, Any]:
+    """As DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them."""
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(ids.device, torch.int32)
+    found: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    return found | (
+        {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)} if with_max else {}
+    )
+
+
+def one_row(ids: Tensor, **inputs: Any) -> Batch:
+    """All documents in one row; `use_cache=False` unless given (None: the model's default)."""
+    inputs = {"input_ids": ids[None], "use_cache": False} | inputs
+    places, offset = [], 0
+    for length in LENGTHS:
+        places.append((0, slice(offset, offset + length)))
+        offset += length
+    return Batch({name: value for name, value in inputs.items() if value is not None}, places)
+
+
+def ones(ids: Tensor) -> Tensor:
+    """A 2D mask that hides nothing."""
+    return torch.ones(1, len(ids), dtype=torch.long, device=ids.device)
+
+
+def padded_tail(ids: Tensor, pads: int = 3) -> Batch:
+    """Boundaries, positions and a mask over the row and some pad tokens after it."""
+    mask = torch.cat([ones(ids), ones(ids)[:, :pads] * 0], dim=1)
+    counted = torch.arange(pads, device=ids.device)[None]
+    return one_row(
+        ids,
+        input_ids=torch.cat([ids, ids.new_zeros(pads)])[None],
+        position_ids=torch.cat([positions(ids), counted], dim=1),
+        attention_mask=mask,
+        **cu_seq_lens(ids),
+    )
+
+
+def document_ids(ids: Tensor) -> Batch:
+    """A 2D mask that numbers the documents from 1."""
+    numbers = torch.repeat_interleave(torch.arange(1, 6), torch.tensor(LENGTHS))
+    return one_row(ids, attention_mask=numbers.to(ids.device)[None])
+
+
+def two_rows(ids: Tensor) -> Batch:
+    """5 + 11 tokens in one row, 1 + 8 + 7 in the other."""
+    places = [(0, slice(0, 5)), (0, slice(5, 16))]
+    places += [(1, slice(0, 1)), (1, slice(1, 9)), (1, slice(9, 16))]
+    inputs = {"input_ids": ids.view(2, 16), "position_ids": positions(ids).view(2, 16)}
+    return Batch(inputs | {"use_cache": False}, places)
+
+
+def padded_rows(ids: Tensor, left: bool) -> Batch:
+    """One document a row, padded to the longest."""
+    width = max(LENGTHS)
+    tokens = ids.new_zeros(len(LENGTHS), width)
+    mask = torch.zeros_like(tokens)
+    places = []
+    for row, document in enumerate(documents_of(ids)):
+        begin = width - len(document) if left else 0
+        place = slice(begin, begin + len(document))
+        tokens[row, place], mask[row, place] = document, 1
+        places.append((row, place))
+    return Batch({"input_ids": tokens, "attention_mask": mask, "use_cache": False}, places)
+
+
+def late_start(ids: Tensor) -> Batch:
+    """The second document counts from 2."""
+    return one_row(ids, position_ids=positions(ids, (0, 2, 0, 0, 0)))
+
+
+FORMS = (
+    Form("position_ids, use_cache=False", lambda ids: one_row(ids, position_ids=positions(ids))),
+    Form(
+        "position_ids, default use_cache",
+        lambda ids: one_row(ids, position_ids=positions(ids), use_cache=None),
+    ),
+    Form(
+        "position_ids, default use_cache, in train()",
+        lambda ids: one_row(ids, position_ids=positions(ids), use_cache=None),
+        train=True,
+    ),
+    Form(
+        "position_ids and an attention_mask of ones",
+        lambda ids: one_row(ids, position_ids=positions(ids), attention_mask=ones(ids)),
+    ),
+    Form(
+        "position_ids and an empty DynamicCache",
+        lambda ids: one_row(
+            ids, position_ids=positions(ids), past_key_values=DynamicCache(), use_cache=True
+        ),
+    ),
+    Form(
+        "cu_seq_lens_* and max_length_*, no position_ids",
+        lambda ids: one_row(ids, **cu_seq_lens(ids)),
+        starts=ONWARD,
+    ),
+    Form(
+        "cu_seq_lens_* without max_length_*",
+        lambda ids: one_row(ids, **cu_seq_lens(ids, with_max=False)),
+        starts=ONWARD,
+    ),
+    Form("cu_seq_lens_*, position_ids and a mask with 3 pads", padded_tail),
+    Form("2D mask of document ids", document_ids, starts=ONWARD),
+    Form("two packed rows", two_rows),
+    Form(
+        "first document continues at position 100",
+        lambda ids: one_row(ids, position_ids=positions(ids, (100, 0, 0, 0, 0))),
+        starts=(100, 0, 0, 0, 0),
+    ),
+    Form("a later document starts at position 2", late_start, starts=(0, 2, 0, 0, 0)),
+    Form("right padding", lambda ids: padded_rows(ids, left=False)),
+    Form("left padding", lambda ids: padded_rows(ids, left=True), starts=(6, 0, 10, 3, 4)),
+)

@@ -1,0 +1,64 @@
+"""`Row`: one measured case, as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "oom", "unsupported", "wrong", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case gave.
+
+    `status` is "ok"; "oom": did not fit in memory; "unsupported": cannot run here, or is refused;
+    "wrong": runs, and its numbers are false, so it is not timed; "failed": raised what is no
+    refusal; "skipped": no time was left.
+    `reason` says why it is not "ok". The names in `measures` carry their units.
+    """
+
+    suite: str
+    case: dict[str, Any]
+    status: Status
+    reason: str | None = None
+    measures: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Add a row to a file, whole or not at all: one write, then flushed to the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(asdict(row), ensure_ascii=False, allow_nan=True) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_rows(paths: Iterable[Path]) -> list[Row]:
+    """All rows of the files, in order; of equal suite, case and GPU the last row only."""
+    rows: dict[str, Row] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            row = Row(**json.loads(line))
+            key = json.dumps([row.suite, row.case, row.environment.get("gpu")], sort_keys=True)
+            rows.pop(key, None)
+            rows[key] = row
+    return list(rows.values())
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception as a reason: its type and the first line of its message.
+
+    >>> one_line(ValueError("no\\nmore"))
+    'ValueError: no'
+    """
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}"[:limit]

@@ -1,0 +1,169 @@
+"""The variants of the model benchmark: one attention each, all on the same parameters.
+
+A variant's name is a backend of ours, or "transformers:" and an implementation of theirs; after an
+"@" stands where the boundaries come from, if not the default (ours: a `PackedLayout` made on the
+host; transformers': position_ids, as its documentation tells users to pack). With position_ids ours
+makes its shapes for patch_model's default capacity and bound.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import flexvarlen as fv
+
+DEFAULT_VARIANTS = (
+    "transformers:sdpa",
+    "transformers:flash_attention_2",
+    "transformers:flex_attention",
+    "flex",
+    "fa2",
+    "varlen",
+    "flex@position_ids",
+    "fa2@position_ids",
+)
+"""What a plain run measures. Also known: any other backend, `…@position_ids`,
+`transformers:<name>@cu_seq_lens`."""
+
+Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
+
+
+class Unsupported(Exception):
+    """A variant that cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What shapes are made for, over all packings of a run."""
+
+    tokens: int
+    capacity: int
+    max_seqlen_bound: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A module with its own attention and shared parameters, and how to call it."""
+
+    name: str
+    model: PreTrainedModel
+    fullgraph: bool
+    inputs: Callable[[Sequence[int]], dict[str, Any]]
+    """Document lengths -> keyword arguments of a forward, but for `input_ids`."""
+
+    def compiled(self, compiler: str) -> Callable[..., Any]:
+        """The module under torch.compile.
+
+        Dynamo keeps compiled code by code object, which all variants of a model class share. Each
+        variant brings a backend object of its own, so that none is served another's graphs.
+        """
+        backend = _inductor() if compiler == "inductor" else _debug_backend(compiler)
+        return torch.compile(self.model, backend=backend, fullgraph=self.fullgraph)
+
+
+def _inductor() -> Compiler:
+    from torch._inductor.compile_fx import compile_fx
+
+    def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return compile_fx(graph, inputs)
+
+    return inductor
+
+
+def _debug_backend(name: str) -> Compiler:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compile_graph = lookup_backend(name)
+
+    def wrapped(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return compile_graph(graph, inputs)
+
+    return wrapped
+
+
+def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
+    """A variant of `base` that shares its parameters.
+
+    Raises:
+        Unsupported: it cannot train here: a package is missing, or the kernel refuses.
+        ValueError: an unknown name.
+    """
+    kind, _, boundaries = name.partition("@")
+    theirs = kind.startswith("transformers:")
+    known = ("", "position_ids", "cu_seq_lens") if theirs else ("", "position_ids")
+    if boundaries not in known or not (theirs or kind in (*fv.BACKENDS, "auto")):
+        raise ValueError(
+            f"variant must be one of {', '.join(DEFAULT_VARIANTS)}, another backend of ours or "
+            f"transformers:<attn_implementation>, got {name!r}"
+        )
+    model = _share(base)
+    if theirs:
+        _set_transformers(model, kind.removeprefix("transformers:"))
+    else:
+        _patch(model, kind)
+    device = next(base.parameters()).device
+
+    def inputs(lengths: Sequence[int]) -> dict[str, Any]:
+        layout = fv.PackedLayout.from_lengths(
+            lengths,
+            device=device,
+            total_tokens=sizes.tokens,
+            capacity=sizes.capacity,
+            max_seqlen_bound=sizes.max_seqlen_bound,
+        )
+        if not theirs and not boundaries:
+            return {"packed_layout": layout}
+        arguments: dict[str, Any] = {
+            "position_ids": layout.position_ids()[None],
+            "use_cache": False,
+        }
+        if boundaries == "cu_seq_lens":  # as DataCollatorWithFlattening makes them
+            ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+            longest = max(lengths)
+            arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            arguments |= {"max_length_q": longest, "max_length_k": longest}
+        return arguments
+
+    # transformers' own break the graph: under fullgraph they would not run at all.
+    return Variant(name, model, fullgraph=not theirs, inputs=inputs)
+
+
+def _share(base: PreTrainedModel) -> PreTrainedModel:
+    """A module tree and config of its own over the very same parameter tensors."""
+    shared = {id(parameter): parameter for parameter in base.parameters()}
+    return copy.deepcopy(base, memo=shared)
+
+
+def _set_transformers(model: PreTrainedModel, implementation: str) -> None:
+    try:
+        model.set_attn_implementation(implementation)
+    except (ImportError, ValueError) as error:
+        raise Unsupported(" ".join(str(error).split())[:300]) from error
+    found = model.config._attn_implementation
+    if found != implementation:  # e.g. a kernel from the hub in place of the package
+        raise Unsupported(f"transformers set {found!r} instead of {implementation!r}")
+
+
+def _patch(model: PreTrainedModel, backend: str) -> None:
+    config, parameter = model.config, next(model.parameters())
+    reason = None
+    if backend != "auto":
+        reason = fv.why_not(
+            backend,
+            device=parameter.device,
+            dtype=parameter.dtype,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            needs_grad=True,
+        )
+    if reason is not None:
+        raise Unsupported(reason)
+    fv.patch_model(model, backend)

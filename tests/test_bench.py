@@ -1,0 +1,184 @@
+"""The benchmark on a tiny model: rows are honest, wrong variants are never timed, tables render."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from bench import model, model_run, report
+from bench.accuracy import Errors
+from bench.cases import GEOMETRIES, Case, log_normal_lengths
+from bench.rows import Row, append_row, read_rows
+from bench.variants import make_variant
+from flexvarlen.plotstyle import STYLES, style_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    names = ["transformers:sdpa", "transformers:flash_attention_2", "flex", "sdpa"]
+    torch._dynamo.reset()
+    model.main(
+        ["--quick", "--device", "cpu", "--out", str(path), "--commit", "x", "--variants", *names]
+    )
+    return {row.case["variant"]: row for row in read_rows([path])}
+
+
+def test_every_variant_has_its_row(rows):
+    assert set(rows) == {
+        "transformers:sdpa",
+        "transformers:flash_attention_2",
+        "flex",
+        "sdpa",
+    }
+    assert rows["transformers:sdpa"].status == rows["sdpa"].status == "ok"
+    assert rows["flex"].status == "unsupported"
+    assert "backward" in rows["flex"].reason
+    assert rows["transformers:flash_attention_2"].status == "unsupported"
+    assert Case.of(rows["sdpa"].case).tokens == 256
+    assert rows["sdpa"].environment["torch"] == torch.__version__
+
+
+def test_ours_compiles_once_and_is_right(rows):
+    m = rows["sdpa"].measures
+    assert (m["graph_breaks"], m["graphs"]) == (0, 1)
+    assert (m["recompilations"], m["other_packings"]) == (0, 2)
+    assert m["compilations_while_timing_all"] == 0
+    assert m["error"] <= 2 * (m["peer_error"] + torch.finfo(torch.float32).eps)
+    assert m["error_last_packing"] < 1e-5
+    assert m["ms_p20"] <= m["ms_p50"] <= m["ms_p80"]
+    assert m["eager_ms_p50"] > 0
+    assert m["compile_s"] > 0
+
+
+def test_a_variant_that_leaks_is_wrong_and_not_timed(tmp_path, monkeypatch):
+    def leaking(name, base, sizes):
+        variant = make_variant(name, base, sizes)
+        return dataclasses.replace(variant, inputs=lambda lengths: {"use_cache": False})
+
+    monkeypatch.setattr(model_run, "make_variant", leaking)
+    out = tmp_path / "rows.jsonl"
+    model.main(["--quick", "--device", "cpu", "--out", str(out), "--variants", "transformers:sdpa"])
+    (row,) = read_rows([out])
+    assert row.status == "wrong"
+    assert "outputs" in row.reason
+    assert "ms_p50" not in row.measures
+    assert "wrong" in report.model_section([row])
+
+
+def test_a_variant_that_keeps_the_first_packing_is_wrong(tmp_path, monkeypatch):
+    def stale(name, base, sizes):
+        variant = make_variant(name, base, sizes)
+        first = log_normal_lengths(256, 32, 1.0, seed=0)
+        return dataclasses.replace(variant, inputs=lambda lengths: variant.inputs(first))
+
+    monkeypatch.setattr(model_run, "make_variant", stale)
+    out = tmp_path / "rows.jsonl"
+    model.main(["--quick", "--device", "cpu", "--out", str(out), "--variants", "transformers:sdpa"])
+    (row,) = read_rows([out])
+    assert row.status == "wrong"
+    assert "another packing" in row.reason
+
+
+def test_variants_begun_too_late_are_skipped(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--quick", "--device", "cpu", "--out", str(out), "--start-until", "0"]
+    model.main([*arguments, "--variants", "sdpa"])
+    (row,) = read_rows([out])
+    assert row.status == "skipped"
+
+
+def test_unknown_variant_raises():
+    with pytest.raises(ValueError, match="variant must be one of"):
+        make_variant("flash", torch.nn.Linear(1, 1), None)
+
+
+def test_nan_is_wrong():
+    peer = Errors(1e-3, 1e-3)
+    assert Errors(float("nan"), 1e-3).why_wrong(peer, torch.bfloat16) is not None
+    assert Errors(1e-3, float("nan")).why_wrong(peer, torch.bfloat16) is not None
+    assert Errors(1e-3, 1e-3).why_wrong(peer, torch.bfloat16) is None
+
+
+def test_lengths_fill_the_row_and_repeat_with_the_seed():
+    lengths = log_normal_lengths(32_768, 2048, 1.0, seed=0)
+    assert sum(lengths) == 32_768
+    assert min(lengths) >= 1
+    assert lengths == log_normal_lengths(32_768, 2048, 1.0, seed=0)
+    assert lengths != log_normal_lengths(32_768, 2048, 1.0, seed=1)
+    many = log_normal_lengths(2**24, 2048, 1.0, seed=0)
+    assert 0.9 < sum(many) / len(many) / 2048 < 1.1
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen3-1.7b", 1.72e9), ("llama-3.2-1b", 1.24e9)])
+def test_geometries_have_the_published_number_of_parameters(name, parameters):
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        built = AutoModel.from_config(GEOMETRIES[name](None))
+    assert sum(p.numel() for p in built.parameters()) == pytest.approx(parameters, rel=0.01)
+
+
+def test_the_last_of_equal_rows_wins(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for value in (1, 2):
+        append_row(path, Row("model", {"variant": "a"}, "ok", None, {"ms_p50": value}))
+    append_row(path, Row("model", {"variant": "b"}, "oom", "too big"))
+    found = read_rows([path])
+    assert [row.case["variant"] for row in found] == ["a", "b"]
+    assert found[0].measures == {"ms_p50": 2}
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_report_prints_writes_and_draws(rows, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    for row in rows.values():
+        append_row(path, row)
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "before\n<!-- bench:model begin -->\nstale table\n<!-- bench:model end -->\nafter\n"
+    )
+    report.main([str(path), "--readme", str(readme), "--figures", str(tmp_path / "figures")])
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "stale" not in text
+    assert "| flexvarlen `sdpa` |" in text
+    assert "unsupported (1)" in text
+    assert "float32, forward+backward" in capsys.readouterr().out
+    (png,) = (tmp_path / "figures").glob("*.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "<!-- bench:x end --><!-- bench:x begin -->", "<!-- bench:x begin -->" * 2],
+)
+def test_markers_must_be_there_once_and_in_order(text):
+    with pytest.raises(ValueError, match="once each"):
+        report.replace_between_markers(text, "x", "body")
+
+
+def test_runs_are_never_mixed_in_one_table():
+    where = {"gpu": "G", "started_utc": "1"}
+    case = {"variant": "flex", "geometry": "g"}
+    one = Row("model", case, "oom", "", {}, where)
+    other = dataclasses.replace(one, environment=where | {"started_utc": "2"})
+    assert len(report.model_groups([one, other])) == 2
+
+
+def test_every_variant_has_a_style():
+    assert style_of("flex@position_ids") is STYLES["flex"]
+    with pytest.raises(ValueError, match="plotstyle"):
+        style_of("unheard-of")
+    drawn = [(style.color, style.filled) for style in STYLES.values()]
+    assert len(set(drawn)) == len(drawn)

@@ -1,0 +1,159 @@
+"""flexvarlen.measure: counters that count what they say, clocks that order what they time."""
+
+from __future__ import annotations
+
+import json
+import time
+import types
+
+import pytest
+import torch
+
+from flexvarlen.measure import (
+    environment,
+    memory_meaning,
+    peak_memory_mib,
+    summarize,
+    time_interleaved,
+    watch_compilation,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_environment_is_json_and_names_no_place():
+    info = environment("cpu")
+    text = json.dumps(info)
+    assert info["torch"] == torch.__version__
+    assert info["gpu"] is None
+    assert info["cpu"]
+    assert {"triton", "transformers", "flash_attn", "flexvarlen", "git_commit"} <= info.keys()
+    assert "/" not in text.replace(info["cpu"], "").replace(str(info["gpu"]), "")
+
+
+def test_percentiles_of_one_and_of_many():
+    assert summarize([7.0]).ms_p20 == summarize([7.0]).ms_p80 == 7.0
+    timing = summarize([float(value) for value in range(101)])
+    assert (timing.ms_p20, timing.ms_p50, timing.ms_p80) == (20.0, 50.0, 80.0)
+    with pytest.raises(ValueError, match="repeats"):
+        summarize([])
+
+
+def test_timings_are_ordered_and_in_milliseconds():
+    timings = time_interleaved(
+        {"slow": lambda: time.sleep(0.02), "fast": lambda: time.sleep(0.002)},
+        device="cpu",
+        warmup=0,
+        repeats=5,
+    )
+    assert list(timings) == ["slow", "fast"]
+    assert 2 <= timings["fast"].ms_p50 < 15 < timings["slow"].ms_p50 < 200
+    assert timings["fast"].ms_p20 <= timings["fast"].ms_p50 <= timings["fast"].ms_p80
+
+
+def test_rounds_rotate_and_slow_variants_join_fewer():
+    calls: list[str] = []
+    variants = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    timings = time_interleaved(variants, device="cpu", warmup=1, repeats={"a": 4, "b": 2, "c": 4})
+    assert {name: timing.repeats for name, timing in timings.items()} == {"a": 4, "b": 2, "c": 4}
+    assert calls == ["a", "b", "c", "a", "c", "b", "c", "a", "c", "a", "a", "b", "c"]
+
+
+def test_repeats_below_one_are_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        time_interleaved({"a": lambda: None}, device="cpu", repeats=0)
+
+
+def test_no_compilation_counts_nothing():
+    with watch_compilation() as stats:
+        torch.zeros(3).sin()
+    assert (stats.graph_breaks, stats.compilations, stats.recompilations) == (0, 0, 0)
+    assert stats.compile_s == 0.0
+
+
+def test_one_break_is_one_break_and_two_graphs():
+    @torch.compile(backend="aot_eager")
+    def broken(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    with watch_compilation() as stats:
+        broken(torch.zeros(4))
+        broken(torch.ones(4))
+    assert (stats.graph_breaks, stats.compilations, stats.recompilations) == (1, 2, 0)
+    assert sum(stats.break_reasons.values()) == 1
+    assert stats.compile_s > 0
+    with watch_compilation() as again:
+        broken(torch.ones(4))
+    assert (again.graph_breaks, again.compilations, again.compile_s) == (0, 0, 0.0)
+
+
+def test_one_changed_constant_is_one_recompilation():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def scaled(x, name):
+        return x * len(name)
+
+    weight = torch.ones(4, requires_grad=True)
+    with watch_compilation() as first:
+        scaled(weight, "a").sum().backward()
+    # The backward graph belongs to the same compilation.
+    assert (first.compilations, first.recompilations) == (1, 0)
+    with watch_compilation() as second:
+        scaled(weight, "a").sum().backward()
+        scaled(weight, "bb").sum().backward()
+        scaled(weight, "bb").sum().backward()
+    assert (second.compilations, second.recompilations, second.graph_breaks) == (1, 1, 0)
+    assert len(second.reasons) == 1
+
+
+def sine(x):
+    return x.sin()
+
+
+def test_more_compilations_than_dynamo_keeps_by_default():
+    with watch_compilation() as stats:
+        for index in range(70):
+            # Another code object each time: Dynamo's cache and its recompile limit go by code.
+            code = sine.__code__.replace(co_name=f"sine_{index}")
+            torch.compile(types.FunctionType(code, globals()), backend="eager")(torch.zeros(2))
+    assert stats.compilations == 70
+
+
+def test_stats_are_filled_in_when_the_block_raises():
+    seen = []
+
+    def failing_block():
+        with watch_compilation() as stats:
+            seen.append(stats)
+            torch.compile(sine, backend="eager")(torch.zeros(2))
+            raise RuntimeError("planned")
+
+    with pytest.raises(RuntimeError, match="planned"):
+        failing_block()
+    assert seen[0].compilations == 1
+
+
+def test_peak_memory_sees_a_large_allocation():
+    peak = peak_memory_mib(lambda: torch.ones(64 * 2**20 // 4), "cpu")
+    if peak is None:
+        pytest.skip("this system cannot reset or read the peak of resident memory")
+    assert 60 <= peak < 200
+    assert "lower bound" in memory_meaning("cpu")
+
+
+@pytest.mark.gpu
+def test_cuda_clock_and_memory():
+    x = torch.randn(4096, 4096, device="cuda")
+    timings = time_interleaved(
+        {"one": lambda: x @ x, "four": lambda: [x @ x for _ in range(4)]}, device="cuda", repeats=10
+    )
+    assert 2 < timings["four"].ms_p50 / timings["one"].ms_p50 < 8
+    peak = peak_memory_mib(lambda: x @ x, "cuda")
+    assert peak is not None
+    assert peak >= 128
