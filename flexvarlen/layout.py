@@ -370,8 +370,8 @@ class PackedLayout:
 
     def position_ids(self) -> Tensor:
         """int64 `[T]`: each token's place in its document, from 0. No sync; traces."""
-        tokens = torch.arange(self.total_tokens, device=self.device)
-        return tokens - self.cu_seqlens[self.document_ids()]
+        compute = traced_position_ids if torch.compiler.is_compiling() else _position_ids
+        return compute(self.cu_seqlens, self.total_tokens)
 
     def real_tokens(self) -> Tensor:
         """bool `[T]`: True where the token belongs to a document, False at padding.
@@ -445,6 +445,23 @@ class PackedLayout:
             f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, "
             f"device={self.device})"
         )
+
+
+def _position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
+    tokens = torch.arange(total_tokens, device=cu_seqlens.device)
+    slot = torch.searchsorted(cu_seqlens[1:], tokens.to(torch.int32), right=True)
+    return tokens - cu_seqlens[slot]
+
+
+# One operator: traced through, inductor would repeat the search at every use of the positions.
+traced_position_ids = torch.library.custom_op(
+    "flexvarlen::position_ids", _position_ids, mutates_args=()
+)
+
+
+@traced_position_ids.register_fake
+def _(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
+    return cu_seqlens.new_empty((total_tokens,), dtype=torch.int64)
 
 
 def default_capacity(total_tokens: int) -> int:

@@ -5,6 +5,8 @@
 | `boundaries.py` | the documents of a forward, found in its arguments |
 | `interface.py` | the attention and mask functions that transformers calls by name |
 | `model.py` | `patch_model`, `unpatch_model`, `patched` |
+| `packed_cache.py` | caches that a packed forward filled, from which decoding refuses |
+| `rotary.py` | rotary tables computed once a compiled forward |
 | `families.py`, `llama.py`, `qwen.py` | which model types are verified, and what each needs |
 """
 

@@ -27,6 +27,8 @@ from flexvarlen.layout import PackedLayout
 from flexvarlen.patches.boundaries import EXPLICIT, PackedForward, find_layout, first_tokens
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
+from flexvarlen.patches.packed_cache import holds_packed_documents, remember_documents
+from flexvarlen.patches.rotary import forget_tables, keep_tables
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,7 +62,8 @@ def patch_model(
     position_ids are made from the documents. Labels at the first token of each document are masked.
     Padding outputs of attention are zero.
 
-    Decoding (a non-empty cache) goes to transformers' own sdpa. Training makes no cache unless
+    Decoding (a non-empty cache) goes to transformers' own sdpa; from a cache that a packed batch
+    filled it raises. Training makes no cache unless
     `use_cache=True` is passed.
 
     Args:
@@ -99,6 +102,7 @@ def patch_model(
         if ATTRIBUTE not in module.__dict__:
             _wrap_forward(module)
         setattr(module, ATTRIBUTE, patch)
+    keep_tables(inner.base_model)
     return model
 
 
@@ -125,6 +129,7 @@ def unpatch_model(model: Model) -> Model:
             del module.__dict__["forward"]
         else:
             module.forward = before.instance
+    forget_tables(inner.base_model)
     inner.set_attn_implementation(patch.implementation_before)
     return model
 
@@ -183,7 +188,13 @@ def _wrap_forward(module: nn.Module) -> None:
         if patch is not None:
             kwargs = prepare_inputs(self, patch, {**dict(zip(names, args, strict=False)), **kwargs})
             args = ()
-        return of_class(self, *args, **kwargs) if instance is None else instance(*args, **kwargs)
+        out = of_class(self, *args, **kwargs) if instance is None else instance(*args, **kwargs)
+        packed: PackedForward | None = kwargs.get(CONTEXT) if patch is not None else None
+        if packed is not None:
+            tokens = _tokens(kwargs)
+            assert tokens is not None
+            remember_documents(out, packed.layout, tokens.shape[0])
+        return out
 
     setattr(forward, BEFORE, _Before(instance))
     module.forward = MethodType(forward, module)
@@ -196,11 +207,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         ValueError: boundaries that break the contract, or a packed batch with a non-empty cache or
             a 4D mask.
     """
-    tokens = (
-        inputs.get("input_ids")
-        if inputs.get("input_ids") is not None
-        else inputs.get("inputs_embeds")
-    )
+    tokens = _tokens(inputs)
     if tokens is None or inputs.get(CONTEXT) is not None:
         return inputs
     batch, row_tokens = tokens.shape[:2]
@@ -214,6 +221,12 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
                 f"a packed batch must not come with {not_whole_rows}; pass an empty cache or "
                 "use_cache=False, and "
                 "no 4D attention_mask."
+            )
+        if holds_packed_documents(inputs.get("past_key_values")):
+            raise ValueError(
+                "decoding needs a cache with one document a row, got one that a packed batch "
+                "filled: a new token would see every document of its row; prefill each document "
+                "in a row of its own."
             )
         return inputs
     position_ids = inputs.get("position_ids")
@@ -246,6 +259,12 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     inputs[CONTEXT] = _packed_forward(module, patch, layout)
     inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
     return inputs
+
+
+def _tokens(inputs: dict[str, Any]) -> Tensor | None:
+    """The forward's `[B, S]` ids or `[B, S, hidden]` embeddings."""
+    input_ids: Tensor | None = inputs.get("input_ids")
+    return inputs.get("inputs_embeds") if input_ids is None else input_ids
 
 
 def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:

@@ -80,6 +80,7 @@ def _loop(
                 else _one_document(q_THD[rows], k_THD[rows], v_THD[rows], left, right, scale)
             )
     pieces.append(torch.zeros_like(q_THD[cu_seqlens[-1] :]))
+    pieces.append(q_THD[:0])  # a row of nothing but padding has a gradient too: zeros
     return torch.cat(pieces)
 
 
