@@ -4,6 +4,8 @@ Importing this registers the `flexvarlen_*` attention implementations with trans
 packages are imported on first use.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS, available_backends, why_not
 from flexvarlen.block_mask import document_block_mask
@@ -11,19 +13,34 @@ from flexvarlen.bounds import row_bounds
 from flexvarlen.layout import PackedLayout
 from flexvarlen.patches import patch_model, patched, register, unpatch_model
 
+if TYPE_CHECKING:
+    from flexvarlen.equivalence import IsolationError, compare, verify_isolation
+
 register()
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BACKENDS",
+    "IsolationError",
     "PackedLayout",
     "available_backends",
+    "compare",
     "document_block_mask",
     "packed_attention",
     "patch_model",
     "patched",
     "row_bounds",
     "unpatch_model",
+    "verify_isolation",
     "why_not",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`compare` and its kin, imported when first used: they bring plotting and tables along."""
+    if name in {"IsolationError", "compare", "verify_isolation"}:
+        from flexvarlen import equivalence
+
+        return getattr(equivalence, name)
+    raise AttributeError(f"module 'flexvarlen' has no attribute {name!r}")

@@ -1,0 +1,230 @@
+"""The command `flexvarlen`: `doctor` and `compare`. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from flexvarlen.equivalence import Report
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Packed batches for Hugging Face models: what runs here, how fast, and is it right?",
+)
+console = Console()
+errors = Console(stderr=True)
+
+CPU_MODELS = ("llama", "qwen3")
+USER_ERROR, NOT_RIGHT = 2, 1
+"""Exit codes: bad input; a backend of ours that is wrong or leaks."""
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app()
+
+
+@app.command()
+def compare(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="llama, qwen2 or qwen3 (tiny, random weights), a geometry such as qwen3:1.7b or "
+            "qwen3:1.7b@14 (14 layers), a folder, or a hub name. Repeatable. "
+            "[default: llama and qwen3]",
+            show_default=False,
+        ),
+    ] = None,
+    backends: Annotated[
+        str, typer.Option(help="all, or names with commas between; see flexvarlen doctor.")
+    ] = "all",
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of the packed row. [default: 1024, 8192 on a GPU]",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file of documents, instead of Python's help topics. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16. [default: float32, bfloat16 on a GPU]",
+            show_default=False,
+        ),
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Run under torch.compile.")
+    ] = False,
+    train: Annotated[
+        bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of weights, documents and all else random.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder for rows.jsonl, table.md and compare.png.")
+    ] = Path("compare"),
+    device: Annotated[
+        str | None, typer.Option(help="[default: cuda if there is one]", show_default=False)
+    ] = None,
+) -> None:
+    """Check that packed outputs and gradients are right on every backend, and how fast each is.
+
+    The truth is each document alone, in float64. Ends with exit code 1 if a backend of flexvarlen
+    leaks, or is less exact than twice a plain model of the same dtype (three times for gradients).
+    """
+    with _sentences():
+        report = _compare(
+            model or list(CPU_MODELS),
+            backends,
+            tokens,
+            text or [],
+            dtype,
+            compile,
+            train,
+            seed,
+            device,
+        )
+    console.print(report.table())
+    for note in report.notes():
+        console.print(f"[dim]{note}[/]", highlight=False)
+    console.print()
+    for verdict in report.verdicts().values():
+        console.print(verdict, highlight=False)
+    for path in report.save(out):
+        console.print(f"wrote {path}", highlight=False)
+    if not report.passed:
+        raise typer.Exit(NOT_RIGHT)
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what this machine has, which backends it can run, and what to install for the others."""
+    import torch
+    from rich.table import Table
+
+    from flexvarlen.doctor import DECODING, HEADS, backend_states, facts, version_problems
+
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    for name, fact in facts(device).items():
+        console.print(f"{name:13} {fact}", highlight=False)
+    for problem in version_problems():
+        console.print(f"[bold red]{problem}[/]", highlight=False)
+    console.print(
+        f"\nBackends on {device}, {str(dtype).removeprefix('torch.')}, {HEADS['num_heads']} query "
+        f"and {HEADS['num_kv_heads']} KV heads of {HEADS['head_dim']}:",
+        highlight=False,
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("backend", "attn_implementation", "can", "why not, and what to do"):
+        table.add_column(title)
+    for state in backend_states(device, dtype):
+        style = "" if state.reason is None else "yellow" if state.can == "run only" else "dim"
+        table.add_row(state.name, state.implementation, state.can, state.reason or "", style=style)
+    console.print(table)
+    console.print(f"\n{DECODING}", highlight=False)
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """A user's mistake ends the command with its sentence, not with a traceback."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        errors.print(f"[red]{error}[/]", highlight=False)
+        raise typer.Exit(USER_ERROR) from error
+
+
+def _compare(
+    models: list[str],
+    backends: str,
+    tokens: int | None,
+    text: list[Path],
+    dtype_name: str | None,
+    compile: bool,
+    train: bool,
+    seed: int,
+    device_name: str | None,
+) -> Report:
+    import torch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from flexvarlen.equivalence import Report, compare
+    from flexvarlen.equivalence.compare import DEFAULT_TOKENS
+    from flexvarlen.equivalence.corpus import packed_text
+    from flexvarlen.equivalence.models import build_model, parse_model
+    from flexvarlen.equivalence.variants import variant_names
+
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be one that torch sees, got cuda; run `flexvarlen doctor`.")
+    dtype = _dtype(dtype_name, device)
+    for name in models:  # all mistakes before any work
+        parse_model(name)
+    variant_names(backends, device)
+    reports: list[Report] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        for name in models:
+            task = progress.add_task(name, total=None)
+
+            def show(done: int, total: int, what: str, task: Any = task, name: str = name) -> None:
+                progress.update(task, completed=done, total=total, description=f"{name}: {what}")
+
+            model, tokenizer = build_model(name, device=device, dtype=dtype, seed=seed)
+            batch = packed_text(
+                vocabulary=model.config.vocab_size,
+                tokens=tokens or DEFAULT_TOKENS[device.type],
+                seed=seed,
+                files=text,
+                tokenizer=tokenizer,
+            )
+            reports.append(
+                compare(
+                    model,
+                    batch,
+                    backends,
+                    train=train,
+                    compile=compile,
+                    seed=seed,
+                    name=name,
+                    progress=show,
+                )
+            )
+            progress.remove_task(task)
+    return Report(tuple(row for report in reports for row in report.rows))
+
+
+def _dtype(name: str | None, device: Any) -> Any:
+    import torch
+
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ValueError(f"dtype must be one of {', '.join(known)}, got {name!r}; choose one.")
+    return known[name]
+
+
+if __name__ == "__main__":
+    main()
