@@ -77,6 +77,8 @@ def packed_attention(
     torch.Size([5, 4, 8])
     """
     _check_tensors(q_THD, k_THD, v_THD, layout, sinks)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}; pass None for no softcap.")
     mask = MaskSpec.of(causal=causal, window=window)
     request = (
         q_THD.device.type,
@@ -138,11 +140,14 @@ def _resolve(backend: str, device_type: str, device_index: int | None, *rest: An
 
     Takes constants only: Dynamo runs it while tracing.
     """
-    return _resolve_cached(backend, device_type, device_index, *rest)
+    # torch's switch decides what `varlen` can serve, so an answer holds only while it stays.
+    switch = torch.are_deterministic_algorithms_enabled()
+    return _resolve_cached(switch, backend, device_type, device_index, *rest)
 
 
 @cache
 def _resolve_cached(
+    torch_is_deterministic: bool,
     backend: str,
     device_type: str,
     device_index: int | None,
@@ -219,13 +224,14 @@ def _check_tensors(
             f"{tuple(k_THD.shape)} and "
             f"{tuple(v_THD.shape)}; head_dim must be q's."
         )
-    if q_THD.shape[1] % k_THD.shape[1]:
+    if k_THD.shape[1] == 0 or q_THD.shape[1] % k_THD.shape[1]:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got {q_THD.shape[1]} and "
             f"{k_THD.shape[1]}; check how the "
             "heads were split."
         )
-    if sinks is not None and sinks.shape != (q_THD.shape[1],):
+    if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != layout.device):
         raise ValueError(
-            f"sinks must have shape [{q_THD.shape[1]}], one a head, got {tuple(sinks.shape)}."
+            f"sinks must have shape [{q_THD.shape[1]}] on {layout.device}, got "
+            f"{tuple(sinks.shape)} on {sinks.device}; pass one logit a head."
         )

@@ -5,6 +5,7 @@ Shapes: T = total_tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,19 +44,20 @@ class MaskSpec:
         """
         if window is None:
             left = right = UNLIMITED
-        elif isinstance(window, int):
+        elif isinstance(window, int) and not isinstance(window, bool):
             if window < 1:
                 raise ValueError(
                     f"window must be at least 1, got {window}; pass None for no window."
                 )
             left = right = window - 1
         else:
-            if len(window) != 2 or min(window) < UNLIMITED:
+            sides: Sequence[int] = window if isinstance(window, tuple | list) else ()
+            if [type(side) for side in sides] != [int, int] or min(sides) < UNLIMITED:
                 raise ValueError(
-                    f"window must be (left, right), each at least -1, got {window}; -1 means no "
-                    "limit."
+                    "window must be an integer or (left, right), each at least -1, got "
+                    f"{window}; pass None for no window, -1 for no limit on a side."
                 )
-            left, right = window
+            left, right = sides
         return cls(left=left, right=0 if causal else right)
 
     @property

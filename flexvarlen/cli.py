@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from flexvarlen.equivalence import Report
@@ -101,10 +102,10 @@ def compare(
         )
     console.print(report.table())
     for note in report.notes():
-        console.print(f"[dim]{note}[/]", highlight=False)
+        console.print(note, style="dim", markup=False, highlight=False)
     console.print()
     for verdict in report.verdicts().values():
-        console.print(verdict, highlight=False)
+        console.print(verdict, markup=False, highlight=False)
     for path in report.save(out):
         console.print(f"wrote {path}", highlight=False)
     if not report.passed:
@@ -124,7 +125,7 @@ def doctor() -> None:
     for name, fact in facts(device).items():
         console.print(f"{name:13} {fact}", highlight=False)
     for problem in version_problems():
-        console.print(f"[bold red]{problem}[/]", highlight=False)
+        console.print(problem, style="bold red", markup=False, highlight=False)
     console.print(
         f"\nBackends on {device}, {str(dtype).removeprefix('torch.')}, {HEADS['num_heads']} query "
         f"and {HEADS['num_kv_heads']} KV heads of {HEADS['head_dim']}:",
@@ -135,7 +136,8 @@ def doctor() -> None:
         table.add_column(title)
     for state in backend_states(device, dtype):
         style = "" if state.reason is None else "yellow" if state.can == "run only" else "dim"
-        table.add_row(state.name, state.implementation, state.can, state.reason or "", style=style)
+        reason = escape(state.reason or "")
+        table.add_row(state.name, state.implementation, state.can, reason, style=style)
     console.print(table)
     console.print(f"\n{DECODING}", highlight=False)
 
@@ -146,7 +148,7 @@ def _sentences() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError, OSError) as error:
-        errors.print(f"[red]{error}[/]", highlight=False)
+        errors.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(USER_ERROR) from error
 
 

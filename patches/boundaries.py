@@ -179,6 +179,7 @@ class _LastForward(threading.local):
     """What the last layer of this thread found, for the next layer of the same forward."""
 
     key: tuple[object, ...] | None = None
+    tensors: tuple[weakref.ref[Tensor], ...] = ()
     packed: PackedForward | None = None
 
 
@@ -195,23 +196,25 @@ def shared_between_layers(
     Tensors made under `inference_mode` carry no version, so that a change could not be seen: not
         kept.
     """
-    tensors = [x for x in given.values() if isinstance(x, Tensor)]
-    keeps = not torch.compiler.is_compiling() and not any(x.is_inference() for x in tensors)
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    keeps = not torch.compiler.is_compiling() and not any(
+        x.is_inference() for x in tensors.values()
+    )
     key: tuple[object, ...] = ()
+    refs: tuple[weakref.ref[Tensor], ...] = ()
     if keeps:
-        key = (
-            backend,
-            batch,
-            row_tokens,
-            device,
-            *(
-                (name, weakref.ref(x), x._version) if isinstance(x, Tensor) else (name, x)
-                for name, x in given.items()
-            ),
-        )
-        if _last.packed is not None and _last.key == key:
+        versions = ((name, x._version) for name, x in tensors.items())
+        others = ((name, x) for name, x in given.items() if name not in tensors)
+        key = (backend, batch, row_tokens, device, *versions, *others)
+        refs = tuple(weakref.ref(x) for x in tensors.values())
+        # References are compared by `is`: `==` would compare the values of the tensors.
+        if (
+            _last.packed is not None
+            and _last.key == key
+            and all(a is b for a, b in zip(_last.tensors, refs, strict=True))
+        ):
             return _last.packed
     packed = PackedForward(find_layout(batch, row_tokens, device, **given), backend)
     if keeps:
-        _last.key, _last.packed = key, packed
+        _last.key, _last.tensors, _last.packed = key, refs, packed
     return packed

@@ -205,11 +205,18 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
 
     Raises:
         ValueError: boundaries that break the contract, or a packed batch with a non-empty cache or
-            a 4D mask.
+            a 4D mask, or another attn_implementation set since (it would take our placeholder for
+            a mask that hides nothing).
     """
     tokens = _tokens(inputs)
     if tokens is None or inputs.get(CONTEXT) is not None:
         return inputs
+    if module.config._attn_implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            "a patched model's attn_implementation must be flexvarlen's, got "
+            f"{module.config._attn_implementation!r}, set since; call unpatch_model before setting "
+            "another, or patch_model again."
+        )
     batch, row_tokens = tokens.shape[:2]
     attention_mask = inputs.get("attention_mask")
     given = {name: inputs.pop(name, None) for name in EXPLICIT}

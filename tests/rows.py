@@ -1,4 +1,4 @@
-"""Packed rows for the property tests: as lengths, and as the layout that flexvarlen makes of them."""
+"""Packed rows for the tests: as lengths, and as the layout that flexvarlen makes of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tests.oracle import Documents
 
 @st.composite
 def rows(draw, max_tokens=400, padding_runs=True):
-    """A row: documents of any length, empty ones among them, a padding tail, and padding runs inside."""
-    lengths = draw(st.lists(st.integers(0, 90) | st.sampled_from([0, 1, 32, 64]), min_size=1, max_size=9))
+    """A row: documents of any length, empty ones too, a padding tail, padding runs inside."""
+    lengths = draw(
+        st.lists(st.integers(0, 90) | st.sampled_from([0, 1, 32, 64]), min_size=1, max_size=9)
+    )
     while sum(lengths) > max_tokens:
         lengths.pop()
     tail = draw(st.just(0) | st.integers(0, 70))
@@ -46,6 +48,8 @@ def poison_spare_memory():
     """Leave NaN in the memory that the next allocations on the GPU will get."""
     torch.cuda.synchronize()
     blocks = [
-        torch.full((2**power,), float("nan"), device="cuda") for power in range(7, 25) for _ in range(6)
+        torch.full((2**power,), float("nan"), device="cuda")
+        for power in range(7, 25)
+        for _ in range(6)
     ]
     del blocks

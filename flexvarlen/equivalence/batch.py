@@ -1,0 +1,156 @@
+"""`PackedBatch`: the documents that a comparison runs on, in one row without padding.
+
+Shapes: T tokens; N documents.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout import PackedLayout
+
+IGNORE_INDEX = -100  # the label that transformers' losses leave out
+
+BOUNDARIES = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Documents of real tokens, one after another.
+
+    Attributes:
+        input_ids: int64 `[1, T]`.
+        lengths: tokens of each document, each at least 1; their sum is T.
+        source: where the tokens come from, for the report.
+    """
+
+    input_ids: Tensor
+    lengths: tuple[int, ...]
+    source: str = "the caller's batch"
+
+    def __post_init__(self) -> None:
+        tokens = self.input_ids.numel()
+        if self.input_ids.ndim != 2 or self.input_ids.shape[0] != 1 or tokens == 0:
+            raise ValueError(
+                f"input_ids must have shape [1, T], got {tuple(self.input_ids.shape)}; pack the "
+                "documents into one row."
+            )
+        if not self.lengths or min(self.lengths) < 1 or sum(self.lengths) != tokens:
+            raise ValueError(
+                f"lengths must be at least 1 and add up to the row's {tokens} tokens, got "
+                f"{self.lengths}; give one length a document."
+            )
+
+    @classmethod
+    def of(cls, batch: PackedBatch | Mapping[str, Any]) -> PackedBatch:
+        """A batch from a forward's keyword arguments, its boundaries found as `patch_model` does.
+
+        Rows are put one after another; padding is dropped, and so are labels: a comparison makes
+        its own. Reads the device.
+
+        Raises:
+            ValueError: no input_ids, or boundaries that break the contract.
+        """
+        if isinstance(batch, PackedBatch):
+            return batch
+        layout = layout_of(batch)
+        ids_T = batch["input_ids"].reshape(-1)
+        pieces = [ids_T[start:end] for start, end in real_documents(layout)]
+        if not pieces:
+            raise ValueError("batch must hold at least one document, got padding only.")
+        return cls(torch.cat(pieces)[None], tuple(len(piece) for piece in pieces))
+
+    @property
+    def total_tokens(self) -> int:
+        """T."""
+        return self.input_ids.shape[1]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First token, and the one past the last, of each document."""
+        ends = [0]
+        for length in self.lengths:
+            ends.append(ends[-1] + length)
+        return list(pairwise(ends))
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its tokens on `device`."""
+        return PackedBatch(self.input_ids.to(device), self.lengths, self.source)
+
+    def labels(self, documents: Sequence[int] | None = None) -> Tensor:
+        """int64 `[1, T]`: the tokens, with -100 at each document's first, which nothing foretells.
+
+        Args:
+            documents: those that count; the labels of all others are -100. Default: all.
+        """
+        labels = self.input_ids.clone()
+        counted = set(range(len(self.lengths)) if documents is None else documents)
+        for document, (start, end) in enumerate(self.spans()):
+            labels[0, start : start + 1 if document in counted else end] = IGNORE_INDEX
+        return labels
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What a user hands to transformers: tokens, and positions that restart."""
+        layout = PackedLayout.from_lengths(self.lengths, device=self.input_ids.device)
+        return {"input_ids": self.input_ids, "position_ids": layout.position_ids()[None]}
+
+
+def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
+    """The documents of a forward's keyword arguments, by the contract of `patch_model`.
+
+    Raises:
+        ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
+    """
+    from flexvarlen.patches.boundaries import find_layout  # imports transformers
+
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise ValueError(
+            "batch must hold input_ids of shape [B, S], got "
+            f"{tuple(ids.shape) if isinstance(ids, Tensor) else ids!r}; pass what the model's "
+            "forward takes."
+        )
+    known = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
+    return find_layout(ids.shape[0], ids.shape[1], ids.device, **known)
+
+
+def real_documents(layout: PackedLayout) -> list[tuple[int, int]]:
+    """First token, and the one past the last, of documents neither empty nor padding."""
+    real = layout.real_tokens().tolist()
+    ends = [0]
+    for length in layout.lengths or ():
+        ends.append(ends[-1] + length)
+    spans = pairwise(ends)
+    return [(start, end) for start, end in spans if end > start and real[start]]
+
+
+def recut(batch: PackedBatch, seed: int, *, capacity: int, longest: int) -> PackedBatch:
+    """The same tokens cut into other documents: at most `capacity`, none above `longest` tokens.
+
+    The lengths are shuffled; then some neighbours are joined and some documents are cut in two.
+    """
+    chance = random.Random(seed)
+    lengths = list(batch.lengths)
+    chance.shuffle(lengths)
+    joined: list[int] = []
+    for length in lengths:
+        if joined and joined[-1] + length <= longest and chance.random() < 0.3:
+            joined[-1] += length
+        else:
+            joined.append(length)
+    cut: list[int] = []
+    room = capacity - len(joined)
+    for length in joined:
+        if room > 0 and length > 1 and chance.random() < 0.5:
+            room -= 1
+            first = chance.randrange(1, length)
+            cut += [first, length - first]
+        else:
+            cut.append(length)
+    return PackedBatch(batch.input_ids, tuple(cut), batch.source)

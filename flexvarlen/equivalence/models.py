@@ -1,0 +1,195 @@
+"""Models to compare: named geometries with random weights, or a folder or hub name.
+
+`llama`, `qwen2` and `qwen3` at a named size (`qwen3:1.7b`), with fewer layers if asked for
+(`qwen3:1.7b@14`); without a size: tiny, for the CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TINY_VOCABULARY = 1024
+
+_TINY: dict[str, Any] = {
+    "vocab_size": TINY_VOCABULARY,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32_768,
+    # Attention of a model initialised with the usual 0.02 is all but uniform: which key is seen
+    # would hardly show. With these weights scores spread over units, as in trained models.
+    "initializer_range": 0.15,
+}
+
+_QWEN: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": True,
+}
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _shape(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+GEOMETRIES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        # 6 query heads on 2: a number of heads that is no power of two has its own bugs.
+        "tiny": _shape(2, 96, 160, 6, 2, 16) | _TINY,
+        "1b": _shape(16, 2048, 8192, 32, 8, 64)
+        | {
+            "vocab_size": 128_256,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _llama3_rope(32.0),
+            "tie_word_embeddings": True,
+        },
+        "8b": _shape(32, 4096, 14_336, 32, 8, 128)
+        | {
+            "vocab_size": 128_256,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _llama3_rope(8.0),
+            "tie_word_embeddings": False,
+        },
+    },
+    "qwen2": {
+        "tiny": _shape(2, 96, 160, 6, 2, 16) | _TINY,
+        "0.5b": _shape(24, 896, 4864, 14, 2, 64) | _QWEN | {"max_position_embeddings": 32_768},
+        "1.5b": _shape(28, 1536, 8960, 12, 2, 128) | _QWEN | {"max_position_embeddings": 131_072},
+    },
+    "qwen3": {
+        "tiny": _shape(2, 64, 160, 4, 2, 32) | _TINY,
+        "0.6b": _shape(28, 1024, 3072, 16, 8, 128) | _QWEN | {"max_position_embeddings": 40_960},
+        "1.7b": _shape(28, 2048, 6144, 16, 8, 128) | _QWEN | {"max_position_embeddings": 40_960},
+    },
+}
+"""Configurations by family and size; the real ones are those of the published models."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a name stands for: a geometry, or a checkpoint (then family and size are None)."""
+
+    name: str
+    family: str | None = None
+    size: str | None = None
+    layers: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What reports call it; of a folder its name, not the way to it."""
+        if self.family is None:
+            return Path(self.name).name if Path(self.name).is_dir() else self.name
+        layers = "" if self.layers is None else f", {self.layers} layers"
+        return f"{self.family} {self.size}{layers}"
+
+
+def parse_model(name: str) -> ModelSpec:
+    """A model's name, taken apart.
+
+    >>> parse_model("qwen3:1.7b@14")
+    ModelSpec(name='qwen3:1.7b@14', family='qwen3', size='1.7b', layers=14)
+
+    Raises:
+        ValueError: neither a known geometry nor a folder nor a hub name (`owner/name`).
+    """
+    match = re.fullmatch(r"(\w+)(?::([\w.]+))?(?:@(\d+))?", name)
+    if match and match[1] in GEOMETRIES:
+        family, size = match[1], match[2] or "tiny"
+        layers = None if match[3] is None else int(match[3])
+        if size not in GEOMETRIES[family]:
+            raise ValueError(
+                f"size of {family} must be one of {', '.join(GEOMETRIES[family])}, got {size!r}; "
+                "choose one of these."
+            )
+        if layers == 0:
+            raise ValueError(f"layers of {name!r} must be at least 1, got 0.")
+        return ModelSpec(name, family, size, layers)
+    if Path(name).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return ModelSpec(name)
+    known = [f"{family}[:{'|'.join(sizes)}]" for family, sizes in GEOMETRIES.items()]
+    raise ValueError(
+        f"model must be {', '.join(known)} (with @LAYERS for fewer layers), a folder or a hub name "
+        f"owner/name, got {name!r}; choose one of these."
+    )
+
+
+def build_model(
+    name: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[PreTrainedModel, Any]:
+    """The model of that name, and its tokenizer, or None where it has none.
+
+    Args:
+        name: as in `parse_model`.
+        device, dtype: of the parameters; RoPE's frequencies stay in fp32.
+        seed: of random weights.
+
+    Raises:
+        ValueError: an unknown name, or a checkpoint that cannot be loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec = parse_model(name)
+    if spec.family is None or spec.size is None:
+        return _load(name, torch.device(device), dtype)
+    geometry = dict(GEOMETRIES[spec.family][spec.size])
+    if spec.layers is not None:
+        geometry["num_hidden_layers"] = spec.layers
+    config = AutoConfig.for_model(spec.family, **geometry)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device), None
+
+
+def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model must be a folder or hub name that transformers can load, got {name!r}: "
+            f"{_first_sentence(error)}"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):  # a checkpoint without one
+        tokenizer = None
+    return model.to(device), tokenizer
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(". ")[0][:200]

@@ -1,0 +1,178 @@
+"""The oracle: attention of each document by itself, in fp64, from lengths alone.
+
+It imports nothing of flexvarlen.
+
+Shape legend: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim, L = tokens of
+one document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Window = int | tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A packed row, as a list of lengths; what they leave of `total_tokens` is padding.
+
+    Attributes:
+        lengths: tokens of each document, or padding run, in order.
+        total_tokens: T.
+        padding: the indices of `lengths` that are padding runs.
+    """
+
+    lengths: tuple[int, ...]
+    total_tokens: int
+    padding: frozenset[int] = field(default_factory=frozenset)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First token and token past the last, of each document that is not padding."""
+        spans, start = [], 0
+        for i, length in enumerate(self.lengths):
+            if i not in self.padding:
+                spans.append((start, start + length))
+            start += length
+        return spans
+
+    def starts(self) -> Tensor:
+        """bool `[T]`: True where a document, or a padding run, begins."""
+        flags = torch.zeros(self.total_tokens + 1, dtype=torch.bool)
+        flags[0] = True
+        start = 0
+        for length in self.lengths:
+            flags[start] = True
+            start += length
+        flags[start] = True  # padding after the last document
+        return flags[:-1]
+
+    def padded(self) -> Tensor:
+        """bool `[T]`: True at padding."""
+        flags = torch.ones(self.total_tokens, dtype=torch.bool)
+        for start, end in self.spans():
+            flags[start:end] = False
+        return flags
+
+
+def seen(length: int, causal: bool, window: Window, device: torch.device | str = "cpu") -> Tensor:
+    """bool `[L, L]`: the keys that each query of a document sees, by definition."""
+    tokens = torch.arange(length, device=device)
+    behind = tokens[:, None] - tokens[None, :]  # how far the key lies before the query
+    mask = torch.ones(length, length, dtype=torch.bool, device=device)
+    if causal:
+        mask &= behind >= 0
+    if isinstance(window, int):
+        mask &= behind.abs() < window
+    elif window is not None:
+        left, right = window
+        if left >= 0:
+            mask &= behind <= left
+        if right >= 0:
+            mask &= -behind <= right
+    return mask
+
+
+def dense(documents: Documents, causal: bool, window: Window) -> Tensor:
+    """bool `[T, T]`: the mask of the whole row, by brute force."""
+    mask = torch.zeros(documents.total_tokens, documents.total_tokens, dtype=torch.bool)
+    for start, end in documents.spans():
+        mask[start:end, start:end] = seen(end - start, causal, window)
+    return mask
+
+
+def attend(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    documents: Documents,
+    *,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output `[T, H, D]` and LSE `[H, T]`, a document at a time; differentiable.
+
+    In fp64 the oracle. In a low precision the plain peer: matrix products in the dtype, softmax in
+    fp32, probabilities in the dtype.
+    """
+    heads, groups = q_THD.shape[1], k_THD.shape[1]
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    scale = q_THD.shape[2] ** -0.5 if scale is None else scale
+    own_kv_head = torch.arange(heads, device=q_THD.device) // (heads // groups)
+    lengths = [*documents.lengths, documents.total_tokens - sum(documents.lengths)]
+    outs, lses = [], []
+    for i, (q, k, v) in enumerate(
+        zip(*(x.split(lengths) for x in (q_THD, k_THD, v_THD)), strict=True)
+    ):
+        q_HLD, k_HLD, v_HLD = (x.transpose(0, 1) for x in (q, k[:, own_kv_head], v[:, own_kv_head]))
+        if i in documents.padding or i == len(documents.lengths):
+            outs.append(0 * q)  # not plain zeros: a row of nothing but padding has gradients too
+            lses.append(q.new_full((heads, lengths[i]), float("-inf"), dtype=wide))
+            continue
+        mask = seen(lengths[i], causal, window, q.device)
+        scores = (q_HLD @ k_HLD.transpose(1, 2)).to(wide) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        lse = scores.logsumexp(-1)
+        lses.append(lse)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(wide)[:, None])
+        probabilities = (scores - lse[..., None]).exp()
+        outs.append((probabilities.to(q.dtype) @ v_HLD).transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def random_qkv(
+    total_tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the output's gradient: standard normal, equal in every dtype and device."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(total_tokens, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    # Rounded to bfloat16 first, so that each dtype gets the very same values.
+    made = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+    q, k, v, grad = (x.to(device=device, dtype=dtype) for x in made)
+    return q, k, v, grad
+
+
+def differentiate(function, inputs: list[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """`function(*inputs)` and the gradients of its inputs under `grad`, on leaves of their own."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grads = torch.autograd.grad(
+        out, leaves, grad.to(out.dtype), allow_unused=True, materialize_grads=True
+    )
+    return out.detach(), list(grads)
+
+
+def assert_as_accurate(
+    out: Tensor, exact: Tensor, peer: Tensor, factor: float, name: str = "out"
+) -> None:
+    """`out` is at most `factor` times as far from `exact` as the peer and one rounding."""
+    assert out.shape == exact.shape, f"{name}: shape {tuple(out.shape)}, not {tuple(exact.shape)}"
+    assert out.dtype == peer.dtype, f"{name}: {out.dtype}, not {peer.dtype}"
+    assert torch.isfinite(out).all(), f"{name}: {int((~torch.isfinite(out)).sum())} non-finite"
+    if out.numel() == 0:
+        return
+    error = (out.double() - exact.double()).abs().max().item()
+    peer_error = (peer.double() - exact.double()).abs().max().item()
+    # Half a unit in the last place of the largest value: what rounding the exact answer costs.
+    rounding = torch.finfo(out.dtype).eps / 2 * exact.abs().max().item()
+    allowed = factor * (peer_error + rounding)
+    assert error <= allowed, (
+        f"{name}: error {error:.3g} exceeds {factor} x (the peer's {peer_error:.3g} + rounding "
+        f"{rounding:.3g})"
+    )

@@ -1,0 +1,367 @@
+"""Every backend against per-document attention in fp64, judged beside a plain peer in its dtype.
+
+Shape legend: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout, packed_attention, why_not
+from tests import oracle
+from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
+from tests.rows import layout_of, poison_spare_memory
+
+TOKENS = 256  # one T: the CPU's flex compiles a kernel for each
+
+DOCUMENTS = {
+    "boundary_off_block": Documents((50, 77, 129), TOKENS),
+    "boundary_on_block": Documents((128, 128), TOKENS),
+    "one_document": Documents((256,), TOKENS),
+    "empty_document": Documents((0, 100, 0, 0, 156, 0), TOKENS),
+    "one_token_document": Documents((1, 127, 1, 126, 1), TOKENS),
+    "padded_tail": Documents((130, 61), TOKENS),
+    "padding_inside": Documents((9, 60, 30, 100, 1, 20), TOKENS, frozenset({0, 2, 4})),
+    "nothing_but_padding": Documents((0,), TOKENS),
+}
+MASKS = {
+    "causal": {"causal": True},
+    "bidirectional": {"causal": False},
+    "causal_window": {"causal": True, "window": 20},
+    "bidirectional_window": {"causal": False, "window": 20},
+    "uneven_window": {"causal": False, "window": (30, 5)},
+    "one_sided_window": {"causal": False, "window": (-1, 7)},
+}
+
+needs_fa2 = pytest.mark.skipif(
+    find_spec("flash_attn_2_cuda") is None, reason="the package flash-attn 2 is not installed"
+)
+half = (torch.bfloat16, torch.float16)
+
+
+def kernels(*names, cpu=True, gpu=True):
+    """Parameters (name, device, dtype): fp32 on the CPU, bf16 and fp16 on the GPU."""
+    params = []
+    for name in names:
+        if cpu and name in ("reference", "sdpa", "flex"):
+            params.append(pytest.param((name, "cpu", torch.float32), id=f"{name}-cpu"))
+        marks = [pytest.mark.gpu, *([needs_fa2] if name == "fa2" else [])]
+        for dtype in half if gpu else ():
+            short = str(dtype).removeprefix("torch.")
+            params.append(pytest.param((name, "cuda", dtype), id=f"{name}-{short}", marks=marks))
+    return params
+
+
+ALL = ("reference", "sdpa", "flex", "varlen", "fa2")
+everything = pytest.mark.parametrize("kernel", kernels(*ALL))
+
+
+def differentiable(kernel):
+    return kernel[:2] != ("flex", "cpu")
+
+
+def check(
+    kernel, documents, heads, head_dim, *, layout=None, backend_only=None, sinks=None, **options
+):
+    """Output, and gradients where there are any, by the 2x and 3x rule; padding exactly zero."""
+    name, device, dtype = kernel
+    *qkv, grad = random_qkv(documents.total_tokens, *heads, head_dim, dtype=dtype, device=device)
+    inputs = qkv if sinks is None else [*qkv, sinks.to(device)]
+    layout = layout_of(documents, device=device) if layout is None else layout
+    if device == "cuda":
+        poison_spare_memory()
+
+    def ours(q, k, v, s=None):
+        return packed_attention(
+            q, k, v, layout, backend=name, sinks=s, **options, **(backend_only or {})
+        )
+
+    def plain(q, k, v, s=None):
+        return oracle.attend(q, k, v, documents, sinks=s, **options)[0]
+
+    exact, exact_grads = differentiate(plain, [x.double() for x in inputs], grad.double())
+    peer, peer_grads = differentiate(plain, inputs, grad)
+    padded = documents.padded().to(device)
+    if differentiable(kernel):
+        out, grads = differentiate(ours, inputs, grad)
+        for which, mine, good, coarse in zip("qkvs", grads, exact_grads, peer_grads, strict=False):
+            assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
+            if which != "s":
+                assert (mine[padded] == 0).all(), f"padding has a gradient of {which}"
+    else:
+        out = ours(*inputs)
+    assert_as_accurate(out, exact, peer, 2)
+    assert (out[padded] == 0).all(), "padding has an output"
+
+
+@everything
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_document_sees_itself_alone(kernel, documents, mask):
+    check(kernel, DOCUMENTS[documents], (6, 2), 16 if kernel[1] == "cpu" else 64, **MASKS[mask])
+
+
+@everything
+@pytest.mark.parametrize("heads", [(28, 4), (7, 1), (4, 4)], ids=lambda x: f"{x[0]}over{x[1]}")
+def test_query_head_reads_its_own_kv_head(kernel, heads):
+    check(kernel, DOCUMENTS["boundary_off_block"], heads, 16 if kernel[1] == "cpu" else 128)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64])
+@pytest.mark.parametrize("kernel", kernels("reference", "sdpa", "flex", gpu=False))
+def test_head_dim_that_is_no_power_of_two(kernel, head_dim):
+    check(kernel, DOCUMENTS["boundary_off_block"], (2, 1), head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", kernels(*ALL, cpu=False))
+def test_long_documents_over_many_tiles(kernel, head_dim):
+    documents = Documents((1000, 1, 2300, 0, 700), 4096)
+    check(kernel, documents, (4, 2), head_dim, causal=True)
+    check(kernel, documents, (4, 2), head_dim, causal=False, window=(300, 40))
+
+
+@pytest.mark.parametrize("kernel", kernels("flex", cpu=False))
+@pytest.mark.parametrize("tokens", [1, 100, 127])
+def test_row_shorter_than_a_block(kernel, tokens):
+    """Under 128 queries AUTO would take the decoding kernel."""
+    check(kernel, Documents((tokens // 2, tokens - tokens // 2), tokens), (6, 2), 64)
+
+
+@everything
+def test_scale_is_passed_on(kernel):
+    head_dim = 16 if kernel[1] == "cpu" else 64
+    check(kernel, DOCUMENTS["padded_tail"], (6, 2), head_dim, scale=0.5)
+
+
+@pytest.mark.parametrize("kernel", [*kernels("reference", "flex"), *kernels("fa2", cpu=False)])
+def test_softcap_bends_the_scores(kernel):
+    """Beside a scale that drives the scores far past the cap."""
+    head_dim = 16 if kernel[1] == "cpu" else 64
+    check(kernel, DOCUMENTS["padding_inside"], (6, 2), head_dim, softcap=3.0, scale=1.0)
+
+
+@pytest.mark.parametrize("kernel", [*kernels("reference"), *kernels("flex", cpu=False)])
+def test_sinks_join_the_denominator(kernel):
+    head_dim = 16 if kernel[1] == "cpu" else 64
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 8.0])
+    check(kernel, DOCUMENTS["padding_inside"], (6, 2), head_dim, sinks=sinks, window=20)
+
+
+@pytest.mark.parametrize(
+    "kernel", [*kernels("reference"), *kernels("flex", "varlen", "fa2", cpu=False)]
+)
+@pytest.mark.parametrize("documents", ["padding_inside", "padded_tail", "empty_document"])
+def test_lse_is_that_of_the_scores_and_minus_infinity_at_padding(kernel, documents):
+    name, device, dtype = kernel
+    documents = DOCUMENTS[documents]
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
+    out, lse = packed_attention(
+        q, k, v, layout_of(documents, device=device), backend=name, return_lse=True
+    )
+    exact_out, exact = oracle.attend(q.double(), k.double(), v.double(), documents)
+    peer_out, peer = oracle.attend(q, k, v, documents)
+    padded = documents.padded().to(device)
+    assert lse.dtype == torch.float32
+    assert (lse[:, padded] == float("-inf")).all()
+    assert_as_accurate(lse[:, ~padded], exact[:, ~padded], peer[:, ~padded], 2, "lse")
+    assert_as_accurate(out, exact_out, peer_out, 2)
+
+
+@pytest.mark.parametrize("kernel", [*kernels("reference"), *kernels("flex", cpu=False)])
+def test_lse_has_a_gradient(kernel):
+    name, device, dtype = kernel
+    documents = DOCUMENTS["padded_tail"]
+    *qkv, _ = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
+    layout, real = layout_of(documents, device=device), ~documents.padded().to(device)
+    weights = torch.randn(6, int(real.sum()), generator=torch.Generator().manual_seed(1))
+    weights = weights.to(device)
+
+    def ours(q, k, v):
+        return packed_attention(q, k, v, layout, backend=name, return_lse=True)[1][:, real]
+
+    def plain(q, k, v):
+        return oracle.attend(q, k, v, documents)[1][:, real]
+
+    def gradients(function, inputs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        lse = function(*leaves)
+        return torch.autograd.grad(lse, leaves[:2], weights.to(lse.dtype))
+
+    exact = gradients(plain, [x.double() for x in qkv])
+    for mine, good, coarse in zip(gradients(ours, qkv), exact, gradients(plain, qkv), strict=True):
+        assert_as_accurate(mine, good, coarse, 3)
+
+
+@everything
+def test_views_of_a_fused_projection(kernel):
+    """q, k and v as slices of one matrix product: no kernel may take them for contiguous."""
+    name, device, dtype = kernel
+    documents = DOCUMENTS["padding_inside"]
+    head_dim = 16 if device == "cpu" else 64
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, head_dim, dtype=dtype, device=device)
+    layout = layout_of(documents, device=device)
+    exact, _ = oracle.attend(q.double(), k.double(), v.double(), documents)
+    peer, _ = oracle.attend(q, k, v, documents)
+    fused = torch.cat([q, k, v], dim=1).split([6, 2, 2], dim=1)
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    for views in (fused, heads_first):
+        assert not any(x.is_contiguous() for x in views)
+        assert_as_accurate(packed_attention(*views, layout, backend=name), exact, peer, 2)
+
+
+@everything
+@pytest.mark.parametrize("mask", ["causal", "bidirectional_window"])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_changing_one_document_changes_no_bit_of_another(kernel, mask, changed):
+    name, device, dtype = kernel
+    documents = DOCUMENTS["boundary_off_block"]
+    layout = layout_of(documents, device=device)
+    head_dim = 16 if device == "cpu" else 64
+    first, second = (
+        random_qkv(TOKENS, 6, 2, head_dim, dtype=dtype, device=device, seed=s) for s in (0, 1)
+    )
+    start, end = documents.spans()[changed]
+    mixed = [x.clone() for x in first]
+    for x, other in zip(mixed, second, strict=True):
+        x[start:end] = 3 * other[start:end]  # larger, so that the softmax's maximum moves too
+
+    def run(q, k, v, grad):
+        def ours(*qkv):
+            return packed_attention(
+                *qkv, layout, backend=name, deterministic=name == "fa2", **MASKS[mask]
+            )
+
+        if not differentiable(kernel):
+            return [ours(q, k, v)]
+        out, grads = differentiate(ours, [q, k, v], grad)
+        return [out, *grads]
+
+    if name == "varlen":  # its backward is deterministic only under torch's own switch
+        torch.use_deterministic_algorithms(True)
+    try:
+        before, after = run(*first), run(*mixed)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    others = torch.ones(TOKENS, dtype=torch.bool, device=device)
+    others[start:end] = False
+    if kernel[:2] == ("sdpa", "cuda"):  # its backward is not deterministic
+        before, after = before[:1], after[:1]
+    for what, x, y in zip(("out", "dq", "dk", "dv"), before, after, strict=False):
+        assert torch.equal(x[others], y[others]), f"{what} of another document has changed"
+        assert not torch.equal(x[~others], y[~others]), f"{what} of the changed document has not"
+
+
+@everything
+@pytest.mark.parametrize("documents", ["boundary_off_block", "padded_tail", "padding_inside"])
+def test_spare_slots_and_a_larger_bound_change_nothing(kernel, documents):
+    name, device, dtype = kernel
+    documents = DOCUMENTS[documents]
+    head_dim = 16 if device == "cpu" else 64
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, head_dim, dtype=dtype, device=device)
+    tight = packed_attention(q, k, v, layout_of(documents, device=device), backend=name)
+    loose = layout_of(documents, device=device, capacity=50, max_seqlen_bound=TOKENS)
+    assert torch.equal(packed_attention(q, k, v, loose, backend=name), tight)
+    check(kernel, documents, (6, 2), head_dim, layout=loose)
+
+
+@pytest.mark.parametrize("kernel", kernels("reference", "sdpa", gpu=False))
+def test_unwritten_memory_reaches_nothing_on_the_cpu(kernel):
+    """torch fills what it allocates with NaN in this mode."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        check(kernel, DOCUMENTS["padding_inside"], (6, 2), 16)
+        check(kernel, DOCUMENTS["nothing_but_padding"], (6, 2), 16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kernel", kernels(*ALL, cpu=False))
+def test_unwritten_memory_reaches_nothing_on_the_gpu(kernel):
+    """The flash kernels leave rows past the last boundary unwritten, gradients included."""
+    for _ in range(10):  # which block the allocator hands out is its own choice
+        check(kernel, Documents((130, 61), 1024), (6, 2), 64)
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+@pytest.mark.parametrize("lengths", [[0], [], [0, 0]])
+def test_row_of_no_tokens_gives_no_rows(name, lengths):
+    q, k, v, _ = random_qkv(0, 4, 2, 16)
+    layout = PackedLayout.from_lengths(lengths)
+    assert packed_attention(q, k, v, layout, backend=name).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("kernel", kernels("reference", "flex", "fa2", cpu=False))
+def test_deterministic_backward_gives_the_same_bits_every_time(kernel):
+    name, device, dtype = kernel
+    *qkv, grad = random_qkv(4096, 6, 2, 64, dtype=dtype, device=device)
+    layout = PackedLayout.from_lengths([1000, 2000, 500], total_tokens=4096, device=device)
+
+    def ours(q, k, v):
+        return packed_attention(q, k, v, layout, backend=name, deterministic=True)
+
+    _, first = differentiate(ours, qkv, grad)
+    for _ in range(5):
+        _, again = differentiate(ours, qkv, grad)
+        for x, y in zip(first, again, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kernel", kernels("reference", "sdpa", gpu=False))
+def test_deterministic_is_honoured_on_the_cpu(kernel):
+    documents = DOCUMENTS["padding_inside"]
+    check(kernel, documents, (6, 2), 16, backend_only={"deterministic": True})
+
+
+@pytest.mark.gpu
+def test_determinism_that_cannot_be_had_is_refused():
+    gpu = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": True}
+    assert "not deterministic on a GPU" in why_not("sdpa", **gpu)
+    assert "use_deterministic_algorithms" in why_not("varlen", **gpu)
+
+
+@pytest.mark.gpu
+def test_permission_to_be_deterministic_is_asked_for_at_every_call():
+    """varlen is deterministic under torch's switch only: the switch off, the call is refused."""
+    q, k, v, _ = random_qkv(TOKENS, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    layout = PackedLayout.from_lengths([TOKENS], device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        packed_attention(q, k, v, layout, backend="varlen", deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(NotImplementedError, match="use_deterministic_algorithms"):
+        packed_attention(q, k, v, layout, backend="varlen", deterministic=True)
+
+
+def test_sdpa_gives_a_document_the_same_bits_in_any_row():
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
+    alone = packed_attention(
+        *(x[50:127] for x in (q, k, v)),
+        PackedLayout.from_lengths([77]),
+        backend="sdpa",
+        batch_invariant=True,
+    )
+    layout = layout_of(DOCUMENTS["boundary_off_block"])
+    row = packed_attention(q, k, v, layout, backend="sdpa", batch_invariant=True)
+    assert torch.equal(row[50:127], alone)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_plan_made_once_serves_every_layer(device):
+    from flexvarlen.backends import BACKENDS, get_backend
+    from flexvarlen.bounds import MaskSpec
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
+    layout = layout_of(DOCUMENTS["padding_inside"], device=device)
+    for name in BACKENDS:
+        if why_not(name, device=device, dtype=dtype, needs_grad=False) is not None:
+            continue
+        plan = get_backend(name).plan(layout, MaskSpec.of(causal=True, window=20))
+        ours = packed_attention(q, k, v, layout, backend=name, window=20, plan=plan)
+        assert torch.equal(ours, packed_attention(q, k, v, layout, backend=name, window=20)), name

@@ -1,0 +1,201 @@
+"""packed_attention inside torch.compile(fullgraph=True): one compilation, whatever the documents.
+
+Shape legend: T = tokens of the row.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from flexvarlen import PackedLayout, packed_attention
+from tests import malformed_boundaries, oracle
+from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
+from tests.test_backends import kernels
+
+TOKENS = 256
+CAPACITY = 8
+BOUND = 200
+HEADS = (6, 2)
+
+compiled_kernels = pytest.mark.parametrize(
+    "kernel", [*kernels("sdpa", gpu=False), *kernels("reference", "flex", "varlen", "fa2")]
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def packings(count=20):
+    """Rows of other documents each: empty ones, single tokens, full rows, padding tails."""
+    made = [
+        Documents((TOKENS - BOUND, BOUND), TOKENS),
+        Documents((0, 0, 1), TOKENS),
+        Documents((32,) * 8, TOKENS),
+    ]
+    pick = random.Random(0)
+    while len(made) < count:
+        lengths = [pick.randint(0, 120) for _ in range(pick.randint(1, CAPACITY))]
+        if sum(lengths) <= TOKENS:
+            made.append(Documents(tuple(lengths), TOKENS))
+    return made
+
+
+def inputs(device, dtype):
+    head_dim = 16 if device == "cpu" else 64
+    return random_qkv(TOKENS, *HEADS, head_dim, dtype=dtype, device=device)
+
+
+@cache
+def expected(documents, device, dtype, **mask):
+    """Output and gradients, exact and of the peer. Kept: every way hands over the same rows."""
+
+    def plain(*qkv):
+        return oracle.attend(*qkv, documents, **mask)[0]
+
+    *qkv, grad = inputs(device, dtype)
+    exact = differentiate(plain, [x.double() for x in qkv], grad.double())
+    return exact, differentiate(plain, qkv, grad)
+
+
+def boundaries(documents, device):
+    """int32 `[CAPACITY + 1]`, the last one repeated, as a collator of fixed shapes makes them."""
+    ends = torch.tensor([0, *documents.lengths]).cumsum(0).tolist()
+    ends += ends[-1:] * (CAPACITY + 1 - len(ends))
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def layout_outside(q, k, v, layout, options):
+    return packed_attention(q, k, v, layout, **options)
+
+
+def layout_inside(q, k, v, cu_seqlens, options):
+    layout = PackedLayout.from_cu_seqlens(
+        cu_seqlens, total_tokens=TOKENS, capacity=CAPACITY, max_seqlen_bound=BOUND
+    )
+    return packed_attention(q, k, v, layout, **options)
+
+
+def layout_from_flags(q, k, v, flags, options):
+    starts, padding = flags
+    layout = PackedLayout.from_starts(
+        starts, padding_T=padding, capacity=CAPACITY + 1, max_seqlen_bound=TOKENS
+    )
+    return packed_attention(q, k, v, layout, **options)
+
+
+WAYS = {
+    "layout_outside": (
+        layout_outside,
+        lambda documents, device: PackedLayout.from_lengths(
+            documents.lengths,
+            total_tokens=TOKENS,
+            capacity=CAPACITY,
+            max_seqlen_bound=BOUND,
+            device=device,
+        ),
+    ),
+    "layout_inside": (layout_inside, boundaries),
+    "flags_inside": (
+        layout_from_flags,
+        lambda documents, device: (documents.starts().to(device), documents.padded().to(device)),
+    ),
+}
+
+
+@compiled_kernels
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mask", [{"causal": True}, {"causal": False, "window": (30, 5)}], ids=str)
+def test_other_documents_compile_nothing_again(kernel, way, mask):
+    name, device, dtype = kernel
+    if mask != {"causal": True} and way != "layout_inside":
+        pytest.skip("one way is enough for the second mask")
+    function, boundaries_of = WAYS[way]
+    *qkv, grad = inputs(device, dtype)
+    options = {"backend": name, **mask}
+    compiled = torch.compile(function, fullgraph=True)
+    differentiable = (name, device) != ("flex", "cpu")
+    for documents in packings():
+        given = boundaries_of(documents, device)
+        exact, peer = expected(documents, device, dtype, **mask)
+        if differentiable:
+            out, grads = differentiate(lambda *x, g=given: compiled(*x, g, options), qkv, grad)
+            for which, mine, good, coarse in zip("qkv", grads, exact[1], peer[1], strict=True):
+                assert_as_accurate(mine, good, coarse, 3, f"gradient of {which} of {documents}")
+        else:
+            out = compiled(*qkv, given, options)
+        assert_as_accurate(out, exact[0], peer[0], 2, f"out of {documents}")
+        padded = documents.padded().to(device)
+        assert (out[padded] == 0).all()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(counters["graph_break"].values()) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", kernels("flex", "varlen", "fa2", cpu=False))
+def test_compiled_layer_reads_nothing_back(kernel):
+    name, device, dtype = kernel
+    *qkv, grad = inputs(device, dtype)
+    compiled = torch.compile(layout_inside, fullgraph=True)
+    first, second = (boundaries(documents, device) for documents in packings(5)[3:])
+
+    def step(cu_seqlens):
+        return differentiate(lambda *x: compiled(*x, cu_seqlens, {"backend": name}), qkv, grad)
+
+    step(first)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(second)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_eager_flex_compiles_once_for_all_documents():
+    *qkv, _ = inputs("cpu", torch.float32)
+    for documents in packings():
+        for shapes in ({}, {"capacity": CAPACITY, "max_seqlen_bound": TOKENS}):
+            layout = PackedLayout.from_lengths(documents.lengths, total_tokens=TOKENS, **shapes)
+            packed_attention(*qkv, layout, backend="flex")
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def run_malformed(device, *cases):
+    """In a process of its own: an index out of range aborts it, a device assertion spoils CUDA."""
+    return subprocess.run(
+        [sys.executable, "-m", "tests.malformed_boundaries", device, *cases],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_malformed_boundaries_in_a_compiled_graph_fail_with_the_sentence():
+    result = run_malformed("cpu", *malformed_boundaries.CASES)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for case in malformed_boundaries.CASES.values():
+        assert f"{case.name}: {case.sentence}" in result.stdout, result.stdout
+    assert f"{malformed_boundaries.GOOD}: no error" in result.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", malformed_boundaries.CASES)
+def test_malformed_boundaries_on_the_gpu_fail_with_the_sentence(case):
+    result = run_malformed("cuda", case)
+    everything = result.stdout + result.stderr  # a device prints its assertion itself
+    assert f"{malformed_boundaries.GOOD}: no error" in result.stdout, everything
+    assert malformed_boundaries.CASES[case].sentence in everything, everything
+    assert f"{case}: no error" not in everything, everything

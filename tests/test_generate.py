@@ -1,0 +1,121 @@
+"""A patched model generates what the unpatched model does, and refuses to decode packed documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import flexvarlen as fv
+from tests.tiny_models import documents, new_model, one_row, shared_model
+
+NEW = 6
+# As many tokens in every prefill as in the other tests' rows, 256: flex compiles for each T.
+STRATEGIES = {
+    "greedy": (4, {"do_sample": False}),
+    "beams": (2, {"do_sample": False, "num_beams": 2}),
+    "sampling": (4, {"do_sample": True, "top_k": 20}),
+    "static_cache": (4, {"do_sample": False, "cache_implementation": "static"}),
+    "no_cache": (4, {"do_sample": False, "use_cache": False, "max_new_tokens": 2}),
+}
+
+
+def _prompts(count: int) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of 61, 64, 40 and 1 tokens, `[count, 64]`."""
+    ids = torch.zeros(count, 64, dtype=torch.long)
+    tokens = torch.cat(documents()[1:3])
+    for row, length in enumerate((61, 64, 40, 1)[:count]):
+        ids[row, 64 - length :] = tokens[row : row + length]
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def _generate(model, strategy: str) -> torch.Tensor:
+    count, settings = STRATEGIES[strategy]
+    torch.manual_seed(5)
+    return model.generate(
+        **_prompts(count), **{"max_new_tokens": NEW, "pad_token_id": 0, **settings}
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "flex"),
+        ("qwen2", "reference"),
+        ("qwen3", "auto"),
+        ("qwen2_windows", "sdpa"),
+        ("qwen3_windows", "reference"),
+    ],
+)
+def test_generates_the_same_tokens(kind, backend, strategy):
+    if backend == "flex" and strategy == "no_cache":
+        pytest.skip("every step has another T, for which the CPU's flex would compile")
+    model = shared_model(kind)
+    expected = _generate(model, strategy)
+    with fv.patched(model, backend):
+        assert torch.equal(_generate(model, strategy), expected)
+    assert torch.equal(_generate(model, strategy), expected)
+
+
+def test_generates_after_packed_training():
+    models = [new_model("qwen3_windows") for _ in range(2)]
+    fv.patch_model(models[1], "sdpa")
+    batch = one_row()
+    for model, cache in zip(models, (False, None), strict=True):
+        model.train()
+        # without a cache and a mask, transformers too sees the documents in position_ids
+        out = model(batch.ids, position_ids=batch.position_ids, use_cache=cache)
+        assert out.past_key_values is None
+        out.logits.square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.eval()
+    assert torch.equal(_generate(models[1], "greedy"), _generate(models[0], "greedy"))
+
+
+@pytest.mark.parametrize("cache", ["own", "given"])
+@pytest.mark.parametrize("form", ["position_ids", "document_ids", "cu_seq_lens_q"])
+def test_decoding_after_a_packed_prefill_raises(form, cache):
+    """The new token would see every document of its row."""
+    model, batch = shared_model("llama"), one_row()
+    given = {
+        "position_ids": {"position_ids": batch.position_ids},
+        "document_ids": {"attention_mask": batch.document_ids},
+        "cu_seq_lens_q": {"cu_seq_lens_q": batch.cu_seqlens},
+    }[form]
+    with fv.patched(model, "sdpa"), torch.no_grad():
+        kwargs = {"use_cache": True} if cache == "own" else {"past_key_values": DynamicCache()}
+        filled = model(batch.ids, **given, **kwargs).past_key_values
+        assert filled.get_seq_length() == 256
+        for _ in range(2):
+            with pytest.raises(ValueError, match="one document a row"):
+                model(batch.ids[:, :1], past_key_values=filled, position_ids=torch.tensor([[52]]))
+
+
+def test_decoding_after_a_prefill_of_cu_seq_lens_has_no_cache_unless_asked():
+    model, batch = shared_model("llama"), one_row()
+    with fv.patched(model, "sdpa"), torch.no_grad():
+        assert model(batch.ids, cu_seq_lens_q=batch.cu_seqlens).past_key_values is None
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_decoding_by_hand_after_a_padded_prefill(padding):
+    """Padding is no document: one document a row may go on."""
+    model = shared_model("qwen3")
+    prompts = _prompts(4)
+    if padding == "right":
+        prompts = {name: x.flip(1) for name, x in prompts.items()}
+    mask = torch.cat([prompts["attention_mask"], torch.ones(4, 1, dtype=torch.long)], dim=1)
+    token, positions = torch.full((4, 1), 7), prompts["attention_mask"].sum(-1, keepdim=True)
+
+    def decode():
+        with torch.no_grad():
+            prefill = (prompts["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+            cache = model(**prompts, position_ids=prefill).past_key_values
+            out = model(token, attention_mask=mask, past_key_values=cache, position_ids=positions)
+        return out.logits
+
+    expected = decode()
+    with fv.patched(model, "sdpa"):
+        torch.testing.assert_close(decode(), expected, rtol=0, atol=1e-4)

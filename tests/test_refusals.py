@@ -1,0 +1,205 @@
+"""What cannot be honoured raises a sentence, before any kernel runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    MistralConfig,
+    StaticCache,
+)
+
+import flexvarlen as fv
+from flexvarlen.backends import get_backend
+from tests.tiny_models import config_of, new_model, one_row, shared_model, two_rows
+
+ROW, ROWS = one_row(), two_rows()
+SIZES = config_of("llama").to_dict()
+OTHER_TYPES = {"mistral": MistralConfig, "gemma2": Gemma2Config}
+
+
+def other_model(model_type, implementation="eager"):
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    heads = ("num_attention_heads", "num_key_value_heads", "pad_token_id")
+    config = OTHER_TYPES[model_type](**{name: SIZES[name] for name in (*names, *heads)})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_runs(monkeypatch):
+    """A refusal comes first."""
+
+    def attend(*args):
+        raise AssertionError("a kernel ran before the refusal")
+
+    for name in ("sdpa", "reference", "flex", "fa2", "varlen"):
+        monkeypatch.setattr(get_backend(name), "attend", attend)
+
+
+def refused(error, words, model, **inputs):
+    """The model raises a sentence of more than a few words that has these in it."""
+    with pytest.raises(error, match=words) as caught:
+        model(**inputs)
+    assert len(str(caught.value).split()) > 6
+
+
+@pytest.fixture
+def model():
+    """A patched model."""
+    model = shared_model("llama")
+    with fv.patched(model, "sdpa"):
+        yield model
+
+
+def _filled_cache() -> DynamicCache:
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 4, 16), layer)
+    return cache
+
+
+def _cu(*boundaries: int, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor(boundaries, dtype=dtype)
+
+
+PACKED_FORMS = {
+    "position_ids": {"position_ids": ROW.position_ids},
+    "cu_seq_lens_q": {"cu_seq_lens_q": ROW.cu_seqlens},
+    "packed_layout": {"packed_layout": fv.PackedLayout.from_lengths([200, 56])},
+}
+
+
+@pytest.mark.parametrize("form", PACKED_FORMS)
+@pytest.mark.parametrize("what", ["filled_cache", "static_cache", "4d_mask"])
+def test_packed_with_other_keys_or_a_4d_mask(model, form, what):
+    extra = {
+        "filled_cache": lambda: {"past_key_values": _filled_cache()},
+        "static_cache": lambda: {
+            "past_key_values": StaticCache(config=model.config, max_cache_len=300)
+        },
+        "4d_mask": lambda: {"attention_mask": torch.ones(1, 1, 256, 256, dtype=torch.bool)},
+    }[what]()
+    refused(ValueError, "packed batch", model, input_ids=ROW.ids, **PACKED_FORMS[form], **extra)
+
+
+BAD_INPUTS = {
+    "crosses_rows": ({"cu_seq_lens_q": _cu(0, 100, 200, 256)}, ROWS, "border of two rows"),
+    "layout_crosses_rows": (
+        {"packed_layout": fv.PackedLayout.from_lengths([100, 156])},
+        ROWS,
+        "border of two rows",
+    ),
+    "cu_seq_lens_k_differs": (
+        {"cu_seq_lens_q": _cu(0, 100, 256), "cu_seq_lens_k": _cu(0, 99, 256)},
+        ROW,
+        "cu_seq_lens_k must equal",
+    ),
+    "cu_seq_lens_k_longer": (
+        {"cu_seq_lens_q": _cu(0, 100, 256), "cu_seq_lens_k": _cu(0, 99, 100, 256)},
+        ROW,
+        "cu_seq_lens_k must equal",
+    ),
+    "max_length_q": (
+        {"cu_seq_lens_q": _cu(0, 100, 256), "max_length_q": 155},
+        ROW,
+        "156",
+    ),
+    "max_length_k": (
+        {"cu_seq_lens_q": _cu(0, 100, 256), "max_length_q": 156, "max_length_k": 100},
+        ROW,
+        "156",
+    ),
+    "int64": ({"cu_seq_lens_q": _cu(0, 100, 256, dtype=torch.int64)}, ROW, "int32"),
+    "float": ({"cu_seq_lens_q": _cu(0, 100, 256, dtype=torch.float32)}, ROW, "int32"),
+    "not_from_0": ({"cu_seq_lens_q": _cu(1, 100, 256)}, ROW, "start at 0"),
+    "decreasing": ({"cu_seq_lens_q": _cu(0, 100, 99, 256)}, ROW, "never decrease"),
+    "past_the_end": ({"cu_seq_lens_q": _cu(0, 100, 257)}, ROW, "total_tokens=256"),
+    "layout_too_short": (
+        {"packed_layout": fv.PackedLayout.from_lengths([100, 155])},
+        ROW,
+        "256 tokens",
+    ),
+    "mask_of_another_shape": ({"attention_mask": torch.ones(1, 255).long()}, ROW, "shape"),
+    "positions_of_three_axes": ({"position_ids": torch.zeros(3, 1, 256).long()}, ROW, "shape"),
+    "output_attentions": (
+        {"position_ids": ROW.position_ids, "output_attentions": True},
+        ROW,
+        "output_attentions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input(model, case):
+    inputs, batch, words = BAD_INPUTS[case]
+    error = NotImplementedError if case == "output_attentions" else ValueError
+    refused(error, words, model, input_ids=batch.ids, **inputs)
+
+
+def test_more_documents_or_longer_ones_than_asked_for():
+    model = shared_model("llama")
+    for sizes, words in (({"capacity": 4}, "capacity"), ({"max_seqlen_bound": 64}, "bound")):
+        with fv.patched(model, "sdpa", **sizes):
+            refused(ValueError, words, model, input_ids=ROW.ids, position_ids=ROW.position_ids)
+
+
+def test_attention_dropout_in_training():
+    model = fv.patch_model(new_model("llama", attention_dropout=0.1), "sdpa").train()
+    inputs = {"input_ids": ROW.ids, "position_ids": ROW.position_ids}
+    refused(NotImplementedError, "attention dropout must be 0", model, **inputs)
+    with pytest.raises(AssertionError, match="a kernel ran"):  # in eval nothing drops
+        model.eval()(**inputs)
+
+
+@pytest.mark.parametrize("model_type", OTHER_TYPES)
+def test_an_unverified_model_type(model_type):
+    words = f"verified.*{model_type}"
+    with pytest.raises(NotImplementedError, match=words):
+        fv.patch_model(other_model(model_type), "sdpa")
+    model = other_model(model_type, "flexvarlen_doc")
+    refused(NotImplementedError, words, model, input_ids=ROW.ids, position_ids=ROW.position_ids)
+
+
+def test_no_transformers_model():
+    with pytest.raises(ValueError, match="PreTrainedModel.*got Linear"):
+        fv.patch_model(nn.Linear(2, 2))
+
+
+def test_an_unknown_backend():
+    with pytest.raises(ValueError, match="sdpa.*got 'flash'"):
+        fv.patch_model(shared_model("llama"), "flash")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these need what a GPU machine has")
+@pytest.mark.parametrize("backend", ["fa2", "varlen"])
+def test_a_backend_that_this_machine_lacks(backend):
+    model = shared_model("llama")
+    with pytest.raises(NotImplementedError, match=backend):
+        fv.patch_model(model, backend)
+    assert model.config._attn_implementation == "sdpa"
+    assert "forward" not in vars(model)
+
+
+def test_training_with_flex_on_the_cpu():
+    model = shared_model("llama")
+    with fv.patched(model, "flex"):
+        words = "no backward on the CPU"
+        inputs = {"input_ids": ROW.ids, "position_ids": ROW.position_ids}
+        refused(NotImplementedError, words, model, **inputs)
+
+
+@pytest.mark.parametrize("form", ["cu_seq_lens_q", "packed_layout"])
+def test_the_name_alone_with_a_filled_cache(form):
+    model = new_model("llama", implementation="flexvarlen_doc")
+    inputs = {**PACKED_FORMS[form], "past_key_values": _filled_cache()}
+    refused(ValueError, "packed batch", model, input_ids=ROW.ids, **inputs)
+
+
+def test_the_name_alone_with_bad_boundaries():
+    model = new_model("llama", implementation="flexvarlen_doc")
+    for boundaries, words in ((_cu(1, 256), "start at 0"), (_cu(0, 257), "total_tokens=256")):
+        refused(ValueError, words, model, input_ids=ROW.ids, cu_seq_lens_q=boundaries)

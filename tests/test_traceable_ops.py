@@ -1,0 +1,59 @@
+"""torch's own checks of the operators that stand for kernels in compiled graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout
+from flexvarlen.backends import get_backend
+from flexvarlen.bounds import MaskSpec
+from tests.oracle import random_qkv
+from tests.rows import layout_of
+from tests.test_backends import DOCUMENTS, TOKENS, kernels
+
+WINDOWS = [(-1, 0), (-1, -1), (20, 0), (30, 5)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("documents", ["boundary_off_block", "padding_inside", "empty_document"])
+def test_sdpa_operators(documents, window):
+    layout = layout_of(DOCUMENTS[documents])
+    q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
+    plan = get_backend("sdpa").plan(layout, MaskSpec(*window))
+    settings = (plan, *window, 0.25)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.flexvarlen.sdpa_forward.default, (*leaves, *settings))
+    # No gradient of the gradient: the backward has no autograd formula, and says so.
+    torch.library.opcheck(torch.ops.flexvarlen.sdpa_backward.default, (grad, q, k, v, *settings))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("documents", ["boundary_off_block", "padding_inside", "padded_tail"])
+def test_document_tables_operator(documents, window, device):
+    layout = layout_of(DOCUMENTS[documents], device=device)
+    arguments = (layout.cu_seqlens, layout.padding, TOKENS, *window, [128, 64], [2, 3])
+    torch.library.opcheck(torch.ops.flexvarlen.document_tables.default, arguments)
+
+
+@pytest.mark.parametrize("kernel", kernels("varlen", "fa2", cpu=False))
+@pytest.mark.parametrize("window", WINDOWS)
+def test_cu_seqlens_operators(kernel, window):
+    name, device, dtype = kernel
+    layout = PackedLayout.from_lengths([50, 77, 0, 100], total_tokens=TOKENS, device=device)
+    q, k, v, grad = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
+    settings = (layout.cu_seqlens, layout.max_seqlen_bound, name, *window, 0.125, 0.0, True, True)
+    # fa2's backward is asked to be deterministic, and torch's own made so: opcheck compares runs.
+    torch.use_deterministic_algorithms(True)
+    try:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        forward, backward = (
+            torch.ops.flexvarlen.cu_seqlens_forward.default,
+            torch.ops.flexvarlen.cu_seqlens_backward.default,
+        )
+        torch.library.opcheck(forward, (*leaves, *settings))
+        out, lse = forward(q, k, v, *settings)
+        torch.library.opcheck(backward, (grad, q, k, v, out, lse, *settings))
+    finally:
+        torch.use_deterministic_algorithms(False)

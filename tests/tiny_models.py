@@ -1,0 +1,209 @@
+"""Tiny Llama and Qwen models, the batches they get, and the same documents one by one, unpatched.
+
+Shapes: B rows of S tokens, T = B·S = 256 in every batch, two blocks of 128 in a block mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 97
+LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the border of two blocks
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "qwen2_windows": (Qwen2Config, WINDOWS),
+    "qwen3_windows": (Qwen3Config, WINDOWS),
+}
+
+
+def config_of(kind: str, head_dim: int = 16, **changes: Any):
+    """The config of two layers, 6 query heads and 2 KV heads.
+
+    Weights ten times as large as usual: else attention is almost uniform, and a leak moves little.
+    """
+    config_class, extra = KINDS[kind]
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    return config_class(**{**sizes, **extra, **changes})
+
+
+def new_model(kind: str, *, head_dim: int = 16, implementation: str = "sdpa", **changes: Any):
+    """A model of its own, always with the same weights, in fp32 and eval mode."""
+    torch.manual_seed(0)
+    config = config_of(kind, head_dim, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # they start at 0
+                parameter.normal_(std=0.2)
+            # rounded, so that every dtype gets the very same values
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return model.eval()
+
+
+@cache
+def shared_model(kind: str, dtype=torch.float32, device: str = "cpu", head_dim: int = 16):
+    """One model for many tests, which leave it unpatched, in eval mode and without gradients."""
+    return new_model(kind, head_dim=head_dim).to(device=device, dtype=dtype)
+
+
+@cache
+def documents() -> tuple[Tensor, ...]:
+    """Token ids of each document, `[L]`."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, VOCABULARY, (sum(LENGTHS),), generator=generator).split(LENGTHS)
+
+
+# ---- one by one ----
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model gives for some documents: logits of all their tokens, loss, gradients."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def one_by_one(model: PreTrainedModel, order: tuple[tuple[int, int], ...]) -> Outcome:
+    """Each document in a forward of its own; the loss is the mean over all labels.
+
+    Args:
+        model: not patched.
+        order: index and first position of each document.
+    """
+    logits, losses, labels = [], [], 0
+    for index, first in order:
+        ids = documents()[index].to(model.device)
+        positions = torch.arange(first, first + len(ids), device=model.device)[None]
+        out = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
+        wide = out if out.dtype == torch.float64 else out.float()
+        losses.append(cross_entropy(wide[:-1], ids[1:], reduction="sum"))
+        logits.append(out.detach())
+        labels += len(ids) - 1
+    loss = torch.stack(losses).sum() / labels
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return Outcome(torch.cat(logits), loss.detach(), gradients)
+
+
+@cache
+def exact_and_peer(
+    kind: str, order: tuple[tuple[int, int], ...], dtype=torch.float32, device="cpu", head_dim=16
+) -> tuple[Outcome, Outcome]:
+    """One by one in fp64, and in the dtype of the packed model, both with transformers' eager."""
+    model = copy.deepcopy(shared_model(kind, dtype, device, head_dim))
+    model.set_attn_implementation("eager")
+    peer = one_by_one(model, order)
+    return one_by_one(model.double(), order), peer
+
+
+# ---- batches ----
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents in rows.
+
+    Attributes:
+        ids, position_ids: `[B, S]`; padding has tokens too, and position 0.
+        document_ids: `[B, S]`, 0 at padding, else the document's number in its row, from 1.
+        cu_seqlens: int32, over all T tokens (rows without padding only).
+        order: index and first position of each document, row by row.
+    """
+
+    ids: Tensor
+    position_ids: Tensor
+    document_ids: Tensor
+    cu_seqlens: Tensor
+    order: tuple[tuple[int, int], ...]
+
+    def of_documents(self, x: Tensor) -> Tensor:
+        """What `x`, `[B, S, …]`, holds at tokens of documents, in their order."""
+        return x[self.document_ids.to(x.device) > 0]
+
+
+def batch_of(
+    rows: tuple[tuple[int, ...], ...],
+    *,
+    row_tokens: int,
+    left: bool = False,
+    firsts: dict[int, int] | None = None,
+    device: str = "cpu",
+) -> Batch:
+    """A batch of the documents with these indices, padded to `row_tokens` a row.
+
+    Args:
+        left: padding comes first.
+        firsts: the first position of a document that does not start at 0.
+    """
+    firsts = firsts or {}
+    generator = torch.Generator().manual_seed(2)
+    shape = (len(rows), row_tokens)
+    ids = torch.randint(3, VOCABULARY, shape, generator=generator)
+    position_ids, document_ids = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
+    lengths, order = [0], []
+    for row, indices in enumerate(rows):
+        at = row_tokens - sum(LENGTHS[i] for i in indices) if left else 0
+        for number, index in enumerate(indices):
+            tokens = slice(at, at + LENGTHS[index])
+            first = firsts.get(index, 0)
+            ids[row, tokens] = documents()[index]
+            position_ids[row, tokens] = torch.arange(first, first + LENGTHS[index])
+            document_ids[row, tokens] = number + 1
+            lengths.append(LENGTHS[index])
+            order.append((index, first))
+            at += LENGTHS[index]
+    cu_seqlens = torch.tensor(lengths).cumsum(0).to(device, torch.int32)
+    tensors = (x.to(device) for x in (ids, position_ids, document_ids))
+    return Batch(*tensors, cu_seqlens, tuple(order))
+
+
+ALL = tuple(range(len(LENGTHS)))
+
+
+def one_row(device: str = "cpu", firsts: dict[int, int] | None = None) -> Batch:
+    """All documents in one row of 256 tokens."""
+    return batch_of((ALL,), row_tokens=256, firsts=firsts, device=device)
+
+
+def two_rows(device: str = "cpu") -> Batch:
+    """All documents in two rows of 128 tokens."""
+    return batch_of(((0, 1, 3, 5), (2, 4)), row_tokens=128, device=device)
+
+
+def padded_rows(device: str = "cpu", *, left: bool, packed: bool = False) -> Batch:
+    """Two rows of 128 tokens, padding among them; one document a row, or (`packed`) several."""
+    rows = ((0, 1, 3), (4, 5)) if packed else ((1,), (2,))
+    return batch_of(rows, row_tokens=128, left=left, device=device)
