@@ -239,6 +239,16 @@ def _leak_cell(rows: Sequence[Row], notes: dict[str, int]) -> str:
     return ", ".join(dict.fromkeys(parts))
 
 
+# --- compare -------------------------------------------------------------------------------------
+
+
+def compare_section(path: Path) -> str:
+    """The tables of a `flexvarlen compare` run, from its rows."""
+    from flexvarlen.equivalence.report import read_rows as read_report
+
+    return read_report(path).markdown()
+
+
 # --- command -------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -251,7 +261,8 @@ def main(argv: list[str] | None = None) -> None:
     """Print every suite's tables; write them to the README and draw figures, if asked."""
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=summary)
-    parser.add_argument("files", nargs="+", type=Path, help="JSON lines of rows")
+    parser.add_argument("files", nargs="*", type=Path, help="JSON lines of rows")
+    parser.add_argument("--compare", type=Path, help="the rows.jsonl of flexvarlen compare")
     parser.add_argument("--readme", type=Path, help="file whose marked sections are replaced")
     parser.add_argument("--figures", type=Path, help="folder for the PNGs")
     args = parser.parse_args(argv)
@@ -259,14 +270,17 @@ def main(argv: list[str] | None = None) -> None:
     suites: dict[str, Any] = {}
     for row in rows:
         suites.setdefault(row.suite, []).append(row)
+    bodies = {} if args.compare is None else {"compare": compare_section(args.compare)}
     for suite, its_rows in suites.items():
         if suite not in SECTIONS:
             raise ValueError(f"suite must be one of {', '.join(SECTIONS)}, got {suite!r}")
-        body = SECTIONS[suite](its_rows)
+        bodies[suite] = SECTIONS[suite](its_rows)
+    for suite, body in bodies.items():
         sys.stdout.write(body + "\n\n")
         if args.readme is not None:
             text = args.readme.read_text()
             args.readme.write_text(replace_between_markers(text, suite, body))
+    for suite, its_rows in suites.items():
         if args.figures is not None and suite == "model":
             for group in model_groups(its_rows):
                 path = args.figures / figure_name(group)

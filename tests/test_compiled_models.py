@@ -19,7 +19,7 @@ ORDER = tuple((i, 0) for i in range(len(LENGTHS)))
 
 
 def packings() -> list[list[int]]:
-    """Lengths of 1 to 12 documents, the numbers and the longest ever changing; the known ones last."""
+    """Lengths of 1 to 12 documents, ever other numbers and longest ones; the known ones last."""
     chance = random.Random(0)
     made = []
     for number in range(PACKINGS - 1):

@@ -1,4 +1,4 @@
-"""A patched model generates what the unpatched model does, and refuses to decode packed documents."""
+"""A patched model generates what the unpatched one does, and decodes no packed documents."""
 
 from __future__ import annotations
 

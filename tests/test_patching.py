@@ -122,7 +122,7 @@ def test_patched_restores_what_was_there(called):
     model = new_model("llama")
     before = _traces(model)
     with fv.patched(model, "sdpa"):
-        with pytest.raises(KeyError), fv.patched(model, "reference", capacity=8):
+        with pytest.raises(KeyError), fv.patched(model, "reference", capacity=8):  # noqa: PT012
             logits_of(model)
             raise KeyError
         logits_of(model)
@@ -286,7 +286,7 @@ def test_the_name_alone_finds_cu_seq_lens_without_position_ids():
 
 
 def test_the_name_alone_is_not_misled_by_the_layout_of_the_last_forward():
-    """The layers share what the first one found; the next forward's tensors may be the same ones."""
+    """Layers share what the first one found; the next forward may bring the same tensors."""
     model = new_model("llama", implementation="flexvarlen_doc")
     positions = torch.zeros_like(BATCH.position_ids)
     for batch in (one_row(), one_row(firsts={2: 2}), two_rows(), one_row()):

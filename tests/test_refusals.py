@@ -165,12 +165,12 @@ def test_an_unverified_model_type(model_type):
 
 
 def test_no_transformers_model():
-    with pytest.raises(ValueError, match="PreTrainedModel.*got Linear"):
+    with pytest.raises(ValueError, match=r"PreTrainedModel.*got Linear"):
         fv.patch_model(nn.Linear(2, 2))
 
 
 def test_an_unknown_backend():
-    with pytest.raises(ValueError, match="sdpa.*got 'flash'"):
+    with pytest.raises(ValueError, match=r"sdpa.*got 'flash'"):
         fv.patch_model(shared_model("llama"), "flash")
 
 
