@@ -243,7 +243,7 @@ class Run:
         repeats: dict[str, int],
     ) -> None:
         timings = time_interleaved(
-            steps, device=self.device, warmup=1, repeats=repeats, flush_l2=False
+            steps, device=self.device, warmup=1, repeats=repeats, flush_l2=False, lead_in=1
         )
         for live in lives:
             found = dataclasses.asdict(timings[live.case.variant])

@@ -14,7 +14,8 @@ from flexvarlen.layout import PackedLayout
 from flexvarlen.patches import patch_model, patched, register, unpatch_model
 
 if TYPE_CHECKING:
-    from flexvarlen.equivalence import IsolationError, compare, verify_isolation
+    from flexvarlen.equivalence.compare import compare
+    from flexvarlen.equivalence.isolation import IsolationError, verify_isolation
 
 register()
 

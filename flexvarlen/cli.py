@@ -14,6 +14,8 @@ from rich.markup import escape
 if TYPE_CHECKING:
     from flexvarlen.equivalence import Report
 
+PLAIN_WIDTH = 140  # columns of the whole table, where the output is no terminal
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -21,6 +23,8 @@ app = typer.Typer(
     help="Packed batches for Hugging Face models: what runs here, how fast, and is it right?",
 )
 console = Console()
+if not console.is_terminal:  # a pipe or a file has room: no cut cells
+    console = Console(width=max(console.width, PLAIN_WIDTH))
 errors = Console(stderr=True)
 
 CPU_MODELS = ("llama", "qwen3")
@@ -99,8 +103,9 @@ def compare(
             train,
             seed,
             device,
+            out,
         )
-    console.print(report.table())
+    console.print(report.table(console.width))
     for note in report.notes():
         console.print(note, style="dim", markup=False, highlight=False)
     console.print()
@@ -162,23 +167,26 @@ def _compare(
     train: bool,
     seed: int,
     device_name: str | None,
+    out: Path,
 ) -> Report:
-    import torch
+    import transformers
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from flexvarlen.equivalence import Report, compare
     from flexvarlen.equivalence.compare import DEFAULT_TOKENS
-    from flexvarlen.equivalence.corpus import packed_text
+    from flexvarlen.equivalence.corpus import packed_text, read_documents
     from flexvarlen.equivalence.models import build_model, parse_model
     from flexvarlen.equivalence.variants import variant_names
 
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be one that torch sees, got cuda; run `flexvarlen doctor`.")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = _device(device_name)
     dtype = _dtype(dtype_name, device)
-    for name in models:  # all mistakes before any work
-        parse_model(name)
+    specs = [parse_model(name) for name in models]  # all mistakes before any work
     variant_names(backends, device)
+    read_documents(text)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, got the file {str(out)!r}; name another.")
     reports: list[Report] = []
     columns = (
         TextColumn("{task.description}"),
@@ -187,13 +195,14 @@ def _compare(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        for name in models:
+        for spec in specs:
+            name = spec.label
             task = progress.add_task(name, total=None)
 
             def show(done: int, total: int, what: str, task: Any = task, name: str = name) -> None:
                 progress.update(task, completed=done, total=total, description=f"{name}: {what}")
 
-            model, tokenizer = build_model(name, device=device, dtype=dtype, seed=seed)
+            model, tokenizer = build_model(spec.name, device=device, dtype=dtype, seed=seed)
             batch = packed_text(
                 vocabulary=model.config.vocab_size,
                 tokens=tokens or DEFAULT_TOKENS[device.type],
@@ -215,6 +224,18 @@ def _compare(
             )
             progress.remove_task(task)
     return Report(tuple(row for report in reports for row in report.rows))
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    kind, _, index = (name or ("cuda" if on_gpu else "cpu")).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device must be cpu or cuda, got {name!r}; choose one.")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be one that torch sees, got {name}; run flexvarlen doctor.")
+    return torch.device(name or kind)
 
 
 def _dtype(name: str | None, device: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
@@ -16,7 +17,7 @@ from flexvarlen.backends import BACKENDS, why_not
 from flexvarlen.environment import environment
 from flexvarlen.patches import IMPLEMENTATIONS
 
-HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 """The call that backends are asked about: the attention of Llama-3.1-8B."""
 
 DECODING = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,12 +80,13 @@ def time_interleaved(
     warmup: int = 3,
     repeats: int | Mapping[str, int] = 20,
     flush_l2: bool = True,
+    lead_in: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
     """Time several variants of one computation against each other, fairly.
 
-    Rounds: each calls every variant once, and starts one variant further than the round before,
-    so that clocks, heat and neighbours fall on all alike. Every timed call starts on an idle device
+    Rounds: each calls every variant once, in a random order of its own, so that clocks, heat and
+    neighbours fall on all alike. Every timed call starts on an idle device
     and is timed to the end of its device work, so its own host time (launches, guards, host syncs)
     counts as far as it is not hidden behind that work. On CUDA: events, after a write that evicts
     the L2 cache. On the CPU: a wall clock.
@@ -96,6 +98,8 @@ def time_interleaved(
         repeats: timed calls of each variant, or of each by name; a variant with fewer joins evenly
             spaced rounds.
         flush_l2: on CUDA, evict the L2 cache before each timed call.
+        lead_in: untimed calls right before each timed one: a hot GPU's clocks follow the power
+            that the last half second drew, so that a step after a lighter variant runs faster.
         progress: called with a variant's name before each of its timed calls.
 
     Returns:
@@ -115,17 +119,18 @@ def time_interleaved(
             call()
     samples: dict[str, list[float]] = {name: [] for name in variants}
     rounds = max(wanted.values(), default=0)
-    names = list(variants)
+    order = random.Random(0)
     for index in range(rounds):
-        start = index % len(names)
-        for name in names[start:] + names[:start]:
+        for name in order.sample(list(variants), len(variants)):
             # Evenly spaced: a variant joins where its share of the rounds passes a whole number.
             if (index + 1) * wanted[name] // rounds == index * wanted[name] // rounds:
                 continue
             if progress is not None:
                 progress(name)
+            for _ in range(lead_in):
+                variants[name]()
             samples[name].append(clock(variants[name]))
-    return {name: summarize(samples[name]) for name in names}
+    return {name: summarize(samples[name]) for name in variants}
 
 
 def _clock(device: torch.device, flush_l2: bool) -> Callable[[Callable[[], object]], float]:

@@ -211,10 +211,11 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     tokens = _tokens(inputs)
     if tokens is None or inputs.get(CONTEXT) is not None:
         return inputs
-    if module.config._attn_implementation not in IMPLEMENTATIONS:
+    config: Any = module.config
+    if config._attn_implementation not in IMPLEMENTATIONS:
         raise ValueError(
             "a patched model's attn_implementation must be flexvarlen's, got "
-            f"{module.config._attn_implementation!r}, set since; call unpatch_model before setting "
+            f"{config._attn_implementation!r}, set since; call unpatch_model before setting "
             "another, or patch_model again."
         )
     batch, row_tokens = tokens.shape[:2]

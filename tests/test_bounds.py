@@ -9,6 +9,7 @@ from hypothesis import given
 from flexvarlen import row_bounds
 from flexvarlen.bounds import MaskSpec, dense_mask
 from tests import oracle
+from tests.oracle import Documents
 from tests.rows import layout_of, masks, rows
 
 
@@ -25,6 +26,14 @@ def test_bounds_never_decrease(documents, mask):
     for bound in row_bounds(layout_of(documents), **mask):
         assert (bound.diff() >= 0).all()
         assert ((bound >= 0) & (bound <= documents.total_tokens)).all()
+
+
+def test_padding_rows_hold_the_end_and_the_start_of_their_run():
+    """Bounds that keep nothing, and between those of the documents around them."""
+    documents = Documents((3, 2, 2), 9, frozenset({1}))
+    lo, hi = row_bounds(layout_of(documents), causal=False)
+    assert lo.tolist() == [0, 0, 0, 5, 5, 5, 5, 9, 9]
+    assert hi.tolist() == [3, 3, 3, 3, 3, 7, 7, 7, 7]
 
 
 @given(rows(), masks())

@@ -16,6 +16,7 @@ import flexvarlen as fv
 from flexvarlen.backends import get_backend
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
+    batch_of,
     config_of,
     exact_and_peer,
     new_model,
@@ -289,7 +290,7 @@ def test_the_name_alone_is_not_misled_by_the_layout_of_the_last_forward():
     """Layers share what the first one found; the next forward may bring the same tensors."""
     model = new_model("llama", implementation="flexvarlen_doc")
     positions = torch.zeros_like(BATCH.position_ids)
-    for batch in (one_row(), one_row(firsts={2: 2}), two_rows(), one_row()):
-        positions = positions.view(batch.position_ids.shape).copy_(batch.position_ids)
+    for batch in (BATCH, batch_of(((5, 4, 3, 2, 1, 0),), row_tokens=256), BATCH):
+        positions.copy_(batch.position_ids)
         out = logits_of(model, input_ids=batch.ids, position_ids=positions)
-        close(batch.of_documents(out), exact_and_peer("llama", batch.order)[1].logits)
+        close(out[0], exact_and_peer("llama", batch.order)[1].logits)

@@ -272,10 +272,12 @@ class _Comparison:
     # ---- rows ----
 
     def _peer_row(self, truth: Truth, timing: Timing | None) -> Row:
+        row = replace(self.row, compiled=False, **error_measures(truth.peer))
         if timing is None:
-            reason = "not timed: some documents are too long for eager attention."
-            return replace(self.row, reason=reason, **error_measures(truth.peer))
-        return replace(self.row, **error_measures(truth.peer), **self._speed(timing))
+            return replace(
+                row, reason="not timed: some documents are too long for eager attention."
+            )
+        return replace(row, **self._speed(timing))
 
     def _finish(self, variant: Variant, checked: Checked, timing: Timing) -> Row:
         self._say(f"{variant.name}: memory")

@@ -49,7 +49,7 @@ def draw(report: Report, file: Path) -> None:
             _panel(axes, model, rows)
         _speed_axis(panels[0], report)
         left, top = MARGIN_INCHES / width, 1 - MARGIN_INCHES / height
-        figure.text(left, top, _title(report.rows[0]), fontsize=11, color=INK, va="top")
+        figure.text(left, top, _title(report.rows), fontsize=11, color=INK, va="top")
         figure.legend(
             handles=handles,
             loc="upper left",
@@ -65,9 +65,10 @@ def draw(report: Report, file: Path) -> None:
         figure.savefig(file, dpi=170, facecolor="white")
 
 
-def _title(row: Row) -> str:
+def _title(rows: tuple[Row, ...]) -> str:
+    row = rows[0]
     machine = row.environment.get("gpu") or f"CPU, {row.environment.get('cpu_threads')} threads"
-    mode = "torch.compile" if row.compiled else "eager"
+    mode = "torch.compile" if any(row.compiled for row in rows) else "eager"
     return f"Packed rows: speed against error\n{row.dtype} · {row.passes} · {mode} · {machine}"
 
 

@@ -171,10 +171,16 @@ def verify_isolation(
     >>> model = fv.patch_model(build_model("llama")[0], "sdpa")
     >>> verify_isolation(model, PackedBatch(torch.arange(12)[None], (5, 7)))
     """
+    layers = [module for module in model.modules() if hasattr(module, "self_attn")]
+    if not layers:
+        raise ValueError(
+            "model must have decoder layers with a self_attn, got "
+            f"{type(model).__name__}; pass a Llama, Qwen2 or Qwen3 model."
+        )
     inputs = dict(batch.inputs() if isinstance(batch, PackedBatch) else batch)
     device = model.device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    probe = _Probe(model, inputs, real_documents(layout_of(inputs)), seed)
+    probe = _Probe(model, layers, inputs, real_documents(layout_of(inputs)), seed)
     before = probe.states([])
     for replaced, watched in halves(len(probe.spans)):
         found = probe.first_change(before, probe.states(replaced), watched)
@@ -192,15 +198,15 @@ class _Probe:
     """The states after each decoder layer, for one batch with some documents replaced."""
 
     def __init__(
-        self, model: PreTrainedModel, inputs: dict[str, Any], spans: list[Span], seed: int
+        self,
+        model: PreTrainedModel,
+        layers: list[nn.Module],
+        inputs: dict[str, Any],
+        spans: list[Span],
+        seed: int,
     ) -> None:
-        self.model, self.inputs, self.spans, self.seed = model, inputs, spans, seed
-        self.layers = [module for module in model.modules() if hasattr(module, "self_attn")]
-        if not self.layers:
-            raise ValueError(
-                "model must have decoder layers with a self_attn, got "
-                f"{type(model).__name__}; pass a Llama, Qwen2 or Qwen3 model."
-            )
+        self.model, self.layers, self.inputs = model, layers, inputs
+        self.spans, self.seed = spans, seed
 
     def states(self, replaced: list[int]) -> list[Tensor]:
         """`[B·S, hidden]` after each layer."""

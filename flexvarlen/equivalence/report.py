@@ -91,7 +91,20 @@ class Row:
         )
 
 
-Column = tuple[str, Callable[[Row], str]]
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables.
+
+    Attributes:
+        name: its heading.
+        cell: what it says of a row.
+        spare: the column with the largest number is the first to go where a terminal is narrow;
+            0 stays.
+    """
+
+    name: str
+    cell: Callable[[Row], str]
+    spare: int = 0
 
 
 def _number(value: float | None, pattern: str = ".1e") -> str:
@@ -100,7 +113,7 @@ def _number(value: float | None, pattern: str = ".1e") -> str:
 
 def _verdict(row: Row) -> str:
     if row.verdict is not None:
-        return row.verdict if row.status == "ok" else f"{row.verdict} ({row.status})"
+        return row.verdict if row.status == "ok" else f"{row.verdict} (fwd)"
     return "the peer" if row.role == "peer" else row.status
 
 
@@ -117,25 +130,26 @@ def _share(value: float | None) -> str:
     return "100%" if value == 1 else f"{min(value, 0.9999):.2%}"
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("backend", lambda row: display_name(row.backend)),
-    ("verdict", _verdict),
-    ("leak", _leak),
-    ("logits max", lambda row: _number(row.logits_max)),
-    ("mean", lambda row: _number(row.logits_mean)),
-    ("loss", lambda row: _number(row.loss_error)),
-    ("gradient max", lambda row: _number(row.gradient_max)),
-    ("argmax", lambda row: _share(row.argmax_agreement)),
-    ("tokens/s", lambda row: _number(row.tokens_per_s, ",.0f")),
-    ("ms (p20–p80)", lambda row: _milliseconds(row)),
-    ("peak MiB", lambda row: _number(row.peak_mib, ",.0f")),
+_COLUMNS = (
+    Column("backend", lambda row: display_name(row.backend)),
+    Column("verdict", _verdict),
+    Column("leak", _leak),
+    Column("logits max", lambda row: _number(row.logits_max)),
+    Column("mean", lambda row: _number(row.logits_mean), 6),
+    Column("loss", lambda row: _number(row.loss_error), 5),
+    Column("gradients", lambda row: _number(row.gradient_max), 1),
+    Column("argmax", lambda row: _share(row.argmax_agreement), 3),
+    Column("tokens/s", lambda row: _number(row.tokens_per_s, ",.0f")),
+    Column("ms (p20–p80)", lambda row: _milliseconds(row), 4),
+    Column("peak MiB", lambda row: _number(row.peak_mib, ",.0f"), 2),
 )
 
-_COMPILED_COLUMNS: tuple[Column, ...] = (
-    ("compile s", lambda row: _number(row.compile_s, ".1f")),
-    ("breaks", lambda row: _number(row.graph_breaks, "d")),
-    ("recompiles", lambda row: _number(row.recompiles, "d")),
+_COMPILED_COLUMNS = (
+    Column("compile s", lambda row: _number(row.compile_s, ".1f"), 2),
+    Column("breaks", lambda row: _number(row.graph_breaks, "d"), 1),
+    Column("recompiles", lambda row: _number(row.recompiles, "d"), 1),
 )
+GAP = 2  # between columns
 
 
 def _milliseconds(row: Row) -> str:
@@ -179,20 +193,31 @@ class Report:
         """One line a model."""
         return {model: _summary(rows) for model, rows in self.models().items()}
 
-    def table(self) -> Table:
-        """The rows, a section a model, for a terminal of about 130 columns."""
-        from rich.table import Table
+    def table(self, width: int | None = None) -> Table:
+        """The rows, a section a model, for a terminal.
 
-        columns = _columns(self.rows)
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for index, (name, _) in enumerate(columns):
-            table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+        Args:
+            width: columns of the terminal; what has no room is left out, and the caption says so.
+                Default: everything, about 130.
+        """
+        from rich.table import Table
+        from rich.text import Text
+
+        every = _columns(self.rows)
+        columns = every if width is None else _that_fit(every, self.rows, width)
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, GAP, 0, 0))
+        for index, column in enumerate(columns):
+            table.add_column(column.name, justify="left" if index < 2 else "right", no_wrap=True)
         for number, (model, rows) in enumerate(self.models().items()):
             if number:
                 table.add_row()
-            table.add_row(f"[bold]{model}[/]")
+            table.add_row(Text(model, style="bold"))
             for row in rows:
-                table.add_row(*(cell(row) for _, cell in columns), style=_row_style(row))
+                table.add_row(*(Text(column.cell(row)) for column in columns), style=_style(row))
+        left_out = [column.name for column in every if column not in columns]
+        if left_out:
+            table.caption = f"no room here for: {', '.join(left_out)} (see table.md)"
+            table.caption_justify = "left"
         return table
 
     def notes(self) -> list[str]:
@@ -210,12 +235,14 @@ class Report:
         columns = _columns(self.rows)
         lines = []
         for model, rows in self.models().items():
-            lines += [f"### {model}", "", describe(rows[0]), ""]
-            lines.append("| " + " | ".join(name for name, _ in columns) + " |")
+            lines += [f"### {model}", "", describe(rows), ""]
+            lines.append("| " + " | ".join(column.name for column in columns) + " |")
             lines.append(
                 "|" + "|".join(" --- " if i < 2 else " ---: " for i, _ in enumerate(columns)) + "|"
             )
-            lines += ["| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows]
+            lines += [
+                "| " + " | ".join(column.cell(row) for column in columns) + " |" for row in rows
+            ]
             lines += ["", _summary(rows), ""]
         return "\n".join([*lines, *(f"- {note}" for note in self.notes()), ""])
 
@@ -247,22 +274,34 @@ def read_rows(file: str | Path) -> Report:
     return Report(tuple(rows))
 
 
-def describe(row: Row) -> str:
-    """What a row's model, and all rows beside it, were measured on."""
+def describe(rows: list[Row]) -> str:
+    """What the rows of a model were measured on."""
+    row = rows[0]
     environment = row.environment
     machine = environment.get("gpu") or f"CPU, {environment.get('cpu_threads', '?')} threads"
-    mode = "compiled" if row.compiled else "eager"
+    mode = "compiled" if any(row.compiled for row in rows) else "eager"
     return (
         f"{row.dtype}, {row.passes}, {mode}, {machine}; {row.tokens:,} tokens in {row.documents} "
         f"documents (longest {row.longest_document:,}); oracle: {row.oracle}; {row.source}"
     )
 
 
+def _that_fit(columns: tuple[Column, ...], rows: tuple[Row, ...], width: int) -> tuple[Column, ...]:
+    def needed(chosen: tuple[Column, ...]) -> int:
+        cells = (max([len(c.name), *(len(c.cell(row)) for row in rows)]) + GAP for c in chosen)
+        return sum(cells)
+
+    while needed(columns) > width and any(column.spare for column in columns):
+        spared = max(columns, key=lambda column: column.spare)
+        columns = tuple(column for column in columns if column is not spared)
+    return columns
+
+
 def _columns(rows: Iterable[Row]) -> tuple[Column, ...]:
     return _COLUMNS + (_COMPILED_COLUMNS if any(row.compiled for row in rows) else ())
 
 
-def _row_style(row: Row) -> str:
+def _style(row: Row) -> str:
     if row.status == "failed" or row.verdict in ("leaks", "wrong"):
         return "red"
     if row.status in ("unsupported", "oom"):
