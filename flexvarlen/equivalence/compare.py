@@ -205,15 +205,13 @@ class _Comparison:
 
     def _check(self, variant: Variant, checks: Checks) -> Checked | Row:
         """What the checks found; the variant's row if it broke."""
-        from torch._dynamo.exc import TorchDynamoException
-
         try:
             return check_variant(variant, checks, self._say, self._did)
         except NotImplementedError as error:
             return self._row_of(variant.name, status="unsupported", reason=_one_line(error))
         except torch.OutOfMemoryError as error:
             return self._row_of(variant.name, status="oom", reason=_one_line(error))
-        except TorchDynamoException as error:  # the model does not compile: a finding, not a crash
+        except RuntimeError as error:  # what kernels and compilers raise: a finding, not a crash
             return self._row_of(variant.name, status="failed", reason=_one_line(error))
         finally:
             clean(self.base)

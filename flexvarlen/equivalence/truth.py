@@ -103,8 +103,8 @@ def sample_documents(
 
 
 def clean(base: PreTrainedModel) -> None:
-    """Drop gradients, and what the allocator keeps for reuse."""
+    """Drop gradients; on a GPU also what the allocator keeps for reuse."""
     base.zero_grad(set_to_none=True)
-    gc.collect()
     if base.device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

@@ -1,0 +1,94 @@
+"""The command line: exit codes, sentences, what it writes."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.cli import app
+from flexvarlen.equivalence.report import read_rows
+
+SMALL = ["compare", "--model", "qwen3", "--backends", "sdpa", "--tokens", "64", "--device", "cpu"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(*args):
+        return CliRunner().invoke(
+            app, [*args, *(["--out", str(tmp_path / "out")] * ("compare" in args))]
+        )
+
+    return run
+
+
+def test_compare_prints_a_verdict_and_writes_three_files(run, tmp_path):
+    result = run(*SMALL)
+    assert result.exit_code == 0, result.output
+    assert "sdpa right, no leak" in result.output
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["compare.png", "rows.jsonl", "table.md"]
+    rows = read_rows(tmp_path / "out" / "rows.jsonl").rows
+    assert [row.tokens for row in rows] == [64, 64]
+    assert rows[1].passes == "forward+backward"
+
+
+def test_own_text_and_options_reach_the_rows(run, tmp_path):
+    text = tmp_path / "own.txt"
+    text.write_text("\f".join(f"document {i} " * (i + 1) for i in range(9)))
+    result = run(*SMALL, "--text", str(text), "--no-train", "--dtype", "bfloat16", "--seed", "5")
+    assert result.exit_code == 0, result.output
+    row = read_rows(tmp_path / "out" / "rows.jsonl").rows[1]
+    assert (row.passes, row.dtype, row.seed) == ("forward", "bfloat16", 5)
+    assert "pydoc" not in row.source
+
+
+def test_leaking_backend_fails_the_command(run, monkeypatch):
+    attend = SdpaBackend.attend
+
+    def leaky(self, q, k, v, layout, plan, options):
+        out, lse = attend(self, q, k, v, layout, plan, options)
+        return out + v[:1].mean(), lse
+
+    monkeypatch.setattr(SdpaBackend, "attend", leaky)
+    result = run(*SMALL)
+    assert result.exit_code == 1, result.output
+    assert "not right: sdpa (leaks)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "lama"], "model must be"),
+        (["--backends", "flsh"], "backends must be"),
+        (["--dtype", "int8"], "dtype must be"),
+        (["--device", "tpu"], "device must be"),
+        (["--device", "cuda:99"], "device must be"),
+        (["--text", "no-such-file"], "text must name"),
+        (["--out", __file__], "out must be a folder"),
+    ],
+)
+def test_mistake_is_one_sentence_and_exit_code_2(args, words):
+    result = CliRunner().invoke(app, ["compare", *args])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_doctor_names_every_backend_and_the_decoding_path():
+    import flexvarlen as fv
+
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    for name in (*fv.BACKENDS, "torch", "transformers", "Decoding"):
+        assert name in result.output
+    text = " ".join(result.output.split())
+    reason = fv.why_not("fa2", needs_grad=False)
+    assert reason is None or reason.split(";")[0][:30] in text
+
+
+def test_importing_the_command_brings_no_plotting_or_comparison_along():
+    heavy = ["matplotlib", "flexvarlen.equivalence"]
+    code = f"import sys, flexvarlen.cli; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

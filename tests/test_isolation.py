@@ -1,0 +1,116 @@
+"""`verify_isolation`, and the halves by which documents are replaced."""
+
+import itertools
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.equivalence import IsolationError, PackedBatch, verify_isolation
+from flexvarlen.equivalence.isolation import halves, with_other_tokens
+from flexvarlen.equivalence.models import build_model
+
+LENGTHS = (5, 11, 1, 8, 7)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def model(request):
+    return build_model(request.param)[0].eval()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return PackedBatch(torch.randint(1024, (1, sum(LENGTHS)), generator=generator), LENGTHS)
+
+
+@pytest.mark.parametrize("num_docs", [0, 1, 2, 3, 5, 8, 21])
+def test_every_ordered_pair_of_documents_is_separated(num_docs):
+    separated = {
+        pair
+        for replaced, watched in halves(num_docs)
+        for pair in itertools.product(replaced, watched)
+    }
+    assert separated == set(itertools.permutations(range(num_docs), 2))
+
+
+def test_replaced_documents_change_in_every_token_and_others_in_none():
+    ids = torch.randint(50, (20,))
+    changed = with_other_tokens(ids, [(0, 4), (4, 15), (15, 20)], [1], 50, seed=0)
+    assert (changed != ids).tolist() == [False] * 4 + [True] * 11 + [False] * 5
+    assert changed.max() < 50
+
+
+def test_unpatched_packed_model_is_named_with_layer_and_documents(model, batch):
+    with pytest.raises(IsolationError, match="leaks into document") as caught:
+        verify_isolation(model, batch)
+    assert caught.value.layer == 0
+    assert caught.value.source < caught.value.target  # causal attention leaks forward only
+    source, target = caught.value.source, caught.value.target
+    starts = [sum(LENGTHS[:document]) for document in (source, target)]
+    for document, start in zip((source, target), starts, strict=True):
+        end = start + LENGTHS[document] - 1
+        assert f"document {document} (tokens {start} to {end})" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_patched_model_passes(model, batch, backend):
+    with fv.patched(model, backend):
+        verify_isolation(model, batch)
+
+
+def test_leak_that_begins_in_the_second_layer_is_named_there(model, batch, monkeypatch):
+    inner = model.base_model.layers[1].self_attn
+    with fv.patched(model, "sdpa"):
+        forward = inner.forward
+
+        def leaky(*args, **kwargs):
+            output, weights = forward(*args, **kwargs)
+            output = output.clone()
+            output[:, 16] += output[:, 4]  # from document 0 to document 2
+            return output, weights
+
+        monkeypatch.setattr(inner, "forward", leaky)
+        with pytest.raises(IsolationError) as caught:
+            verify_isolation(model, batch)
+    assert (caught.value.layer, caught.value.source, caught.value.target) == (1, 0, 2)
+
+
+def test_leak_to_an_earlier_document_is_found(model, batch, monkeypatch):
+    inner = model.base_model.layers[0].mlp
+    with fv.patched(model, "sdpa"):
+        forward = inner.forward
+        monkeypatch.setattr(inner, "forward", lambda x: forward(x) + x[:, -1:] * 1e-3)
+        with pytest.raises(IsolationError) as caught:
+            verify_isolation(model, batch)
+    assert caught.value.source == 4
+
+
+def test_a_batch_the_model_honours_passes_and_one_it_ignores_raises(model, batch):
+    """transformers honours position_ids without a cache, and casts document ids to booleans."""
+    without_cache = batch.inputs() | {"use_cache": False}
+    verify_isolation(model, without_cache)
+    numbers = torch.repeat_interleave(torch.arange(1, 6), torch.tensor(LENGTHS))[None]
+    numbered = {"input_ids": batch.input_ids, "attention_mask": numbers}
+    with pytest.raises(IsolationError):
+        verify_isolation(model, numbered)
+    with fv.patched(model, "sdpa"):
+        verify_isolation(model, numbered)
+
+
+def test_padded_rows_of_an_unpatched_model_pass(model):
+    """Padding is no document: what a mask hides may be anything."""
+    mask = torch.tensor([[1] * 6 + [0] * 4, [1] * 10])
+    ids = torch.randint(1024, (2, 10), generator=torch.Generator().manual_seed(1))
+    verify_isolation(model, {"input_ids": ids, "attention_mask": mask})
+
+
+def test_hooks_are_gone_after_an_error(model, batch):
+    with pytest.raises(IsolationError):
+        verify_isolation(model, batch)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_model_without_decoder_layers_is_one_sentence(batch):
+    with pytest.raises(ValueError, match="model must have decoder layers"):
+        verify_isolation(torch.nn.Linear(2, 2), batch)
