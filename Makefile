@@ -10,6 +10,8 @@ COMPARE_ARGS ?=
 BENCH_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# OpenMP threads that spin while they wait starve each other where cores are few or shared.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 INSTALLED := .venv/.installed
 # The checkout first, then whatever the caller put there (FlashAttention unpacked in a folder, say).

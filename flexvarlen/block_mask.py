@@ -150,7 +150,7 @@ def _build_tables(
     """
     block_q, block_k = block_size
     num_q, num_k = -(-total_tokens // block_q), -(-total_tokens // block_k)
-    lo, hi = interval_bounds(cu_seqlens, padding, total_tokens, MaskSpec(left, right))
+    lo, hi = interval_bounds(cu_seqlens, padding, total_tokens, left, right)
 
     # Runs of key blocks of each query block: touched [first, last), kept whole [full_first,
     # full_last).

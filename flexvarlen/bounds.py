@@ -91,24 +91,40 @@ def row_bounds(
 
 def bounds_of(layout: PackedLayout, mask: MaskSpec) -> tuple[Tensor, Tensor]:
     """`row_bounds` of a `MaskSpec`."""
-    return interval_bounds(layout.cu_seqlens, layout.padding, layout.total_tokens, mask)
+    compute = traced_interval_bounds if torch.compiler.is_compiling() else interval_bounds
+    lo, hi = compute(layout.cu_seqlens, layout.padding, layout.total_tokens, mask.left, mask.right)
+    return lo, hi
 
 
 def interval_bounds(
-    cu_seqlens: Tensor, padding: Tensor | None, total_tokens: int, mask: MaskSpec
+    cu_seqlens: Tensor, padding: Tensor | None, total_tokens: int, left: int, right: int
 ) -> tuple[Tensor, Tensor]:
-    """`row_bounds` of a layout's tensors; arguments as the attributes of `PackedLayout`."""
+    """`row_bounds` of a layout's tensors and the numbers of a `MaskSpec`."""
     rows = torch.arange(total_tokens, device=cu_seqlens.device, dtype=torch.int32)
     slot = torch.searchsorted(cu_seqlens[1:], rows, right=True, out_int32=True)
     # One slot more: the padding after the last document.
     boundaries = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), total_tokens)])
     start, end = boundaries[slot], boundaries[slot + 1]
-    lo = start if mask.left == UNLIMITED else torch.maximum(start, rows - mask.left)
-    hi = end if mask.right == UNLIMITED else torch.minimum(end, rows + (mask.right + 1))
+    lo = start if left == UNLIMITED else torch.maximum(start, rows - left)
+    hi = end if right == UNLIMITED else torch.minimum(end, rows + (right + 1))
     padded = slot == cu_seqlens.shape[0] - 1
     if padding is not None:
         padded = padded | padding
     return torch.where(padded, end, lo), torch.where(padded, start, hi)
+
+
+# Inside a compiled graph one operator: inductor of torch 2.11 on CUDA, fusing the search into what
+# uses it, gave a reference attention with wrong gradients.
+traced_interval_bounds = torch.library.custom_op(
+    "flexvarlen::interval_bounds", interval_bounds, mutates_args=()
+)
+
+
+@traced_interval_bounds.register_fake
+def _(
+    cu_seqlens: Tensor, padding: Tensor | None, total_tokens: int, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    return cu_seqlens.new_empty((total_tokens,)), cu_seqlens.new_empty((total_tokens,))
 
 
 def dense_mask(lo: Tensor, hi: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _threads = max(1, min(8, (os.cpu_count() or 1) // _workers))
 os.environ.setdefault("OMP_NUM_THREADS", str(_threads))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other workers
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(_threads))
 
 import hypothesis  # noqa: E402

@@ -169,8 +169,11 @@ def assert_as_accurate(
         return
     error = (out.double() - exact.double()).abs().max().item()
     peer_error = (peer.double() - exact.double()).abs().max().item()
-    # Half a unit in the last place of the largest value: what rounding the exact answer costs.
+    # Half a unit in the last place of the largest value: what rounding the exact answer costs. And
+    # kernels sum in fp32: where the exact answer is 0 as a difference of sums of order one (the
+    # gradient of q in a document of one token), a few of its units are left.
     rounding = torch.finfo(out.dtype).eps / 2 * exact.abs().max().item()
+    rounding += 2 * torch.finfo(torch.float32).eps
     allowed = factor * (peer_error + rounding)
     assert error <= allowed, (
         f"{name}: error {error:.3g} exceeds {factor} x (the peer's {peer_error:.3g} + rounding "

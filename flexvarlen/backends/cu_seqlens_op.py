@@ -84,7 +84,7 @@ def attend(
         k_THD,
         v_THD,
         layout.cu_seqlens,
-        layout.max_seqlen_bound,
+        max(layout.max_seqlen_bound, 2),  # at 1 FA2 takes its decoding path, one token a document
         kernel,
         options.mask.left,
         options.mask.right,
@@ -97,7 +97,9 @@ def attend(
         out_THD = torch.where(layout.padding[:, None, None], 0, out_THD)
     if not options.return_lse:
         return out_THD, None
-    return out_THD, torch.where(layout.real_tokens(), lse_HT, float("-inf"))
+    if layout.padding is not None:
+        lse_HT = torch.where(layout.padding, float("-inf"), lse_HT)
+    return out_THD, lse_HT
 
 
 def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
@@ -127,6 +129,8 @@ def _forward(
     out_THD, lse_HT = out_THD.contiguous(), lse_HT.contiguous()
     if may_have_tail:
         _zero_tail(cu_seqlens, out_THD)
+        tokens = torch.arange(out_THD.shape[0], device=out_THD.device, dtype=torch.int32)
+        lse_HT.masked_fill_(tokens >= cu_seqlens[-1], float("-inf"))
     return out_THD, lse_HT
 
 

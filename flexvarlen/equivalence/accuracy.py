@@ -30,7 +30,8 @@ class Gap:
 
     @classmethod
     def between(cls, found: Tensor, expected: Tensor) -> Gap:
-        """In the wider dtype; reads the device once."""
+        """In the wider dtype, where `found` is; reads the device once."""
+        expected = expected.to(found.device)
         error = (found.to(expected.dtype) - expected).abs()
         size = expected.abs()
         values = torch.stack([error.max(), error.mean(), size.max(), size.mean()])

@@ -132,6 +132,7 @@ def error_measures(errors: Errors) -> dict[str, Any]:
         "loss_error": errors.loss,
         "gradient_max": errors.gradient_max,
         "gradient_mean": errors.gradient_mean,
+        "gradients": {name: (gap.max, gap.mean) for name, gap in errors.gradients.items()},
         "argmax_agreement": errors.argmax,
     }
 

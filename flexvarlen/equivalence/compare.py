@@ -173,11 +173,13 @@ class _Comparison:
                 rows[name] = found
             else:
                 checked[name] = found
-        timings = self._time({name: variants[name] for name in checked}, checked, checks.truth)
+        truth = checks.truth.without_tensors()
+        del checks  # its fp64 tensors would count into everybody's peak memory
+        timings = self._time({name: variants[name] for name in checked}, checked, truth)
         for name, done in checked.items():
             rows[name] = self._finish(variants[name], done, timings[name])
         self._did(self.total - self.done)
-        peer = self._peer_row(checks.truth, timings.get(PEER))
+        peer = self._peer_row(truth, timings.get(PEER))
         return Report((peer, *(rows[name] for name in names)))
 
     def _make(self, names: Sequence[str], rows: dict[str, Row]) -> dict[str, Variant]:

@@ -133,7 +133,7 @@ def parse_model(name: str) -> ModelSpec:
         if layers == 0:
             raise ValueError(f"layers of {name!r} must be at least 1, got 0.")
         return ModelSpec(name, family, size, layers)
-    if Path(name).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if (name and Path(name).is_dir()) or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return ModelSpec(name)
     known = [f"{family}[:{'|'.join(sizes)}]" for family, sizes in GEOMETRIES.items()]
     raise ValueError(

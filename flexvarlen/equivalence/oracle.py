@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,9 @@ def oracle_answer(
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_rms_norm, module)
     model.set_attn_implementation(ORACLE_ATTENTION)
-    return alone(model, batch, documents, train=train)
+    answer = alone(model, batch, documents, train=train)
+    gradients = {name: gradient.cpu() for name, gradient in answer.gradients.items()}
+    return replace(answer, gradients=gradients)
 
 
 def peer_answer(

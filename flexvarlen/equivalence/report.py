@@ -52,6 +52,8 @@ class Row:
     loss_limit: float | None = None
     gradient_max: float | None = None
     gradient_mean: float | None = None
+    gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The largest and the mean error of each parameter's gradient."""
     worst_gradient: str | None = None
     """The parameter whose gradient's error is the largest share of what the rule allows it."""
     worst_gradient_share: float | None = None

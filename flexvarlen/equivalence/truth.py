@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexvarlen.equivalence.accuracy import Errors, errors_of_answer
 from flexvarlen.equivalence.batch import PackedBatch
@@ -62,6 +62,11 @@ class Truth:
             ) from error
         clean(base)
         return cls(batch, labels, counted_labels(labels), oracle, peer)
+
+    def without_tensors(self) -> Truth:
+        """What is needed once all variants are checked: which documents, and the peer's errors."""
+        oracle = replace(self.oracle, hidden=(), head=nn.Identity(), gradients={})
+        return replace(self, oracle=oracle)
 
     @property
     def whole(self) -> bool:
