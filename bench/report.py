@@ -162,7 +162,7 @@ def model_figure(rows: Sequence[Row], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.margins(x=0.15, y=0.08)
+    axes.margins(x=0.2, y=0.08)
     axes.grid(axis="x", which="both", alpha=0.3)
     axes.set_xlabel("ms a step under torch.compile (log2; left is faster)")
     figure.suptitle(model_title(rows).replace(", one row", "\none row").replace("; ", "\n", 1))

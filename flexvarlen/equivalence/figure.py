@@ -31,7 +31,7 @@ def draw(report: Report, file: Path) -> None:
     count = len(models)
     notes = _notes(report, count)
     handles = _handles(report)
-    in_a_row = 4 * count if count > 1 else 3
+    in_a_row = 3 * count
     head = TITLE_INCHES + LEGEND_INCHES * math.ceil(len(handles) / in_a_row)
     foot = NOTE_INCHES * len(notes) + MARGIN_INCHES
     width, height = PANEL_INCHES[0] * count, PANEL_INCHES[1] + head + foot
@@ -144,7 +144,7 @@ def _point(axes: Axes, row: Row) -> None:
     if row.verdict in ("leaks", "wrong"):
         color = LEAK
         text = (
-            f"leaks into {row.leaked_documents}\nof {row.documents} documents"
+            f"leaks: {row.leaked_documents} of {row.documents}"
             if row.verdict == "leaks"
             else "wrong"
         )
@@ -159,7 +159,7 @@ def _point(axes: Axes, row: Row) -> None:
             textcoords="offset points",
             ha="right" if far_right else "left",
             va="center",
-            fontsize=8,
+            fontsize=7,
             color=color,
         )
 
