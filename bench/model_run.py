@@ -22,7 +22,7 @@ from bench.accuracy import Answer, Errors, errors_of, packed_answer, per_documen
 from bench.cases import GEOMETRIES, Case, log_normal_lengths
 from bench.rows import Row, Status, append_row, one_line
 from bench.variants import Sizes, Unsupported, Variant, make_variant
-from flexvarlen.layout import round_up_to_power_of_two
+from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import (
     environment,
     memory_meaning,

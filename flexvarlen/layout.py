@@ -6,17 +6,17 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-_INT32_MAX = 2**31 - 1
-
-
-def round_up_to_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n` (and at least 1)."""
-    return 1 << max(n - 1, 0).bit_length()
+from flexvarlen.boundaries import (
+    check_boundaries,
+    default_capacity,
+    document_starts,
+    safe_boundaries,
+)
+from flexvarlen.positions import compute_position_ids, traced_position_ids
 
 
 class PackedLayout:
@@ -244,56 +244,17 @@ class PackedLayout:
         capacity: int | None,
         max_seqlen_bound: int | None,
     ) -> PackedLayout:
-        total = boundaries[-1] if total_tokens is None else total_tokens
-        if boundaries[0] != 0:
-            raise ValueError(
-                f"cu_seqlens must start at 0, got {boundaries[0]}; put a 0 before the first "
-                "boundary."
-            )
-        lengths = [end - start for start, end in pairwise(boundaries)]
-        for i, length in enumerate(lengths):
-            if length < 0:
-                raise ValueError(
-                    f"cu_seqlens must never decrease, got {boundaries[i]} then {boundaries[i + 1]} "
-                    f"at index {i + 1}; "
-                    "pass cumulative lengths in order."
-                )
-        if boundaries[-1] > total:
-            raise ValueError(
-                f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; "
-                "shorten the documents or "
-                "pass the row's real number of tokens."
-            )
-        if total > _INT32_MAX:
-            raise ValueError(f"total_tokens must fit in int32, got {total}; split the row.")
-        num_docs = len(lengths)
-        longest = max(lengths, default=0)
-        slots = round_up_to_power_of_two(num_docs) if capacity is None else capacity
-        if slots < max(num_docs, 1):
-            raise ValueError(
-                f"capacity must be at least the {num_docs} documents given, got {slots}; raise "
-                "capacity."
-            )
-        bound = (
-            min(round_up_to_power_of_two(longest), max(total, 1))
-            if max_seqlen_bound is None
-            else max_seqlen_bound
-        )
-        if bound < max(longest, 1):
-            raise ValueError(
-                f"max_seqlen_bound must be at least the longest document, {longest} tokens, got "
-                f"{bound}; raise the "
-                "bound (kernels would leave out what is past it)."
-            )
-        host = torch.tensor(boundaries + [boundaries[-1]] * (slots - num_docs), dtype=torch.int32)
+        checked = check_boundaries(boundaries, total_tokens, capacity, max_seqlen_bound)
+        spare = checked.capacity - checked.num_docs
+        host = torch.tensor(boundaries + [boundaries[-1]] * spare, dtype=torch.int32)
         return cls(
             host.to(device),
             cu_seqlens_host=host,
-            total_tokens=total,
-            max_seqlen_bound=bound,
-            num_docs=num_docs,
-            max_seqlen=longest,
-            has_padding=boundaries[-1] < total,
+            total_tokens=checked.total_tokens,
+            max_seqlen_bound=checked.max_seqlen_bound,
+            num_docs=checked.num_docs,
+            max_seqlen=checked.max_seqlen,
+            has_padding=boundaries[-1] < checked.total_tokens,
         )
 
     @classmethod
@@ -305,34 +266,10 @@ class PackedLayout:
         max_seqlen_bound: int | None,
         padding: Tensor | None = None,
     ) -> PackedLayout:
-        """Inside a compiled graph nothing can be read.
-
-        Make the boundaries memory-safe, and assert on the device.
-        """
-        given = cu_seqlens.shape[0] - 1
-        slots = given if capacity is None else capacity
-        if given > slots:
-            raise ValueError(
-                f"capacity must be at least the {given} slots of cu_seqlens, got {slots}; raise "
-                "capacity."
-            )
+        """Inside a compiled graph nothing can be read: see `safe_boundaries`."""
         bound = total if max_seqlen_bound is None else min(max_seqlen_bound, total)
-        safe = cu_seqlens.clamp(0, total)
-        safe = torch.cat([torch.zeros_like(safe[:1]), safe[1:]]).cummax(0).values.to(torch.int32)
-        torch._assert_async(
-            (safe == cu_seqlens).all(),
-            "flexvarlen: cu_seqlens must start at 0, never decrease, and end at or before the "
-            "row's last token.",
-        )
-        torch._assert_async(
-            safe.diff().max() <= bound,
-            "flexvarlen: a document is longer than max_seqlen_bound; pass a larger "
-            "max_seqlen_bound= to patch_model.",
-        )
-        if slots > given:
-            safe = torch.cat([safe, safe[-1:].expand(slots - given)])
         return cls(
-            safe,
+            safe_boundaries(cu_seqlens, total, capacity, bound),
             cu_seqlens_host=None,
             total_tokens=total,
             max_seqlen_bound=bound,
@@ -370,7 +307,7 @@ class PackedLayout:
 
     def position_ids(self) -> Tensor:
         """int64 `[T]`: each token's place in its document, from 0. No sync; traces."""
-        compute = traced_position_ids if torch.compiler.is_compiling() else _position_ids
+        compute = traced_position_ids if torch.compiler.is_compiling() else compute_position_ids
         return compute(self.cu_seqlens, self.total_tokens)
 
     def real_tokens(self) -> Tensor:
@@ -445,62 +382,3 @@ class PackedLayout:
             f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, "
             f"device={self.device})"
         )
-
-
-def _position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    tokens = torch.arange(total_tokens, device=cu_seqlens.device)
-    slot = torch.searchsorted(cu_seqlens[1:], tokens.to(torch.int32), right=True)
-    return tokens - cu_seqlens[slot]
-
-
-# One operator: traced through, inductor would repeat the search at every use of the positions.
-traced_position_ids = torch.library.custom_op(
-    "flexvarlen::position_ids", _position_ids, mutates_args=()
-)
-
-
-@traced_position_ids.register_fake
-def _(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    return cu_seqlens.new_empty((total_tokens,), dtype=torch.int64)
-
-
-def default_capacity(total_tokens: int) -> int:
-    """Document slots of a row whose documents only a compiled graph sees.
-
-    One per 128 tokens, at least 64, at most T. Not T itself: slots are not free (FA2's backward
-    takes 128 fp32 rows a slot and head).
-    """
-    return min(total_tokens, max(64, round_up_to_power_of_two(total_tokens // 128)))
-
-
-def document_starts(
-    batch: int,
-    row_tokens: int,
-    device: torch.device,
-    *,
-    position_ids_BT: Tensor | None = None,
-    attention_mask_BT: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """bool `[B·S]`: True where a document, or a run of padding, begins. No sync; traces.
-
-    A document begins at each row's start, where `position_ids` do not go on by 1 (unless
-    `cu_seqlens` is given, which wins over positions), and where a 2D mask (padding, or document
-    ids) changes its value. The positions of padding tokens (mask 0) are not looked at, so that a
-    run of padding stays one run.
-    """
-    starts = torch.zeros(batch, row_tokens, dtype=torch.bool, device=device)
-    starts[:, 0] = True
-    if cu_seqlens is not None:
-        at = torch.zeros(batch * row_tokens + 1, dtype=torch.bool, device=device)
-        at = at.index_fill(0, cu_seqlens.clamp(0, batch * row_tokens).long(), True)
-        starts = starts | at[:-1].view(batch, row_tokens)
-    elif position_ids_BT is not None:
-        jumps = position_ids_BT.diff(dim=-1) != 1
-        starts = starts | torch.nn.functional.pad(jumps, (1, 0)).expand(batch, row_tokens)
-    if attention_mask_BT is not None:
-        ids = attention_mask_BT.to(torch.int32)
-        changes = torch.nn.functional.pad(ids.diff(dim=-1) != 0, (1, 0))
-        inside_padding = (ids == 0) & torch.nn.functional.pad(ids[:, :-1] == 0, (1, 0), value=False)
-        starts = (starts & ~inside_padding) | changes
-    return starts.reshape(-1)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends import get_backend
+from flexvarlen.boundaries import document_starts
 from flexvarlen.bounds import MaskSpec
-from flexvarlen.layout import PackedLayout, document_starts
+from flexvarlen.layout import PackedLayout
 
 EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The keywords of a forward that give its documents outright."""
@@ -191,10 +192,8 @@ def shared_between_layers(
 ) -> PackedForward:
     """`find_layout` once a forward, for layers that nobody hands one to.
 
-    Kept while the same tensors come, unchanged.
-
-    Tensors made under `inference_mode` carry no version, so that a change could not be seen: not
-        kept.
+    Kept while the same tensors come, unchanged. Tensors made under `inference_mode` carry no
+    version, so that a change could not be seen: not kept.
     """
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     keeps = not torch.compiler.is_compiling() and not any(

@@ -63,8 +63,7 @@ def patch_model(
     Padding outputs of attention are zero.
 
     Decoding (a non-empty cache) goes to transformers' own sdpa; from a cache that a packed batch
-    filled it raises. Training makes no cache unless
-    `use_cache=True` is passed.
+    filled it raises. Training makes no cache unless `use_cache=True` is passed.
 
     Args:
         model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexvarlen import PackedLayout
-from flexvarlen.layout import default_capacity, document_starts, round_up_to_power_of_two
+from flexvarlen.boundaries import default_capacity, document_starts, round_up_to_power_of_two
 
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 filled = st.lists(
