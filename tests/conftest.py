@@ -34,3 +34,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_cuda)
+
+
+@pytest.fixture(autouse=True)
+def _gradients_stay_on():
+    """Nothing that runs may leave autograd off behind it: later code would silently not learn."""
+    assert torch.is_grad_enabled()
+    yield
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert on, "autograd was left off"

@@ -60,10 +60,13 @@ class Answer:
 
 
 def _chunks(hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    # Never a context around a yield: two such generators in turns would leave gradients off.
     with torch.no_grad():
         vocabulary = head(hidden[:1]).shape[-1]
-        for rows in hidden.split(max(1, CHUNK_ELEMENTS // vocabulary)):
-            yield head(rows)
+    for rows in hidden.split(max(1, CHUNK_ELEMENTS // vocabulary)):
+        with torch.no_grad():
+            logits = head(rows)
+        yield logits
 
 
 def share(model: PreTrainedModel) -> PreTrainedModel:

@@ -272,6 +272,7 @@ def read_rows(file: str | Path) -> Report:
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
         data["recompile_reasons"] = tuple(data["recompile_reasons"])
+        data["gradients"] = {name: tuple(gap) for name, gap in data["gradients"].items()}
         rows.append(Row(**data))
     return Report(tuple(rows))
 
