@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -100,10 +101,11 @@ def _attention_function(backend: str) -> Attention:
             if packed.backend == "auto"
             else packed.plan(MaskSpec.of(causal=causal, window=sliding_window))
         )
+        q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
         out_THD = packed_attention(
-            _as_THD(query),
-            _as_THD(key),
-            _as_THD(value),
+            q_THD,
+            k_THD,
+            v_THD,
             packed.layout,
             causal=causal,
             window=sliding_window,
@@ -123,6 +125,15 @@ def _as_THD(x_BHSD: Tensor) -> Tensor:
     """`[T, H, D]`: a view, as most models make their heads from `[B, S, H, D]` memory."""
     batch, heads, row_tokens, head_dim = x_BHSD.shape
     return x_BHSD.transpose(1, 2).reshape(batch * row_tokens, heads, head_dim)
+
+
+def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three in autocast's dtype, as torch's own SDPA does; rotations leave q and k in fp32."""
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
