@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.protocol import AttentionOptions
-from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout
 
 
@@ -65,27 +64,6 @@ class CuSeqlensKernel(Protocol):
 
 
 KERNELS: dict[str, CuSeqlensKernel] = {}
-
-
-class CuSeqlensBackend:
-    """What the backends of all these kernels share; each adds its name and `why_not`."""
-
-    name: str
-
-    def plan(self, layout: PackedLayout, mask: MaskSpec) -> None:
-        """Nothing: the kernel reads cu_seqlens."""
-
-    def attend(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        layout: PackedLayout,
-        plan: None,
-        options: AttentionOptions,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One call for all documents."""
-        return attend(self.name, q_THD, k_THD, v_THD, layout, options)
 
 
 def attend(

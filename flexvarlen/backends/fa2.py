@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from flexvarlen.backends import cu_seqlens_op
-from flexvarlen.backends.cu_seqlens_op import CuSeqlensBackend, Settings
-from flexvarlen.backends.protocol import AttentionRequest
+from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.backends.varlen import flash_kernel_refusal
+from flexvarlen.bounds import MaskSpec
+from flexvarlen.layout import PackedLayout
 
 INSTALL = "install it with: pip install 'flexvarlen[fa2]' --no-build-isolation."
 
 
-class FlashAttention2Backend(CuSeqlensBackend):
+class FlashAttention2Backend:
     """FlashAttention-2 over cu_seqlens."""
 
     name = "fa2"
@@ -33,6 +36,21 @@ class FlashAttention2Backend(CuSeqlensBackend):
                 f"torch: {INSTALL}"
             )
         return flash_kernel_refusal(self.name, request)
+
+    def plan(self, layout: PackedLayout, mask: MaskSpec) -> None:
+        """Nothing: the kernel reads cu_seqlens."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        layout: PackedLayout,
+        plan: None,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One call for all documents."""
+        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, layout, options)
 
 
 class _FlashAttention2Kernel:
@@ -98,6 +116,14 @@ class _FlashAttention2Kernel:
             settings.deterministic,
         )
         return dq, dk, dv
+
+
+def installed_version() -> str | None:
+    """The installed version of flash-attn, or None."""
+    try:
+        return version("flash-attn")
+    except PackageNotFoundError:
+        return None
 
 
 cu_seqlens_op.KERNELS["fa2"] = _FlashAttention2Kernel()

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends import cu_seqlens_op
-from flexvarlen.backends.cu_seqlens_op import CuSeqlensBackend, Settings
-from flexvarlen.backends.protocol import AttentionRequest
-from flexvarlen.bounds import UNLIMITED
+from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
+from flexvarlen.bounds import UNLIMITED, MaskSpec
+from flexvarlen.layout import PackedLayout
 
 MAX_HEAD_DIM = 256
 
@@ -45,7 +46,7 @@ def flash_kernel_refusal(name: str, request: AttentionRequest) -> str | None:
     return None
 
 
-class VarlenBackend(CuSeqlensBackend):
+class VarlenBackend:
     """torch's own flash kernel over cu_seqlens."""
 
     name = "varlen"
@@ -67,6 +68,21 @@ class VarlenBackend(CuSeqlensBackend):
                 "it, or use 'fa2'."
             )
         return reason
+
+    def plan(self, layout: PackedLayout, mask: MaskSpec) -> None:
+        """Nothing: the kernel reads cu_seqlens."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        layout: PackedLayout,
+        plan: None,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One call for all documents."""
+        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, layout, options)
 
 
 class _VarlenKernel:
