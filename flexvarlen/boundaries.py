@@ -158,8 +158,8 @@ def document_starts(
         jumps = position_ids_BT.diff(dim=-1) != 1
         starts = starts | pad(jumps, (1, 0)).expand(batch, row_tokens)
     if attention_mask_BT is not None:
-        ids = attention_mask_BT.to(torch.int32)
-        changes = pad(ids.diff(dim=-1) != 0, (1, 0))
+        ids = attention_mask_BT
+        changes = pad(ids[:, 1:] != ids[:, :-1], (1, 0))
         inside_padding = (ids == 0) & pad(ids[:, :-1] == 0, (1, 0), value=False)
         starts = (starts & ~inside_padding) | changes
     return starts.reshape(-1)

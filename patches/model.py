@@ -85,6 +85,11 @@ def patch_model(
     """
     inner = _transformers_model(model)
     require_verified(inner.config.model_type)
+    if inner.base_model is not inner and not type(inner).__name__.endswith("ForCausalLM"):
+        raise NotImplementedError(
+            f"model must be a base model or a ...ForCausalLM, got {type(inner).__name__}: labels "
+            "of other heads are not next tokens; patch its base model, and pool by document."
+        )
     _check_backend(inner, backend)
     before = inner.config._attn_implementation
     existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
@@ -211,9 +216,9 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if tokens is None or inputs.get(CONTEXT) is not None:
         return inputs
     config: Any = module.config
-    if config._attn_implementation not in IMPLEMENTATIONS:
+    if IMPLEMENTATIONS.get(config._attn_implementation) != patch.backend:
         raise ValueError(
-            "a patched model's attn_implementation must be flexvarlen's, got "
+            "a patched model's attn_implementation must stay its own, got "
             f"{config._attn_implementation!r}, set since; call unpatch_model before setting "
             "another, or patch_model again."
         )
