@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS, available_backends, why_not
 from flexvarlen.block_mask import document_block_mask
-from flexvarlen.bounds import row_bounds
 from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
 from flexvarlen.patches import patch_model, patched, register, unpatch_model
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BACKENDS",
+    "DocumentMask",
     "IsolationError",
     "PackedLayout",
     "available_backends",
@@ -31,7 +32,6 @@ __all__ = [
     "packed_attention",
     "patch_model",
     "patched",
-    "row_bounds",
     "unpatch_model",
     "verify_isolation",
     "why_not",

@@ -1,6 +1,7 @@
 """`packed_attention`: validate, choose a kernel, call it.
 
-Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
+Shape legend: T = tokens of the query row, Tk = of the key row (equal in self-attention),
+H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from flexvarlen.backends import (
     get_backend,
     refusal,
 )
-from flexvarlen.bounds import MaskSpec
+from flexvarlen.bounds import Align, MaskSpec
 from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask, Prefix
 
 
 def packed_attention(
@@ -28,8 +30,12 @@ def packed_attention(
     v_THD: Tensor,
     layout: PackedLayout,
     *,
+    layout_k: PackedLayout | None = None,
     causal: bool = True,
     window: int | tuple[int, int] | None = None,
+    chunk: int | None = None,
+    prefix: Prefix | None = None,
+    align: Align = "bottom_right",
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -39,16 +45,15 @@ def packed_attention(
     return_lse: bool = False,
     plan: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of every document of a packed row to itself alone.
+    """Attention of every document of a packed row to itself alone, or to its own keys elsewhere.
 
     Args:
         q_THD: `[T, H, D]`, float, on the layout's device.
-        k_THD, v_THD: `[T, Hkv, D]`, same dtype and device; H a multiple of Hkv (grouped-query
+        k_THD, v_THD: `[Tk, Hkv, D]`, same dtype and device; H a multiple of Hkv (grouped-query
             attention; K and V are not repeated).
         layout: the documents.
-        causal: a query sees no later key.
-        window: sliding window inside the document: an int W keeps |q - kv| < W; a pair `(left,
-            right)` counts keys on each side, -1 for no limit.
+        layout_k, causal, window, chunk, prefix, align: which keys of its document a query sees; as
+            in `DocumentMask.of`.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, one logit a head that joins the softmax's denominator.
         scale: factor on the scores; default `D ** -0.5`.
@@ -57,8 +62,8 @@ def packed_attention(
         deterministic: the backward must give the same bits every time.
         batch_invariant: a document must give the same bits whatever else is in the row.
         return_lse: also return the log-sum-exp of the scores.
-        plan: what `get_backend(name).plan(layout, mask)` gave (a BlockMask, for flex), to share it
-            among layers.
+        plan: what `get_backend(name).plan(mask)` gave for this very mask (a BlockMask, for flex),
+            to share it among layers.
 
     Returns:
         The output `[T, H, D]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf
@@ -76,10 +81,18 @@ def packed_attention(
     >>> packed_attention(q, k, k, layout).shape
     torch.Size([5, 4, 8])
     """
-    _check_tensors(q_THD, k_THD, v_THD, layout, sinks)
+    mask = DocumentMask.of(
+        layout,
+        causal=causal,
+        window=window,
+        chunk=chunk,
+        prefix=prefix,
+        layout_k=layout_k,
+        align=align,
+    )
+    _check_tensors(q_THD, k_THD, v_THD, mask, sinks)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be above 0, got {softcap}; pass None for no softcap.")
-    mask = MaskSpec.of(causal=causal, window=window)
     request = (
         q_THD.device.type,
         q_THD.device.index,
@@ -87,8 +100,7 @@ def packed_attention(
         q_THD.shape[1],
         k_THD.shape[1],
         q_THD.shape[2],
-        mask.left,
-        mask.right,
+        tuple(mask.spec.as_ints()),
         softcap,
         sinks is not None,
         torch.is_grad_enabled()
@@ -100,7 +112,6 @@ def packed_attention(
     name = _resolve(backend, *request)
     chosen = get_backend(name)
     options = AttentionOptions(
-        mask=mask,
         scale=q_THD.shape[2] ** -0.5 if scale is None else scale,
         softcap=softcap,
         sinks_H=sinks,
@@ -108,8 +119,8 @@ def packed_attention(
         return_lse=return_lse,
     )
     if plan is None:
-        plan = chosen.plan(layout, mask)
-    out_THD, lse_HT = chosen.attend(q_THD, k_THD, v_THD, layout, plan, options)
+        plan = chosen.plan(mask)
+    out_THD, lse_HT = chosen.attend(q_THD, k_THD, v_THD, mask, plan, options)
     return out_THD if lse_HT is None else (out_THD, lse_HT)
 
 
@@ -129,8 +140,9 @@ def resolve_backend(
 
     Traces under `fullgraph=True`, as a constant.
     """
-    call = (device.type, device.index, dtype, num_heads, num_kv_heads, head_dim, -1, 0, None)
-    name: str = _resolve(backend, *call, False, needs_grad, False, False, False)
+    call = (device.type, device.index, dtype, num_heads, num_kv_heads, head_dim)
+    causal = tuple(MaskSpec().as_ints())
+    name: str = _resolve(backend, *call, causal, None, False, needs_grad, False, False, False)
     return name
 
 
@@ -155,8 +167,7 @@ def _resolve_cached(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    left: int,
-    right: int,
+    mask: tuple[int, ...],
     softcap: float | None,
     sinks: bool,
     needs_grad: bool,
@@ -172,7 +183,7 @@ def _resolve_cached(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mask=MaskSpec(left, right),
+        mask=MaskSpec.from_ints(mask),
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
@@ -189,29 +200,29 @@ def _resolve_cached(
 
 
 def _check_tensors(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, sinks: Tensor | None
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
 ) -> None:
-    """Raise a sentence unless the tensors fit one another and the layout.
+    """Raise a sentence unless the tensors fit one another and the layouts.
 
     Reads shapes only, no values.
     """
+    device = mask.layout.device
+    of_keys = "layout_k" if mask.spec.cross else "layout"
     for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
+        whose, layout = ("layout", mask.layout) if name == "q" else (of_keys, mask.layout_k)
         if x.ndim != 3:
             raise ValueError(
                 f"{name} must have shape [tokens, heads, head_dim], got {tuple(x.shape)}; drop the "
-                "batch dimension, or "
-                "flatten it into the tokens."
+                "batch dimension, or flatten it into the tokens."
             )
         if x.shape[0] != layout.total_tokens:
             raise ValueError(
-                f"{name} must have the layout's total_tokens={layout.total_tokens} rows, got "
-                f"{x.shape[0]}; pass "
-                "total_tokens= to the layout if the row ends in padding."
+                f"{name} must have the {whose}'s total_tokens={layout.total_tokens} rows, got "
+                f"{x.shape[0]}; pass total_tokens= to the layout if the row ends in padding."
             )
-        if x.device != layout.device:
+        if x.device != device:
             raise ValueError(
-                f"{name} must be on the layout's device {layout.device}, got {x.device}; call "
-                "layout.to()."
+                f"{name} must be on the layout's device {device}, got {x.device}; call layout.to()."
             )
         if x.dtype != q_THD.dtype:
             raise ValueError(
@@ -221,17 +232,15 @@ def _check_tensors(
     if k_THD.shape != v_THD.shape or k_THD.shape[2] != q_THD.shape[2]:
         raise ValueError(
             f"k and v must have shape [tokens, kv_heads, {q_THD.shape[2]}], got "
-            f"{tuple(k_THD.shape)} and "
-            f"{tuple(v_THD.shape)}; head_dim must be q's."
+            f"{tuple(k_THD.shape)} and {tuple(v_THD.shape)}; head_dim must be q's."
         )
     if k_THD.shape[1] == 0 or q_THD.shape[1] % k_THD.shape[1]:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got {q_THD.shape[1]} and "
-            f"{k_THD.shape[1]}; check how the "
-            "heads were split."
+            f"{k_THD.shape[1]}; check how the heads were split."
         )
-    if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != layout.device):
+    if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != device):
         raise ValueError(
-            f"sinks must have shape [{q_THD.shape[1]}] on {layout.device}, got "
-            f"{tuple(sinks.shape)} on {sinks.device}; pass one logit a head."
+            f"sinks must have shape [{q_THD.shape[1]}] on {device}, got {tuple(sinks.shape)} on "
+            f"{sinks.device}; pass one logit a head."
         )

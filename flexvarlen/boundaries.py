@@ -6,6 +6,7 @@ Shapes: T = total_tokens; B rows of S tokens, one after another, are T = B·S.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _INT32_MAX = 2**31 - 1
+HAS_TRITON = find_spec("triton") is not None
+"""Whether the Triton kernels can run: torch for CUDA brings it, torch for the CPU does not."""
 
 
 def round_up_to_power_of_two(n: int) -> int:
@@ -52,14 +55,12 @@ def check_boundaries(
         if length < 0:
             raise ValueError(
                 f"cu_seqlens must never decrease, got {boundaries[i]} then {boundaries[i + 1]} "
-                f"at index {i + 1}; "
-                "pass cumulative lengths in order."
+                f"at index {i + 1}; pass cumulative lengths in order."
             )
     if boundaries[-1] > total:
         raise ValueError(
             f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; "
-            "shorten the documents or "
-            "pass the row's real number of tokens."
+            "shorten the documents or pass the row's real number of tokens."
         )
     if total > _INT32_MAX:
         raise ValueError(f"total_tokens must fit in int32, got {total}; split the row.")
@@ -79,8 +80,7 @@ def check_boundaries(
     if bound < max(longest, 1):
         raise ValueError(
             f"max_seqlen_bound must be at least the longest document, {longest} tokens, got "
-            f"{bound}; raise the "
-            "bound (kernels would leave out what is past it)."
+            f"{bound}; raise the bound (kernels would leave out what is past it)."
         )
     return Checked(total, num_docs, slots, longest, bound)
 
@@ -88,10 +88,11 @@ def check_boundaries(
 def safe_boundaries(
     cu_seqlens: Tensor, total_tokens: int, capacity: int | None, max_seqlen_bound: int
 ) -> Tensor:
-    """Boundaries that only the device knows, made memory-safe: clamped, never decreasing.
+    """Boundaries that only the device knows, made memory-safe.
 
-    The device asserts that nothing had to be changed, and that no document is longer than
-    `max_seqlen_bound`. No sync; traces under `fullgraph=True`.
+    The device asserts that they start at 0, never decrease, end in the row, and that no document is
+    longer than `max_seqlen_bound`. Inside a compiled graph they are clamped too, as kernels may run
+    before the assertion. No sync; traces under `fullgraph=True`.
 
     Returns:
         int32 `[capacity + 1]`.
@@ -106,6 +107,10 @@ def safe_boundaries(
             f"capacity must be at least the {given} slots of cu_seqlens, got {slots}; raise "
             "capacity."
         )
+    if cu_seqlens.device.type == "cuda" and HAS_TRITON and not torch.compiler.is_compiling():
+        from flexvarlen.kernels.check_boundaries import check_boundaries
+
+        return check_boundaries(cu_seqlens, slots, total_tokens, max_seqlen_bound)
     safe = cu_seqlens.clamp(0, total_tokens)
     safe = torch.cat([torch.zeros_like(safe[:1]), safe[1:]]).cummax(0).values.to(torch.int32)
     torch._assert_async(

@@ -1,133 +1,315 @@
-"""Which keys each query row keeps: one interval, `lo[q] <= kv < hi[q]`; all masks come from it.
+"""Which keys each query keeps: one interval, `lo[q] <= kv < hi[q]`; all masks come from it.
 
-Shapes: T = total_tokens.
+The transpose is of the same form: the queries that see a key are one interval too. Both pairs of
+bounds never decrease.
+
+Shapes: Tq, Tk = tokens of the query and the key row (equal in self-attention), N = document slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flexvarlen.layout import PackedLayout
-
 UNLIMITED = -1
+# Sides of a window past this are as good as none, and keep sums of int32 positions in int32.
+_LONGEST_SIDE = 2**30
+
+Align = Literal["bottom_right", "top_left"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MaskSpec:
-    """Which keys of its own document a query sees: `left` before it and `right` after it.
+    """The kind of a document mask: all of it but the documents. Hashable.
 
-    -1 means no limit on that side. Causal is `right=0`. Hashable: plans and compiled kernels are
-    kept by it.
+    A query at position p of its document sees the key at position k of the same document if all of
+    these hold. Plans and compiled kernels are kept by it; make one with `MaskSpec.of`.
+
+    Attributes:
+        causal: k <= p (with `prefix`: or k lies in the document's prefix).
+        left, right: k >= p - left and k <= p + right; -1 means no limit. Causal without a prefix
+            has right = 0.
+        chunk: p and k lie in the same chunk of so many tokens of the document; 0: no chunks.
+        prefix: each document has a prefix, which all its queries see.
+        cross: the keys have documents of their own lengths.
+        top_left: with `cross`, p counts from the document's first key; else from that key which
+            makes the last query meet the last key (bottom-right, as FlashAttention aligns).
     """
 
+    causal: bool = True
     left: int = UNLIMITED
     right: int = 0
+    chunk: int = 0
+    prefix: bool = False
+    cross: bool = False
+    top_left: bool = False
 
     @classmethod
-    def of(cls, *, causal: bool = True, window: int | tuple[int, int] | None = None) -> MaskSpec:
-        """The spec of a causal or bidirectional mask with an optional sliding window.
+    def of(
+        cls,
+        *,
+        causal: bool = True,
+        window: int | tuple[int, int] | None = None,
+        chunk: int | None = None,
+        prefix: bool = False,
+        cross: bool = False,
+        align: Align = "bottom_right",
+    ) -> MaskSpec:
+        """The spec of a mask in the words of `document_block_mask`; equal masks are equal.
 
         Args:
             causal: no key after the query.
             window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
                 counts keys on each side (FlashAttention's meaning), -1 for no limit.
+            chunk: keys of the query's own chunk of so many tokens only, counted from the start of
+                the document (Llama 4).
+            prefix: whether documents have prefixes.
+            cross: whether the keys have documents of their own lengths.
+            align: where the diagonal of such documents lies.
 
         Raises:
-            ValueError: W below 1, or a pair with a value below -1.
+            ValueError: W or chunk below 1, a pair with a value below -1, an unknown `align`, or a
+                prefix without `causal`.
 
-        >>> MaskSpec.of(causal=True, window=4)
-        MaskSpec(left=3, right=0)
+        >>> MaskSpec.of(window=4)
+        MaskSpec(causal, window=(3, 0))
         """
-        if window is None:
-            left = right = UNLIMITED
-        elif isinstance(window, int) and not isinstance(window, bool):
-            if window < 1:
-                raise ValueError(
-                    f"window must be at least 1, got {window}; pass None for no window."
-                )
-            left = right = window - 1
-        else:
-            sides: Sequence[int] = window if isinstance(window, tuple | list) else ()
-            if [type(side) for side in sides] != [int, int] or min(sides) < UNLIMITED:
-                raise ValueError(
-                    "window must be an integer or (left, right), each at least -1, got "
-                    f"{window}; pass None for no window, -1 for no limit on a side."
-                )
-            left, right = sides
-        return cls(left=left, right=0 if causal else right)
+        left, right = _sides(window)
+        if chunk is not None and (not _is_int(chunk) or chunk < 1):
+            raise ValueError(
+                f"chunk must be an integer of at least 1 token, got {chunk!r}; pass None for none."
+            )
+        if align not in ("bottom_right", "top_left"):
+            raise ValueError(
+                f"align must be 'bottom_right' or 'top_left', got {align!r}; FlashAttention's is "
+                "'bottom_right'."
+            )
+        if prefix and not causal:
+            raise ValueError(
+                "prefix needs causal=True, got causal=False, under which every key of a document "
+                "is seen already; leave prefix out."
+            )
+        if right == 0:  # the window is causal already, and cuts off what a prefix would add
+            causal, prefix = True, False
+        elif causal and not prefix:
+            right = 0
+        return cls(
+            causal=causal,
+            left=left,
+            right=right,
+            chunk=chunk or 0,
+            prefix=prefix,
+            cross=cross,
+            top_left=cross and align == "top_left",
+        )
 
     @property
-    def causal(self) -> bool:
-        """Whether no key after the query is seen."""
-        return self.right == 0
+    def ends_at_query(self) -> bool:
+        """Whether the last key that a query sees is the one at its own place in the row."""
+        return self.right == 0 and not self.cross
+
+    def as_ints(self) -> list[int]:
+        """Its fields in order, as an operator takes them; `MaskSpec.from_ints` undoes it."""
+        flags = [int(flag) for flag in (self.prefix, self.cross, self.top_left)]
+        return [int(self.causal), self.left, self.right, self.chunk, *flags]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int]) -> MaskSpec:
+        """The spec of which `as_ints` gave these."""
+        causal, left, right, chunk, prefix, cross, top_left = values
+        return cls(bool(causal), left, right, chunk, bool(prefix), bool(cross), bool(top_left))
+
+    def __repr__(self) -> str:
+        words = ["causal" if self.causal else "bidirectional"]
+        if self.left != UNLIMITED or self.right not in (UNLIMITED, 0):
+            words.append(f"window=({self.left}, {self.right})")
+        if self.chunk:
+            words.append(f"chunk={self.chunk}")
+        if self.prefix:
+            words.append("prefix")
+        if self.cross:
+            words.append("cross, " + ("top-left" if self.top_left else "bottom-right"))
+        return f"MaskSpec({', '.join(words)})"
 
 
-def row_bounds(
-    layout: PackedLayout, *, causal: bool = True, window: int | tuple[int, int] | None = None
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
+    """`(left, right)` of a window, -1 for no limit."""
+    if window is None:
+        return UNLIMITED, UNLIMITED
+    if isinstance(window, int) and not isinstance(window, bool):
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}; pass None for no window.")
+        sides: Sequence[int] = (window - 1, window - 1)
+    else:
+        sides = window if isinstance(window, tuple | list) else ()
+        if [_is_int(side) for side in sides] != [True, True] or min(sides) < UNLIMITED:
+            raise ValueError(
+                f"window must be an integer or (left, right), each at least -1, got {window}; pass "
+                "None for no window, -1 for no limit on a side."
+            )
+    left, right = (min(side, _LONGEST_SIDE) for side in sides)
+    return left, right
+
+
+def query_bounds(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """The interval of keys that each row keeps, inside its own document.
+    """The keys that each query sees: `lo`, `hi`, int32 `[Tq]`.
 
     Args:
-        layout: the documents.
-        causal, window: as in `MaskSpec.of`.
+        cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`; the same tensor in self-attention.
+        padding_q, padding_k: bool `[Tq]` and `[Tk]`, True in slots that are padding runs, or None.
+        prefix: int32 `[N]`, tokens of each document's prefix, or None.
+        total_tokens: `[Tq, Tk]`.
+        spec: `MaskSpec.as_ints()`.
 
-    Returns:
-        lo, hi: int32 `[T]`, on the layout's device, never decreasing. A padding row keeps nothing:
-            `lo` is the end of
-        its run and `hi` its start.
-
-    No sync; traces under `fullgraph=True`.
-
-    >>> lo, hi = row_bounds(PackedLayout.from_lengths([2, 3]))
-    >>> lo.tolist(), hi.tolist()
-    ([0, 0, 2, 2, 2], [1, 2, 3, 4, 5])
+    A query of a padding run sees nothing: `lo` is the end of the run and `hi` its start. No sync.
     """
-    return bounds_of(layout, MaskSpec.of(causal=causal, window=window))
+    mask = MaskSpec.from_ints(spec)
+    at = _place(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
+    position = at.position + _shift(mask, at.own_length, at.other_length)
+    low, high = torch.zeros_like(position), at.other_length
+    if mask.left != UNLIMITED:
+        low = torch.maximum(low, position - mask.left)
+    if mask.chunk:
+        begin = position - position % mask.chunk
+        low, high = torch.maximum(low, begin), torch.minimum(high, begin + mask.chunk)
+    if mask.causal:
+        last = position + 1
+        if prefix is not None:
+            last = torch.maximum(last, prefix[at.slot.clamp(max=prefix.shape[0] - 1)])
+        high = torch.minimum(high, last)
+    if mask.right != UNLIMITED:
+        high = torch.minimum(high, position + (mask.right + 1))
+    return at.in_other_row(low, high)
 
 
-def bounds_of(layout: PackedLayout, mask: MaskSpec) -> tuple[Tensor, Tensor]:
-    """`row_bounds` of a `MaskSpec`."""
-    compute = traced_interval_bounds if torch.compiler.is_compiling() else interval_bounds
-    lo, hi = compute(layout.cu_seqlens, layout.padding, layout.total_tokens, mask.left, mask.right)
-    return lo, hi
-
-
-def interval_bounds(
-    cu_seqlens: Tensor, padding: Tensor | None, total_tokens: int, left: int, right: int
+def key_bounds(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """`row_bounds` of a layout's tensors and the numbers of a `MaskSpec`."""
-    rows = torch.arange(total_tokens, device=cu_seqlens.device, dtype=torch.int32)
-    slot = torch.searchsorted(cu_seqlens[1:], rows, right=True, out_int32=True)
+    """The queries that see each key: first and one past the last, int32 `[Tk]`; the transpose.
+
+    Arguments as in `query_bounds`.
+    """
+    mask = MaskSpec.from_ints(spec)
+    tokens_q, tokens_k = total_tokens
+    at = _place(cu_seqlens_k, cu_seqlens_q, padding_k, padding_q, tokens_k, tokens_q)
+    position = at.position
+    shift = _shift(mask, at.other_length, at.own_length)
+    low, high = shift, shift + at.other_length
+    if mask.left != UNLIMITED:
+        high = torch.minimum(high, position + (mask.left + 1))
+    if mask.right != UNLIMITED:
+        low = torch.maximum(low, position - mask.right)
+    if mask.causal:
+        first = position
+        if prefix is not None:
+            in_prefix = position < prefix[at.slot.clamp(max=prefix.shape[0] - 1)]
+            first = torch.where(in_prefix, low, first)
+        low = torch.maximum(low, first)
+    if mask.chunk:
+        begin = position - position % mask.chunk
+        low, high = torch.maximum(low, begin), torch.minimum(high, begin + mask.chunk)
+    return at.in_other_row(low - shift, high - shift)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where each token of a row lies, and its document in the other row; int32 `[T]` each."""
+
+    slot: Tensor
+    position: Tensor
+    own_length: Tensor
+    other_start: Tensor
+    other_length: Tensor
+    dead: Tensor
+
+    def in_other_row(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds inside the other document, as bounds in the other row; none where dead."""
+        low = torch.minimum(low.clamp(min=0), self.other_length)
+        high = torch.minimum(high.clamp(min=0), self.other_length)
+        low = torch.where(self.dead, self.other_length, low)
+        high = torch.where(self.dead, 0, high)
+        return self.other_start + low, self.other_start + high
+
+
+def _place(
+    own: Tensor,
+    other: Tensor,
+    own_padding: Tensor | None,
+    other_padding: Tensor | None,
+    own_total: int,
+    other_total: int,
+) -> _Place:
+    tokens = torch.arange(own_total, device=own.device, dtype=torch.int32)
+    slot = torch.searchsorted(own[1:], tokens, right=True, out_int32=True)
     # One slot more: the padding after the last document.
-    boundaries = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), total_tokens)])
-    start, end = boundaries[slot], boundaries[slot + 1]
-    lo = start if left == UNLIMITED else torch.maximum(start, rows - left)
-    hi = end if right == UNLIMITED else torch.minimum(end, rows + (right + 1))
-    padded = slot == cu_seqlens.shape[0] - 1
-    if padding is not None:
-        padded = padded | padding
-    return torch.where(padded, end, lo), torch.where(padded, start, hi)
+    own_ends = torch.cat([own, own.new_full((1,), own_total)])
+    other_ends = torch.cat([other, other.new_full((1,), other_total)])
+    start, other_start = own_ends[slot], other_ends[slot]
+    dead = slot == own.shape[0] - 1
+    if own_padding is not None:
+        dead = dead | own_padding
+    if other_padding is not None and other_total > 0:
+        dead = dead | other_padding[other_start.clamp(max=other_total - 1)]
+    return _Place(
+        slot=slot,
+        position=tokens - start,
+        own_length=own_ends[slot + 1] - start,
+        other_start=other_start,
+        other_length=other_ends[slot + 1] - other_start,
+        dead=dead,
+    )
+
+
+def _shift(mask: MaskSpec, length_q: Tensor, length_k: Tensor) -> Tensor:
+    """What to add to a query's position to give that of the key on its diagonal."""
+    if mask.cross and not mask.top_left:
+        return length_k - length_q
+    return torch.zeros_like(length_q)
 
 
 # Inside a compiled graph one operator: inductor of torch 2.11 on CUDA, fusing the search into what
 # uses it, gave a reference attention with wrong gradients.
-traced_interval_bounds = torch.library.custom_op(
-    "flexvarlen::interval_bounds", interval_bounds, mutates_args=()
+traced_query_bounds = torch.library.custom_op(
+    "flexvarlen::query_bounds", query_bounds, mutates_args=()
 )
 
 
-@traced_interval_bounds.register_fake
+@traced_query_bounds.register_fake
 def _(
-    cu_seqlens: Tensor, padding: Tensor | None, total_tokens: int, left: int, right: int
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
 ) -> tuple[Tensor, Tensor]:
-    return cu_seqlens.new_empty((total_tokens,)), cu_seqlens.new_empty((total_tokens,))
+    return cu_seqlens_q.new_empty(total_tokens[:1]), cu_seqlens_q.new_empty(total_tokens[:1])
 
 
-def dense_mask(lo: Tensor, hi: Tensor) -> Tensor:
-    """bool `[T, T]`: True where row q keeps key kv. For small T: takes T² bytes."""
-    keys = torch.arange(lo.shape[0], device=lo.device, dtype=torch.int32)
+def dense_mask(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
+    """bool `[Tq, Tk]`: True where query q sees key kv. For small rows: takes Tq·Tk bytes."""
+    keys = torch.arange(num_keys, device=lo.device, dtype=torch.int32)
     return (keys >= lo[:, None]) & (keys < hi[:, None])

@@ -6,9 +6,11 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flexvarlen.boundaries import (
     check_boundaries,
@@ -17,6 +19,12 @@ from flexvarlen.boundaries import (
     safe_boundaries,
 )
 from flexvarlen.positions import compute_position_ids, traced_position_ids
+
+
+def host_int32(values: list[int], device: torch.device) -> Tensor:
+    """int32 on the host; pinned if it is to be copied to a GPU, so that the copy need not sync."""
+    pin = device.type == "cuda" and not torch.compiler.is_compiling()
+    return torch.tensor(values, dtype=torch.int32, pin_memory=pin)
 
 
 class PackedLayout:
@@ -120,22 +128,24 @@ class PackedLayout:
         total_tokens: int | None = None,
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
+        checks: Literal["host", "device"] = "host",
     ) -> PackedLayout:
         """A layout from cumulative lengths, as FlashAttention and transformers write them.
 
         Args:
             cu_seqlens: int32 `[num_docs + 1]`, on the device of the tokens; starts at 0, never
                 decreases.
-            total_tokens: T; default: the last boundary. Needed inside a compiled graph.
-            capacity, max_seqlen_bound: as in `from_lengths`. Inside a compiled graph the defaults
-                are the number of slots given, rounded up, and T.
+            total_tokens: T; default: the last boundary. Needed where nothing is read back.
+            capacity, max_seqlen_bound: as in `from_lengths`. Where nothing is read back, the
+                defaults are the slots given and T: give a bound, as tables grow with it.
+            checks: "host": read boundaries on a device back, once, and raise a sentence. "device":
+                read nothing; boundaries that break the contract fail an assertion on the GPU, which
+                the process can then use no more. Inside a compiled graph always "device".
 
         Raises:
-            ValueError: any boundary that breaks the contract; inside a compiled graph the
-                boundaries are clamped, and a device assertion fails.
+            ValueError: any boundary that breaks the contract.
 
-        A device tensor is read back once (one sync), except inside a compiled graph, where nothing
-        is read.
+        One sync, if the boundaries are on a device and `checks` is "host".
         """
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
             got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
@@ -148,13 +158,16 @@ class PackedLayout:
                 f"{tuple(cu_seqlens.shape)}; "
                 "flatten it, and start it with 0."
             )
-        if torch.compiler.is_compiling():
+        if checks not in ("host", "device"):
+            raise ValueError(f"checks must be 'host' or 'device', got {checks!r}; choose one.")
+        compiling = torch.compiler.is_compiling()
+        if compiling or (checks == "device" and cu_seqlens.device.type != "cpu"):
             if total_tokens is None:
                 raise ValueError(
-                    "total_tokens must be given inside a compiled graph, got None; pass the number "
-                    "of tokens in the row."
+                    "total_tokens must be given where boundaries are not read back, got None; pass "
+                    "the number of tokens in the row."
                 )
-            return cls._from_traced(cu_seqlens, total_tokens, capacity, max_seqlen_bound)
+            return cls._from_device(cu_seqlens, total_tokens, capacity, max_seqlen_bound)
         return cls._from_host(
             cu_seqlens.tolist(), total_tokens, cu_seqlens.device, capacity, max_seqlen_bound
         )
@@ -207,13 +220,15 @@ class PackedLayout:
 
         Args:
             starts_T: bool `[T]`; the first is taken as True.
-            padding_T: bool `[T]`, True at padding tokens; each run must begin and end at a start.
+            padding_T: bool `[T]`, True at padding tokens; a run of them is a slot of its own.
             capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the defaults
                 are `default_capacity(T)` and T.
 
         One sync if the flags are on a device; none inside a compiled graph.
         """
         total = starts_T.shape[0]
+        if padding_T is not None:
+            starts_T = starts_T | pad(padding_T[1:] != padding_T[:-1], (1, 0))
         if torch.compiler.is_compiling():
             slots = min(capacity or default_capacity(total), total)
             torch._assert_async(
@@ -223,7 +238,7 @@ class PackedLayout:
             )
             first = torch.nonzero_static(starts_T, size=slots, fill_value=total)[:, 0]
             cu_seqlens = torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
-            return cls._from_traced(cu_seqlens, total, slots, max_seqlen_bound, padding_T)
+            return cls._from_device(cu_seqlens, total, slots, max_seqlen_bound, padding_T)
         flags = starts_T if padding_T is None else torch.stack([starts_T, padding_T])
         on_host = flags.cpu()
         starts = (on_host if padding_T is None else on_host[0]).nonzero()[:, 0].tolist()
@@ -246,9 +261,9 @@ class PackedLayout:
     ) -> PackedLayout:
         checked = check_boundaries(boundaries, total_tokens, capacity, max_seqlen_bound)
         spare = checked.capacity - checked.num_docs
-        host = torch.tensor(boundaries + [boundaries[-1]] * spare, dtype=torch.int32)
+        host = host_int32(boundaries + [boundaries[-1]] * spare, device)
         return cls(
-            host.to(device),
+            host.to(device, non_blocking=True),
             cu_seqlens_host=host,
             total_tokens=checked.total_tokens,
             max_seqlen_bound=checked.max_seqlen_bound,
@@ -258,7 +273,7 @@ class PackedLayout:
         )
 
     @classmethod
-    def _from_traced(
+    def _from_device(
         cls,
         cu_seqlens: Tensor,
         total: int,
@@ -266,7 +281,7 @@ class PackedLayout:
         max_seqlen_bound: int | None,
         padding: Tensor | None = None,
     ) -> PackedLayout:
-        """Inside a compiled graph nothing can be read: see `safe_boundaries`."""
+        """Nothing is read back: see `safe_boundaries`."""
         bound = total if max_seqlen_bound is None else min(max_seqlen_bound, total)
         return cls(
             safe_boundaries(cu_seqlens, total, capacity, bound),
@@ -335,7 +350,7 @@ class PackedLayout:
         )
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
-        """Take over the documents of `other` in the same storage, as a CUDA graph needs.
+        """Take over the documents of `other` in the same storage, as a CUDA graph needs. No sync.
 
         Raises:
             ValueError: `other` has another T or capacity, or a document longer than this layout's
@@ -344,25 +359,23 @@ class PackedLayout:
         if (other.total_tokens, other.capacity) != (self.total_tokens, self.capacity):
             raise ValueError(
                 f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and "
-                f"{other.capacity} for "
-                f"{self.total_tokens} and {self.capacity}; make both with the same total_tokens= "
-                "and capacity=."
+                f"{other.capacity} for {self.total_tokens} and {self.capacity}; make both with the "
+                "same total_tokens= and capacity=."
             )
         longest = other.max_seqlen_bound if other.max_seqlen is None else other.max_seqlen
         if longest > self.max_seqlen_bound:
             raise ValueError(
                 f"copy_ needs documents of at most max_seqlen_bound={self.max_seqlen_bound} "
-                f"tokens, got {longest}; make "
-                "this layout with a larger max_seqlen_bound=."
+                f"tokens, got {longest}; make this layout with a larger max_seqlen_bound=."
             )
         if (self.padding is None) != (other.padding is None):
             raise ValueError(
                 "copy_ needs padding runs inside the row in both layouts or in neither; make a new "
                 "layout."
             )
-        self.cu_seqlens.copy_(other.cu_seqlens)
+        self.cu_seqlens.copy_(other.cu_seqlens, non_blocking=True)
         if self.padding is not None and other.padding is not None:
-            self.padding.copy_(other.padding)
+            self.padding.copy_(other.padding, non_blocking=True)
         self.cu_seqlens_host = (
             None if other.cu_seqlens_host is None else other.cu_seqlens_host.clone()
         )
@@ -378,7 +391,6 @@ class PackedLayout:
         longest = "?" if self.max_seqlen is None else self.max_seqlen
         return (
             f"PackedLayout(num_docs={docs}, total_tokens={self.total_tokens}, "
-            f"max_seqlen={longest}, "
-            f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, "
-            f"device={self.device})"
+            f"max_seqlen={longest}, capacity={self.capacity}, "
+            f"max_seqlen_bound={self.max_seqlen_bound}, device={self.device})"
         )

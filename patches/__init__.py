@@ -2,9 +2,11 @@
 
 | file | holds |
 |---|---|
-| `boundaries.py` | the documents of a forward, found in its arguments |
+| `documents.py` | the documents of a forward, found in its arguments |
 | `interface.py` | the attention and mask functions that transformers calls by name |
+| `one_forward.py` | what the layers share by a name alone |
 | `model.py` | `patch_model`, `unpatch_model`, `patched` |
+| `wrapped_forward.py` | a `forward` wrapped on the instance |
 | `packed_cache.py` | caches that a packed forward filled, from which decoding refuses |
 | `rotary.py` | rotary tables computed once a compiled forward |
 | `families.py`, `llama.py`, `qwen.py` | which model types are verified, and what each needs |
@@ -13,8 +15,7 @@
 if __name__ == "patches":
     raise ImportError(
         "this folder must be imported as flexvarlen.patches, got patches; install flexvarlen, or "
-        "put the folder above "
-        "it on the path."
+        "put the folder above it on the path."
     )
 
 from flexvarlen.patches.interface import IMPLEMENTATIONS, register

@@ -20,6 +20,6 @@ def require_verified(model_type: str) -> None:
     if model_type not in VERIFIED:
         raise NotImplementedError(
             f"model_type must be one of the verified {', '.join(VERIFIED)}, got {model_type!r}; "
-            "packed documents could "
-            "leak into one another there: use the model's own attention, one document a row."
+            "packed documents could leak into one another there: use the model's own attention, "
+            "one document a row."
         )

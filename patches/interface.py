@@ -5,7 +5,9 @@ layer finds the boundaries in what reaches it: position_ids, cu_seq_lens and 2D 
 not masks of document ids, which transformers turns to booleans, nor labels.
 
 Decoding is not packed: fewer queries than keys, or a 4D mask, go to transformers' own sdpa, with
-    its own mask.
+its own mask. With several documents in a row, in the new tokens or in the cache, it raises; but by
+the name alone a cache of several is not noticed if a compiled forward filled it, if all its layers
+have a sliding window, or if it keeps no keys as they came (quantized).
 
 Shapes: B rows of S tokens; H = num_heads, Hkv = num_kv_heads, D = head_dim; T = B·S.
 """
@@ -23,8 +25,10 @@ from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention import packed_attention
 from flexvarlen.bounds import MaskSpec
-from flexvarlen.patches.boundaries import EXPLICIT, PackedForward, shared_between_layers
+from flexvarlen.patches.documents import EXPLICIT, PackedForward, check_one_document
 from flexvarlen.patches.families import require_verified
+from flexvarlen.patches.one_forward import begins_forward, shared_between_layers
+from flexvarlen.patches.packed_cache import mark_keys
 
 IMPLEMENTATIONS = {
     "flexvarlen_flex": "flex",
@@ -39,6 +43,9 @@ IMPLEMENTATIONS = {
 
 CONTEXT = "flexvarlen"
 """The keyword under which the layers of a patched model get their `PackedForward`."""
+
+OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
+"""What a layer sees of a forward that is not packed."""
 
 Attention = Callable[..., tuple[Tensor, None]]
 
@@ -81,6 +88,7 @@ def _attention_function(backend: str) -> Attention:
         if packed is None:
             require_verified(module.config.model_type)  # type: ignore[union-attr, arg-type]
             packed = shared_between_layers(
+                module,
                 backend,
                 batch,
                 row_tokens,
@@ -91,9 +99,8 @@ def _attention_function(backend: str) -> Attention:
         elif row_tokens * batch != packed.layout.total_tokens or row_tokens != key.shape[2]:
             raise ValueError(
                 f"queries and keys must be the {packed.layout.total_tokens} tokens of the packed "
-                "batch, got "
-                f"{batch * row_tokens} queries and {batch * key.shape[2]} keys; pack without a "
-                "cache."
+                f"batch, got {batch * row_tokens} queries and {batch * key.shape[2]} keys; pack "
+                "without a cache."
             )
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         plan = (
@@ -116,6 +123,8 @@ def _attention_function(backend: str) -> Attention:
             plan=plan,
         )
         assert isinstance(out_THD, Tensor)
+        if packed.several_a_row:
+            mark_keys(key)
         return out_THD.view(batch, row_tokens, heads, head_dim), None
 
     return flexvarlen_attention
@@ -141,8 +150,8 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(
             f"attention dropout must be 0, got {dropout}: no packed kernel here drops; set "
-            "config.attention_dropout=0.0 "
-            "before the model is built, or attention_dropout = 0.0 on its attention modules."
+            "config.attention_dropout=0.0 before the model is built, or attention_dropout = 0.0 on "
+            "its attention modules."
         )
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(
@@ -174,9 +183,15 @@ def _transformers_sdpa(
     """Decoding: transformers' own sdpa with transformers' own mask."""
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("packed_layout") is not None:
         raise ValueError(
-            "a packed batch must not come with a non-empty cache or a 4D mask, got both; pass an "
-            "empty cache or "
+            f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
             "use_cache=False, and no 4D attention_mask."
+        )
+    if torch.compiler.is_compiling() or begins_forward(module):
+        check_one_document(
+            query.shape[2],
+            position_ids=kwargs.get("position_ids"),
+            attention_mask=attention_mask,
+            with_what=OTHER_KEYS,
         )
     if softcap is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError(
@@ -201,7 +216,7 @@ def _mask_function(
     """The mask for a model that is not patched, or for decoding.
 
     Whole rows keep their 2D mask: the attention function reads padding from it. All else is
-        transformers' sdpa mask.
+    transformers' sdpa mask.
     """
     whole_rows = (
         q_length == kv_length and not use_vmap and isinstance(q_offset, int) and q_offset == 0

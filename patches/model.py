@@ -8,12 +8,10 @@ that transformers builds none and reads nothing back.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -24,11 +22,19 @@ from flexvarlen.attention import resolve_backend
 from flexvarlen.backends import get_backend, why_not
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout
-from flexvarlen.patches.boundaries import EXPLICIT, PackedForward, find_layout, first_tokens
+from flexvarlen.mask import DocumentMask
+from flexvarlen.patches.documents import (
+    EXPLICIT,
+    PackedForward,
+    check_one_document,
+    find_layout,
+    first_tokens,
+)
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
-from flexvarlen.patches.packed_cache import holds_packed_documents, remember_documents
+from flexvarlen.patches.packed_cache import refuse_packed_documents, remember_documents
 from flexvarlen.patches.rotary import forget_tables, keep_tables
+from flexvarlen.patches.wrapped_forward import has_forward_of_class, unwrap_forward, wrap_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,8 +68,12 @@ def patch_model(
     position_ids are made from the documents. Labels at the first token of each document are masked.
     Padding outputs of attention are zero.
 
+    Labels that never reach the model are not: Trainer takes them out with `label_smoothing_factor`
+    or `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
+
     Decoding (a non-empty cache) goes to transformers' own sdpa; from a cache that a packed batch
-    filled it raises. Training makes no cache unless `use_cache=True` is passed.
+    filled it raises, and so do several documents in the new tokens of a row. Training makes no
+    cache unless `use_cache=True` is passed.
 
     Args:
         model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile
@@ -91,8 +101,7 @@ def patch_model(
             "of other heads are not next tokens; patch its base model, and pool by document."
         )
     _check_backend(inner, backend)
-    before = inner.config._attn_implementation
-    existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    before = _implementation_before(inner)
     name = next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
     inner.set_attn_implementation(name)
     patch = Patch(
@@ -100,13 +109,14 @@ def patch_model(
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
         masks=_masks(inner),
-        implementation_before=before if existing is None else existing.implementation_before,
+        implementation_before=before,
     )
     for module in _wrapped_modules(inner):
-        if ATTRIBUTE not in module.__dict__:
-            _wrap_forward(module)
+        if ATTRIBUTE not in module.__dict__ or has_forward_of_class(module):
+            wrap_forward(module, _before_forward, _after_forward)
         setattr(module, ATTRIBUTE, patch)
     keep_tables(inner.base_model)
+    _patched_models.add(inner)
     return model
 
 
@@ -124,15 +134,9 @@ def unpatch_model(model: Model) -> Model:
     if patch is None:
         return model
     for module in _wrapped_modules(inner):
-        delattr(module, ATTRIBUTE)
-        forward = module.__dict__.get("forward")
-        before = getattr(forward, BEFORE, None)
-        if before is None:
-            continue  # somebody wrapped our wrapper since: it finds no patch, and does nothing
-        if before.instance is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before.instance
+        module.__dict__.pop(ATTRIBUTE, None)
+        unwrap_forward(module)
+    _patched_models.discard(inner)
     forget_tables(inner.base_model)
     inner.set_attn_implementation(patch.implementation_before)
     return model
@@ -167,50 +171,31 @@ def patched(
             )
 
 
-# ---- the wrapped forward ----
-
-BEFORE = "_flexvarlen_before"
+# ---- what the wrapped forward does ----
 
 
-@dataclass(frozen=True)
-class _Before:
-    """The `forward` that the instance had of its own, or None if it was the class's."""
-
-    instance: Callable[..., Any] | None
+def _before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    patch: Patch | None = module.__dict__.get(ATTRIBUTE)
+    return None if patch is None else prepare_inputs(module, patch, inputs)
 
 
-def _wrap_forward(module: nn.Module) -> None:
-    instance: Callable[..., Any] | None = module.__dict__.get("forward")
-    of_class = type(module).forward
-    names = tuple(inspect.signature(module.forward).parameters)
-
-    # The class's function is called with `self`, not a bound method kept: a deep copy must call its
-    # own module.
-    @functools.wraps(of_class)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        patch: Patch | None = self.__dict__.get(ATTRIBUTE)
-        if patch is not None:
-            kwargs = prepare_inputs(self, patch, {**dict(zip(names, args, strict=False)), **kwargs})
-            args = ()
-        out = of_class(self, *args, **kwargs) if instance is None else instance(*args, **kwargs)
-        packed: PackedForward | None = kwargs.get(CONTEXT) if patch is not None else None
-        if packed is not None:
-            tokens = _tokens(kwargs)
-            assert tokens is not None
-            remember_documents(out, packed.layout, tokens.shape[0])
-        return out
-
-    setattr(forward, BEFORE, _Before(instance))
-    module.forward = MethodType(forward, module)
+def _after_forward(inputs: dict[str, Any], outputs: Any) -> None:
+    packed: PackedForward | None = inputs.get(CONTEXT)
+    if packed is not None:
+        tokens = _tokens(inputs)
+        assert tokens is not None
+        remember_documents(outputs, packed.layout, tokens.shape[0])
 
 
 def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
     """A forward's keyword arguments with the documents found; unchanged for decoding.
 
     Raises:
-        ValueError: boundaries that break the contract, or a packed batch with a non-empty cache or
-            a 4D mask, or another attn_implementation set since (it would take our placeholder for
-            a mask that hides nothing).
+        ValueError: boundaries that break the contract, a packed batch with a non-empty cache, with
+            one that makes room for other tokens, or with a 4D mask, or another attn_implementation
+            set since (it would take our placeholder for a mask that hides nothing).
+
+    Decoding reads the device once a forward, if there are positions or a mask to look at.
     """
     tokens = _tokens(inputs)
     if tokens is None or inputs.get(CONTEXT) is not None:
@@ -223,30 +208,31 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
             "another, or patch_model again."
         )
     batch, row_tokens = tokens.shape[:2]
-    attention_mask = inputs.get("attention_mask")
-    given = {name: inputs.pop(name, None) for name in EXPLICIT}
-    explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
-    not_whole_rows = _why_not_whole_rows(inputs.get("past_key_values"), attention_mask, row_tokens)
-    if not_whole_rows is not None:
-        if explicit or _restarts(inputs.get("position_ids"), row_tokens):
-            raise ValueError(
-                f"a packed batch must not come with {not_whole_rows}; pass an empty cache or "
-                "use_cache=False, and "
-                "no 4D attention_mask."
-            )
-        if holds_packed_documents(inputs.get("past_key_values")):
-            raise ValueError(
-                "decoding needs a cache with one document a row, got one that a packed batch "
-                "filled: a new token would see every document of its row; prefill each document "
-                "in a row of its own."
-            )
-        return inputs
+    attention_mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.ndim != 2:
         raise ValueError(
             f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text "
             "row."
         )
+    given = {name: inputs.pop(name, None) for name in EXPLICIT}
+    explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
+    not_whole_rows = _why_not_whole_rows(cache, attention_mask, row_tokens)
+    if not_whole_rows is not None:
+        if explicit:
+            raise ValueError(
+                f"a packed batch must not come with {not_whole_rows}; pass an empty cache or "
+                "use_cache=False, and no 4D attention_mask."
+            )
+        refuse_packed_documents(cache)
+        check_one_document(
+            row_tokens,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            with_what=not_whole_rows,
+            seen=0 if cache is None else cache.get_seq_length(),
+        )
+        return inputs
     layout = find_layout(
         batch,
         row_tokens,
@@ -266,7 +252,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         if inputs.get(name) is not None:
             inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
     wants_no_cache = explicit or module.training or torch.compiler.is_compiling()
-    if wants_no_cache and inputs.get("use_cache") is None and inputs.get("past_key_values") is None:
+    if wants_no_cache and inputs.get("use_cache") is None and cache is None:
         inputs["use_cache"] = False
     inputs[CONTEXT] = _packed_forward(module, patch, layout)
     inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
@@ -298,9 +284,9 @@ def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pa
             _head_dim(config),
             torch.is_grad_enabled(),
         )
-    return PackedForward(
-        layout, backend, {mask: get_backend(backend).plan(layout, mask) for mask in patch.masks}
-    )
+    make_plan = get_backend(backend).plan
+    plans = {mask: make_plan(DocumentMask(layout, mask)) for mask in patch.masks}
+    return PackedForward(layout, backend, plans)
 
 
 def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str | None:
@@ -313,22 +299,6 @@ def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str
         return None
     keys, _ = cache.get_mask_sizes(row_tokens, 0)
     return None if keys == row_tokens else "a cache that holds, or makes room for, other tokens"
-
-
-def _restarts(position_ids: Tensor | None, row_tokens: int) -> bool:
-    """Whether the positions of a row go on otherwise than by 1.
-
-    Reads the device; inside a graph it asserts there.
-    """
-    if position_ids is None or row_tokens == 1 or position_ids.ndim != 2:
-        return False
-    jumps = (position_ids.diff(dim=-1) < 0).any()
-    if torch.compiler.is_compiling():
-        torch._assert_async(
-            ~jumps, "flexvarlen: a packed batch must not come with a non-empty cache."
-        )
-        return False
-    return bool(jumps)
 
 
 def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:
@@ -375,6 +345,22 @@ def _masks(inner: PreTrainedModel) -> tuple[MaskSpec, ...]:
 def _head_dim(config: Any) -> int:
     head_dim: int | None = getattr(config, "head_dim", None)
     return head_dim or int(config.hidden_size // config.num_attention_heads)
+
+
+_patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def _implementation_before(inner: PreTrainedModel) -> str:
+    """The attn_implementation of the model's config before any patch.
+
+    Several models may share a config: the first patched one knows.
+    """
+    for patched_model in (inner, *_patched_models):
+        patch: Patch | None = patched_model.__dict__.get(ATTRIBUTE)
+        if patch is not None and patched_model.config is inner.config:
+            return patch.implementation_before
+    implementation: str = inner.config._attn_implementation
+    return implementation
 
 
 def _check_backend(inner: PreTrainedModel, backend: str) -> None:

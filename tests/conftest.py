@@ -26,6 +26,11 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_addoption(parser):
+    """`--mask-cases N`: random masks of each kind that are held against brute force."""
+    parser.addoption("--mask-cases", type=int, default=60)
+
+
 def pytest_collection_modifyitems(items):
     """Skip the tests marked ``gpu`` where there is no CUDA device."""
     if torch.cuda.is_available():

@@ -8,7 +8,9 @@ one document.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,13 +60,29 @@ class Documents:
         return flags
 
 
-def seen(length: int, causal: bool, window: Window, device: torch.device | str = "cpu") -> Tensor:
-    """bool `[L, L]`: the keys that each query of a document sees, by definition."""
-    tokens = torch.arange(length, device=device)
-    behind = tokens[:, None] - tokens[None, :]  # how far the key lies before the query
-    mask = torch.ones(length, length, dtype=torch.bool, device=device)
+def seen(
+    length: int,
+    keys: int | None = None,
+    *,
+    causal: bool = True,
+    window: Window = None,
+    chunk: int | None = None,
+    prefix: int = 0,
+    align: str = "bottom_right",
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """bool `[L, Lk]`: the keys that each query of a document sees, by definition."""
+    keys = length if keys is None else keys
+    query = torch.arange(length, device=device)[:, None]
+    key = torch.arange(keys, device=device)[None, :]
+    if align == "bottom_right":
+        query = query + keys - length
+    behind = query - key  # how far the key lies before the query
+    mask = torch.ones(length, keys, dtype=torch.bool, device=device)
     if causal:
-        mask &= behind >= 0
+        mask &= (behind >= 0) | (key < prefix)
+    if chunk is not None:
+        mask &= query.div(chunk, rounding_mode="floor") == key // chunk
     if isinstance(window, int):
         mask &= behind.abs() < window
     elif window is not None:
@@ -76,11 +94,33 @@ def seen(length: int, causal: bool, window: Window, device: torch.device | str =
     return mask
 
 
-def dense(documents: Documents, causal: bool, window: Window) -> Tensor:
-    """bool `[T, T]`: the mask of the whole row, by brute force."""
-    mask = torch.zeros(documents.total_tokens, documents.total_tokens, dtype=torch.bool)
-    for start, end in documents.spans():
-        mask[start:end, start:end] = seen(end - start, causal, window)
+def _pairs(
+    documents: Documents, keys: Documents | None, prefix: Sequence[int] | None
+) -> list[tuple[int, tuple[int, int], tuple[int, int], int]]:
+    """Number, span of queries, span of keys and prefix of each document that is no padding."""
+    keys = documents if keys is None else keys
+    prefixes = [0] * len(documents.lengths) if prefix is None else prefix
+    dead = documents.padding | keys.padding
+    spans, start, start_k = [], 0, 0
+    for i, (n, n_k) in enumerate(zip(documents.lengths, keys.lengths, strict=True)):
+        if i not in dead:
+            spans.append((i, (start, start + n), (start_k, start_k + n_k), prefixes[i]))
+        start, start_k = start + n, start_k + n_k
+    return spans
+
+
+def dense(
+    documents: Documents,
+    keys: Documents | None = None,
+    *,
+    prefix: Sequence[int] | None = None,
+    **options: Any,
+) -> Tensor:
+    """bool `[T, Tk]`: the mask of the whole row, by brute force; `options` as in `seen`."""
+    tokens_k = documents.total_tokens if keys is None else keys.total_tokens
+    mask = torch.zeros(documents.total_tokens, tokens_k, dtype=torch.bool)
+    for _, (start, end), (start_k, end_k), own in _pairs(documents, keys, prefix):
+        mask[start:end, start_k:end_k] = seen(end - start, end_k - start_k, prefix=own, **options)
     return mask
 
 
@@ -89,43 +129,52 @@ def attend(
     k_THD: Tensor,
     v_THD: Tensor,
     documents: Documents,
+    keys: Documents | None = None,
     *,
-    causal: bool = True,
-    window: Window = None,
+    prefix: Sequence[int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output `[T, H, D]` and LSE `[H, T]`, a document at a time; differentiable.
 
-    In fp64 the oracle. In a low precision the plain peer: matrix products in the dtype, softmax in
-    fp32, probabilities in the dtype.
+    `keys` are the documents of k and v, if not the same; `options` as in `seen`. In fp64 the
+    oracle. In a low precision the plain peer: matrix products in the dtype, softmax in fp32,
+    probabilities in the dtype.
     """
     heads, groups = q_THD.shape[1], k_THD.shape[1]
     wide = torch.promote_types(q_THD.dtype, torch.float32)
     scale = q_THD.shape[2] ** -0.5 if scale is None else scale
     own_kv_head = torch.arange(heads, device=q_THD.device) // (heads // groups)
-    lengths = [*documents.lengths, documents.total_tokens - sum(documents.lengths)]
-    outs, lses = [], []
-    for i, (q, k, v) in enumerate(
-        zip(*(x.split(lengths) for x in (q_THD, k_THD, v_THD)), strict=True)
-    ):
-        q_HLD, k_HLD, v_HLD = (x.transpose(0, 1) for x in (q, k[:, own_kv_head], v[:, own_kv_head]))
-        if i in documents.padding or i == len(documents.lengths):
-            outs.append(0 * q)  # not plain zeros: a row of nothing but padding has gradients too
-            lses.append(q.new_full((heads, lengths[i]), float("-inf"), dtype=wide))
+    outs, lses, done = [], [], 0
+
+    def skip_to(token: int) -> None:
+        outs.append(0 * q_THD[done:token])  # not plain zeros: padding alone has gradients too
+        empty = q_THD.new_full((heads, token - done), float("-inf"), dtype=wide)
+        lses.append(empty)
+
+    for _, (start, end), (start_k, end_k), own in _pairs(documents, keys, prefix):
+        if end_k == start_k:
             continue
-        mask = seen(lengths[i], causal, window, q.device)
+        skip_to(start)
+        done = end
+        q_HLD = q_THD[start:end].transpose(0, 1)
+        k_HLD, v_HLD = (x[start_k:end_k, own_kv_head].transpose(0, 1) for x in (k_THD, v_THD))
+        mask = seen(end - start, end_k - start_k, prefix=own, device=q_THD.device, **options)
         scores = (q_HLD @ k_HLD.transpose(1, 2)).to(wide) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~mask, float("-inf"))
+        # A query that sees nothing: finite scores, and then probabilities of zero.
+        sees = mask.any(-1)
+        scores = scores.masked_fill(~mask & sees[:, None], float("-inf"))
         lse = scores.logsumexp(-1)
-        lses.append(lse)
+        lses.append(lse.masked_fill(~sees, float("-inf")))
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(wide)[:, None])
-        probabilities = (scores - lse[..., None]).exp()
-        outs.append((probabilities.to(q.dtype) @ v_HLD).transpose(0, 1))
+        probabilities = (scores - lse[..., None]).exp() * sees[:, None]
+        outs.append((probabilities.to(q_THD.dtype) @ v_HLD).transpose(0, 1))
+    skip_to(documents.total_tokens)
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 

@@ -10,13 +10,19 @@ from tests.oracle import Documents
 
 
 @st.composite
-def rows(draw, max_tokens=400, padding_runs=True):
-    """A row: documents of any length, empty ones too, a padding tail, padding runs inside."""
-    lengths = draw(
-        st.lists(st.integers(0, 90) | st.sampled_from([0, 1, 32, 64]), min_size=1, max_size=9)
-    )
+def rows(draw, max_tokens=400, padding_runs=True, count=None):
+    """A row: documents of any length, empty ones too, a padding tail, padding runs inside.
+
+    `count` documents; default: one to nine.
+    """
+    length = st.integers(0, 90) | st.sampled_from([0, 1, 32, 64])
+    least, most = (1, 9) if count is None else (count, count)
+    lengths = draw(st.lists(length, min_size=least, max_size=most))
     while sum(lengths) > max_tokens:
-        lengths.pop()
+        if count is None:
+            lengths.pop()
+        else:
+            lengths[lengths.index(max(lengths))] //= 2
     tail = draw(st.just(0) | st.integers(0, 70))
     total = max(sum(lengths) + tail, 1)
     padding = frozenset()
@@ -24,13 +30,6 @@ def rows(draw, max_tokens=400, padding_runs=True):
         candidates = [i for i, n in enumerate(lengths) if n]
         padding = frozenset(draw(st.sets(st.sampled_from(candidates)))) if candidates else padding
     return Documents(tuple(lengths), total, padding)
-
-
-def masks():
-    """`causal` and `window`, as keyword arguments."""
-    side = st.just(-1) | st.integers(0, 60) | st.sampled_from([127, 128])
-    window = st.none() | st.integers(1, 100) | st.tuples(side, side)
-    return st.fixed_dictionaries({"causal": st.booleans(), "window": window})
 
 
 def layout_of(documents, *, device="cpu", capacity=None, max_seqlen_bound=None):

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from flexvarlen import PackedLayout, packed_attention, why_not
+from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from tests import oracle
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.rows import layout_of, poison_spare_memory
@@ -354,7 +354,6 @@ def test_sdpa_gives_a_document_the_same_bits_in_any_row():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_plan_made_once_serves_every_layer(device):
     from flexvarlen.backends import BACKENDS, get_backend
-    from flexvarlen.bounds import MaskSpec
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v, _ = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
@@ -362,6 +361,6 @@ def test_a_plan_made_once_serves_every_layer(device):
     for name in BACKENDS:
         if why_not(name, device=device, dtype=dtype, needs_grad=False) is not None:
             continue
-        plan = get_backend(name).plan(layout, MaskSpec.of(causal=True, window=20))
+        plan = get_backend(name).plan(DocumentMask.of(layout, window=20))
         ours = packed_attention(q, k, v, layout, backend=name, window=20, plan=plan)
         assert torch.equal(ours, packed_attention(q, k, v, layout, backend=name, window=20)), name

@@ -1,4 +1,4 @@
-"""flexvarlen.block_mask: the closed form gives create_block_mask's tables, and brute force's."""
+"""The tables of a document BlockMask are brute force's and create_block_mask's, block for block."""
 
 from __future__ import annotations
 
@@ -9,173 +9,231 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flexvarlen import PackedLayout, document_block_mask
-from tests import oracle
+from flexvarlen.block_mask import block_mask_of
+from flexvarlen.tables import Tables
+from tests.mask_cases import BLOCK_SIZES, KINDS, MaskCase, cases
 from tests.oracle import Documents
-from tests.rows import layout_of, masks, rows
 
-KINDS = ("kv", "full_kv", "q", "full_q")
-block_sizes = st.sampled_from([16, 32, 64, 128]).flatmap(
-    lambda size: st.sampled_from([(size, size), (2 * size, size), (size, 2 * size)])
-)
+TABLES = ("kv", "full_kv", "q", "full_q")
+block_sizes = st.sampled_from(BLOCK_SIZES)
 
 
-def listed(block_mask, kind):
+def listed(block_mask, table):
     """bool `[rows, columns]`: the blocks that a table lists, each once and inside the row."""
-    counts = getattr(block_mask, f"{kind}_num_blocks")[0, 0]
-    indices = getattr(block_mask, f"{kind}_indices")[0, 0]
-    tokens = block_mask.seq_lengths[0]
-    block = block_mask.BLOCK_SIZE[1 if kind.endswith("kv") else 0]
+    counts = getattr(block_mask, f"{table}_num_blocks")[0, 0]
+    indices = getattr(block_mask, f"{table}_indices")[0, 0]
+    of_keys = table.endswith("kv")
+    tokens, block = block_mask.seq_lengths[of_keys], block_mask.BLOCK_SIZE[of_keys]
+    columns = -(-tokens // block)
     assert counts.dtype == indices.dtype == torch.int32
     assert indices.is_contiguous()
     assert (counts <= indices.shape[1]).all()
-    table = torch.zeros(counts.shape[0], -(-tokens // block), dtype=torch.int32)
-    for row, count in enumerate(counts.tolist()):
-        for column in indices[row, :count].tolist():
-            table[row, column] += 1
-    assert (table <= 1).all(), f"{kind} lists a block twice"
-    return table.bool()
+    valid = torch.arange(indices.shape[1]) < counts[:, None]
+    assert (indices[~valid] == 0).all(), f"{table} has something behind its lists"
+    assert ((indices >= 0) & (indices < columns)).all(), f"{table} lists a block outside the row"
+    times = torch.zeros(counts.shape[0], columns, dtype=torch.int32)
+    times.scatter_add_(1, indices.long(), valid.int())
+    assert (times <= 1).all(), f"{table} lists a block twice"
+    return times.bool()
 
 
-def brute_force(mask, block_size):
+def brute_force(dense, block_size):
     """bool `[NQ, NK]` twice: the blocks that a dense mask touches, and those it keeps whole."""
-    tokens = mask.shape[0]
-    block_q, block_k = block_size
-    padded = torch.zeros(-(-tokens // block_q) * block_q, -(-tokens // block_k) * block_k)
-    padded[:tokens, :tokens] = mask
+    (tokens_q, tokens_k), (block_q, block_k) = dense.shape, block_size
+    padded = torch.zeros(-(-tokens_q // block_q) * block_q, -(-tokens_k // block_k) * block_k)
+    padded[:tokens_q, :tokens_k] = dense
     tiles = padded.unflatten(1, (-1, block_k)).unflatten(0, (-1, block_q)).sum((1, 3))
     return tiles > 0, tiles == block_q * block_k
 
 
-def evaluated(block_mask, tokens):
-    """bool `[T, T]`: what the mask_mod says of every pair."""
-    at = torch.arange(tokens)
+def evaluated(block_mask):
+    """bool `[Tq, Tk]`: what the mask_mod says of every pair."""
+    queries, keys = (torch.arange(tokens) for tokens in block_mask.seq_lengths)
     nothing = torch.zeros((), dtype=torch.int64)
-    return block_mask.mask_mod(nothing, nothing, at[:, None], at[None, :])
+    return block_mask.mask_mod(nothing, nothing, queries[:, None], keys[None, :])
 
 
-def only_padding(documents, block_size):
-    """bool `[NQ]`: the query blocks without a token of a document."""
-    return torch.stack([rows.all() for rows in documents.padded().split(block_size[0])])
-
-
-@settings(max_examples=200)
-@given(rows(padding_runs=False), masks(), block_sizes, st.booleans())
-@example(Documents((1,), 1), {"causal": True, "window": None}, (128, 128), True)
-@example(Documents((0, 0), 300), {"causal": False, "window": None}, (128, 128), True)
-@example(Documents((90, 38), 128), {"causal": False, "window": (0, 60)}, (16, 32), True)
-def test_tables_are_those_of_create_block_mask(documents, mask, block_size, compact):
-    tokens = documents.total_tokens
-    dense = oracle.dense(documents, **mask)
-    block_mask = document_block_mask(
-        layout_of(documents), block_size=block_size, compact=compact, **mask
-    )
-    theirs = create_block_mask(
-        lambda b, h, q, kv: dense[q, kv], None, None, tokens, tokens, "cpu", block_size
-    )
-    assert block_mask.shape == (1, 1, tokens, tokens)
+def check(case, block_size, compact):
+    """Partial and full blocks, forward and transposed, and the mask_mod, against the dense mask."""
+    dense = case.dense()
+    block_mask = block_mask_of(case.mask(), block_size=block_size, compact=compact)
+    assert block_mask.shape == (1, 1, *dense.shape)
     assert block_size == block_mask.BLOCK_SIZE
-    ours = {kind: listed(block_mask, kind) for kind in KINDS}
-    if block_size[0] < block_size[1]:
-        # A key block wider than the query blocks can hold the last document's end and, in query
-        # blocks of their own, padding rows: listed for those too, and masked.
-        blank = only_padding(documents, block_size)
-        ours["kv"][blank] = False
-        ours["q"][:, blank] = False
-    for kind in KINDS:
-        assert torch.equal(ours[kind], listed(theirs, kind)), kind
     touched, whole = brute_force(dense, block_size)
+    ours = {table: listed(block_mask, table) for table in TABLES}
     assert torch.equal(ours["full_kv"], whole)
     assert torch.equal(ours["kv"], touched & ~whole)
+    assert torch.equal(ours["full_q"], whole.T)
+    assert torch.equal(ours["q"], (touched & ~whole).T)
+    assert torch.equal(evaluated(block_mask), dense)
+    return block_mask
 
 
-@given(rows(), masks(), block_sizes, st.booleans())
-def test_padding_inside_the_row_hides_no_block(documents, mask, block_size, compact):
-    """A block that only padding rows touch may be listed, and is masked; no other is missing."""
-    dense = oracle.dense(documents, **mask)
-    block_mask = document_block_mask(
-        layout_of(documents), block_size=block_size, compact=compact, **mask
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_and_mask_are_brute_forces(kind, pytestconfig):
+    """`--mask-cases N` sets the number of random cases a kind."""
+
+    @settings(max_examples=pytestconfig.getoption("--mask-cases"))
+    @given(cases(kind), block_sizes, st.booleans())
+    def run(case, block_size, compact):
+        check(case, block_size, compact)
+
+    run()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MaskCase(Documents((1,), 1)),
+        MaskCase(Documents((0, 0), 300), {"causal": False}),
+        MaskCase(Documents((1,) * 300, 300)),
+        MaskCase(Documents((300,), 300), {"causal": False}),
+        MaskCase(Documents((90, 38), 128), {"causal": False, "window": (0, 60)}),
+        MaskCase(Documents((100, 300, 8), 408, frozenset({1})), {"causal": False}),
+        # queries of documents without keys, keys of documents without queries
+        MaskCase(Documents((60, 0, 60), 120), {"causal": False}, Documents((0, 300, 60), 400)),
+        # more queries than keys, bottom-right: the first queries see nothing
+        MaskCase(Documents((200, 90), 300), {"align": "bottom_right"}, Documents((30, 90), 120)),
+        MaskCase(Documents((200,), 200), {"prefix": (500,), "window": 7}),
+    ],
+    ids=lambda case: f"{case.documents.lengths[:3]}{sorted(case.options)}",
+)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_corner_cases(case, block_size):
+    for compact in (True, False):
+        check(case, block_size, compact)
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(KINDS).flatmap(cases), block_sizes)
+@example(MaskCase(Documents((90, 38), 100 + 28)), (16, 32))
+def test_tables_are_those_of_create_block_mask(case, block_size):
+    dense = case.dense()
+    theirs = create_block_mask(
+        lambda b, h, q, kv: dense[q, kv], None, None, *dense.shape, "cpu", block_size
     )
-    touched, whole = brute_force(dense, block_size)
-    partial, full = listed(block_mask, "kv"), listed(block_mask, "full_kv")
-    assert not (partial & full).any()
-    assert (partial | full)[touched].all(), "a block with keys to see is not listed"
-    assert whole[full].all(), "a block with masked pairs is listed as full"
-    assert torch.equal(evaluated(block_mask, documents.total_tokens), dense)
+    ours = block_mask_of(case.mask(), block_size=block_size)
+    for table in TABLES:
+        counts, indices = (
+            [getattr(mask, f"{table}_{part}") for mask in (ours, theirs)]
+            for part in ("num_blocks", "indices")
+        )
+        assert torch.equal(*counts)
+        listed_both = torch.arange(indices[0].shape[-1]) < counts[0][..., None]
+        assert torch.equal(*(x.where(listed_both, 0) for x in indices)), table
 
 
-@given(rows(), masks(), block_sizes, st.booleans())
-def test_backward_tables_are_the_forward_tables_transposed(documents, mask, block_size, compact):
-    block_mask = document_block_mask(
-        layout_of(documents), block_size=block_size, compact=compact, **mask
+@given(st.sampled_from(KINDS).flatmap(cases), block_sizes)
+def test_spare_slots_and_a_longer_bound_change_no_list(case, block_size):
+    few, many = (
+        block_mask_of(case.mask(**shapes), block_size=block_size, compact=True)
+        for shapes in ({}, {"capacity": 32, "max_seqlen_bound": 1000})
     )
-    assert torch.equal(listed(block_mask, "q"), listed(block_mask, "kv").T)
-    assert torch.equal(listed(block_mask, "full_q"), listed(block_mask, "full_kv").T)
-
-
-@given(rows(), masks(), block_sizes)
-def test_compact_tables_list_what_full_width_tables_list(documents, mask, block_size):
-    compact, wide = (
-        document_block_mask(layout_of(documents), block_size=block_size, compact=c, **mask)
-        for c in (True, False)
-    )
-    for kind in KINDS:
-        assert torch.equal(listed(compact, kind), listed(wide, kind)), kind
+    for table in TABLES:
+        assert torch.equal(listed(few, table), listed(many, table))
 
 
 @pytest.mark.parametrize(
     ("mask", "widths"),
     [
-        ({"causal": True}, (5, 5)),  # ceil(512 / 128) + 1
+        ({}, (5, 5)),  # ceil(512 / 128) + 1
         ({"causal": False}, (9, 9)),  # 2 * ceil(511 / 128) + 1
-        ({"causal": True, "window": 128}, (2, 2)),
-        ({"causal": True, "window": 130}, (3, 3)),
+        ({"window": 128}, (2, 2)),
+        ({"window": 130}, (3, 3)),
         ({"causal": False, "window": (0, 256)}, (3, 3)),
+        ({"chunk": 129}, (2, 2)),
+        ({"chunk": 129, "causal": False}, (3, 3)),
+        ({"prefix": 10}, (9, 9)),
+        ({"prefix": 10, "window": 128}, (3, 3)),
     ],
 )
 def test_compact_tables_do_not_grow_with_the_row(mask, widths):
     layout = PackedLayout.from_lengths([512] * 64)
-    block_mask = document_block_mask(layout, compact=True, **mask)
+    block_mask = block_mask_of(MaskCase(None, mask).on(layout), compact=True)
     assert block_mask.kv_indices.shape[-1] == block_mask.full_kv_indices.shape[-1] == widths[0]
     assert block_mask.q_indices.shape[-1] == block_mask.full_q_indices.shape[-1] == widths[1]
 
 
-def test_tables_are_full_width_on_the_cpu_and_square_by_default():
-    """Its compiled kernel reads a column for every block."""
-    block_mask = document_block_mask(PackedLayout.from_lengths([128] * 10))
-    assert block_mask.BLOCK_SIZE == (128, 128)
-    assert block_mask.kv_indices.shape[-1] == block_mask.q_indices.shape[-1] == 10
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_shapes_are_the_same_whatever_the_documents(causal):
+@pytest.mark.parametrize("kind", [{}, {"causal": False}, {"chunk": 100}, {"prefix": 7}])
+def test_shapes_depend_on_the_sizes_not_on_the_documents(kind):
     """A shape that varied with the documents would recompile."""
     shapes = set()
     for lengths in ([1] * 8, [256], [100, 0, 156, 744], [300, 200, 400]):
         layout = PackedLayout.from_lengths(
             lengths, total_tokens=1000, capacity=8, max_seqlen_bound=800
         )
-        block_mask = document_block_mask(layout, causal=causal, compact=True)
-        shapes.add(tuple(x.shape for x in block_mask.as_tuple() if isinstance(x, torch.Tensor)))
+        mask = MaskCase(None, kind).on(layout)
+        shapes.add(tuple(x.shape for x in mask.tables((128, 128), compact=True)))
     assert len(shapes) == 1
 
 
-@pytest.mark.gpu
-@given(rows(), masks(), block_sizes)
-def test_tables_on_the_gpu_are_compact_and_those_of_the_cpu(documents, mask, block_size):
-    here = document_block_mask(layout_of(documents), block_size=block_size, compact=True, **mask)
-    there = document_block_mask(layout_of(documents, device="cuda"), block_size=block_size, **mask)
-    for kind in KINDS:
-        for table in (f"{kind}_num_blocks", f"{kind}_indices"):
-            assert torch.equal(getattr(here, table), getattr(there, table).cpu()), table
+# ---- on the GPU: one Triton launch, against the torch path ----
+
+GPU_BLOCK_SIZES = ((128, 128), (256, 128), (48, 80))
 
 
 @pytest.mark.gpu
-def test_building_the_tables_reads_nothing_back():
-    layout = PackedLayout.from_lengths([300, 1, 0, 500], total_tokens=1000, device="cuda")
-    document_block_mask(layout)
+@pytest.mark.parametrize("block_size", GPU_BLOCK_SIZES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_kernel_writes_what_the_torch_path_writes(kind, block_size, pytestconfig):
+    @settings(max_examples=pytestconfig.getoption("--mask-cases"))
+    @given(cases(kind))
+    def run(case):
+        here = case.mask().tables(block_size, compact=True)
+        there = case.mask("cuda").tables(block_size, compact=True)
+        for name in Tables._fields:
+            mine, theirs = getattr(here, name), getattr(there, name)
+            assert torch.equal(mine, theirs.cpu()), name
+            assert mine.stride() == theirs.stride(), name
+            assert theirs.data_ptr() % 16 == 0, f"{name} is not aligned"
+
+    run()
+
+
+@pytest.mark.gpu
+def test_triton_kernel_on_a_long_row():
+    """More slots, blocks and columns than the small cases have."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 9000, (60,), generator=generator).tolist()
+    layout = PackedLayout.from_lengths(lengths, total_tokens=sum(lengths) + 777)
+    for options in ({}, {"causal": False}, {"window": 4096}, {"prefix": 1000}):
+        case = MaskCase(None, options)
+        here = case.on(layout).tables((128, 128), compact=True)
+        there = case.on(layout.to("cuda")).tables((128, 128), compact=True)
+        for name in Tables._fields:
+            assert torch.equal(getattr(here, name), getattr(there, name).cpu()), (name, options)
+
+
+@pytest.mark.gpu
+def test_a_build_is_one_launch_and_reads_nothing_back():
+    document_block_mask(PackedLayout.from_lengths([1], device="cuda"))  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        document_block_mask(layout)
+        layout = PackedLayout.from_lengths([300, 1, 0, 500], total_tokens=1000, device="cuda")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            document_block_mask(layout)
         document_block_mask(layout, causal=False, window=100)
+        document_block_mask(layout, prefix=[3, 1, 0, 200], layout_k=layout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert [e.name for e in kernels] == ["_document_tables"]
+
+
+@pytest.mark.gpu
+def test_boundaries_overwritten_past_their_bound_stop_the_process_not_the_mask():
+    """What no check on the host can see fails an assertion on the device: nothing is cut off."""
+    import subprocess
+    import sys
+
+    program = """
+import torch
+from flexvarlen import PackedLayout, document_block_mask
+layout = PackedLayout.from_lengths([128] * 8, device="cuda", max_seqlen_bound=128)
+layout.cu_seqlens.copy_(torch.tensor([0] + [1024] * 8, dtype=torch.int32))
+document_block_mask(layout)
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "a document does not fit the layout or max_seqlen_bound" in done.stdout + done.stderr

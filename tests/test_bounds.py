@@ -1,46 +1,55 @@
-"""flexvarlen.bounds: each row's interval of keys is the mask, and never decreases."""
+"""flexvarlen.bounds: each query's interval of keys is the mask, and never decreases."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
-from flexvarlen import row_bounds
-from flexvarlen.bounds import MaskSpec, dense_mask
-from tests import oracle
+from flexvarlen import DocumentMask, PackedLayout
+from flexvarlen.bounds import MaskSpec, dense_mask, key_bounds
+from tests.mask_cases import KINDS, cases
 from tests.oracle import Documents
-from tests.rows import layout_of, masks, rows
+from tests.rows import layout_of
+
+any_case = st.sampled_from(KINDS).flatmap(cases)
 
 
-@given(rows(), masks())
-def test_interval_is_the_mask(documents, mask):
-    lo, hi = row_bounds(layout_of(documents), **mask)
+@given(any_case)
+def test_interval_is_the_mask(case):
+    lo, hi = case.mask().bounds()
+    dense = case.dense()
     assert lo.dtype == hi.dtype == torch.int32
-    assert torch.equal(dense_mask(lo, hi), oracle.dense(documents, **mask))
+    assert torch.equal(dense_mask(lo, hi, dense.shape[1]), dense)
 
 
-@given(rows(), masks())
-def test_bounds_never_decrease(documents, mask):
-    """The tables are binary searches over the bounds, padding rows included."""
-    for bound in row_bounds(layout_of(documents), **mask):
-        assert (bound.diff() >= 0).all()
-        assert ((bound >= 0) & (bound <= documents.total_tokens)).all()
+@given(any_case)
+def test_interval_of_a_key_is_the_transposed_mask(case):
+    first, last = key_bounds(*case.mask()._tensors())
+    dense = case.dense()
+    assert torch.equal(dense_mask(first, last, dense.shape[0]), dense.T)
+
+
+@given(any_case)
+def test_bounds_never_decrease(case):
+    """The tables are runs because of it, padding rows included."""
+    mask = case.mask()
+    for bounds, tokens in (
+        (mask.bounds(), mask.layout_k.total_tokens),
+        (key_bounds(*mask._tensors()), mask.layout.total_tokens),
+    ):
+        for bound in bounds:
+            assert (bound.diff() >= 0).all()
+            assert ((bound >= 0) & (bound <= tokens)).all()
 
 
 def test_padding_rows_hold_the_end_and_the_start_of_their_run():
     """Bounds that keep nothing, and between those of the documents around them."""
     documents = Documents((3, 2, 2), 9, frozenset({1}))
-    lo, hi = row_bounds(layout_of(documents), causal=False)
+    lo, hi = DocumentMask.of(layout_of(documents), causal=False).bounds()
     assert lo.tolist() == [0, 0, 0, 5, 5, 5, 5, 9, 9]
     assert hi.tolist() == [3, 3, 3, 3, 3, 7, 7, 7, 7]
-
-
-@given(rows(), masks())
-def test_spare_slots_move_no_bound(documents, mask):
-    few, many = layout_of(documents), layout_of(documents, capacity=64)
-    for bound, other in zip(row_bounds(few, **mask), row_bounds(many, **mask), strict=True):
-        assert torch.equal(bound, other)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +71,24 @@ def test_windows_of_transformers_and_of_flash_attention(causal, window, left, ri
     spec = MaskSpec.of(causal=causal, window=window)
     assert (spec.left, spec.right) == (left, right)
     assert spec.causal is (right == 0)
+
+
+@given(any_case)
+def test_a_spec_survives_as_integers(case):
+    spec = case.mask().spec
+    assert MaskSpec.from_ints(spec.as_ints()) == spec
+    assert hash(MaskSpec.from_ints(spec.as_ints())) == hash(spec)
+
+
+def test_equal_masks_have_equal_specs():
+    assert MaskSpec.of(causal=False, window=(7, 0)) == MaskSpec.of(window=8)
+    assert MaskSpec.of(prefix=True, window=(-1, 0)) == MaskSpec.of()
+    assert MaskSpec.of(align="top_left") == MaskSpec.of()
+    assert MaskSpec.of(window=(2**40, 0)).left < 2**31
+
+
+def test_a_spec_reads_as_what_it_is():
+    spec = MaskSpec.of(window=4, chunk=8, prefix=True, cross=True, align="top_left")
+    assert repr(spec) == "MaskSpec(causal, window=(3, 3), chunk=8, prefix, cross, top-left)"
+    layout = PackedLayout.from_lengths([3, 2])
+    assert repr(DocumentMask.of(layout)) == "DocumentMask(causal, 2 documents in 5 tokens)"

@@ -19,6 +19,7 @@ from flexvarlen.equivalence.oracle import oracle_answer, own_parameters, peer_an
 from flexvarlen.equivalence.report import PEER, read_rows
 from flexvarlen.equivalence.variants import Sizes
 from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
 
 LENGTHS = (30, 1, 17, 40, 8)
 TOKENS = sum(LENGTHS)
@@ -123,11 +124,11 @@ def test_row_of_one_document_cannot_leak(llama):
 
 
 def plant(monkeypatch, change):
-    """Make the `sdpa` backend call `change(attend, q, k, v, layout, plan, options)`."""
+    """Make the `sdpa` backend call `change(attend, q, k, v, mask, plan, options)`."""
     attend = SdpaBackend.attend
 
-    def wrong(self, q, k, v, layout, plan, options):
-        return change(lambda *args: attend(self, *args), q, k, v, layout, plan, options)
+    def wrong(self, q, k, v, mask, plan, options):
+        return change(lambda *args: attend(self, *args), q, k, v, mask, plan, options)
 
     monkeypatch.setattr(SdpaBackend, "attend", wrong)
 
@@ -135,9 +136,10 @@ def plant(monkeypatch, change):
 def other_boundaries(boundaries):
     """Attention under boundaries that `boundaries(lengths)` makes of the right ones."""
 
-    def change(attend, q, k, v, layout, plan, options):
-        wrong = PackedLayout.from_lengths(boundaries(list(layout.lengths)))
-        return attend(q, k, v, wrong, SdpaBackend().plan(wrong, options.mask), options)
+    def change(attend, q, k, v, mask, plan, options):
+        layout = PackedLayout.from_lengths(boundaries(list(mask.layout.lengths)))
+        wrong = DocumentMask(layout, mask.spec)
+        return attend(q, k, v, wrong, SdpaBackend().plan(wrong), options)
 
     return change
 
@@ -172,8 +174,8 @@ def test_leak_is_reported(llama, monkeypatch, boundaries, leaked):
 def test_leak_below_rounding_is_reported(llama, monkeypatch):
     """A bit is enough: what drowns in the tolerance of the errors is still a leak."""
 
-    def change(attend, q, k, v, layout, plan, options):
-        out, lse = attend(q, k, v, layout, plan, options)
+    def change(attend, q, k, v, mask, plan, options):
+        out, lse = attend(q, k, v, mask, plan, options)
         return out + v[:1].repeat_interleave(q.shape[1] // v.shape[1], 1) * 1e-6, lse
 
     plant(monkeypatch, change)
@@ -231,9 +233,9 @@ def test_wrong_gradient_alone_is_wrong(llama, monkeypatch):
 def test_boundaries_kept_from_the_first_batch_are_found_on_another_packing(llama, monkeypatch):
     kept = []
 
-    def change(attend, q, k, v, layout, plan, options):
+    def change(attend, q, k, v, mask, plan, options):
         kept.append(plan)
-        return attend(q, k, v, layout, kept[0], options)
+        return attend(q, k, v, mask, kept[0], options)
 
     plant(monkeypatch, change)
     row = compare_sdpa(llama, packings=1)

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
 from tests.oracle import assert_as_accurate
@@ -128,6 +129,69 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form):
     if reason is not None:
         pytest.skip(reason)
     check("qwen3_windows", backend, form, "inductor", train=True, **where)
+
+
+# ---- caches ----
+
+
+@pytest.mark.parametrize("cache", ["own", "given"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_decoding_after_a_compiled_packed_prefill_raises(compiler, cache):
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    ids, token = torch.cat(documents())[None], torch.full((1, 1), 7)
+    for lengths, refused in ((LENGTHS, True), ((T,), False), (LENGTHS, True)):
+        given = inputs_of("position_ids", lengths, "cpu")
+        given |= {"use_cache": True} if cache == "own" else {"past_key_values": DynamicCache()}
+        with torch.no_grad():
+            filled = compiled(input_ids=ids, **given).past_key_values
+            if refused:
+                with pytest.raises(ValueError, match="one document a row"):
+                    model(token, past_key_values=filled)
+            else:
+                assert model(token, past_key_values=filled).logits.isfinite().all()
+
+
+def test_compiled_decoding_from_a_packed_cache_raises():
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids, token = torch.cat(documents())[None], torch.full((1, 1), 7)
+    for lengths, refused in (((T,), False), (LENGTHS, True)):
+        with torch.no_grad():
+            given = inputs_of("position_ids", lengths, "cpu")
+            filled = model(ids, use_cache=True, **given).past_key_values
+            if refused:
+                with pytest.raises(RuntimeError, match=r"flexvarlen: .*one document a row"):
+                    compiled(token, past_key_values=filled)
+            else:
+                assert compiled(token, past_key_values=filled).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["position_ids", "document_ids"])
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_documents_beside_a_static_cache_raise(how, form):
+    if how == "name" and form == "document_ids":
+        pytest.skip("transformers makes them booleans before any layer sees them")
+    torch._dynamo.reset()
+    name = "flexvarlen_doc" if how == "name" else "sdpa"
+    model = new_model("llama", implementation=name)
+    if how == "patched":
+        fv.patch_model(model, "sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = torch.cat(documents())[None]
+
+    def run(lengths):
+        cache = StaticCache(config=model.config, max_cache_len=300)
+        given = inputs_of(form, lengths, "cpu")
+        with torch.no_grad():
+            return compiled(ids, past_key_values=cache, **given).logits
+
+    assert run([T]).isfinite().all()
+    for lengths in (list(LENGTHS), [1] * T):
+        with pytest.raises(RuntimeError, match="flexvarlen: a packed batch"):
+            run(lengths)
 
 
 # What a graph made for documents of at most 200 tokens cannot hold.

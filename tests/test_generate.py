@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -16,6 +18,7 @@ STRATEGIES = {
     "beams": (2, {"do_sample": False, "num_beams": 2}),
     "sampling": (4, {"do_sample": True, "top_k": 20}),
     "static_cache": (4, {"do_sample": False, "cache_implementation": "static"}),
+    "in_chunks": (4, {"do_sample": False, "prefill_chunk_size": 16}),
     "no_cache": (4, {"do_sample": False, "use_cache": False, "max_new_tokens": 2}),
 }
 
@@ -119,3 +122,73 @@ def test_decoding_by_hand_after_a_padded_prefill(padding):
     expected = decode()
     with fv.patched(model, "sdpa"):
         torch.testing.assert_close(decode(), expected, rtol=0, atol=1e-4)
+
+
+# ---- by a plugin name alone ----
+
+
+def _packed_prefill(model, batch, **inputs):
+    given = {"position_ids": batch.position_ids, **inputs}
+    return model(batch.ids, **given).past_key_values
+
+
+CHANGED = {
+    "as_it_is": lambda cache: cache,
+    "copied": copy.deepcopy,
+    "cropped": lambda cache: cache.crop(-3),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([0])),
+    "repeated": lambda cache: cache.batch_repeat_interleave(2),
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "mode"),
+    [
+        *(("llama", change, torch.no_grad) for change in CHANGED),
+        ("qwen3_windows", "as_it_is", torch.inference_mode),
+        ("qwen3_windows", "as_it_is", torch.enable_grad),
+    ],
+)
+def test_decoding_after_a_packed_prefill_raises_by_the_name_alone(kind, change, mode):
+    model, batch = new_model(kind, implementation="flexvarlen_doc"), one_row()
+    with mode():
+        for given in ({}, {"past_key_values": DynamicCache(), "use_cache": False}):
+            filled = _packed_prefill(model, batch, **given)
+            filled = given.get("past_key_values", filled)
+            filled = CHANGED[change](filled) or filled
+            token = torch.full((2 if change == "repeated" else 1, 1), 7)
+            for _ in range(2):
+                with pytest.raises(ValueError, match="one document a row"):
+                    model(token, past_key_values=filled)
+
+
+@pytest.mark.xfail(strict=True, reason="a sliding layer keeps a slice of its keys, not the marked")
+def test_decoding_where_all_layers_slide_is_not_noticed_by_the_name_alone():
+    """A limit that the docstring of `patches/interface.py` names."""
+    windows = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
+    model = new_model("qwen3_windows", implementation="flexvarlen_doc", **windows)
+    with torch.no_grad():
+        filled = _packed_prefill(model, one_row())
+        with pytest.raises(ValueError, match="one document a row"):
+            model(torch.full((1, 1), 7), past_key_values=filled)
+
+
+def test_generating_from_packed_prompts_raises_by_the_name_alone():
+    model, batch = new_model("llama", implementation="flexvarlen_doc"), one_row()
+    for beams in (1, 2):
+        with pytest.raises(ValueError, match="one document a row"):
+            model.generate(
+                batch.ids, position_ids=batch.position_ids, max_new_tokens=3, num_beams=beams
+            )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_windows"])
+def test_generates_the_same_tokens_by_the_name_alone(kind, strategy):
+    """Also after a packed forward: its cache is another one."""
+    model, batch = new_model(kind, implementation="flexvarlen_doc"), one_row()
+    with torch.no_grad():
+        kept = _packed_prefill(model, batch)
+    assert torch.equal(_generate(model, strategy), _generate(shared_model(kind), strategy))
+    assert kept.get_seq_length() == 256

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import pickle
+from types import MethodType
 
+import accelerate
+import numpy as np
 import peft
 import pytest
 import torch
@@ -91,19 +96,62 @@ def test_unpatching_restores_a_forward_of_the_instance():
     model = new_model("llama")
     of_instance = lambda *args, _forward=model.forward, **kwargs: _forward(*args, **kwargs)  # noqa: E731
     model.forward = of_instance
+    expected = exact_and_peer("llama", BATCH.order)[1].logits
     fv.patch_model(model, "sdpa")
-    close(logits_of(model)[0], exact_and_peer("llama", BATCH.order)[1].logits)
+    close(logits_of(model)[0], expected)
+    with torch.no_grad():  # names of arguments are the class's
+        close(model(BATCH.ids, None, BATCH.position_ids).logits[0], expected)
     fv.unpatch_model(model)
     assert model.forward is of_instance
 
 
-def test_a_wrapper_around_ours_survives_unpatching():
+def _halved(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return model
+
+
+INSTANCE_FORWARDS = {
+    # as accelerate does for mixed precision, and for its hooks
+    "method": lambda model: MethodType(functools.partial(type(model).forward), model),
+    "partial": lambda model: functools.partial(type(model).forward, model),
+}
+
+
+@pytest.mark.parametrize("how", INSTANCE_FORWARDS)
+def test_a_deep_copy_with_a_forward_of_the_instance_uses_its_own_weights(how):
+    model = new_model("llama")
+    model.forward = INSTANCE_FORWARDS[how](model)
+    fv.patch_model(model, "sdpa")
+    twin = _halved(copy.deepcopy(model))
+    expected = one_by_one(_halved(new_model("llama")), BATCH.order).logits
+    close(logits_of(twin)[0], expected)
+    fv.unpatch_model(twin)
+    own = twin.forward.__self__ if how == "method" else twin.forward.args[0]
+    assert own is twin
+    assert torch.equal(logits_of(twin), logits_of(_halved(new_model("llama"))))
+    close(logits_of(model)[0], exact_and_peer("llama", BATCH.order)[1].logits)
+
+
+def test_a_deep_copy_of_an_accelerated_model_uses_its_own_weights():
+    model = new_model("llama")
+    accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
+    fv.patch_model(model, "sdpa")
+    twin = _halved(copy.deepcopy(model))
+    expected = one_by_one(_halved(new_model("llama")), BATCH.order).logits
+    close(logits_of(twin)[0], expected)
+
+
+def test_a_wrapper_around_ours_survives_unpatching(expected):
     model, plain = new_model("llama"), new_model("llama")
     fv.patch_model(model, "sdpa")
     ours = model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
     fv.unpatch_model(model)
     assert torch.equal(logits_of(model), logits_of(plain))
+    close(logits_of(fv.patch_model(model, "sdpa"))[0], expected)
+    assert torch.equal(logits_of(fv.unpatch_model(model)), logits_of(plain))
 
 
 def test_patching_again_wraps_nothing_twice_and_changes_the_backend(called, expected):
@@ -141,16 +189,34 @@ def test_a_foreign_attn_implementation_on_a_patched_model_raises():
     logits_of(fv.unpatch_model(model))
 
 
-def test_two_models_of_one_config_object():
+def test_two_models_of_one_config_object(expected):
     """`unpatch_model` of the one changes the config of the other."""
     config = config_of("llama")
     config._attn_implementation = "sdpa"
-    first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    first, second = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    before = logits_of(second)
     fv.patch_model(first, "sdpa")
     fv.patch_model(second, "reference")
     fv.unpatch_model(first)
+    assert config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="unpatch_model"):
         logits_of(second)
+    logits_of(fv.patch_model(second, "reference"))
+    fv.unpatch_model(second)
+    assert config._attn_implementation == "sdpa"
+    assert torch.equal(logits_of(second), before)
+
+
+@pytest.mark.parametrize("base_first", [False, True])
+def test_a_model_whose_base_was_patched_too_is_restored(base_first):
+    model = new_model("llama", implementation="eager")
+    traces = _traces(model)
+    for part in (model.model, model) if base_first else (model, model.model):
+        fv.patch_model(part, "sdpa")
+    if not base_first:
+        fv.unpatch_model(model.model)
+    fv.unpatch_model(model)
+    assert _traces(model) == traces
 
 
 def test_two_patched_models_keep_their_backends(called, expected):
@@ -162,14 +228,28 @@ def test_two_patched_models_keep_their_backends(called, expected):
 
 def test_a_deep_copy_uses_its_own_weights(expected):
     model = fv.patch_model(new_model("llama"), "sdpa")
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(0.5)
+    twin = _halved(copy.deepcopy(model))
     close(logits_of(model)[0], expected)
     plain = fv.unpatch_model(copy.deepcopy(twin))
     close(logits_of(twin)[0], one_by_one(plain, BATCH.order).logits)
     close(logits_of(model)[0], expected)
+
+
+@pytest.mark.parametrize("of_instance", [False, True])
+def test_a_pickled_model_loads_by_the_name_alone(of_instance, expected):
+    """Pickle leaves out what is bound to the instance, our wrapper or another."""
+    model = new_model("llama")
+    if of_instance:
+        model.forward = lambda *args, _forward=model.forward, **kwargs: _forward(*args, **kwargs)
+    fv.patch_model(model, "sdpa")
+    loaded = pickle.loads(pickle.dumps(model))
+    close(logits_of(loaded)[0], expected)
+    for unpatched_between in (False, True):
+        fv.patch_model(loaded, "sdpa")
+        out = logits_of(loaded, input_ids=BATCH.ids, attention_mask=BATCH.document_ids)
+        close(out[0], expected)
+        fv.unpatch_model(loaded)
+        assert loaded.config._attn_implementation == "sdpa", unpatched_between
 
 
 # ---- wrappers ----
@@ -286,11 +366,50 @@ def test_the_name_alone_finds_cu_seq_lens_without_position_ids():
     )
 
 
-def test_the_name_alone_is_not_misled_by_the_layout_of_the_last_forward():
+WRITES = {
+    "copy_": lambda positions, new: positions.copy_(new),
+    # these two leave no trace in the tensor's version
+    "data": lambda positions, new: positions.data.copy_(new),
+    "numpy": lambda positions, new: np.copyto(positions.numpy(), new.numpy()),
+}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES)
+def test_the_name_alone_is_not_misled_by_the_layout_of_the_last_forward(write, mode, layers):
     """Layers share what the first one found; the next forward may bring the same tensors."""
-    model = new_model("llama", implementation="flexvarlen_doc")
+    model = new_model("llama", implementation="flexvarlen_doc", num_hidden_layers=layers)
+    batches = (BATCH, batch_of(((5, 4, 3, 2, 1, 0),), row_tokens=256), BATCH)
     positions = torch.zeros_like(BATCH.position_ids)
-    for batch in (BATCH, batch_of(((5, 4, 3, 2, 1, 0),), row_tokens=256), BATCH):
-        positions.copy_(batch.position_ids)
-        out = logits_of(model, input_ids=batch.ids, position_ids=positions)
-        close(out[0], exact_and_peer("llama", batch.order)[1].logits)
+    with mode():
+        expected = [model(b.ids, position_ids=b.position_ids).logits for b in batches]
+        for batch, logits in zip(batches, expected, strict=True):
+            WRITES[write](positions, batch.position_ids)
+            assert torch.equal(model(batch.ids, position_ids=positions).logits, logits)
+    if layers == 2:
+        close(expected[1][0], exact_and_peer("llama", batches[1].order)[1].logits)
+
+
+def test_the_name_alone_is_not_misled_after_a_forward_that_failed():
+    model = new_model("llama", implementation="flexvarlen_doc")
+    positions = BATCH.position_ids.clone()
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits_of(model, input_ids=BATCH.ids, position_ids=positions)
+    hook.remove()
+    other = batch_of(((5, 4, 3, 2, 1, 0),), row_tokens=256)
+    positions.data.copy_(other.position_ids)
+    out = logits_of(model, input_ids=other.ids, position_ids=positions)
+    close(out[0], exact_and_peer("llama", other.order)[1].logits)
+
+
+def test_the_name_alone_plans_each_mask_once_a_forward(monkeypatch):
+    model = new_model("qwen3_windows", implementation="flexvarlen_flex", num_hidden_layers=6)
+    backend, planned = get_backend("flex"), []
+    plan = backend.plan
+    monkeypatch.setattr(backend, "plan", lambda mask: planned.append(mask.spec) or plan(mask))
+    for _ in range(2):
+        planned.clear()
+        logits_of(model, input_ids=BATCH.ids, position_ids=BATCH.position_ids)
+        assert len(planned) == len(set(planned)) == 2  # with and without a window

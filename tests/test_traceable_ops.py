@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 
-from flexvarlen import PackedLayout
+from flexvarlen import DocumentMask, PackedLayout
 from flexvarlen.backends import get_backend
-from flexvarlen.bounds import MaskSpec
+from tests.mask_cases import KINDS, cases
 from tests.oracle import random_qkv
 from tests.rows import layout_of
 from tests.test_backends import DOCUMENTS, TOKENS, kernels
@@ -20,8 +21,8 @@ WINDOWS = [(-1, 0), (-1, -1), (20, 0), (30, 5)]
 def test_sdpa_operators(documents, window):
     layout = layout_of(DOCUMENTS[documents])
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
-    plan = get_backend("sdpa").plan(layout, MaskSpec(*window))
-    settings = (plan, *window, 0.25)
+    mask = DocumentMask.of(layout, causal=False, window=window)
+    settings = (get_backend("sdpa").plan(mask), mask.spec.as_ints(), 0.25)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.flexvarlen.sdpa_forward.default, (*leaves, *settings))
     # No gradient of the gradient: the backward has no autograd formula, and says so.
@@ -29,12 +30,17 @@ def test_sdpa_operators(documents, window):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("documents", ["boundary_off_block", "padding_inside", "padded_tail"])
-def test_document_tables_operator(documents, window, device):
-    layout = layout_of(DOCUMENTS[documents], device=device)
-    arguments = (layout.cu_seqlens, layout.padding, TOKENS, *window, [128, 64], [2, 3])
-    torch.library.opcheck(torch.ops.flexvarlen.document_tables.default, arguments)
+@pytest.mark.parametrize("kind", KINDS)
+def test_mask_operators(kind, device):
+    @settings(max_examples=2, phases=[Phase.generate])
+    @given(cases(kind))
+    def check(case):
+        arguments = case.mask(device)._tensors()
+        torch.library.opcheck(torch.ops.flexvarlen.query_bounds.default, arguments)
+        sizes = ([128, 64], [40, 80])
+        torch.library.opcheck(torch.ops.flexvarlen.document_tables.default, (*arguments, *sizes))
+
+    check()
 
 
 @pytest.mark.parametrize("kernel", kernels("varlen", "fa2", cpu=False))

@@ -81,6 +81,9 @@ def why_not(
     head_dim: int = 64,
     causal: bool = True,
     window: int | tuple[int, int] | None = None,
+    chunk: int | None = None,
+    prefix: bool = False,
+    cross: bool = False,
     softcap: float | None = None,
     sinks: bool = False,
     needs_grad: bool = True,
@@ -93,7 +96,7 @@ def why_not(
     Args:
         name: one of `BACKENDS`.
         device, dtype, num_heads, num_kv_heads, head_dim: of the tensors.
-        causal, window: as in `MaskSpec.of`.
+        causal, window, chunk, prefix, cross: as in `MaskSpec.of`.
         softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`.
         needs_grad: whether a backward will follow.
 
@@ -112,7 +115,7 @@ def why_not(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mask=MaskSpec.of(causal=causal, window=window),
+        mask=MaskSpec.of(causal=causal, window=window, chunk=chunk, prefix=prefix, cross=cross),
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,

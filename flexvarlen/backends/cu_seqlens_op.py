@@ -6,8 +6,7 @@ times cheaper than an operator); inside a compiled graph they are
 `fullgraph=True` holds.
 
 These kernels leave the rows past the last boundary unwritten, in the output and in all gradients:
-    garbage there
-reaches weight gradients, so it is zeroed here.
+garbage there reaches weight gradients, so it is zeroed here.
 
 Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
@@ -21,15 +20,12 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.protocol import AttentionOptions
-from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything but tensors that a kernel is told.
-
-    Tokens of the longest document, FlashAttention's window pair.
-    """
+    """Everything but tensors that a kernel is told; `left`, `right` are FlashAttention's window."""
 
     max_seqlen: int
     left: int
@@ -71,13 +67,17 @@ def attend(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    layout: PackedLayout,
+    mask: DocumentMask,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a packed row by a registered kernel; differentiable, but for the LSE."""
+    layout = mask.layout
     compiling = torch.compiler.is_compiling()
-    # Inside a compiled graph always: a guard on whether there is padding would recompile.
-    may_have_tail = compiling or layout.has_padding is not False
+    # Always inside a compiled graph, where a guard on whether there is padding would recompile, and
+    # in a captured one, which may be replayed on other documents.
+    may_have_tail = (
+        compiling or layout.has_padding is not False or torch.cuda.is_current_stream_capturing()
+    )
     call: Any = cu_seqlens_forward if compiling else _EagerAttention.apply
     out_THD, lse_HT = call(
         q_THD,
@@ -86,8 +86,8 @@ def attend(
         layout.cu_seqlens,
         max(layout.max_seqlen_bound, 2),  # at 1 FA2 takes its decoding path, one token a document
         kernel,
-        options.mask.left,
-        options.mask.right,
+        mask.spec.left,
+        mask.spec.right,
         options.scale,
         options.softcap or 0.0,
         options.deterministic,

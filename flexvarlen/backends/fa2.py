@@ -12,8 +12,7 @@ from flexvarlen.backends import cu_seqlens_op
 from flexvarlen.backends.cu_seqlens_op import Settings
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.backends.varlen import flash_kernel_refusal
-from flexvarlen.bounds import MaskSpec
-from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
 
 INSTALL = "install it with: pip install 'flexvarlen[fa2]' --no-build-isolation."
 
@@ -37,7 +36,7 @@ class FlashAttention2Backend:
             )
         return flash_kernel_refusal(self.name, request)
 
-    def plan(self, layout: PackedLayout, mask: MaskSpec) -> None:
+    def plan(self, mask: DocumentMask) -> None:
         """Nothing: the kernel reads cu_seqlens."""
 
     def attend(
@@ -45,12 +44,12 @@ class FlashAttention2Backend:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        layout: PackedLayout,
+        mask: DocumentMask,
         plan: None,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents."""
-        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, layout, options)
+        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, mask, options)
 
 
 class _FlashAttention2Kernel:

@@ -16,8 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.block_mask import block_mask_of
-from flexvarlen.bounds import MaskSpec
-from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
 
 INT32_ELEMENTS = 2**31
 MIN_HEAD_DIM = 16  # the Triton template's matrix products are at least this deep
@@ -57,16 +56,16 @@ class FlexBackend:
             )
         return None
 
-    def plan(self, layout: PackedLayout, mask: MaskSpec) -> BlockMask:
+    def plan(self, mask: DocumentMask) -> BlockMask:
         """The document BlockMask."""
-        return block_mask_of(layout, mask)
+        return block_mask_of(mask)
 
     def attend(
         self,
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        layout: PackedLayout,
+        mask: DocumentMask,
         plan: BlockMask,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
@@ -80,14 +79,15 @@ class FlexBackend:
         if torch.compiler.is_compiling():
             out, lse = _flex(q, k, v, plan, options.scale, options.softcap, with_lse)
         else:
-            own_T = q.shape[2] if q.device.type == "cpu" else None
+            own_T = (q.shape[2], k.shape[2]) if q.device.type == "cpu" else None
             heads = (q.shape[1], k.shape[1], q.shape[3])
             call = _compiled(
                 (
                     q.device.type,
                     q.dtype,
                     *heads,
-                    options.mask.causal,
+                    mask.spec.ends_at_query,
+                    mask.spec.cross,
                     options.softcap,
                     with_lse,
                     own_T,

@@ -1,6 +1,7 @@
 """What every attention kernel answers: why it cannot, its plan, and attention itself.
 
-Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
+Shape legend: T = tokens of the query row, Tk = of the key row (equal in self-attention),
+H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.bounds import MaskSpec
-from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class AttentionOptions:
     """How a call weighs the scores.
 
     Attributes:
-        mask: which keys of its document a query sees.
         scale: factor on the scores before the softmax.
         softcap: scores become `softcap * tanh(score / softcap)`, or None.
         sinks_H: one logit a head that joins the softmax's denominator, `[H]`, or None.
@@ -46,7 +46,6 @@ class AttentionOptions:
         return_lse: also return the log-sum-exp of the scores.
     """
 
-    mask: MaskSpec
     scale: float
     softcap: float | None = None
     sinks_H: Tensor | None = None
@@ -63,8 +62,8 @@ class Backend(Protocol):
         """One sentence: why it cannot serve the request and what to do; None if it can."""
         ...
 
-    def plan(self, layout: PackedLayout, mask: MaskSpec) -> Any:
-        """What it derives from the boundaries once a forward, for all layers, or None."""
+    def plan(self, mask: DocumentMask) -> Any:
+        """What it derives from the mask once a forward, for all layers, or None."""
         ...
 
     def attend(
@@ -72,11 +71,11 @@ class Backend(Protocol):
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        layout: PackedLayout,
+        mask: DocumentMask,
         plan: Any,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of validated tensors.
+        """Attention of validated tensors, k and v `[Tk, Hkv, D]`.
 
         The output `[T, H, D]`, zero at padding, and the LSE `[H, T]` or None.
         """

@@ -1,4 +1,4 @@
-"""`reference`: dense attention in plain torch operations, T x T scores; any float dtype.
+"""`reference`: dense attention in plain torch operations, T x Tk scores; any float dtype.
 
 In fp64 it is the oracle of the tests. In a low precision it is the plain peer that errors are
 judged against: matrix products in the dtype, softmax in fp32, probabilities in the dtype.
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
-from flexvarlen.bounds import MaskSpec, bounds_of, dense_mask
-from flexvarlen.layout import PackedLayout
+from flexvarlen.bounds import dense_mask
+from flexvarlen.mask import DocumentMask
 
 
 class ReferenceBackend:
-    """Dense attention; memory H·T² scores."""
+    """Dense attention; memory H·T·Tk scores."""
 
     name = "reference"
 
@@ -30,16 +30,16 @@ class ReferenceBackend:
             )
         return None
 
-    def plan(self, layout: PackedLayout, mask: MaskSpec) -> Tensor:
-        """The dense mask, bool `[T, T]`."""
-        return dense_mask(*bounds_of(layout, mask))
+    def plan(self, mask: DocumentMask) -> Tensor:
+        """The dense mask, bool `[T, Tk]`."""
+        return dense_mask(*mask.bounds(), mask.layout_k.total_tokens)
 
     def attend(
         self,
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        layout: PackedLayout,
+        mask: DocumentMask,
         plan: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:

@@ -2,10 +2,13 @@
 
 The cost grows with the sum of squared lengths, not with T². Documents cannot touch one another, and
 each gives the same bits in any batch. Launch-bound on a GPU: its place is the CPU.
+
+Shape legend: as in `protocol.py`; L, Lk = tokens of one document.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
-from flexvarlen.bounds import UNLIMITED, MaskSpec
-from flexvarlen.layout import PackedLayout
+from flexvarlen.bounds import UNLIMITED, MaskSpec, dense_mask, query_bounds
+from flexvarlen.mask import DocumentMask
 
 
 class SdpaBackend:
@@ -35,91 +38,116 @@ class SdpaBackend:
             return "sdpa's backward is not deterministic on a GPU; use backend='flex' or 'fa2'."
         return None
 
-    def plan(self, layout: PackedLayout, mask: MaskSpec) -> Tensor:
-        """Boundaries and padding flags, int32 `[2, capacity + 1]`: what the loop reads.
+    def plan(self, mask: DocumentMask) -> Tensor:
+        """What the loop reads, int32 `[4, capacity + 1]`: boundaries of q and k, dead, prefix.
 
         Reads the device back if the host does not know the boundaries, except inside a compiled
         graph.
         """
-        on_host = layout.cu_seqlens_host
-        cu_seqlens = layout.cu_seqlens if on_host is None else on_host
-        if layout.padding is None:
-            return torch.stack([cu_seqlens, torch.zeros_like(cu_seqlens)])
-        first_token = layout.cu_seqlens.clamp(max=layout.total_tokens - 1).long()
-        padded = layout.padding[first_token].to(device=cu_seqlens.device, dtype=torch.int32)
-        return torch.stack([cu_seqlens, padded])
+        q, k = mask.layout, mask.layout_k
+        cu_q, cu_k = q.cu_seqlens, k.cu_seqlens
+        if q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
+            cu_q, cu_k = q.cu_seqlens_host, k.cu_seqlens_host
+        dead, prefix = torch.zeros_like(cu_q), torch.zeros_like(cu_q)
+        for layout in (q, k) if mask.spec.cross else (q,):
+            if layout.padding is not None:
+                first_token = layout.cu_seqlens.clamp(max=layout.total_tokens - 1).long()
+                dead |= layout.padding[first_token].to(dead)
+        if mask.prefix is not None:
+            prefix[:-1] = mask.prefix
+        return torch.stack([cu_q, cu_k, dead, prefix])
 
     def attend(
         self,
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        layout: PackedLayout,
+        mask: DocumentMask,
         plan: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """Eagerly a differentiable loop; in a compiled graph an operator with a backward."""
-        left, right = options.mask.left, options.mask.right
+        spec = mask.spec.as_ints()
         if torch.compiler.is_compiling():
-            return sdpa_forward(q_THD, k_THD, v_THD, plan, left, right, options.scale), None
-        return _loop(q_THD, k_THD, v_THD, plan, left, right, options.scale), None
+            return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, options.scale), None
+        return _loop(q_THD, k_THD, v_THD, plan, spec, options.scale), None
+
+
+def _documents(plan: Tensor) -> Iterator[tuple[slice, slice, int]]:
+    """Rows of q and k, and the prefix, of each document that is no padding and has queries."""
+    cu_q, cu_k, dead, prefix = plan.tolist()
+    for i, is_dead in enumerate(dead[:-1]):
+        if cu_q[i + 1] > cu_q[i] and not is_dead:
+            yield slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1]), prefix[i]
 
 
 def _loop(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
-    """One SDPA call a document; zeros at padding."""
-    cu_seqlens, padded = plan.tolist()
-    pieces = []
-    for start, end, is_padding in zip(cu_seqlens, cu_seqlens[1:], padded, strict=False):
-        if end > start:
-            rows = slice(start, end)
-            pieces.append(
-                torch.zeros_like(q_THD[rows])
-                if is_padding
-                else _one_document(q_THD[rows], k_THD[rows], v_THD[rows], left, right, scale)
-            )
-    pieces.append(torch.zeros_like(q_THD[cu_seqlens[-1] :]))
-    pieces.append(q_THD[:0])  # a row of nothing but padding has a gradient too: zeros
+    """One SDPA call a document; zeros elsewhere."""
+    pieces = [q_THD[:0]]  # a row of nothing but padding has a gradient too: zeros
+    done = 0
+    for rows, keys, prefix in _documents(plan):
+        pieces.append(torch.zeros_like(q_THD[done : rows.start]))
+        pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale))
+        done = rows.stop
+    pieces.append(torch.zeros_like(q_THD[done:]))
     return torch.cat(pieces)
 
 
-def _one_document(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> Tensor:
-    plainly_causal = right == 0 and (left == UNLIMITED or left >= q.shape[0] - 1)
-    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+def _one_document(
+    q: Tensor, k: Tensor, v: Tensor, prefix: int, spec: list[int], scale: float
+) -> Tensor:
+    mask = MaskSpec.from_ints(spec)
+    plain = (mask.left == UNLIMITED or mask.left >= q.shape[0] - 1) and not mask.chunk
+    plainly_causal = plain and mask.ends_at_query
+    seen, sees = None, None
+    if not plainly_causal:
+        seen, sees = _seen(q.shape[0], k.shape[0], prefix, spec, q.device)
     out = scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if plainly_causal else _seen(q.shape[2], left, right, q.device),
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=seen,
         is_causal=plainly_causal,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
+    )[0].transpose(0, 1)
+    return out if sees is None else torch.where(sees[:, None, None], out, 0)
+
+
+def _seen(
+    length_q: int, length_k: int, prefix: int, spec: list[int], device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which keys each query of a document sees, bool `[L, Lk]`, and which queries see any, `[L]`.
+
+    None where all do. A query that sees none has a row of True, as a softmax over nothing is NaN.
+    """
+    mask = MaskSpec.from_ints(spec)
+    if mask.right == UNLIMITED and mask.left == UNLIMITED and not (mask.causal or mask.chunk):
+        return None, None
+    cu_q, cu_k, prefixes = torch.tensor([[0, length_q], [0, length_k], [prefix, 0]]).int()
+    lo, hi = query_bounds(
+        cu_q, cu_k, None, None, prefixes[:1] if mask.prefix else None, [length_q, length_k], spec
     )
-    return out[0].transpose(0, 1)
-
-
-def _seen(length: int, left: int, right: int, device: torch.device) -> Tensor | None:
-    """bool `[length, length]`: which keys each query of a document sees; None if all."""
-    if left == UNLIMITED and right == UNLIMITED:
-        return None
-    tokens = torch.arange(length, device=device)
-    ahead = tokens - tokens[:, None]
-    seen = ahead <= (length if right == UNLIMITED else right)
-    return seen if left == UNLIMITED else seen & (ahead >= -left)
+    seen = dense_mask(lo, hi, length_k).to(device)
+    if not mask.cross:  # each query sees at least itself
+        return seen, None
+    sees = (lo < hi).to(device)
+    return seen | ~sees[:, None], sees
 
 
 @torch.library.custom_op("flexvarlen::sdpa_forward", mutates_args=())
 def sdpa_forward(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
     """The loop as one operator, for compiled graphs."""
-    return _loop(q_THD, k_THD, v_THD, plan, left, right, scale).contiguous()
+    return _loop(q_THD, k_THD, v_THD, plan, spec, scale).contiguous()
 
 
 @sdpa_forward.register_fake
 def _(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, left: int, right: int, scale: float
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
     return q_THD.new_empty(q_THD.shape)
 
@@ -131,8 +159,7 @@ def sdpa_backward(
     k_THD: Tensor,
     v_THD: Tensor,
     plan: Tensor,
-    left: int,
-    right: int,
+    spec: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the loop, a document and a KV head at a time (no autograd in an operator)."""
@@ -142,24 +169,22 @@ def sdpa_backward(
         k_THD.new_zeros(k_THD.shape),
         v_THD.new_zeros(v_THD.shape),
     )
-    cu_seqlens, padded = plan.tolist()
-    for start, end, is_padding in zip(cu_seqlens, cu_seqlens[1:], padded, strict=False):
-        if end > start and not is_padding:
-            rows = slice(start, end)
-            pieces = _gradients(
-                grad[rows], q_THD[rows], k_THD[rows], v_THD[rows], left, right, scale
-            )
-            dq[rows], dk[rows], dv[rows] = pieces
+    for rows, keys, prefix in _documents(plan):
+        dq[rows], dk[keys], dv[keys] = _gradients(
+            grad[rows], q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale
+        )
     return dq, dk, dv
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: int, spec: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of one document, from the probabilities, in at least fp32."""
-    length, heads, _ = q.shape
+    heads = q.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    seen = _seen(length, left, right, q.device)
+    seen, sees = _seen(q.shape[0], k.shape[0], prefix, spec, q.device)
+    if sees is not None:
+        grad = torch.where(sees[:, None, None], grad, 0)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     repeats = heads // k.shape[1]
     for group in range(k.shape[1]):
@@ -186,8 +211,7 @@ def _(
     k_THD: Tensor,
     v_THD: Tensor,
     plan: Tensor,
-    left: int,
-    right: int,
+    spec: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q_THD.new_empty(q_THD.shape), k_THD.new_empty(k_THD.shape), v_THD.new_empty(v_THD.shape)
@@ -199,7 +223,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *sdpa_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+    return *sdpa_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
 sdpa_forward.register_autograd(_backward, setup_context=_save)

@@ -1,9 +1,8 @@
 """`varlen`: the variable-length flash attention inside torch, under `varlen_attn`.
 
 The ATen operator is called itself, so that the flash kernel is what runs: `varlen_attn` of torch
-    2.14 and later may pick
-cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl` changes the kernel behind that
-operator.
+2.14 and later may pick cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl` changes
+the kernel behind that operator.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch import Tensor
 from flexvarlen.backends import cu_seqlens_op
 from flexvarlen.backends.cu_seqlens_op import Settings
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
-from flexvarlen.bounds import UNLIMITED, MaskSpec
-from flexvarlen.layout import PackedLayout
+from flexvarlen.bounds import UNLIMITED
+from flexvarlen.mask import DocumentMask
 
 MAX_HEAD_DIM = 256
 
@@ -32,15 +31,18 @@ def flash_kernel_refusal(name: str, request: AttentionRequest) -> str | None:
     if request.head_dim % 8 or request.head_dim > MAX_HEAD_DIM:
         return (
             f"{name} needs head_dim a multiple of 8 and at most {MAX_HEAD_DIM}, got "
-            f"{request.head_dim}; use "
-            "backend='flex'."
+            f"{request.head_dim}; use backend='flex'."
         )
+    if request.sinks:
+        return f"{name} has no attention sinks; use backend='flex'."
+    if request.mask.chunk or request.mask.prefix:
+        return f"{name} has neither chunks nor prefixes; use backend='flex'."
+    if request.mask.cross:
+        return f"{name} takes no layout_k yet; use backend='flex'."
     if torch.cuda.get_device_capability(request.device) < (8, 0):
         return (
             f"{name} needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 'sdpa'."
         )
-    if request.sinks:
-        return f"{name} has no attention sinks; use backend='flex'."
     if request.batch_invariant:
         return f"{name} does not promise batch invariance; use backend='sdpa'."
     return None
@@ -69,7 +71,7 @@ class VarlenBackend:
             )
         return reason
 
-    def plan(self, layout: PackedLayout, mask: MaskSpec) -> None:
+    def plan(self, mask: DocumentMask) -> None:
         """Nothing: the kernel reads cu_seqlens."""
 
     def attend(
@@ -77,12 +79,12 @@ class VarlenBackend:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
-        layout: PackedLayout,
+        mask: DocumentMask,
         plan: None,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents."""
-        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, layout, options)
+        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, mask, options)
 
 
 class _VarlenKernel:

@@ -107,7 +107,7 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     Raises:
         ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
     """
-    from flexvarlen.patches.boundaries import find_layout  # imports transformers
+    from flexvarlen.patches.documents import find_layout  # imports transformers
 
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:

@@ -11,10 +11,8 @@ ROWS = 16
 COLUMNS = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _zero_tail(  # type: ignore[no-untyped-def]
-    x, cu_seqlens, last, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+@triton.jit
+def _zero_tail(x, cu_seqlens, last, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     begin = tl.load(cu_seqlens + last)
     row = tl.program_id(0).to(tl.int64) * ROWS
     if row + ROWS <= begin:

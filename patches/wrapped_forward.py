@@ -1,0 +1,83 @@
+"""A module's `forward` wrapped on the instance, and unwrapped.
+
+Not a hook (PEFT's tuners call `model.forward`), and no closure over the module: a deep copy of it
+must run its own weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+OURS = "_flexvarlen_wraps"  # on our function: where its module keeps the `forward` it wraps
+PLACE = "_flexvarlen_forward_"  # and a number: somebody may wrap ours, and we that
+
+
+class _InstanceForward:
+    """The `forward` that a module had of its own, if any, kept on the module: accelerate sets one.
+
+    A deep copy of the module gets a copy, bound to itself. A pickle leaves it out, as pickle leaves
+    out our own.
+    """
+
+    def __init__(self, forward: Callable[..., Any] | None = None) -> None:
+        self.forward = forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
+        return _InstanceForward(copy.deepcopy(self.forward, memo))
+
+    def __reduce__(self) -> tuple[type[_InstanceForward], tuple[()]]:
+        return _InstanceForward, ()
+
+
+def wrap_forward(
+    module: nn.Module,
+    before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None],
+    after: Callable[[dict[str, Any], Any], None],
+) -> None:
+    """Call `before` with the module and the arguments, `after` with these and the outputs.
+
+    Args:
+        before: gets all arguments by name; returns those to call with, or None to leave the call as
+            it is, without `after`.
+    """
+    of_class = type(module).forward
+    names = tuple(inspect.signature(of_class).parameters)[1:]
+    place = PLACE + str(sum(name.startswith(PLACE) for name in vars(module)))
+
+    @functools.wraps(of_class)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inputs = before(self, {**dict(zip(names, args, strict=False)), **kwargs})
+        if inputs is not None:
+            args, kwargs = (), inputs
+        own: Callable[..., Any] | None = self.__dict__[place].forward
+        out = of_class(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        if inputs is not None:
+            after(inputs, out)
+        return out
+
+    setattr(forward, OURS, place)
+    setattr(module, place, _InstanceForward(module.__dict__.get("forward")))
+    module.forward = MethodType(forward, module)
+
+
+def unwrap_forward(module: nn.Module) -> None:
+    """Undo the last `wrap_forward`, unless somebody has wrapped the wrapper since."""
+    place: str | None = getattr(module.__dict__.get("forward"), OURS, None)
+    if place is None:
+        return
+    del module.__dict__["forward"]
+    own: Callable[..., Any] | None = module.__dict__.pop(place).forward
+    if own is not None:
+        module.forward = own
+
+
+def has_forward_of_class(module: nn.Module) -> bool:
+    """Whether no wrapper is there: a pickle leaves it out."""
+    return bool(module.forward == MethodType(type(module).forward, module))

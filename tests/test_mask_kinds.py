@@ -1,0 +1,335 @@
+"""Attention under every kind of document mask, against per-document attention in fp64.
+
+Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout, packed_attention, why_not
+from flexvarlen.backends import AttentionRequest
+from flexvarlen.backends.varlen import flash_kernel_refusal  # what varlen and fa2 share
+from flexvarlen.block_mask import block_mask_of
+from flexvarlen.bounds import MaskSpec
+from tests import oracle
+from tests.mask_cases import MaskCase, slots_of
+from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
+from tests.rows import poison_spare_memory
+from tests.test_backends import differentiable, kernels
+
+ROWS = {
+    "mixed": Documents((50, 77, 129), 256),
+    "one_token_documents": Documents((1, 127, 1, 126, 1), 256),
+    "a_document_per_token": Documents((1,) * 90, 90),
+    "one_document": Documents((256,), 256),
+    "below_one_block": Documents((20, 0, 17), 40),
+    "padding_inside": Documents((9, 60, 30, 100, 1, 20), 256, frozenset({0, 2, 4})),
+}
+KINDS = {
+    "chunk": {"chunk": 20},
+    "two_sided_chunk": {"chunk": 20, "causal": False},
+    "prefix": {"prefix": 13},
+    "prefix_and_window": {"prefix": 30, "window": 9},
+    "chunk_and_window": {"chunk": 50, "window": (11, 4), "causal": False},
+    "cross": {"causal": False},
+    "cross_causal": {},
+    "cross_causal_top_left": {"align": "top_left"},
+    "cross_window": {"causal": False, "window": (5, 3)},
+    "cross_prefix_and_chunk": {"prefix": 4, "chunk": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """Functions of one code object share a limit on compilations."""
+    torch._dynamo.reset()
+
+
+def other_lengths(documents):
+    """A row of keys: some documents longer, some shorter, one without keys; padding behind."""
+    lengths = [n + 9 if i % 2 else n // 2 for i, n in enumerate(documents.lengths)]
+    return Documents(tuple(lengths), sum(lengths) + 3)
+
+
+def case_of(row, kind):
+    documents, options = ROWS[row], dict(KINDS[kind])
+    if "prefix" in options:
+        options["prefix"] = [options["prefix"]] * len(documents.lengths)
+    keys = other_lengths(documents) if kind.startswith("cross") else None
+    return MaskCase(documents, options, keys)
+
+
+def attend_ours(case, name, device, **options):
+    """`packed_attention` under the case's mask, of q, k and v."""
+    layout = slots_of(case.documents, device)
+    layout_k = None if case.keys is None else slots_of(case.keys, device)
+
+    def attend(q, k, v):
+        return packed_attention(
+            q, k, v, layout, layout_k=layout_k, backend=name, **case.options, **options
+        )
+
+    return attend
+
+
+def inputs_of(case, device, dtype, head_dim):
+    keys = case.documents if case.keys is None else case.keys
+    q, _, _, grad = random_qkv(case.documents.total_tokens, 6, 2, head_dim, dtype=dtype)
+    _, k, v, _ = random_qkv(keys.total_tokens, 6, 2, head_dim, dtype=dtype, seed=1)
+    return [x.to(device) for x in (q, k, v)], grad.to(device)
+
+
+def check(case, name, device, dtype, head_dim):
+    qkv, grad = inputs_of(case, device, dtype, head_dim)
+    ours = attend_ours(case, name, device)
+
+    def plain(q, k, v):
+        return oracle.attend(q, k, v, case.documents, case.keys, **case.options)[0]
+
+    exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
+    peer, peer_grads = differentiate(plain, qkv, grad)
+    sees_nothing = ~case.dense().any(-1).to(device)
+    seen_by_none = ~case.dense().any(0).to(device)
+    if device == "cuda":
+        poison_spare_memory()
+    if differentiable((name, device)):
+        out, grads = differentiate(ours, qkv, grad)
+        for which, mine, good, coarse in zip("qkv", grads, exact_grads, peer_grads, strict=True):
+            assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
+            blank = sees_nothing if which == "q" else seen_by_none
+            assert (mine[blank] == 0).all(), f"a token outside the mask has a gradient of {which}"
+    else:
+        out = ours(*qkv)
+    assert_as_accurate(out, exact, peer, 2)
+    assert (out[sees_nothing] == 0).all(), "a query that sees nothing has an output"
+
+
+@pytest.mark.parametrize("kernel", kernels("reference", "sdpa"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", ROWS)
+def test_attention_under_every_kind(kernel, row, kind):
+    name, device, dtype = kernel
+    check(case_of(row, kind), name, device, dtype, 16)
+
+
+@pytest.mark.parametrize("kernel", kernels("flex", cpu=False))
+@pytest.mark.parametrize("kind", ["causal", "bidirectional", "window", *KINDS])
+@pytest.mark.parametrize("row", ROWS)
+def test_flex_under_every_kind(kernel, row, kind, monkeypatch):
+    plain = {"causal": {}, "bidirectional": {"causal": False}, "window": {"window": 20}}
+    for name, options in plain.items():
+        monkeypatch.setitem(KINDS, name, options)
+    check(case_of(row, kind), *kernel, 64)
+
+
+@pytest.mark.parametrize("kind", ["prefix_and_window", "cross_causal"])
+@pytest.mark.parametrize("row", ["mixed", "padding_inside"])
+def test_flex_on_the_cpu(row, kind):
+    check(case_of(row, kind), "flex", "cpu", torch.float32, 16)
+
+
+@pytest.mark.parametrize("kernel", kernels("reference", "flex", "sdpa"))
+def test_log_sum_exp_of_cross_attention(kernel):
+    name, device, dtype = kernel
+    if why_not(name, device=device, dtype=dtype, return_lse=True) is not None:
+        pytest.skip(f"{name} returns no LSE on {device}")
+    case = case_of("mixed", "cross_causal")
+    qkv, _ = inputs_of(case, device, dtype, 64)
+    _, lse = attend_ours(case, name, device, return_lse=True)(*qkv)
+    _, exact = oracle.attend(*(x.double() for x in qkv), case.documents, case.keys)
+    assert torch.equal(lse.isneginf(), exact.isneginf())
+    assert (lse - exact).nan_to_num(0, 0, 0).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+@pytest.mark.parametrize("kind", ["chunk", "prefix", "cross_causal"])
+def test_every_kind_traces_whole(name, kind):
+    case = case_of("mixed", kind)
+    qkv, grad = inputs_of(case, "cpu", torch.float32, 16)
+    if "prefix" in case.options:
+        case.options["prefix"] = 13
+    ours = attend_ours(case, name, "cpu")
+    eager = differentiate(ours, qkv, grad)
+    compiled = differentiate(torch.compile(ours, fullgraph=True), qkv, grad)
+    for mine, theirs in zip([compiled[0], *compiled[1]], [eager[0], *eager[1]], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"chunk": 9}, "chunks"), ({"prefix": True}, "prefixes"), ({"cross": True}, "layout_k")],
+)
+def test_a_kernel_without_the_kind_says_so(options, word):
+    request = AttentionRequest(
+        torch.device("cuda"), torch.bfloat16, 1, 1, 64, MaskSpec.of(**options)
+    )
+    assert word in flash_kernel_refusal("fa2", request)
+
+
+# ---- the GPU: no sync, CUDA graphs, FLASH ----
+
+
+def packings_of(tokens):
+    """Layouts of equal sizes, other documents; the last one ends in padding."""
+    for lengths in ([tokens], [100, 28, tokens - 128], [1] * 7, [300, 0, 212]):
+        yield PackedLayout.from_lengths(
+            lengths, total_tokens=tokens, capacity=8, max_seqlen_bound=tokens, device="cuda"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 64}, {"chunk": 48}], ids=str)
+def test_a_captured_step_replays_on_other_documents(options):
+    """The mask is built inside the CUDA graph, from what `copy_` wrote since."""
+    tokens = 512
+    q, k, v, grad = random_qkv(tokens, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    first, *others = packings_of(tokens)
+
+    def step(layout):
+        out = packed_attention(*leaves, layout, backend="flex", **options)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(first)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(first)
+    for layout in others:
+        expected = [x.clone() for x in step(layout)]
+        first.copy_(layout)
+        graph.replay()
+        for mine, theirs in zip(captured, expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_in_a_cuda_graph_builds_its_own_mask():
+    """`mode="reduce-overhead"`: other documents of the same sizes compile nothing."""
+    tokens = 512
+    q, k, v, grad = random_qkv(tokens, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step(q, k, v, cu_seqlens):
+        layout = PackedLayout.from_cu_seqlens(cu_seqlens, total_tokens=tokens)
+        return packed_attention(q, k, v, layout, backend="flex")
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    for number, layout in enumerate(packings_of(tokens)):
+        plain = partial(packed_attention, layout=layout, backend="flex")
+        expected = differentiate(plain, [q, k, v], grad)
+        ours = partial(compiled, cu_seqlens=layout.cu_seqlens)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            for _ in range(3):  # warm up, record, replay
+                torch.compiler.cudagraph_mark_step_begin()
+                out, grads = differentiate(ours, [q, k, v], grad)
+                out, grads = out.clone(), [x.clone() for x in grads]
+        for mine, theirs in zip([out, *grads], [expected[0], *expected[1]], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checks", ["host", "device"])
+def test_built_and_used_without_a_sync(checks):
+    tokens = 512
+    q, k, v, grad = random_qkv(tokens, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    cu_seqlens = torch.tensor([0, 100, 128, 500], dtype=torch.int32, device="cuda")
+
+    def step():
+        if checks == "device":
+            layout = PackedLayout.from_cu_seqlens(
+                cu_seqlens, total_tokens=tokens, max_seqlen_bound=400, checks="device"
+            )
+        else:
+            layout = PackedLayout.from_lengths([100, 28, 372], total_tokens=tokens, device="cuda")
+        out = packed_attention(*leaves, layout, backend="flex", window=90, prefix=[3, 2, 50])
+        return torch.autograd.grad(out, leaves, grad)
+
+    expected = step()  # compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grads = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for mine, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-2, rtol=1e-2)
+
+
+def fa4_is_missing():
+    try:
+        return find_spec("flash_attn.cute") is None
+    except ModuleNotFoundError:
+        return True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(fa4_is_missing(), reason="FlashAttention 4 is not installed")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(512,), (256, 256), (100, 412)], ids=str)
+def test_flash_reads_our_tables(lengths, causal):
+    """FLASH ignores the tables under a mask_mod that it takes for trivial: ours never is."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    case = MaskCase(Documents(lengths, 512), {"causal": causal})
+    q, k, v, grad = random_qkv(512, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
+    block_mask = block_mask_of(case.mask("cuda"))
+
+    @torch.compile(fullgraph=True)
+    def flash(q, k, v):
+        q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
+        out = flex_attention(
+            q, k, v, block_mask=block_mask, enable_gqa=True, kernel_options={"BACKEND": "FLASH"}
+        )
+        return out[0].transpose(0, 1)
+
+    def plain(q, k, v):
+        return oracle.attend(q, k, v, case.documents, causal=causal)[0]
+
+    out, grads = differentiate(flash, [q, k, v], grad)
+    exact, exact_grads = differentiate(plain, [x.double() for x in (q, k, v)], grad.double())
+    peer, peer_grads = differentiate(plain, [q, k, v], grad)
+    assert_as_accurate(out, exact, peer, 2)
+    for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
+        assert_as_accurate(mine, good, coarse, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [128, 384, 512, (256, 128), (128, 256)], ids=str)
+@pytest.mark.parametrize("tokens", [512, 1000], ids=["divisible", "ragged"])
+def test_block_sizes_that_flex_attention_accepts(block_size, tokens):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    case = MaskCase(Documents((100, 28, 300), tokens), {"window": 200})
+    q, k, v, grad = random_qkv(tokens, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    block_mask = block_mask_of(case.mask("cuda"), block_size=block_size)
+    # The kernel's own tiles must divide the blocks.
+    tiles = {f"{a}BLOCK_{b}": 64 for a in ("", "fwd_") for b in "MN"}
+    tiles |= {f"bwd_BLOCK_{b}": 64 for b in ("M1", "N1", "M2", "N2")}
+
+    @torch.compile(fullgraph=True)
+    def flex(q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        options = {"BACKEND": "TRITON", **tiles}
+        return flex_attention(q, k, v, block_mask=block_mask, kernel_options=options)[0].transpose(
+            0, 1
+        )
+
+    def plain(q, k, v):
+        return oracle.attend(q, k, v, case.documents, window=200)[0]
+
+    out, grads = differentiate(flex, [q, k, v], grad)
+    exact, exact_grads = differentiate(plain, [x.double() for x in (q, k, v)], grad.double())
+    peer, peer_grads = differentiate(plain, [q, k, v], grad)
+    assert_as_accurate(out, exact, peer, 2)
+    for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
+        assert_as_accurate(mine, good, coarse, 3)
