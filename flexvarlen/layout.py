@@ -16,15 +16,10 @@ from flexvarlen.boundaries import (
     check_boundaries,
     default_capacity,
     document_starts,
+    host_int32,
     safe_boundaries,
 )
 from flexvarlen.positions import compute_position_ids, traced_position_ids
-
-
-def host_int32(values: list[int], device: torch.device) -> Tensor:
-    """int32 on the host; pinned if it is to be copied to a GPU, so that the copy need not sync."""
-    pin = device.type == "cuda" and not torch.compiler.is_compiling()
-    return torch.tensor(values, dtype=torch.int32, pin_memory=pin)
 
 
 class PackedLayout:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexvarlen.boundaries import host_int32
 from flexvarlen.bounds import (
     Align,
     MaskSpec,
@@ -19,7 +20,7 @@ from flexvarlen.bounds import (
     query_bounds,
     traced_query_bounds,
 )
-from flexvarlen.layout import PackedLayout, host_int32
+from flexvarlen.layout import PackedLayout
 from flexvarlen.tables import Tables, build_tables, document_tables, table_widths
 
 Prefix = int | Sequence[int] | Tensor
