@@ -18,7 +18,7 @@ INSTALLED := .venv/.installed
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint bench clean
+.PHONY: help demo test test-gpu lint bench bench-mask clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,9 @@ lint: $(INSTALLED) ## Run ruff and mypy
 
 bench: ## Time packed models on a GPU, with PYTHON (BENCH_ARGS="--help" lists the options)
 	$(WITH_CHECKOUT) $(PYTHON) -m bench.model $(BENCH_ARGS)
+
+bench-mask: ## Time building document masks on a GPU, with PYTHON
+	$(WITH_CHECKOUT) $(PYTHON) -m bench.mask_build $(BENCH_ARGS)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

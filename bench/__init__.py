@@ -9,5 +9,13 @@
 | `variants.py` | the attention variants of one model, all sharing its weights |
 | `accuracy.py` | per-document reference outputs and gradients, and the error against them |
 | `leaks.py` | `python -m bench.leaks`: what leaks in plain transformers, and what here |
+| `mask_build.py` | `python -m bench.mask_build`: building document BlockMasks |
+| `mask_build_run.py` | one such run: its rows, packed rows and clock |
+| `mask_build_builders.py` | the parts "build" and "growth" |
+| `mask_build_attention.py` | the parts "share", "attention" and "long" |
+| `mask_build_check.py` | whether two BlockMasks list the same blocks |
+| `mask_build_accuracy.py` | documents of a long row, each alone in fp64 |
+| `report_mask_build.py`, `figure_mask_build.py` | tables and figure of that suite |
+| `markdown.py` | Markdown tables |
 | `report.py` | `python -m bench.report`: rows to Markdown tables and figures |
 """

@@ -2,7 +2,7 @@
 
 Prints Markdown; `--readme` writes each suite's tables between its markers
 (`<!-- bench:model begin -->` and `<!-- bench:model end -->`), `--figures` a PNG for each measured
-model and GPU.
+model and GPU, and one of building masks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
+from bench.markdown import markdown
+from bench.report_mask_build import mask_build_groups, mask_build_section
 from bench.rows import Row, read_rows
 
 BASELINE = "transformers:sdpa"
@@ -37,14 +40,6 @@ def replace_between_markers(text: str, name: str, body: str) -> str:
         )
     head, tail = text[: text.index(begin)], text[text.index(end) + len(end) :]
     return f"{head}{begin}\n{body.strip()}\n{end}{tail}"
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; a | inside a cell is escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
 
 
 # --- model ---------------------------------------------------------------------------------------
@@ -254,6 +249,13 @@ def compare_section(path: Path) -> str:
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "model": model_section,
     "leaks": leaks_table,
+    "mask-build": mask_build_section,
+}
+
+# Of a suite: how its rows are grouped, what a group's file is called, how it is drawn.
+FIGURES: dict[str, tuple[Callable[..., Any], ...]] = {
+    "model": (model_groups, figure_name, model_figure),
+    "mask-build": (mask_build_groups, mask_build_figure_name, mask_build_figure),
 }
 
 
@@ -281,10 +283,11 @@ def main(argv: list[str] | None = None) -> None:
             text = args.readme.read_text()
             args.readme.write_text(replace_between_markers(text, suite, body))
     for suite, its_rows in suites.items():
-        if args.figures is not None and suite == "model":
-            for group in model_groups(its_rows):
-                path = args.figures / figure_name(group)
-                model_figure(group, path)
+        if args.figures is not None and suite in FIGURES:
+            groups, name, draw = FIGURES[suite]
+            for group in groups(its_rows):
+                path = args.figures / name(group)
+                draw(group, path)
                 print(path, file=sys.stderr)
 
 

@@ -1,0 +1,264 @@
+"""The parts "build" and "growth": what builds a document BlockMask, checked and then timed.
+
+Shapes: T = tokens of the row; NQ = ceil(T / 128).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import flexvarlen as fv
+from bench.mask_build_check import counts_of, difference, expected_tables
+from bench.mask_build_run import (
+    ERRORS,
+    Build,
+    PackedRow,
+    Run,
+    TooLarge,
+    TooSlow,
+    Wrong,
+    bound_of,
+)
+from bench.rows import one_line
+from bench.variants import Unsupported
+from flexvarlen.measure import watch_compilation
+from flexvarlen.tables import Tables
+
+# Eager create_block_mask evaluates T² pairs: 640 MiB at 8,192 tokens on an H200, torch 2.11.
+EAGER_BYTES_A_PAIR = 10
+MOST_BUILDER_S = 60.0  # a builder that would take longer at a size, over all its calls, is left out
+CALLS_OF_A_SLOW_BUILDER = 10
+
+
+# --- builders ------------------------------------------------------------------------------------
+
+
+def ours(run: Run, row: PackedRow) -> Build:
+    """From a layout in hand."""
+    return lambda: fv.document_block_mask(row.layout)
+
+
+def ours_from_cu_seqlens(run: Run, row: PackedRow) -> Build:
+    """From boundaries on the device, which are never read back."""
+    bound = bound_of(row.lengths, row.tokens)
+
+    def build() -> BlockMask:
+        layout = fv.PackedLayout.from_cu_seqlens(
+            row.cu_seqlens, total_tokens=row.tokens, max_seqlen_bound=bound, checks="device"
+        )
+        return fv.document_block_mask(layout)
+
+    return build
+
+
+def theirs(
+    row: PackedRow, create: Callable[..., BlockMask], mask_mod: Callable[..., Any] | None = None
+) -> Build:
+    """torch's create_block_mask of causal documents, from boundaries on the device."""
+
+    def build() -> BlockMask:
+        mod = document_mask_mod(row.cu_seqlens, row.tokens) if mask_mod is None else mask_mod()
+        return create(mod, None, None, row.tokens, row.tokens, device=row.cu_seqlens.device)
+
+    return build
+
+
+def document_mask_mod(cu_seqlens: Tensor, tokens: int) -> Callable[..., Tensor]:
+    """Causal documents as create_block_mask's users write them."""
+    places = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
+    document = torch.searchsorted(cu_seqlens[1:], places, right=True, out_int32=True)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (document[q] == document[kv]) & (q >= kv)
+
+    return mask_mod
+
+
+def create_eagerly(run: Run, row: PackedRow) -> Build:
+    _check_memory(run, row)
+    return theirs(row, create_block_mask)
+
+
+def create_compiled(run: Run, row: PackedRow) -> Build:
+    if not run.on_gpu:
+        raise Unsupported("compiled create_block_mask is measured on CUDA only")
+    return theirs(row, torch.compile(create_block_mask, dynamic=False))
+
+
+def attention_gym(run: Run, row: PackedRow) -> Build:
+    """attention-gym's document mask_mod under create_block_mask, compiled on CUDA."""
+    try:
+        from attn_gym.masks import causal_mask
+        from attn_gym.masks.document_mask import generate_doc_mask_mod
+    except ImportError as error:
+        raise Unsupported(f"attention-gym is not installed ({error})") from error
+    create = torch.compile(create_block_mask, dynamic=False) if run.on_gpu else create_block_mask
+    if not run.on_gpu:
+        _check_memory(run, row)
+    return theirs(row, create, lambda: generate_doc_mask_mod(causal_mask, row.cu_seqlens))
+
+
+def _check_memory(run: Run, row: PackedRow) -> None:
+    needed = row.tokens**2 * EAGER_BYTES_A_PAIR
+    if run.on_gpu:
+        there = torch.cuda.get_device_properties(run.device).total_memory
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise TooLarge(
+            f"evaluating T² pairs would take about {needed / 2**30:,.0f} GiB of the device's "
+            f"{there / 2**30:,.0f} GiB; not tried"
+        )
+
+
+BUILDERS: dict[str, Callable[[Run, PackedRow], Build]] = {
+    "flexvarlen": ours,
+    "flexvarlen from cu_seqlens": ours_from_cu_seqlens,
+    "create_block_mask eager": create_eagerly,
+    "create_block_mask compiled": create_compiled,
+    "attention-gym": attention_gym,
+}
+COMPILED = ("create_block_mask compiled", "attention-gym")
+
+
+def other_kinds(row: PackedRow, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Every kind but plain causal: name -> arguments of `document_block_mask`."""
+    prefix = torch.full((row.layout.capacity,), 64, dtype=torch.int32, device=device)
+    keys = fv.PackedLayout.from_lengths(row.lengths[::-1], device=device)
+    return {
+        "bidirectional": {"causal": False},
+        "window=1024": {"window": 1024},
+        "two-sided window=1024": {"causal": False, "window": 1024},
+        "chunk=8192": {"chunk": 8192},
+        "prefix=64": {"prefix": prefix},
+        "cross": {"layout_k": keys},
+    }
+
+
+# --- the parts -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Live:
+    """A builder that is right, on its way to the clock."""
+
+    case: dict[str, Any]
+    build: Build
+    measures: dict[str, Any] = field(default_factory=dict)
+
+
+class Builds:
+    """The part "build", a size at a time; remembers how long each builder took."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.took: dict[str, tuple[int, float]] = {}
+
+    def measure(self, tokens: int, mean_doc: int) -> None:
+        """All builders of causal documents against each other, then the other kinds."""
+        row = self.run.row(tokens, mean_doc)
+        torch._dynamo.reset()
+        self.causal(row)
+        self.run.clean()
+        self.kinds(row)
+
+    def causal(self, row: PackedRow) -> None:
+        expected = expected_tables(row.layout)
+        lives = {}
+        for name in BUILDERS:
+            case = row.case("build", builder=name, kind="causal")
+            live = self.run.attempt(case, partial(self.prepare, name, row, case, expected))
+            if live is not None:
+                lives[name] = live
+        finish(self.run, lives)
+
+    def kinds(self, row: PackedRow) -> None:
+        lives = {}
+        for kind, options in other_kinds(row, self.run.device).items():
+            case = row.case("kinds", builder="flexvarlen", kind=kind)
+            live = self.run.attempt(case, partial(prepare_kind, row, case, options))
+            if live is not None:
+                lives[kind] = live
+        finish(self.run, lives)
+
+    def prepare(
+        self,
+        name: str,
+        row: PackedRow,
+        case: dict[str, Any],
+        expected: Tables,
+    ) -> Live:
+        """The builder, once its first mask has been found right."""
+        run = self.run
+        if name in self.took and not name.startswith("flexvarlen"):
+            tokens, seconds = self.took[name]
+            guess = seconds * (row.tokens / tokens) ** 2
+            if guess * CALLS_OF_A_SLOW_BUILDER > MOST_BUILDER_S:
+                raise TooSlow(
+                    f"would take about {guess:.0f} s a build, by the square of the tokens from "
+                    f"{seconds:.2g} s at {tokens:,}"
+                )
+        build = BUILDERS[name](run, row)
+        with watch_compilation() as stats:
+            mask = build()
+            run.synchronize()
+        reason = difference(mask, expected)
+        measures = row.measures() | counts_of(mask)
+        if name in COMPILED:
+            measures["compile_s"] = stats.compile_s
+        if reason is not None:
+            raise Wrong(reason, measures)
+        del mask
+        run.clean()
+        self.took[name] = (row.tokens, min(run.seconds(build), run.seconds(build)))
+        return Live(case, build, measures)
+
+
+def prepare_kind(row: PackedRow, case: dict[str, Any], options: dict[str, Any]) -> Live:
+    """flexvarlen's builder of a kind, once its mask has been found right."""
+    mask = fv.document_block_mask(row.layout, **options)
+    reason = difference(mask, expected_tables(row.layout, **options))
+    measures = row.measures() | counts_of(mask)
+    if reason is not None:
+        raise Wrong(reason, measures)
+    return Live(case, lambda: fv.document_block_mask(row.layout, **options), measures)
+
+
+def finish(run: Run, lives: dict[str, Live]) -> None:
+    """Time what is right, all interleaved; then device work and memory of each; then its row."""
+    if not lives:
+        return
+    try:
+        with watch_compilation() as stats:
+            times = run.time_builds({name: live.build for name, live in lives.items()})
+    except ERRORS as error:
+        for live in lives.values():
+            run.write(live.case, "failed", f"while timing all: {one_line(error)}", live.measures)
+        return
+    for name, live in lives.items():
+
+        def rest(build: Build = live.build) -> dict[str, Any]:
+            return run.peak(build) | run.gpu_work(build)
+
+        live.measures["compilations_while_timing_all"] = stats.compilations
+        more = run.attempt(live.case, rest, begun=True)
+        if more is not None:
+            run.write(live.case, "ok", None, live.measures | times[name] | more)
+    run.clean()
+
+
+def growth(run: Run, series: str, tokens: int, mean_doc: int) -> None:
+    """Cost of flexvarlen's build at one point of a series, beside the blocks it keeps."""
+    row = run.row(tokens, mean_doc)
+    case = row.case("growth", series=series, builder="flexvarlen", kind="causal")
+    live = run.attempt(case, lambda: prepare_kind(row, case, {}))
+    if live is not None:
+        finish(run, {"flexvarlen": live})
