@@ -13,6 +13,7 @@ BUILDER_STYLES = {  # of flexvarlen.plotstyle
     "flexvarlen from cu_seqlens": "flex_fa4",
     "create_block_mask eager": "transformers:eager",
     "create_block_mask compiled": "transformers:flex_attention",
+    "create_block_mask(_compile=True)": "transformers:sdpa",
     "attention-gym": "nested",
 }
 

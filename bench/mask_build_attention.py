@@ -222,9 +222,11 @@ class Attention:
             calls[f"{name} forward"] = live.forward
             if live.backward is not None:
                 calls[f"{name} backward"] = live.backward
-        repeats = 3 if self.run.args.quick else 20
+        repeats = 3 if self.run.args.quick else 40
         try:
-            timings = time_interleaved(calls, device=self.run.device, repeats=repeats)
+            timings = time_interleaved(
+                calls, device=self.run.device, repeats=repeats, device_time_only=True
+            )
         except ERRORS as error:
             for live in lives.values():
                 self.run.write(live.case, "failed", one_line(error), live.measures)

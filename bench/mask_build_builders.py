@@ -5,6 +5,7 @@ Shapes: T = tokens of the row; NQ = ceil(T / 128).
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,6 +94,15 @@ def create_compiled(run: Run, row: PackedRow) -> Build:
     return theirs(row, torch.compile(create_block_mask, dynamic=False))
 
 
+def create_as_transformers_does(run: Run, row: PackedRow) -> Build:
+    """The flag that transformers sets wherever torch still has it: compiled anew each call."""
+    if not run.on_gpu:
+        raise Unsupported("compiled create_block_mask is measured on CUDA only")
+    if "_compile" not in inspect.signature(create_block_mask).parameters:
+        raise Unsupported("this torch's create_block_mask has no _compile")
+    return theirs(row, partial(create_block_mask, _compile=True))
+
+
 def attention_gym(run: Run, row: PackedRow) -> Build:
     """attention-gym's document mask_mod under create_block_mask, compiled on CUDA."""
     try:
@@ -124,9 +134,10 @@ BUILDERS: dict[str, Callable[[Run, PackedRow], Build]] = {
     "flexvarlen from cu_seqlens": ours_from_cu_seqlens,
     "create_block_mask eager": create_eagerly,
     "create_block_mask compiled": create_compiled,
+    "create_block_mask(_compile=True)": create_as_transformers_does,
     "attention-gym": attention_gym,
 }
-COMPILED = ("create_block_mask compiled", "attention-gym")
+COMPILED = ("create_block_mask compiled", "create_block_mask(_compile=True)", "attention-gym")
 
 
 def other_kinds(row: PackedRow, device: torch.device) -> dict[str, dict[str, Any]]:

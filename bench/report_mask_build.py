@@ -9,7 +9,10 @@ from bench.figure_mask_build import BUILDER_STYLES, where_of
 from bench.markdown import markdown
 from bench.rows import Row
 
-BASELINE = "create_block_mask compiled"
+BASELINES = {  # of the columns of speed
+    "create_block_mask compiled": "× compiled create_block_mask",
+    "create_block_mask(_compile=True)": "× _compile=True",
+}
 
 
 def mask_build_groups(rows: Sequence[Row], by_run: bool = False) -> list[list[Row]]:
@@ -51,22 +54,22 @@ class Notes:
 def build_table(rows: Sequence[Row]) -> str:
     """Every builder of causal documents at every size."""
     base = {
-        row.case["tokens"]: row.measures["wall_us_p50"]
+        (row.case["builder"], row.case["tokens"]): row.measures["wall_us_p50"]
         for row in rows
-        if row.case["builder"] == BASELINE and row.status == "ok"
+        if row.status == "ok"
     }
 
     def cells(row: Row) -> list[str]:
-        slowest = base.get(row.case["tokens"])
-        speed = "–" if slowest is None else _three(slowest / row.measures["wall_us_p50"])
-        return [*_cost(row.measures), speed]
+        took = row.measures["wall_us_p50"]
+        theirs = [base.get((name, row.case["tokens"])) for name in BASELINES]
+        return [*_cost(row.measures), *(_or_dash(x, lambda x: _three(x / took)) for x in theirs)]
 
     return (
         f"A causal BlockMask of log-normal documents (sigma 1), blocks of 128; {where_of(rows)}. "
         "Wall: one build on an idle device, to the end of its device work, p50 (p20–p80):\n\n"
         + _table(
             rows,
-            ["builder", *COST, "× compiled create_block_mask"],
+            ["builder", *COST, *BASELINES.values()],
             lambda row: [row.case["builder"]],
             cells,
         )

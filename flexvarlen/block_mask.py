@@ -14,6 +14,8 @@ from flexvarlen.bounds import Align
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE, DocumentMask, Prefix, block_pair
 
+_TILE = 128  # what FlexAttention's templates call divisible
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -47,7 +49,8 @@ def document_block_mask(
 
     Raises:
         ValueError: a bad window, chunk, prefix or block size, or layouts that do not fit each
-            other.
+            other; on a GPU, a row that FlexAttention's kernels read past the end of: a multiple of
+            128 tokens that is no multiple of a larger `block_size`.
 
     No sync; traces under `fullgraph=True`; may be captured in a CUDA graph, and built again there
     by a replay after `layout.copy_(other)`. Memory O(NQ · width).
@@ -72,16 +75,37 @@ def block_mask_of(
 ) -> BlockMask:
     """`document_block_mask` of a `DocumentMask`; `compact` overrides what the device needs."""
     pair = block_pair(block_size)
-    if compact is None:
-        compact = mask.layout.device.type != "cpu"
-    tables = mask.tables(pair, compact=compact)
+    on_gpu = mask.layout.device.type != "cpu"
+    tokens = (mask.layout.total_tokens, mask.layout_k.total_tokens)
+    if on_gpu:
+        _check_ends(tokens, pair)
+    tables = mask.tables(pair, compact=on_gpu if compact is None else compact)
     lo, hi = tables.lo, tables.hi
     return BlockMask(
-        (mask.layout.total_tokens, mask.layout_k.total_tokens),
+        tokens,
         *tables[2:],  # all but the bounds, in BlockMask's own order
         BLOCK_SIZE=pair,
         mask_mod=causal_mask_mod(lo) if mask.spec.ends_at_query else interval_mask_mod(lo, hi),
     )
+
+
+def _check_ends(tokens: tuple[int, int], block_size: tuple[int, int]) -> None:
+    """Raise where torch's kernels read past the end of the row.
+
+    They check the ends of a row only if its tokens are no multiple of 128, and run over whole
+    blocks of the mask: wrong gradients of K and V, under `create_block_mask` too (seen in torch
+    2.11; the templates of 2.13 are the same).
+    """
+    if all(_TILE % block == 0 for block in block_size) or any(t % _TILE for t in tokens):
+        return
+    for name, total, block in zip(("query", "key"), tokens, block_size, strict=True):
+        if total % block:
+            raise ValueError(
+                f"the {name} row must be a multiple of block_size={block} tokens long, or no "
+                f"multiple of {_TILE}, got {total}: FlexAttention's kernels would read past its "
+                f"end; pad the row to {-(-total // block) * block} tokens, or pass "
+                f"block_size={_TILE}."
+            )
 
 
 def causal_mask_mod(lo: Tensor) -> MaskMod:

@@ -144,14 +144,13 @@ class DocumentMask:
         """The tables of its BlockMask; see `document_block_mask`."""
         q, k = self.layout, self.layout_k
         tokens = (q.total_tokens, k.total_tokens)
-        width = tuple(
-            -(-t // b) for t, b in zip(reversed(tokens), reversed(block_size), strict=True)
-        )
         if compact:
             longest = (q.max_seqlen_bound, k.max_seqlen_bound)
             width = table_widths(self.spec, tokens, longest, q.capacity, block_size)
+        else:
+            width = -(-tokens[1] // block_size[1]), -(-tokens[0] // block_size[0])
         build = document_tables if torch.compiler.is_compiling() else build_tables
-        return Tables(*build(*self._tensors(), list(block_size), list(width)))
+        return Tables._make(build(*self._tensors(), list(block_size), list(width)))
 
     # ---- looking at it; each of these reads the device back ----
 

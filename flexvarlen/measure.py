@@ -81,6 +81,7 @@ def time_interleaved(
     repeats: int | Mapping[str, int] = 20,
     flush_l2: bool = True,
     lead_in: int = 0,
+    device_time_only: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
     """Time several variants of one computation against each other, fairly.
@@ -100,6 +101,9 @@ def time_interleaved(
         flush_l2: on CUDA, evict the L2 cache before each timed call.
         lead_in: untimed calls right before each timed one: a hot GPU's clocks follow the power
             that the last half second drew, so that a step after a lighter variant runs faster.
+        device_time_only: on CUDA, keep the stream busy for about 2 ms before each timed call, so
+            that host time shorter than that does not count: for calls that would be all launch on
+            an idle device.
         progress: called with a variant's name before each of its timed calls.
 
     Returns:
@@ -113,7 +117,7 @@ def time_interleaved(
     for name, count in wanted.items():
         if count < 1:
             raise ValueError(f"repeats of {name!r} must be at least 1, got {count}; raise it")
-    clock = _clock(device, flush_l2)
+    clock = _clock(device, flush_l2, device_time_only)
     for call in variants.values():
         for _ in range(warmup):
             call()
@@ -133,7 +137,9 @@ def time_interleaved(
     return {name: summarize(samples[name]) for name in variants}
 
 
-def _clock(device: torch.device, flush_l2: bool) -> Callable[[Callable[[], object]], float]:
+def _clock(
+    device: torch.device, flush_l2: bool, device_time_only: bool
+) -> Callable[[Callable[[], object]], float]:
     """A function that runs one call and gives its milliseconds."""
     if device.type != "cuda":
 
@@ -144,14 +150,17 @@ def _clock(device: torch.device, flush_l2: bool) -> Callable[[Callable[[], objec
 
         return wall
 
-    scratch = torch.empty(_L2_FLUSH_BYTES // 4 if flush_l2 else 1, dtype=torch.int32, device=device)
+    large = flush_l2 or device_time_only
+    scratch = torch.empty(_L2_FLUSH_BYTES // 4 if large else 1, dtype=torch.int32, device=device)
+    writes = 32 if device_time_only else 1
 
     def events(call: Callable[[], object]) -> float:
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
-        scratch.zero_()
-        # The stream is busy with the write for about 60 us: the event does not wait for the host.
+        for _ in range(writes):
+            scratch.zero_()
+        # The stream is busy with each write for about 60 us: the event does not wait for the host.
         begin.record()
         call()
         end.record()

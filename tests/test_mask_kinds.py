@@ -14,7 +14,7 @@ import torch
 from flexvarlen import PackedLayout, packed_attention, why_not
 from flexvarlen.backends import AttentionRequest
 from flexvarlen.backends.varlen import flash_kernel_refusal  # what varlen and fa2 share
-from flexvarlen.block_mask import block_mask_of
+from flexvarlen.block_mask import block_mask_of, document_block_mask
 from flexvarlen.bounds import MaskSpec
 from tests import oracle
 from tests.mask_cases import MaskCase, slots_of
@@ -305,11 +305,11 @@ def test_flash_reads_our_tables(lengths, causal):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [128, 384, 512, (256, 128), (128, 256)], ids=str)
-@pytest.mark.parametrize("tokens", [512, 1000], ids=["divisible", "ragged"])
+@pytest.mark.parametrize("tokens", [1536, 1000], ids=["divisible", "ragged"])
 def test_block_sizes_that_flex_attention_accepts(block_size, tokens):
     from torch.nn.attention.flex_attention import flex_attention
 
-    case = MaskCase(Documents((100, 28, 300), tokens), {"window": 200})
+    case = MaskCase(Documents((100, 28, 300, tokens - 450), tokens), {"window": 200})
     q, k, v, grad = random_qkv(tokens, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
     block_mask = block_mask_of(case.mask("cuda"), block_size=block_size)
     # The kernel's own tiles must divide the blocks.
@@ -333,3 +333,12 @@ def test_block_sizes_that_flex_attention_accepts(block_size, tokens):
     assert_as_accurate(out, exact, peer, 2)
     for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
         assert_as_accurate(mine, good, coarse, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [384, (384, 128), (128, 384)], ids=str)
+def test_rows_that_flex_attention_reads_past_the_end_of_are_refused(block_size):
+    layout = PackedLayout.from_lengths([100, 28, 300], total_tokens=512, device="cuda")
+    with pytest.raises(ValueError, match=r"multiple of block_size=384.*pad the row to 768"):
+        document_block_mask(layout, block_size=block_size)
+    document_block_mask(layout.to("cpu"), block_size=block_size)  # its kernel checks the ends

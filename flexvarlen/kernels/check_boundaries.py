@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from flexvarlen.kernels.launcher import Launcher
 
 SLOTS = 1024
 
@@ -33,6 +34,9 @@ def _check_boundaries(
         tl.store(out + slot, boundary, mask=slot <= slots)
 
 
+_launch = Launcher(_check_boundaries, {"SLOTS": SLOTS})
+
+
 def check_boundaries(
     cu_seqlens: Tensor, capacity: int, total_tokens: int, max_seqlen_bound: int
 ) -> Tensor:
@@ -50,16 +54,5 @@ def check_boundaries(
     """
     out = cu_seqlens.new_empty(capacity + 1)
     given = cu_seqlens.shape[0] - 1
-    with torch.cuda.device(cu_seqlens.device):
-        _check_boundaries[(1,)](
-            cu_seqlens,
-            out,
-            given,
-            capacity,
-            total_tokens,
-            max_seqlen_bound,
-            SLOTS=SLOTS,
-            debug=True,  # keeps device_assert
-            sanitize_overflow=False,
-        )
+    _launch(1, (cu_seqlens,), (out,), (given, capacity, total_tokens, max_seqlen_bound))
     return out

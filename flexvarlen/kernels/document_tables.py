@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexvarlen.bounds import UNLIMITED, MaskSpec
+from flexvarlen.kernels.launcher import Launcher
 from flexvarlen.kernels.token_bounds import token_bounds
 from flexvarlen.tables import table_shapes
 
@@ -223,7 +222,7 @@ class _Launch:
     storage: int
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     numbers: tuple[int, ...]
-    constants: dict[str, Any]
+    launcher: Launcher
 
 
 @lru_cache(maxsize=1024)
@@ -255,25 +254,26 @@ def _launch(
             mask.chunk,
             *width,
         ),
-        constants={
-            "BLOCK_Q": block_size[0],
-            "BLOCK_K": block_size[1],
-            "LANES_Q": lanes_q,
-            "LANES_K": lanes_k,
-            "CAUSAL": mask.causal,
-            "LEFT": mask.left != UNLIMITED,
-            "RIGHT": mask.right != UNLIMITED,
-            "CHUNK": mask.chunk > 0,
-            "PREFIX": mask.prefix,
-            "SHIFTED": mask.cross and not mask.top_left,
-            "CROSS": mask.cross,
-            "PADDING_Q": padded[0],
-            "PADDING_K": padded[1],
-            # Only here can keys that nobody sees lie between those of two neighbours.
-            "GAPS": mask.cross or (any(padded) and block_size[0] != block_size[1]),
-            "debug": True,  # keeps device_assert
-            "sanitize_overflow": False,
-        },
+        launcher=Launcher(
+            _document_tables,
+            {
+                "BLOCK_Q": block_size[0],
+                "BLOCK_K": block_size[1],
+                "LANES_Q": lanes_q,
+                "LANES_K": lanes_k,
+                "CAUSAL": mask.causal,
+                "LEFT": mask.left != UNLIMITED,
+                "RIGHT": mask.right != UNLIMITED,
+                "CHUNK": mask.chunk > 0,
+                "PREFIX": mask.prefix,
+                "SHIFTED": mask.cross and not mask.top_left,
+                "CROSS": mask.cross,
+                "PADDING_Q": padded[0],
+                "PADDING_K": padded[1],
+                # Only here can keys that nobody sees lie between those of two neighbours.
+                "GAPS": mask.cross or (any(padded) and block_size[0] != block_size[1]),
+            },
+        ),
     )
 
 
@@ -307,15 +307,6 @@ def build_tables_in_one_launch(
     else:
         tables = [cu_seqlens_q.new_empty(shape) for shape, _, _ in launch.views]
     if launch.programs > 0:
-        with torch.cuda.device(cu_seqlens_q.device):
-            _document_tables[(launch.programs,)](
-                cu_seqlens_q,
-                cu_seqlens_k,
-                padding_q,
-                padding_k,
-                prefix,
-                *tables,
-                *launch.numbers,
-                **launch.constants,
-            )
+        inputs = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix)
+        launch.launcher(launch.programs, inputs, tables, launch.numbers)
     return tables

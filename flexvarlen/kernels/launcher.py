@@ -1,0 +1,69 @@
+"""`Launcher`: a Triton kernel, called again at the host cost of its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes; Triton compiles apart for pointers that are not so aligned
+
+
+class Launcher:
+    """A Triton kernel with its constants.
+
+    Triton looks for the compiled kernel of a call anew in every call, by all its arguments: on the
+    host that takes longer than our kernels run (FlexAttention masks: 24 µs, of which the launch is
+    9). A launcher keeps what it found. So all its calls must be of one kind: tensors of the same
+    dtypes, the same inputs None, and each number an int32 that the kernel lists under
+    `do_not_specialize`.
+
+    Args:
+        kernel: a `triton.jit` function of inputs, outputs, numbers and constants, in this order.
+        constants: its `tl.constexpr` parameters.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.kernel = kernel
+        # debug keeps device_assert; its checks of integer overflow would be most of the kernel.
+        self.constants = constants | {"debug": True, "sanitize_overflow": False}
+        self.values = [constants[name] for name in kernel.arg_names if name in constants]
+        self._compiled: dict[int, Any] = {}
+
+    def __call__(
+        self,
+        programs: int,
+        inputs: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
+        numbers: Sequence[int],
+    ) -> None:
+        """Run `programs` programs on the first input's device, on its current stream.
+
+        `outputs` must be aligned, as the beginning of whatever torch allocates is.
+        """
+        assert inputs[0] is not None
+        device = inputs[0].device
+        if device.index == torch.cuda.current_device():
+            self._launch(device.index, programs, inputs, outputs, numbers)
+        else:
+            with torch.cuda.device(device):
+                self._launch(device.index, programs, inputs, outputs, numbers)
+
+    def _launch(
+        self,
+        device: int,
+        programs: int,
+        inputs: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
+        numbers: Sequence[int],
+    ) -> None:
+        aligned = all(x is None or x.data_ptr() % _ALIGNMENT == 0 for x in inputs)
+        compiled = self._compiled.get(device) if aligned else None
+        if compiled is not None:
+            compiled[(programs, 1, 1)](*inputs, *outputs, *numbers, *self.values)
+            return
+        compiled = self.kernel[(programs,)](*inputs, *outputs, *numbers, **self.constants)
+        if aligned and compiled is not None:  # None: Triton's interpreter
+            self._compiled[device] = compiled
