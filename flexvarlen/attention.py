@@ -6,6 +6,7 @@ H = num_heads, Hkv = num_kv_heads, D = head_dim.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -91,8 +92,12 @@ def packed_attention(
         align=align,
     )
     _check_tensors(q_THD, k_THD, v_THD, mask, sinks)
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap must be above 0, got {softcap}; pass None for no softcap.")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"softcap must be above 0 and finite, got {softcap}; pass None for no softcap."
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}; pass None for head_dim ** -0.5.")
     request = (
         q_THD.device.type,
         q_THD.device.index,

@@ -43,9 +43,10 @@ def document_block_mask(
 
     Returns:
         A BlockMask. On a GPU its tables are compact, as wide as the most blocks that any row can
-        hold (`to_dense()`, `str()` and slices of such a mask need torch 2.14:
-        `DocumentMask.of(...)` has `to_dense`, `sparsity` and a picture on any); on the CPU, whose
-        compiled kernel needs it, one column for every block.
+        hold (with `layout_k`, any number of documents up to `capacity` may lie in one block: a
+        capacity of 128 can mean full width). `to_dense()`, `str()` and slices of such a mask need
+        torch 2.14; `DocumentMask.of(...)` has `to_dense`, `sparsity` and a picture on any. On the
+        CPU, whose compiled kernel needs it, there is one column for every block.
 
     Raises:
         ValueError: a bad window, chunk, prefix or block size, or layouts that do not fit each

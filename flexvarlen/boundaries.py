@@ -18,6 +18,11 @@ HAS_TRITON = find_spec("triton") is not None
 """Whether the Triton kernels can run: torch for CUDA brings it, torch for the CPU does not."""
 
 
+def is_int(value: object) -> bool:
+    """Whether it is an integer, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def round_up_to_power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n` (and at least 1)."""
     return 1 << max(n - 1, 0).bit_length()
@@ -38,6 +43,23 @@ class Checked:
     capacity: int
     max_seqlen: int
     max_seqlen_bound: int
+
+
+def check_sizes(
+    total_tokens: int | None, capacity: int | None, max_seqlen_bound: int | None
+) -> None:
+    """Raise unless each is None or an integer that int32 holds, the first two from 0."""
+    named = {
+        "total_tokens": total_tokens,
+        "capacity": capacity,
+        "max_seqlen_bound": max_seqlen_bound,
+    }
+    for name, value in named.items():
+        if value is not None and not (is_int(value) and 0 <= value <= _INT32_MAX):
+            raise ValueError(
+                f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
+                "tokens (documents, for capacity), and split the row if it is longer."
+            )
 
 
 def check_boundaries(
@@ -68,8 +90,7 @@ def check_boundaries(
             f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; "
             "shorten the documents or pass the row's real number of tokens."
         )
-    if total > _INT32_MAX:
-        raise ValueError(f"total_tokens must fit in int32, got {total}; split the row.")
+    check_sizes(total, capacity, max_seqlen_bound)
     num_docs = len(lengths)
     longest = max(lengths, default=0)
     slots = round_up_to_power_of_two(num_docs) if capacity is None else capacity

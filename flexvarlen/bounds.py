@@ -15,8 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flexvarlen.boundaries import is_int
+
 UNLIMITED = -1
-# Sides of a window past this are as good as none, and keep sums of int32 positions in int32.
+# Sides of a window, and chunks, past this are as good as none, and sums of positions stay in int32.
 _LONGEST_SIDE = 2**30
 
 Align = Literal["bottom_right", "top_left"]
@@ -48,6 +50,16 @@ class MaskSpec:
     cross: bool = False
     top_left: bool = False
 
+    def __post_init__(self) -> None:
+        limited = self.right == 0
+        if limited != (self.causal and not self.prefix) or (self.prefix and not self.causal):
+            raise ValueError(
+                f"a MaskSpec with causal={self.causal} and prefix={self.prefix} cannot have right="
+                f"{self.right}; make it with MaskSpec.of()."
+            )
+        if self.top_left and not self.cross:
+            raise ValueError("a MaskSpec has top_left with cross only; make it with MaskSpec.of().")
+
     @classmethod
     def of(
         cls,
@@ -72,14 +84,16 @@ class MaskSpec:
             align: where the diagonal of such documents lies.
 
         Raises:
-            ValueError: W or chunk below 1, a pair with a value below -1, an unknown `align`, or a
-                prefix without `causal`.
+            ValueError: `causal` that is no bool, W or chunk below 1, a pair with a value below -1,
+                an unknown `align`, or a prefix without `causal`.
 
         >>> MaskSpec.of(window=4)
         MaskSpec(causal, window=(3, 0))
         """
+        if not isinstance(causal, bool):
+            raise ValueError(f"causal must be True or False, got {causal!r}; choose one.")
         left, right = _sides(window)
-        if chunk is not None and (not _is_int(chunk) or chunk < 1):
+        if chunk is not None and (not is_int(chunk) or chunk < 1):
             raise ValueError(
                 f"chunk must be an integer of at least 1 token, got {chunk!r}; pass None for none."
             )
@@ -101,7 +115,7 @@ class MaskSpec:
             causal=causal,
             left=left,
             right=right,
-            chunk=chunk or 0,
+            chunk=min(chunk or 0, _LONGEST_SIDE),
             prefix=prefix,
             cross=cross,
             top_left=cross and align == "top_left",
@@ -136,10 +150,6 @@ class MaskSpec:
         return f"MaskSpec({', '.join(words)})"
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
     """`(left, right)` of a window, -1 for no limit."""
     if window is None:
@@ -150,7 +160,7 @@ def _sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
         sides: Sequence[int] = (window - 1, window - 1)
     else:
         sides = window if isinstance(window, tuple | list) else ()
-        if [_is_int(side) for side in sides] != [True, True] or min(sides) < UNLIMITED:
+        if [is_int(side) for side in sides] != [True, True] or min(sides) < UNLIMITED:
             raise ValueError(
                 f"window must be an integer or (left, right), each at least -1, got {window}; pass "
                 "None for no window, -1 for no limit on a side."

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from flexvarlen.boundaries import (
     check_boundaries,
+    check_sizes,
     default_capacity,
     document_starts,
     host_int32,
@@ -55,13 +56,13 @@ class PackedLayout:
         padding: Tensor | None = None,
         has_padding: bool | None = None,
     ) -> None:
-        self.cu_seqlens = cu_seqlens
+        self.cu_seqlens = cu_seqlens.contiguous()  # kernels know no strides
         self.cu_seqlens_host = cu_seqlens_host
         self.total_tokens = total_tokens
         self.max_seqlen_bound = max_seqlen_bound
         self.num_docs = num_docs
         self.max_seqlen = max_seqlen
-        self.padding = padding
+        self.padding = None if padding is None else padding.contiguous()
         self.has_padding = has_padding
 
     # ---- making one ----
@@ -223,6 +224,7 @@ class PackedLayout:
         """
         total = starts_T.shape[0]
         if padding_T is not None:
+            padding_T = padding_T.contiguous()
             starts_T = starts_T | pad(padding_T[1:] != padding_T[:-1], (1, 0))
         if torch.compiler.is_compiling():
             slots = min(capacity or default_capacity(total), total)
@@ -277,6 +279,7 @@ class PackedLayout:
         padding: Tensor | None = None,
     ) -> PackedLayout:
         """Nothing is read back: see `safe_boundaries`."""
+        check_sizes(total, capacity, max_seqlen_bound)
         bound = total if max_seqlen_bound is None else min(max_seqlen_bound, total)
         return cls(
             safe_boundaries(cu_seqlens, total, capacity, bound),
@@ -332,9 +335,12 @@ class PackedLayout:
         return real if self.padding is None else real & ~self.padding
 
     def to(self, device: torch.device | str) -> PackedLayout:
-        """The same layout with its tensors on `device`."""
+        """The same layout with its tensors on `device`; itself, if they are there."""
+        cu_seqlens = self.cu_seqlens.to(device)
+        if cu_seqlens is self.cu_seqlens:
+            return self
         return PackedLayout(
-            self.cu_seqlens.to(device),
+            cu_seqlens,
             cu_seqlens_host=self.cu_seqlens_host,
             total_tokens=self.total_tokens,
             max_seqlen_bound=self.max_seqlen_bound,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.boundaries import host_int32
+from flexvarlen.boundaries import host_int32, is_int
 from flexvarlen.bounds import (
     Align,
     MaskSpec,
@@ -44,11 +44,18 @@ class DocumentMask:
     picture are derived from it when asked for. Equal to another, with an equal hash, if the layouts
     and the prefix are the same objects and the kinds are equal.
 
+    After `layout.copy_(other)` it is the mask of the other documents, slot for slot: `prefix` stays
+    as it is, and `layout_k` must take over as many documents.
+
     Attributes:
         layout: the documents of the queries.
         layout_k: those of the keys; the same object in self-attention.
         spec: the kind of mask.
         prefix: int32 `[capacity]`, tokens of each document's prefix, or None.
+
+    Raises:
+        ValueError: a spec with `cross` but no `layout_k` of its own, with `prefix` but no prefix,
+            or the other way round.
     """
 
     def __init__(
@@ -59,6 +66,12 @@ class DocumentMask:
         layout_k: PackedLayout | None = None,
         prefix: Tensor | None = None,
     ) -> None:
+        cross = layout_k is not None and layout_k is not layout
+        if (spec.cross, spec.prefix) != (cross, prefix is not None):
+            raise ValueError(
+                f"{spec} does not go with {'a' if cross else 'no'} layout_k of its own and "
+                f"{'no' if prefix is None else 'a'} prefix; make the mask with DocumentMask.of()."
+            )
         self.layout = layout
         self.layout_k = layout if layout_k is None else layout_k
         self.spec = spec
@@ -87,7 +100,8 @@ class DocumentMask:
                 the document (Llama 4).
             prefix: tokens at the start of each document that all its queries see (prefix-LM): one
                 number, one a document, or an int32 tensor `[capacity]` on the layout's device,
-                which is never read back.
+                which is never read back. (In a compiled graph numbers are constants: pass a tensor
+                where they change.)
             layout_k: the documents of the keys, for cross-attention: document i attends to document
                 i of these. Default: self-attention.
             align: with `layout_k`, where the diagonal of `causal`, `window` and `chunk` lies: the
@@ -105,6 +119,12 @@ class DocumentMask:
         >>> mask.to_dense().int().tolist()[4]
         [0, 0, 0, 1, 1]
         """
+        for name, value in (("layout", layout), ("layout_k", layout_k)):
+            if not isinstance(value, PackedLayout) and not (value is None and name == "layout_k"):
+                raise ValueError(
+                    f"{name} must be a PackedLayout, got {type(value).__name__}; make one with "
+                    "PackedLayout.from_lengths()."
+                )
         cross = layout_k is not None and layout_k is not layout
         spec = MaskSpec.of(
             causal=causal,
@@ -248,8 +268,8 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: not one or two integers of at least 1.
     """
-    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-    if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
+    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    if len(pair) != 2 or not all(is_int(n) and n >= 1 for n in pair):
         raise ValueError(
             "block_size must be at least 1 token, or a pair (query, key) of such, got "
             f"{block_size}; FlexAttention's default is 128."
@@ -290,21 +310,21 @@ def _prefixes(prefix: Prefix, layout: PackedLayout) -> Tensor:
                 f"prefix must be on the layout's device {layout.device}, got {prefix.device}; "
                 "move it."
             )
-        return prefix
-    if isinstance(prefix, int):
-        values = [prefix]
-    else:
+        return prefix.contiguous()
+    if isinstance(prefix, Sequence):
         values = list(prefix)
         if layout.num_docs is not None and len(values) != layout.num_docs:
             raise ValueError(
                 f"prefix must have one value for each of the {layout.num_docs} documents, got "
                 f"{len(values)}; pass 0 for a document without one."
             )
+    else:
+        values = [prefix]
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if not is_int(value) or not 0 <= value < 2**31:
             raise ValueError(
-                f"prefix must be integers of at least 0, got {value!r}; pass the number of tokens "
-                "that all queries of the document see."
+                f"prefix must be integers from 0 to 2**31 - 1, got {value!r}; pass the number of "
+                "tokens that all queries of the document see."
             )
     if isinstance(prefix, int):
         return torch.full((layout.capacity,), prefix, dtype=torch.int32, device=layout.device)

@@ -108,8 +108,8 @@ def build_tables(
         cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec: as in
             `flexvarlen.bounds.query_bounds`.
         block_size: `[BQ, BK]`.
-        width: columns of the kv and of the q tables: enough for any row. The Triton kernel fails a
-            device assertion if they are not.
+        width: columns of the kv and of the q tables: enough for any row; if they are not, an
+            assertion fails, on a GPU one of the device.
         one_storage: whether the Triton kernel's tables may be views of one tensor.
 
     No sync.
@@ -186,6 +186,11 @@ def _list_blocks(
 
     k = torch.arange(width, device=device)
     partial = touched - kept
+    torch._assert_async(
+        (torch.maximum(partial, kept) <= width).all(),
+        "flexvarlen: a document does not fit the layout or max_seqlen_bound; make the layout with "
+        "a larger bound.",
+    )
     skip = torch.where(k >= (full_rank - touched_rank)[:, None], kept[:, None], 0)
     live_blocks = torch.nn.functional.pad(live_blocks, (0, 1))  # something to index if none is live
 

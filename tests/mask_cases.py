@@ -52,7 +52,7 @@ def slots_of(documents, device="cpu", **shapes):
 
 side = st.just(-1) | st.integers(0, 60) | st.sampled_from([127, 128])
 windows = st.integers(1, 100) | st.tuples(side, side)
-chunks = st.integers(1, 40) | st.sampled_from([64, 128])
+chunks = st.integers(1, 40) | st.sampled_from([64, 128, 2**30, 2**31 - 1, 2**40])
 alignments = st.sampled_from(["bottom_right", "top_left"])
 
 
@@ -100,4 +100,14 @@ KINDS = (
     "cross_intersection",
 )
 
-BLOCK_SIZES = ((16, 16), (32, 64), (64, 32), (128, 128), (256, 128), (128, 256), (48, 80))
+BLOCK_SIZES = (
+    (16, 16),
+    (32, 64),
+    (64, 32),
+    (128, 128),
+    (256, 128),
+    (128, 256),
+    (48, 80),
+    (4, 4),
+    (3, 2),
+)

@@ -95,6 +95,10 @@ def test_tables_and_mask_are_brute_forces(kind, pytestconfig):
         # more queries than keys, bottom-right: the first queries see nothing
         MaskCase(Documents((200, 90), 300), {"align": "bottom_right"}, Documents((30, 90), 120)),
         MaskCase(Documents((200,), 200), {"prefix": (500,), "window": 7}),
+        # as wide as tables get
+        MaskCase(Documents((1, 63), 64), {"chunk": 2, "causal": False}),
+        MaskCase(Documents((64,), 64), {"causal": False, "window": (2, 2)}, Documents((64,), 64)),
+        MaskCase(Documents((20,), 20), {"chunk": 2**31 - 1}),
     ],
     ids=lambda case: f"{case.documents.lengths[:3]}{sorted(case.options)}",
 )

@@ -143,7 +143,7 @@ def lengths(*values, **options):
             id="mask_for_lengths",
         ),
         pytest.param(
-            lengths(2**30, 2**30, 2**30), "fit in int32", "split the row", id="beyond_int32"
+            lengths(2**30, 2**30, 2**30), "fits in int32", "split the row", id="beyond_int32"
         ),
         pytest.param(
             lambda: PackedLayout.from_position_ids(torch.zeros(2, 4)),
@@ -323,13 +323,51 @@ def test_tensors_that_do_not_fit(tensors, contract, remedy, backend):
     )
 
 
-@pytest.mark.parametrize("softcap", [0.0, -3.0])
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_scale_that_is_no_number(scale):
+    layout = PackedLayout.from_lengths([TOKENS])
+    refused(
+        ValueError,
+        f"scale must be finite, got {scale}",
+        "None",
+        lambda: packed_attention(tensor(), tensor(), tensor(), layout, scale=scale),
+    )
+
+
+@pytest.mark.parametrize("checks", ["host", "device"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"total_tokens": 8.0},
+        {"total_tokens": 2**31},
+        {"capacity": 2.5},
+        {"capacity": True},
+        {"max_seqlen_bound": 4.0},
+        {"max_seqlen_bound": -1},
+    ],
+    ids=str,
+)
+def test_sizes_that_are_no_sizes(sizes, checks):
+    name = next(iter(sizes))
+    device = "cpu" if checks == "host" else "meta"
+    boundaries = int32(0, 4).to(device)
+    refused(
+        ValueError,
+        f"{name} must be an integer that fits in int32, at least 0, got",
+        "count",
+        lambda: PackedLayout.from_cu_seqlens(
+            boundaries, checks=checks, **({"total_tokens": 4} | sizes)
+        ),
+    )
+
+
+@pytest.mark.parametrize("softcap", [0.0, -3.0, float("inf"), float("nan")])
 def test_softcap_that_is_no_limit(softcap):
     """FlashAttention takes 0 for none, the others divide by it."""
     layout = PackedLayout.from_lengths([TOKENS])
     refused(
         ValueError,
-        rf"softcap must be above 0, got {softcap}",
+        rf"softcap must be above 0 and finite, got {softcap}",
         "None",
         lambda: packed_attention(
             tensor(), tensor(), tensor(), layout, softcap=softcap, backend="reference"

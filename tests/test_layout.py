@@ -172,6 +172,39 @@ def test_copy_refuses_what_its_shapes_cannot_hold(changes, sentence):
     assert mine.lengths == (5, 5)
 
 
+def test_copy_takes_padding_over():
+    starts = torch.tensor([True, False, True, False])
+    padding = torch.tensor([False, False, True, True])
+    mine = PackedLayout.from_starts(starts, padding_T=~padding)
+    mine.copy_(PackedLayout.from_starts(starts, padding_T=padding))
+    assert mine.padding.tolist() == padding.tolist()
+
+    tail = PackedLayout.from_lengths([5], total_tokens=8, capacity=2, max_seqlen_bound=8)
+    full = PackedLayout.from_lengths([4, 4], capacity=2)
+    assert PackedLayout.from_lengths([4, 4], max_seqlen_bound=8).copy_(tail).has_padding is True
+    assert tail.copy_(full).has_padding is False
+
+
+def test_copy_takes_the_bound_for_what_only_the_device_knows():
+    mine = PackedLayout.from_lengths([5, 5], total_tokens=16, max_seqlen_bound=8, capacity=2)
+    other = PackedLayout(
+        torch.tensor([0, 5, 10], dtype=torch.int32),
+        cu_seqlens_host=None,
+        total_tokens=16,
+        max_seqlen_bound=16,
+        num_docs=None,
+        max_seqlen=None,
+    )
+    with pytest.raises(ValueError, match="at most max_seqlen_bound=8 tokens, got 16"):
+        mine.copy_(other)
+
+
+def test_a_layout_moved_to_where_it_is_is_itself():
+    """A second one on the same storage would keep what `copy_` makes stale."""
+    layout = PackedLayout.from_lengths([5])
+    assert layout.to("cpu") is layout
+
+
 def test_copy_refuses_padding_runs_that_it_has_no_storage_for():
     starts = torch.tensor([True, False, True, False])
     mine = PackedLayout.from_starts(starts)

@@ -51,9 +51,13 @@ def _fresh_dynamo():
 
 
 def other_lengths(documents):
-    """A row of keys: some documents longer, some shorter, one without keys; padding behind."""
+    """A row of keys: some documents longer, some shorter, one without keys; padding behind.
+
+    Where the row of queries has padding runs inside, this has another one.
+    """
     lengths = [n + 9 if i % 2 else n // 2 for i, n in enumerate(documents.lengths)]
-    return Documents(tuple(lengths), sum(lengths) + 3)
+    padding = frozenset({1}) if documents.padding else frozenset()
+    return Documents(tuple(lengths), sum(lengths) + 3, padding)
 
 
 def case_of(row, kind):

@@ -85,12 +85,14 @@ def _loop(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
     """One SDPA call a document; zeros elsewhere."""
-    pieces = [q_THD[:0]]  # a row of nothing but padding has a gradient too: zeros
+    pieces = []
     done = 0
     for rows, keys, prefix in _documents(plan):
         pieces.append(torch.zeros_like(q_THD[done : rows.start]))
         pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale))
         done = rows.stop
+    if not pieces:  # a row of nothing but padding has gradients too: zeros
+        pieces = [x[:0].reshape(0, *q_THD.shape[1:]) for x in (q_THD, k_THD, v_THD)]
     pieces.append(torch.zeros_like(q_THD[done:]))
     return torch.cat(pieces)
 

@@ -53,6 +53,6 @@ def check_boundaries(
         process can use the GPU no more, and no kernel reads it.
     """
     out = cu_seqlens.new_empty(capacity + 1)
-    given = cu_seqlens.shape[0] - 1
-    _launch(1, (cu_seqlens,), (out,), (given, capacity, total_tokens, max_seqlen_bound))
+    sizes = (cu_seqlens.shape[0] - 1, capacity, total_tokens, max_seqlen_bound)
+    _launch(1, (cu_seqlens.contiguous(),), (out,), sizes)
     return out
