@@ -72,7 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--repeats", type=int, default=200, help="timed builds at most, of each builder")
     add("--start-until", type=float, default=480.0, metavar="S", help="begin no case later")
-    add("--commit", help="recorded where the files lie in no git checkout")
+    add("--commit", help="recorded in place of what git finds here")
     add("--out", type=Path, help="JSON lines to append to")
     add("--quick", action="store_true", help="tiny rows, to see that all works")
     return parser.parse_args(argv)

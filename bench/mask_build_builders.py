@@ -30,6 +30,7 @@ from bench.mask_build_run import (
 )
 from bench.rows import one_line
 from bench.variants import Unsupported
+from flexvarlen.mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.measure import watch_compilation
 from flexvarlen.tables import Tables
 
@@ -67,7 +68,9 @@ def theirs(
 
     def build() -> BlockMask:
         mod = document_mask_mod(row.cu_seqlens, row.tokens) if mask_mod is None else mask_mod()
-        return create(mod, None, None, row.tokens, row.tokens, device=row.cu_seqlens.device)
+        device = row.cu_seqlens.device
+        tokens, size = row.tokens, DEFAULT_BLOCK_SIZE
+        return create(mod, None, None, tokens, tokens, device=device, BLOCK_SIZE=size)
 
     return build
 

@@ -1,7 +1,8 @@
-"""Whether two BlockMasks list the same blocks, in whatever order, and what a mask lists."""
+"""Whether two BlockMasks list the same blocks, in whatever order; what a mask lists and holds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,14 +58,33 @@ def _sorted(counts: Tensor, indices: Tensor, width: int) -> Tensor:
 
 
 def counts_of(mask: BlockMask) -> dict[str, Any]:
-    """What a mask lists, and what its tables may take by the issue's formula. Syncs."""
+    """What a mask lists, and the memory it holds. Syncs."""
     assert mask.full_kv_num_blocks is not None
-    width = mask.kv_indices.shape[3]
-    rows, tokens = mask.kv_indices.shape[2], mask.seq_lengths[0]
     return {
         "partial_blocks": int(mask.kv_num_blocks.sum()),
         "full_blocks": int(mask.full_kv_num_blocks.sum()),
         "blocks": int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()),
-        "width": width,
-        "table_mib": (4 * rows * width * 4 + 8 * tokens) / 2**20,
+        "width": mask.kv_indices.shape[3],
+        "tables_mib": held_bytes(mask) / 2**20,
     }
+
+
+def held_bytes(mask: BlockMask) -> int:
+    """Bytes that a mask keeps allocated: its tables, and the bounds or document ids behind them.
+
+    Whole storages, each once: tables may be views of one.
+    """
+    tensors = [table for name in TABLES for table in _table(mask, name) if table is not None]
+    tensors += _tensors_of(mask.mask_mod)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors_of(mask_mod: Callable[..., Any]) -> Iterator[Tensor]:
+    """The tensors that a mask_mod closes over, and those of the mask_mods it closes over."""
+    for cell in getattr(mask_mod, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, Tensor):
+            yield value
+        elif callable(value):
+            yield from _tensors_of(value)

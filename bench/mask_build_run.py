@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +16,11 @@ from torch import Tensor
 
 import flexvarlen as fv
 from bench.cases import log_normal_lengths
-from bench.rows import Row, Status, append_row, one_line
+from bench.rows import Row, Status, append_row, one_line, run_environment
 from bench.variants import Unsupported
 from flexvarlen.boundaries import round_up_to_power_of_two
-from flexvarlen.measure import environment, summarize
+from flexvarlen.mask import DEFAULT_BLOCK_SIZE
+from flexvarlen.measure import summarize
 
 SUITE = "mask-build"
 SIGMA, SEED = 1.0, 0
@@ -74,7 +74,7 @@ class PackedRow:
     def case(self, part: str, **what: Any) -> dict[str, Any]:
         """The case of a row of the benchmark."""
         shape = {"tokens": self.tokens, "mean_doc": self.mean_doc, "sigma": SIGMA, "seed": SEED}
-        return {"part": part, **what, **shape}
+        return {"part": part, **what, **shape, "block_size": DEFAULT_BLOCK_SIZE}
 
     def measures(self) -> dict[str, Any]:
         """What of the documents is worth a record."""
@@ -94,10 +94,7 @@ class Run:
         self.device = torch.device(args.device)
         self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self.environment = environment(self.device)
-        self.environment["started_utc"] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        if self.environment["git_commit"] is None:  # a copy without its checkout
-            self.environment["git_commit"] = args.commit
+        self.environment = run_environment(self.device, args.commit)
 
     def row(self, tokens: int, mean_doc: int) -> PackedRow:
         return PackedRow.of(tokens, mean_doc, self.device)
@@ -112,7 +109,8 @@ class Run:
         reason: str | None,
         measures: dict[str, Any] | None = None,
     ) -> None:
-        named = ", ".join(f"{value}" for key, value in case.items() if key not in ("sigma", "seed"))
+        same = ("sigma", "seed", "block_size")  # in every row
+        named = ", ".join(f"{value}" for key, value in case.items() if key not in same)
         self.say(f"{named}: {status}{'' if reason is None else ', ' + reason}")
         row = Row(SUITE, case, status, reason, measures or {}, self.environment)
         if self.args.out is not None:

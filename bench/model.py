@@ -42,7 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--packings", type=int, default=5, help="other packings to run compiled")
     add("--start-until", type=float, default=360.0, metavar="S", help="begin no variant later")
     add("--packings-until", type=float, default=480.0, metavar="S", help="run no packing later")
-    add("--commit", help="recorded where the files lie in no git checkout")
+    add("--commit", help="recorded in place of what git finds here")
     add("--out", type=Path, help="JSON lines to append to")
     add("--quick", action="store_true", help="a tiny model on few tokens, to see that all works")
     args = parser.parse_args(argv)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from transformers import AutoModel
 
 from bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
 from bench.cases import GEOMETRIES, Case, log_normal_lengths
-from bench.rows import Row, Status, append_row, one_line
+from bench.rows import Row, Status, append_row, one_line, run_environment
 from bench.variants import Sizes, Unsupported, Variant, make_variant
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import (
-    environment,
     memory_meaning,
     peak_memory_mib,
     time_interleaved,
@@ -58,10 +56,7 @@ class Run:
         self.begin = time.perf_counter()
         self.device = torch.device(args.device)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
-        self.environment = environment(self.device)
-        self.environment["started_utc"] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        if self.environment["git_commit"] is None:  # a copy without its checkout
-            self.environment["git_commit"] = args.commit
+        self.environment = run_environment(self.device, args.commit)
         torch.manual_seed(args.seed)
         with torch.device(self.device):
             config = GEOMETRIES[args.geometry](args.layers)

@@ -1,4 +1,4 @@
-"""`Row`: one measured case, as a line of JSON."""
+"""`Row`: one measured case, as a line of JSON; what a run's rows say of where it ran."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
+
+from flexvarlen.measure import environment
 
 Status = Literal["ok", "oom", "unsupported", "wrong", "failed", "skipped"]
 
@@ -28,6 +33,32 @@ class Row:
     reason: str | None = None
     measures: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+
+
+def run_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """`Row.environment` of a run that starts now.
+
+    A `commit` that was given wins over what git finds, which on a machine that got a copy of the
+    files may be a stale checkout; whether it has changes is then not known.
+    """
+    found = environment(device)
+    if commit is not None:
+        found |= {"git_commit": commit, "git_dirty": None}
+    return found | {"started_utc": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
+
+
+def commit_of(environment: dict[str, Any]) -> str:
+    """The commit of a row's environment, to stand behind its versions; empty if not recorded.
+
+    >>> commit_of({"git_commit": "0123456789abcdef", "git_dirty": True})
+    ', commit 0123456 with uncommitted changes'
+    """
+    commit = environment.get("git_commit")
+    if not commit:
+        return ""
+    return f", commit {commit[:7]}" + (
+        " with uncommitted changes" if environment.get("git_dirty") else ""
+    )
 
 
 def append_row(path: Path, row: Row) -> None:

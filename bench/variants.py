@@ -8,7 +8,6 @@ makes its shapes for patch_model's default capacity and bound.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
+from flexvarlen.equivalence.oracle import share
+from flexvarlen.equivalence.variants import Unsupported, set_transformers
 
 DEFAULT_VARIANTS = (
     "transformers:sdpa",
@@ -33,10 +34,6 @@ DEFAULT_VARIANTS = (
 `transformers:<name>@cu_seq_lens`."""
 
 Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
-
-
-class Unsupported(Exception):
-    """A variant that cannot run here; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,9 @@ def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
             f"variant must be one of {', '.join(DEFAULT_VARIANTS)}, another backend of ours or "
             f"transformers:<attn_implementation>, got {name!r}"
         )
-    model = _share(base)
+    model = share(base)
     if theirs:
-        _set_transformers(model, kind.removeprefix("transformers:"))
+        set_transformers(model, kind.removeprefix("transformers:"))
     else:
         _patch(model, kind)
     device = next(base.parameters()).device
@@ -133,22 +130,6 @@ def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
 
     # transformers' own break the graph: under fullgraph they would not run at all.
     return Variant(name, model, fullgraph=not theirs, inputs=inputs)
-
-
-def _share(base: PreTrainedModel) -> PreTrainedModel:
-    """A module tree and config of its own over the very same parameter tensors."""
-    shared = {id(parameter): parameter for parameter in base.parameters()}
-    return copy.deepcopy(base, memo=shared)
-
-
-def _set_transformers(model: PreTrainedModel, implementation: str) -> None:
-    try:
-        model.set_attn_implementation(implementation)
-    except (ImportError, ValueError) as error:
-        raise Unsupported(" ".join(str(error).split())[:300]) from error
-    found = model.config._attn_implementation
-    if found != implementation:  # e.g. a kernel from the hub in place of the package
-        raise Unsupported(f"transformers set {found!r} instead of {implementation!r}")
 
 
 def _patch(model: PreTrainedModel, backend: str) -> None:

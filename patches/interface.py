@@ -7,7 +7,8 @@ not masks of document ids, which transformers turns to booleans, nor labels.
 Decoding is not packed: fewer queries than keys, or a 4D mask, go to transformers' own sdpa, with
 its own mask. With several documents in a row, in the new tokens or in the cache, it raises; but by
 the name alone a cache of several is not noticed if a compiled forward filled it, if all its layers
-have a sliding window, or if it keeps no keys as they came (quantized).
+have a sliding window, or if it keeps no keys as they came (quantized). A patched model notices
+these too, but on its own cache only, not on one rebuilt from its tensors.
 
 Shapes: B rows of S tokens; H = num_heads, Hkv = num_kv_heads, D = head_dim; T = B·S.
 """
@@ -25,10 +26,10 @@ from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention import packed_attention
 from flexvarlen.bounds import MaskSpec
-from flexvarlen.patches.documents import EXPLICIT, PackedForward, check_one_document
+from flexvarlen.patches.documents import EXPLICIT, PackedForward, Unpacked, check_one_document
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.one_forward import begins_forward, shared_between_layers
-from flexvarlen.patches.packed_cache import mark_keys
+from flexvarlen.patches.packed_cache import mark_keys, refuse_packed_keys
 
 IMPLEMENTATIONS = {
     "flexvarlen_flex": "flex",
@@ -76,7 +77,8 @@ def _attention_function(backend: str) -> Attention:
     ) -> tuple[Tensor, None]:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         _refuse(dropout, kwargs)
-        packed: PackedForward | None = kwargs.get(CONTEXT)
+        handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
+        packed = handed if isinstance(handed, PackedForward) else None
         if packed is None and (
             query.shape[2] != key.shape[2]
             or (attention_mask is not None and attention_mask.ndim == 4)
@@ -102,13 +104,16 @@ def _attention_function(backend: str) -> Attention:
                 f"batch, got {batch * row_tokens} queries and {batch * key.shape[2]} keys; pack "
                 "without a cache."
             )
+        k_THD = _as_THD(key)
+        if packed.several_a_row:  # now, as the cache has them already and a kernel may fail
+            mark_keys(key)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         plan = (
             None
             if packed.backend == "auto"
             else packed.plan(MaskSpec.of(causal=causal, window=sliding_window))
         )
-        q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
+        q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), k_THD, _as_THD(value))
         out_THD = packed_attention(
             q_THD,
             k_THD,
@@ -123,8 +128,6 @@ def _attention_function(backend: str) -> Attention:
             plan=plan,
         )
         assert isinstance(out_THD, Tensor)
-        if packed.several_a_row:
-            mark_keys(key)
         return out_THD.view(batch, row_tokens, heads, head_dim), None
 
     return flexvarlen_attention
@@ -186,7 +189,9 @@ def _transformers_sdpa(
             f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
             "use_cache=False, and no 4D attention_mask."
         )
-    if torch.compiler.is_compiling() or begins_forward(module):
+    refuse_packed_keys(key)
+    checked = kwargs.get(CONTEXT) is Unpacked.CHECKED
+    if not checked and (torch.compiler.is_compiling() or begins_forward(module)):
         check_one_document(
             query.shape[2],
             position_ids=kwargs.get("position_ids"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,20 +19,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexvarlen.attention import resolve_backend
-from flexvarlen.backends import get_backend, why_not
+from flexvarlen.backends import why_not
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout
-from flexvarlen.mask import DocumentMask
 from flexvarlen.patches.documents import (
     EXPLICIT,
     PackedForward,
+    Unpacked,
     check_one_document,
     find_layout,
     first_tokens,
+    make_plan,
 )
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
-from flexvarlen.patches.packed_cache import refuse_packed_documents, remember_documents
+from flexvarlen.patches.packed_cache import (
+    mark_cache,
+    note_documents,
+    one_document_a_row,
+    refuse_packed_documents,
+)
 from flexvarlen.patches.rotary import forget_tables, keep_tables
 from flexvarlen.patches.wrapped_forward import has_forward_of_class, unwrap_forward, wrap_forward
 
@@ -44,9 +50,13 @@ IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
 @dataclass(frozen=True)
 class Patch:
-    """What a patched model keeps, to work and to be restored."""
+    """What a patched model keeps, to work and to be restored.
+
+    Its config may bear the name of any of `backends`: those of all patched models that share it.
+    """
 
     backend: str
+    backends: tuple[str, ...]
     capacity: int | None
     max_seqlen_bound: int | None
     masks: tuple[MaskSpec, ...]
@@ -102,10 +112,10 @@ def patch_model(
         )
     _check_backend(inner, backend)
     before = _implementation_before(inner)
-    name = next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
-    inner.set_attn_implementation(name)
+    inner.set_attn_implementation(_name_of(backend))
     patch = Patch(
         backend=backend,
+        backends=(backend,),
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
         masks=_masks(inner),
@@ -117,11 +127,15 @@ def patch_model(
         setattr(module, ATTRIBUTE, patch)
     keep_tables(inner.base_model)
     _patched_models.add(inner)
+    _tell_sharers(inner)
     return model
 
 
 def unpatch_model(model: Model) -> Model:
     """Restore a patched model exactly; a model that is not patched stays as it is.
+
+    Models that share one config object share its attn_implementation, which is restored with the
+    last of them: until then the others that are not patched attend by the plugin name alone.
 
     Returns:
         The same model.
@@ -138,7 +152,12 @@ def unpatch_model(model: Model) -> Model:
         unwrap_forward(module)
     _patched_models.discard(inner)
     forget_tables(inner.base_model)
-    inner.set_attn_implementation(patch.implementation_before)
+    others = _tell_sharers(inner)
+    named = IMPLEMENTATIONS.get(inner.config._attn_implementation)
+    if not others:
+        inner.set_attn_implementation(patch.implementation_before)
+    elif named is not None and named not in others:
+        inner.set_attn_implementation(_name_of(others[0]))
     return model
 
 
@@ -180,15 +199,13 @@ def _before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]
 
 
 def _after_forward(inputs: dict[str, Any], outputs: Any) -> None:
-    packed: PackedForward | None = inputs.get(CONTEXT)
-    if packed is not None:
-        tokens = _tokens(inputs)
-        assert tokens is not None
-        remember_documents(outputs, packed.layout, tokens.shape[0])
+    packed = inputs.get(CONTEXT)
+    if isinstance(packed, PackedForward) and packed.one_a_row is not None:
+        mark_cache(outputs, packed)
 
 
 def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A forward's keyword arguments with the documents found; unchanged for decoding.
+    """A forward's keyword arguments with the documents found, or marked as checked for decoding.
 
     Raises:
         ValueError: boundaries that break the contract, a packed batch with a non-empty cache, with
@@ -201,7 +218,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if tokens is None or inputs.get(CONTEXT) is not None:
         return inputs
     config: Any = module.config
-    if IMPLEMENTATIONS.get(config._attn_implementation) != patch.backend:
+    if IMPLEMENTATIONS.get(config._attn_implementation) not in patch.backends:
         raise ValueError(
             "a patched model's attn_implementation must stay its own, got "
             f"{config._attn_implementation!r}, set since; call unpatch_model before setting "
@@ -232,6 +249,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
             with_what=not_whole_rows,
             seen=0 if cache is None else cache.get_seq_length(),
         )
+        inputs[CONTEXT] = Unpacked.CHECKED
         return inputs
     layout = find_layout(
         batch,
@@ -254,7 +272,14 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     wants_no_cache = explicit or module.training or torch.compiler.is_compiling()
     if wants_no_cache and inputs.get("use_cache") is None and cache is None:
         inputs["use_cache"] = False
-    inputs[CONTEXT] = _packed_forward(module, patch, layout)
+    packed = _packed_forward(module, patch, layout)
+    use_cache = inputs.get("use_cache")
+    if cache is not None or (config.use_cache if use_cache is None else use_cache):
+        packed.one_a_row = one_document_a_row(layout, batch)
+        if not torch.compiler.is_compiling():
+            packed.several_a_row = not bool(packed.one_a_row)
+        note_documents(cache, packed)  # before any layer fills it: one of them may fail
+    inputs[CONTEXT] = packed
     inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
     return inputs
 
@@ -284,8 +309,7 @@ def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pa
             _head_dim(config),
             torch.is_grad_enabled(),
         )
-    make_plan = get_backend(backend).plan
-    plans = {mask: make_plan(DocumentMask(layout, mask)) for mask in patch.masks}
+    plans = {mask: make_plan(backend, layout, mask) for mask in patch.masks}
     return PackedForward(layout, backend, plans)
 
 
@@ -297,8 +321,13 @@ def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str
         return "a 4D attention_mask"
     if cache is None:
         return None
-    keys, _ = cache.get_mask_sizes(row_tokens, 0)
-    return None if keys == row_tokens else "a cache that holds, or makes room for, other tokens"
+    for layer in range(
+        max(len(cache.layers), 1)
+    ):  # a sliding layer may have no room where others do
+        keys, _ = cache.get_mask_sizes(row_tokens, layer)
+        if keys != row_tokens:
+            return "a cache that holds, or makes room for, other tokens"
+    return None
 
 
 def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:
@@ -361,6 +390,25 @@ def _implementation_before(inner: PreTrainedModel) -> str:
             return patch.implementation_before
     implementation: str = inner.config._attn_implementation
     return implementation
+
+
+def _tell_sharers(inner: PreTrainedModel) -> list[str]:
+    """Tell the patched models that share the model's config of one another; their backends."""
+    modules = {
+        id(module): module
+        for model in _patched_models
+        if model.config is inner.config and ATTRIBUTE in model.__dict__
+        for module in _wrapped_modules(model)
+        if ATTRIBUTE in module.__dict__
+    }
+    backends = sorted({module.__dict__[ATTRIBUTE].backend for module in modules.values()})
+    for module in modules.values():
+        setattr(module, ATTRIBUTE, replace(module.__dict__[ATTRIBUTE], backends=tuple(backends)))
+    return backends
+
+
+def _name_of(backend: str) -> str:
+    return next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
 
 
 def _check_backend(inner: PreTrainedModel, backend: str) -> None:

@@ -1,8 +1,10 @@
 """Caches that a packed forward filled: decoding from them is refused.
 
-A new token would see every document of its row. A patched model notes on the cache what it holds.
-By a plugin name alone a layer gets no cache; it marks its keys, the very tensor that the cache
-keeps.
+A new token would see every document of its row. Each layer marks its keys, the very tensor that the
+cache keeps, so that no model can append to them, nor to what is made of them. A patched model also
+notes on the cache what it holds, which reaches further: its caches of sliding layers (these keep a
+slice of the keys), and what a compiled forward filled (no graph marks a tensor); the note is lost
+where a new cache is made of the old one's tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from flexvarlen.layout import PackedLayout
-from flexvarlen.patches.documents import check
+from flexvarlen.patches.documents import PackedForward, check
 
 ONE_A_ROW = "_flexvarlen_one_document_a_row"  # on a cache
 
@@ -26,14 +28,26 @@ ONE_DOCUMENT_A_ROW = (
 )
 
 
-def remember_documents(outputs: Any, layout: PackedLayout, batch: int) -> None:
-    """Note on the cache among a forward's outputs whether its rows now hold one document each.
+def note_documents(cache: Any, packed: PackedForward) -> None:
+    """Note on a cache whether a forward gives, or gave, its rows more than one document each.
 
     No sync; traces, and the graph leaves the note behind at each run.
     """
+    if not isinstance(cache, Cache):
+        return
+    one_a_row = packed.one_a_row
+    if not torch.compiler.is_compiling():
+        one_a_row = torch.zeros((), dtype=torch.bool) if packed.several_a_row else None
+    setattr(cache, ONE_A_ROW, one_a_row)
+
+
+def mark_cache(outputs: Any, packed: PackedForward) -> None:
+    """Note on the cache among a forward's outputs what it holds now, and mark the keys it kept."""
     for output in outputs if isinstance(outputs, tuple) else outputs.values():
         if isinstance(output, Cache):
-            setattr(output, ONE_A_ROW, one_document_a_row(layout, batch))
+            note_documents(output, packed)
+            for layer in output.layers if packed.several_a_row else ():
+                mark_keys(getattr(layer, "keys", None))
 
 
 def refuse_packed_documents(cache: Any) -> None:
@@ -42,14 +56,17 @@ def refuse_packed_documents(cache: Any) -> None:
     Raises:
         ValueError: it does. Inside a compiled graph the device asserts that it does not.
 
-    Reads the device once a cache, and not if the host knew its documents.
+    Reads the device once a cache, if a compiled forward filled it.
     """
     one_a_row: Tensor | None = getattr(cache, ONE_A_ROW, None)
     if one_a_row is None:
         return
-    check(one_a_row, ONE_DOCUMENT_A_ROW)
-    if not torch.compiler.is_compiling():
-        setattr(cache, ONE_A_ROW, None)
+    if torch.compiler.is_compiling():
+        check(one_a_row, ONE_DOCUMENT_A_ROW)
+        return
+    if not bool(one_a_row) and cache.get_seq_length() > 0:  # it may have been reset
+        raise ValueError(ONE_DOCUMENT_A_ROW)
+    setattr(cache, ONE_A_ROW, None)
 
 
 def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
@@ -65,7 +82,9 @@ def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
     if layout.padding is not None:
         first_token = starts.clamp(max=layout.total_tokens - 1).long()
         documents = documents & ~layout.padding[first_token]
-    return documents.sum() <= batch
+    row = starts // max(layout.total_tokens // batch, 1)
+    rows = torch.arange(batch, device=boundaries.device)[:, None]
+    return ((documents & (row == rows)).sum(dim=-1) <= 1).all()
 
 
 class PackedKeys(Tensor):
@@ -81,7 +100,10 @@ class PackedKeys(Tensor):
     ) -> Any:
         """What is made of such keys (a cache reordered, copied, cropped) are such keys too."""
         if func is torch.cat:
-            raise ValueError(ONE_DOCUMENT_A_ROW)
+            check(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_A_ROW)
+        if func is Tensor.zero_:  # a static cache is reset
+            args[0].__class__ = Tensor
+            return args[0].zero_()
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -90,7 +112,17 @@ class PackedKeys(Tensor):
         return copied
 
 
-def mark_keys(keys: Tensor) -> None:
+def mark_keys(keys: Tensor | None) -> None:
     """Turn the keys of a layer, in place, as a cache may keep them, into `PackedKeys`."""
     if type(keys) is Tensor:
         keys.__class__ = PackedKeys
+
+
+def refuse_packed_keys(keys: Tensor) -> None:
+    """Raise if a cache that does not append (a static one, sliding) kept the keys.
+
+    Raises:
+        ValueError: it did. Inside a compiled graph the device asserts that it did not.
+    """
+    if isinstance(keys, PackedKeys):
+        check(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_A_ROW)

@@ -145,10 +145,17 @@ def test_specs_that_do_not_fit_the_mask_are_refused():
             DocumentMask(LAYOUT, spec, **tensors)
 
 
-def test_documents_beyond_the_bound_are_never_cut_off():
+@pytest.mark.parametrize(
+    ("lengths", "boundaries"),
+    [
+        pytest.param((4, 4, 4, 4), (0, 16, 16, 16, 16), id="whole_blocks"),
+        pytest.param((13, 3), (0, 15, 16), id="partial_blocks"),  # of the last block of queries
+    ],
+)
+def test_documents_beyond_the_bound_are_never_cut_off(lengths, boundaries):
     """Boundaries overwritten behind the layout's back: the tables are too narrow for them."""
-    layout = PackedLayout.from_lengths([4] * 4, max_seqlen_bound=4)
-    layout.cu_seqlens.copy_(int32(0, 16, 16, 16, 16))
+    layout = PackedLayout.from_lengths(lengths, max_seqlen_bound=max(lengths))
+    layout.cu_seqlens.copy_(int32(*boundaries))
     with pytest.raises(RuntimeError, match="does not fit the layout or max_seqlen_bound"):
         DocumentMask.of(layout).tables((2, 2), compact=True)
 

@@ -165,7 +165,7 @@ def make_variant(
     if name.startswith(THEIRS):
         if "flash_attention" in name and base.dtype not in (torch.float16, torch.bfloat16):
             raise Unsupported(f"{name} needs bfloat16 or float16, got {base.dtype}; change dtype.")
-        _set_transformers(model, name.removeprefix(THEIRS))
+        set_transformers(model, name.removeprefix(THEIRS))
     else:
         refusal = _refusal(name, model, needs_grad=False)
         if refusal is not None:
@@ -199,7 +199,8 @@ def _refusal(name: str, model: PreTrainedModel, *, needs_grad: bool) -> str | No
     )
 
 
-def _set_transformers(model: PreTrainedModel, implementation: str) -> None:
+def set_transformers(model: PreTrainedModel, implementation: str) -> None:
+    """Give a model transformers' own attention; raises `Unsupported` where it is not that one."""
     try:
         model.set_attn_implementation(implementation)
     except (ImportError, ValueError) as error:
