@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import Row
+from bench.rows import Row, commit_of
 
 BUILDER_STYLES = {  # of flexvarlen.plotstyle
     "flexvarlen": "flex",
@@ -16,12 +17,21 @@ BUILDER_STYLES = {  # of flexvarlen.plotstyle
     "create_block_mask(_compile=True)": "transformers:sdpa",
     "attention-gym": "nested",
 }
+# Of the strip above the axes, in heights of the axes: its lowest line, and from line to line.
+STRIP, STRIP_LINE = 1.035, 0.05
 
 
 def where_of(rows: Sequence[Row]) -> str:
-    """The machine and the versions of a group."""
+    """The machine, the versions and the commit of a run."""
     where = rows[0].environment
-    return f"{where.get('gpu') or where.get('cpu')}, torch {where.get('torch')}"
+    machine = where.get("gpu") or where.get("cpu")
+    return f"{machine}, torch {where.get('torch')}{commit_of(where)}"
+
+
+def latest_run(rows: Sequence[Row]) -> list[Row]:
+    """Those of the run that started last."""
+    latest = max((row.environment.get("started_utc") or "" for row in rows), default="")
+    return [row for row in rows if (row.environment.get("started_utc") or "") == latest]
 
 
 def mask_build_figure_name(rows: Sequence[Row]) -> str:
@@ -32,73 +42,124 @@ def mask_build_figure_name(rows: Sequence[Row]) -> str:
 
 def mask_build_figure(rows: Sequence[Row], path: Path) -> None:
     """Cost of a build against tokens, of every builder; of ours against the blocks kept."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
-    _against_tokens(left, rows)
-    _against_blocks(right, rows)
-    figure.suptitle(f"Building a causal document BlockMask; {where_of(rows)}", fontsize=11)
+    figure = drawn(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
+def drawn(rows: Sequence[Row]) -> Any:
+    """The figure of one GPU's rows: of each part, the latest run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    parts = {
+        part: latest_run([row for row in rows if row.case["part"] == part])
+        for part in ("build", "growth")
+    }
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 6.4), layout="constrained")
+    for one, draw, part in zip(
+        axes, (_against_tokens, _against_blocks), parts.values(), strict=True
+    ):
+        if part:
+            draw(one, part)
+        else:
+            one.set_axis_off()
+            one.text(0.5, 0.5, "not measured", ha="center")
+    runs = dict.fromkeys(where_of(part) for part in parts.values() if part)
+    title = ["Building a causal document BlockMask", *runs]
+    figure.suptitle("\n".join(title), fontsize=11)
+    return figure
+
+
 def _against_tokens(axes: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.lines import Line2D
+
+    from flexvarlen.plotstyle import STYLES
+
+    handles, missing = [], {}
+    for builder, style_name in BUILDER_STYLES.items():
+        own = [row for row in rows if row.case["builder"] == builder]
+        if not own:
+            continue
+        style = STYLES[style_name]
+        done = sorted((r for r in own if r.status == "ok"), key=lambda r: r.case["tokens"])
+        _line(axes, done, [r.case["tokens"] for r in done], style)
+        handles.append(Line2D([], [], label=builder, **style.line()))
+        missing[builder] = [row for row in own if row.status != "ok"]
+    _strip(axes, {name: own for name, own in missing.items() if own})
+    axes.set_xlabel("tokens of the row (log2)")
+    _finish(axes, handles)
+
+
+def _strip(axes: Any, missing: dict[str, list[Row]]) -> None:
+    """Above the axes, a line a builder: where it has no cost, a mark and the status."""
     from flexvarlen.plotstyle import STYLES, UNSUPPORTED
 
-    built = [row for row in rows if row.case["part"] == "build"]
-    for builder, style_name in BUILDER_STYLES.items():
-        own = [row for row in built if row.case["builder"] == builder]
-        done = sorted((r for r in own if r.status == "ok"), key=lambda r: r.case["tokens"])
-        if not done:
-            continue
-        _line(axes, done, [r.case["tokens"] for r in done], STYLES[style_name], builder)
-        missing = [row for row in own if row.status != "ok"]
-        for row in missing:
-            at = (row.case["tokens"], done[-1].measures["wall_us_p50"])
-            axes.plot(*at, UNSUPPORTED.marker, color=STYLES[style_name].color, markersize=9)
-            axes.annotate(
-                row.status, at, (0, 8), textcoords="offset points", ha="center", fontsize=8
-            )
-    axes.set_xlabel("tokens (log2)")
-    _finish(axes)
+    across = axes.get_xaxis_transform()  # x in tokens, y in heights of the axes
+    for index, (builder, rows) in enumerate(reversed(missing.items())):
+        height = STRIP + index * STRIP_LINE
+        color = STYLES[BUILDER_STYLES[builder]].color
+        axes.text(-0.015, height, builder, transform=axes.transAxes, fontsize=7, ha="right",
+                  va="center")  # fmt: skip
+        for row in rows:
+            at = (row.case["tokens"], height)
+            axes.plot(*at, transform=across, clip_on=False, color=color, markersize=6,
+                      marker=UNSUPPORTED.marker, linestyle="none")  # fmt: skip
+            axes.annotate(row.status, at, (6, 0), xycoords=across, textcoords="offset points",
+                          fontsize=7, va="center", annotation_clip=False)  # fmt: skip
 
 
 def _against_blocks(axes: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.lines import Line2D
+
     from flexvarlen.plotstyle import STYLES
 
-    grown = [row for row in rows if row.case["part"] == "growth" and row.status == "ok"]
-    for series, style_name in (("tokens", "flex"), ("documents", "flex_fa4")):
-        done = [row for row in grown if row.case["series"] == series]
-        if not done:
+    ours, handles = STYLES["flex"], []
+    styles = {
+        "tokens": ours,
+        "documents": dataclasses.replace(ours, marker="o", filled=False, linestyle="--"),
+    }
+    for series, style in styles.items():
+        own = [row for row in rows if row.case["series"] == series]
+        if not own:
             continue
-        done.sort(key=lambda row: row.measures["blocks"])
-        fixed = done[0].case["mean_doc"] if series == "tokens" else done[0].case["tokens"]
         label = {
-            "tokens": f"flexvarlen, more tokens (mean document {fixed:,})",
-            "documents": f"flexvarlen, longer documents ({fixed:,} tokens)",
+            "tokens": f"more tokens (documents of mean {own[0].case['mean_doc']:,})",
+            "documents": f"longer documents (rows of {own[0].case['tokens']:,} tokens)",
         }[series]
-        _line(axes, done, [r.measures["blocks"] for r in done], STYLES[style_name], label)
+        done = [row for row in own if row.status == "ok"]
+        done.sort(key=lambda row: row.measures["blocks"])
+        _line(axes, done, [r.measures["blocks"] for r in done], style)
+        varied = "tokens" if series == "tokens" else "mean_doc"
+        for row in own:  # without a count of blocks there is no place to mark
+            if row.status != "ok":
+                label += f"\n{row.case[varied]:,}: {row.status}"
+        handles.append(Line2D([], [], label=f"flexvarlen, {label}", **style.line()))
     axes.set_xlabel("blocks kept (log2)")
-    _finish(axes)
+    _finish(axes, handles)
 
 
-def _line(axes: Any, rows: Sequence[Row], x: Sequence[int], style: Any, label: str) -> None:
-    """Wall p50 with its p20–p80 band, and the GPU's part below it, thin and without markers."""
+def _line(axes: Any, rows: Sequence[Row], x: Sequence[int], style: Any) -> None:
+    """Wall p50 with its p20–p80 band; the GPU's part of it thin, with small markers."""
+    if not rows:
+        return
     wall = [row.measures["wall_us_p50"] for row in rows]
-    axes.plot(x, wall, label=f"{label}: wall", **style.line())
+    axes.plot(x, wall, **style.line())
     low, high = ([row.measures[f"wall_us_{p}"] for row in rows] for p in ("p20", "p80"))
     axes.fill_between(x, low, high, color=style.color, alpha=0.2, linewidth=0)
     gpu = [row.measures["gpu_us"] for row in rows]
     if None not in gpu:
-        axes.plot(x, gpu, color=style.color, linestyle=":", linewidth=1.2, label=f"{label}: GPU")
+        axes.plot(x, gpu, **style.line() | {"linestyle": ":"}, linewidth=1.2, markersize=3)
 
 
-def _finish(axes: Any) -> None:
+def _finish(axes: Any, handles: list[Any]) -> None:
     from matplotlib import ticker
+    from matplotlib.lines import Line2D
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -106,7 +167,12 @@ def _finish(axes: Any) -> None:
         axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.10g}"))
     axes.tick_params(axis="x", labelrotation=30, labelsize=8)
     axes.grid(which="major", alpha=0.3)
-    axes.set_ylabel("µs a build (p50, band p20–p80)")
-    axes.margins(y=0.15)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
+    axes.set_ylabel("µs a build (log10)")
+    axes.margins(y=0.08)
+    grey = {"color": "#666666"}
+    handles += [
+        Line2D([], [], label="wall, p50 (band: p20–p80)", **grey),
+        Line2D([], [], label="GPU time", linestyle=":", linewidth=1.2, **grey),
+    ]
+    axes.legend(handles=handles, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.2),
+                ncols=2, frameon=False)  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
 from bench.markdown import markdown
 from bench.report_mask_build import mask_build_groups, mask_build_section
-from bench.rows import Row, read_rows
+from bench.rows import Row, commit_of, read_rows
 
 BASELINE = "transformers:sdpa"
 GEOMETRY_NAMES = {"qwen3-1.7b": "Qwen3-1.7B", "llama-3.2-1b": "Llama-3.2-1B"}
@@ -111,7 +111,8 @@ def model_table(rows: Sequence[Row]) -> str:
         )
     notes = _model_notes(rows)
     notes += "".join(f"\n\n({number}) {why}" for number, why in enumerate(reasons, 1))
-    return f"{model_title(rows)}:\n\n{markdown(header, lines)}{notes}"
+    title = model_title(rows) + commit_of(rows[0].environment)
+    return f"{title}:\n\n{markdown(header, lines)}{notes}"
 
 
 def _shown(variant: str) -> str:
@@ -197,7 +198,8 @@ def leaks_table(rows: Sequence[Row]) -> str:
         f"Largest error of packed logits against each document alone in fp64, over tiny random "
         f"{' and '.join(models)} models (logits up to {_largest_logit(rows):.0f}); "
         f"{first.case['dtype']}, {where.get('gpu') or 'CPU'}, torch {where.get('torch')}, "
-        f"transformers {where.get('transformers')}. Bold: documents leak, or the numbers are false."
+        f"transformers {where.get('transformers')}{commit_of(where)}. Bold: documents leak, or the "
+        "numbers are false."
         "\n\n"
         f"{markdown(header, lines)}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +14,17 @@ BASELINES = {  # of the columns of speed
     "create_block_mask compiled": "× compiled create_block_mask",
     "create_block_mask(_compile=True)": "× _compile=True",
 }
+COMPARED = "flexvarlen from cu_seqlens"  # starts each build from what the baselines start from
+FEW_REPEATS = 20  # percentiles of fewer say how many they are of
 
 
 def mask_build_groups(rows: Sequence[Row], by_run: bool = False) -> list[list[Row]]:
-    """Rows of one GPU (or CPU), or of one run on it."""
+    """Rows of one GPU (or of the CPU), or of one run."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         where = row.environment
-        key = repr((where.get("gpu"), where.get("cpu"), by_run and where.get("started_utc")))
+        run = (where.get("cpu"), where.get("started_utc")) if by_run else ()
+        key = repr((where.get("gpu") or where.get("device"), *run))
         groups.setdefault(key, []).append(row)
     return list(groups.values())
 
@@ -60,13 +64,19 @@ def build_table(rows: Sequence[Row]) -> str:
     }
 
     def cells(row: Row) -> list[str]:
-        took = row.measures["wall_us_p50"]
-        theirs = [base.get((name, row.case["tokens"])) for name in BASELINES]
+        took, builder = row.measures["wall_us_p50"], row.case["builder"]
+        theirs = [
+            base.get((name, row.case["tokens"])) if builder in (COMPARED, name) else None
+            for name in BASELINES
+        ]
         return [*_cost(row.measures), *(_or_dash(x, lambda x: _three(x / took)) for x in theirs)]
 
     return (
-        f"A causal BlockMask of log-normal documents (sigma 1), blocks of 128; {where_of(rows)}. "
-        "Wall: one build on an idle device, to the end of its device work, p50 (p20–p80):\n\n"
+        f"A causal BlockMask of log-normal documents (sigma {_recorded(rows, 'sigma')}), block "
+        f"size {_recorded(rows, 'block_size')}; {where_of(rows)}. Wall: one build on an idle "
+        "device, to the end of its device work, p50 (p20–p80). Tables: what the mask holds. "
+        "“flexvarlen” starts from a layout in hand, all others from boundaries on the device: "
+        f"speed-ups (×) are those of “{COMPARED}”:\n\n"
         + _table(
             rows,
             ["builder", *COST, *BASELINES.values()],
@@ -90,15 +100,16 @@ def kinds_table(rows: Sequence[Row]) -> str:
     )
 
 
-COST = ("wall µs", "GPU µs", "launches", "peak MiB")
+COST = ("wall µs", "GPU µs", "launches", "peak MiB", "tables MiB")
 
 
 def _cost(m: dict[str, Any]) -> list[str]:
     return [
-        f"{_three(m['wall_us_p50'])} ({_three(m['wall_us_p20'])}–{_three(m['wall_us_p80'])})",
+        _spread(m, "wall_us", m["repeats"]),
         _or_dash(m["gpu_us"], _three),
         _or_dash(m["kernels"], lambda x: f"{x:g}"),
-        _or_dash(m["peak_mib"], lambda x: f"{x:,.2f}" if x < 100 else f"{x:,.0f}"),
+        _or_dash(m["peak_mib"], _mib),
+        _or_dash(m.get("tables_mib"), _mib),
     ]
 
 
@@ -180,7 +191,7 @@ def share_sentences(rows: Sequence[Row]) -> str:
             said.append(f"One layer of {case['geometry']}: {row.status}: {row.reason}")
             continue
         shares = [
-            f"{m[key]:.1f}% ({what})"
+            f"{_digits(m[key], 2)}% ({what})"
             for key, what in (("build_share_percent", "wall"), ("gpu_share_percent", "GPU"))
             if key in m
         ]
@@ -200,11 +211,16 @@ def growth_sentence(rows: Sequence[Row]) -> str:
         own.sort(key=lambda row: row.measures["blocks"])
         if len(own) < 2:
             continue
-        few, many = own[0], own[-1]
+        few, many = own[0].measures, own[-1].measures
+        times = [
+            f"{_digits(many[key] / few[key], 2)} × the {what} time "
+            f"({_three(few[key])} to {_three(many[key])} µs)"
+            for key, what in (("wall_us_p50", "wall"), ("gpu_us", "GPU"))
+            if few[key] and many[key]
+        ]
         said.append(
-            f"{_size(few)} to {_size(many)}: "
-            f"{many.measures['blocks'] / few.measures['blocks']:,.0f} × the blocks kept, "
-            f"{many.measures['wall_us_p50'] / few.measures['wall_us_p50']:.1f} × the wall time."
+            f"{_size(own[0])} to {_size(own[-1])}: "
+            f"{_three(many['blocks'] / few['blocks'])} × the blocks kept, {', '.join(times)}."
         )
     return "\n\n".join([f"Growth of flexvarlen's build ({where_of(rows)}).", *said])
 
@@ -266,9 +282,33 @@ def _documents(row: Row, rows: Sequence[Row]) -> str:
     return f"({row.case['mean_doc']:,})"
 
 
+def _recorded(rows: Sequence[Row], key: str) -> str:
+    """What the rows' cases say of `key`; a dash where one does not."""
+    found = dict.fromkeys(row.case.get(key) for row in rows)
+    return ", ".join(_or_dash(value, lambda x: f"{x:g}") for value in found)
+
+
+def _digits(value: float, count: int) -> str:
+    """So many significant digits, or the whole number."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = int(f"{value:.{count - 1}e}".partition("e")[2])
+    return f"{value:,.{max(0, count - 1 - exponent)}f}"
+
+
 def _three(value: float) -> str:
-    """Three digits, or the whole number."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+    return _digits(value, 3)
+
+
+def _mib(value: float) -> str:
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def _spread(m: dict[str, Any], name: str, repeats: int) -> str:
+    """Median (p20–p80), and of how many, where they are few."""
+    low, middle, high = (_three(m[f"{name}_{p}"]) for p in ("p20", "p50", "p80"))
+    few = f"; {repeats} repeats" if repeats < FEW_REPEATS else ""
+    return f"{middle} ({low}–{high}{few})"
 
 
 def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
@@ -278,8 +318,7 @@ def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
 def _ms(m: dict[str, Any], prefix: str) -> str:
     if f"{prefix}ms_p50" not in m:
         return "–"
-    low, middle, high = (m[f"{prefix}ms_{p}"] for p in ("p20", "p50", "p80"))
-    return f"{_three(middle)} ({_three(low)}–{_three(high)})"
+    return _spread(m, f"{prefix}ms", m[f"{prefix}repeats"])
 
 
 def _errors(m: dict[str, Any]) -> str:
