@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `rows.py` | `Row`: written whole or not at all, read back by the report |
+| `rows.py` | `Row`: written whole or not at all, read back by the report; where a run ran |
 | `model.py` | `python -m bench.model`: steps of a whole model, ours beside transformers' own |
 | `model_run.py` | one such run: oracle, variants, timing, other packings |
 | `cases.py` | `Case`, model geometries, log-normal documents |
@@ -13,7 +13,7 @@
 | `mask_build_run.py` | one such run: its rows, packed rows and clock |
 | `mask_build_builders.py` | the parts "build" and "growth" |
 | `mask_build_attention.py` | the parts "share", "attention" and "long" |
-| `mask_build_check.py` | whether two BlockMasks list the same blocks |
+| `mask_build_check.py` | whether two BlockMasks list the same blocks; the memory one holds |
 | `mask_build_accuracy.py` | documents of a long row, each alone in fp64 |
 | `report_mask_build.py`, `figure_mask_build.py` | tables and figure of that suite |
 | `markdown.py` | Markdown tables |

@@ -19,6 +19,7 @@ BUILDER_STYLES = {  # of flexvarlen.plotstyle
 }
 # Of the strip above the axes, in heights of the axes: its lowest line, and from line to line.
 STRIP, STRIP_LINE = 1.035, 0.05
+GPU_LINE = ":"
 
 
 def where_of(rows: Sequence[Row]) -> str:
@@ -104,14 +105,30 @@ def _strip(axes: Any, missing: dict[str, list[Row]]) -> None:
     for index, (builder, rows) in enumerate(reversed(missing.items())):
         height = STRIP + index * STRIP_LINE
         color = STYLES[BUILDER_STYLES[builder]].color
-        axes.text(-0.015, height, builder, transform=axes.transAxes, fontsize=7, ha="right",
-                  va="center")  # fmt: skip
+        axes.text(
+            -0.015, height, builder, transform=axes.transAxes, fontsize=7, ha="right", va="center"
+        )
         for row in rows:
             at = (row.case["tokens"], height)
-            axes.plot(*at, transform=across, clip_on=False, color=color, markersize=6,
-                      marker=UNSUPPORTED.marker, linestyle="none")  # fmt: skip
-            axes.annotate(row.status, at, (6, 0), xycoords=across, textcoords="offset points",
-                          fontsize=7, va="center", annotation_clip=False)  # fmt: skip
+            axes.plot(
+                *at,
+                transform=across,
+                clip_on=False,
+                color=color,
+                markersize=6,
+                marker=UNSUPPORTED.marker,
+                linestyle="none",
+            )
+            axes.annotate(
+                row.status,
+                at,
+                (6, 0),
+                xycoords=across,
+                textcoords="offset points",
+                fontsize=7,
+                va="center",
+                annotation_clip=False,
+            )
 
 
 def _against_blocks(axes: Any, rows: Sequence[Row]) -> None:
@@ -154,7 +171,7 @@ def _line(axes: Any, rows: Sequence[Row], x: Sequence[int], style: Any) -> None:
     axes.fill_between(x, low, high, color=style.color, alpha=0.2, linewidth=0)
     gpu = [row.measures["gpu_us"] for row in rows]
     if None not in gpu:
-        axes.plot(x, gpu, **style.line() | {"linestyle": ":"}, linewidth=1.2, markersize=3)
+        axes.plot(x, gpu, **style.line() | {"linestyle": GPU_LINE}, linewidth=1.2, markersize=3)
 
 
 def _finish(axes: Any, handles: list[Any]) -> None:
@@ -170,9 +187,10 @@ def _finish(axes: Any, handles: list[Any]) -> None:
     axes.set_ylabel("µs a build (log10)")
     axes.margins(y=0.08)
     grey = {"color": "#666666"}
-    handles += [
-        Line2D([], [], label="wall, p50 (band: p20–p80)", **grey),
-        Line2D([], [], label="GPU time", linestyle=":", linewidth=1.2, **grey),
-    ]
-    axes.legend(handles=handles, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.2),
-                ncols=2, frameon=False)  # fmt: skip
+    handles.append(Line2D([], [], label="wall, p50 (band: p20–p80)", **grey))
+    if any(line.get_linestyle() == GPU_LINE for line in axes.lines):
+        handles.append(Line2D([], [], label="GPU time", linestyle=GPU_LINE, linewidth=1.2, **grey))
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
+    axes.legend(
+        handles=handles, fontsize=7.5, ncols=3 if len(handles) > 4 else 2, frameon=False, **place
+    )

@@ -301,6 +301,8 @@ def _three(value: float) -> str:
 
 
 def _mib(value: float) -> str:
+    if value < 0.1:
+        return _digits(value, 2)
     return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 

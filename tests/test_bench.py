@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from bench import model, model_run, report
+from bench import rows as bench_rows
 from bench.accuracy import Errors
 from bench.cases import GEOMETRIES, Case, log_normal_lengths
-from bench.rows import Row, append_row, read_rows
+from bench.rows import Row, append_row, read_rows, run_environment
 from bench.variants import make_variant
 from flexvarlen.plotstyle import STYLES, style_of
 
@@ -46,6 +47,18 @@ def test_every_variant_has_its_row(rows):
     assert rows["transformers:flash_attention_2"].status == "unsupported"
     assert Case.of(rows["sdpa"].case).tokens == 256
     assert rows["sdpa"].environment["torch"] == torch.__version__
+
+
+def test_the_commit_that_was_given_wins_over_a_stale_checkout(rows, monkeypatch):
+    where = rows["sdpa"].environment
+    assert (where["git_commit"], where["git_dirty"]) == ("x", None)
+    assert "commit x:" in report.model_section(list(rows.values()))
+    stale = {"git_commit": "0123456789", "git_dirty": True}
+    monkeypatch.setattr(bench_rows, "environment", lambda device: dict(stale))
+    given, found = (run_environment(torch.device("cpu"), commit) for commit in ("new", None))
+    assert (given["git_commit"], given["git_dirty"]) == ("new", None)
+    assert stale.items() <= found.items()
+    assert "started_utc" in found
 
 
 def test_ours_compiles_once_and_is_right(rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import flexvarlen as fv
 from bench import mask_build, mask_build_builders, report
 from bench.mask_build_accuracy import Answer, alone, sampled_errors, sampled_spans, why_wrong
 from bench.mask_build_builders import BUILDERS, COMPILED, document_mask_mod
-from bench.mask_build_check import difference, expected_tables
+from bench.mask_build_check import difference, expected_tables, held_bytes
 from bench.mask_build_run import PackedRow, Run, TooLarge
 from bench.rows import append_row, read_rows
 from flexvarlen.plotstyle import STYLES
@@ -68,9 +69,15 @@ def test_builds_are_timed_and_counted(rows):
         assert m["gpu_us"] is m["kernels"] is m["peak_mib"] is None  # nothing to measure on a CPU
         assert m["blocks"] == m["partial_blocks"] + m["full_blocks"] > 0
         assert m["compilations_while_timing_all"] == 0
-        assert m["table_mib"] > 0
+        assert 0 < m["tables_mib"] < 1
     one, other = (row.measures for row in of(rows, "build", tokens=1000)[-2:])
     assert one["blocks"] == other["blocks"]  # ours and create_block_mask's
+
+
+def test_rows_say_block_size_and_the_commit_that_was_given(rows):
+    assert {row.case["block_size"] for row in rows} == {128}
+    where = rows[0].environment
+    assert (where["git_commit"], where["git_dirty"]) == ("x", None)
 
 
 def test_attention_and_share_and_long_rows(rows):
@@ -172,6 +179,30 @@ def test_a_block_that_differs_is_seen(both, name):
     assert f"1 of 16 rows of the {name} tables list" in difference(theirs, expected)
     counts[0, 0, row] -= 1
     assert f"1 of 16 rows of the {name} tables count" in difference(theirs, expected)
+
+
+# --- memory held ---------------------------------------------------------------------------------
+
+
+def test_tables_of_q_and_of_kv_have_widths_of_their_own():
+    queries = fv.PackedLayout.from_lengths([300, 100], device=CPU)
+    keys = fv.PackedLayout.from_lengths([900, 500], device=CPU)
+    mask = fv.document_block_mask(queries, layout_k=keys, causal=False)
+    rows_q, rows_k = 4, 11
+    elements = 4 * rows_q * rows_k + 2 * (rows_q + rows_k) + 2 * 400
+    assert held_bytes(mask) == 4 * elements
+
+
+def test_views_of_one_storage_count_once_and_document_ids_count():
+    storage, ids = torch.zeros(100, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+    tables = {f"{name}_{what}": storage[start:] for name in ("kv", "full_kv", "q", "full_q")
+              for start, what in enumerate(("num_blocks", "indices"))}  # fmt: skip
+
+    def inner(b, h, q, kv):
+        return ids[q] == ids[kv]
+
+    mask = types.SimpleNamespace(**tables, mask_mod=lambda *at: inner(*at))
+    assert held_bytes(mask) == 4 * 107
 
 
 # --- errors --------------------------------------------------------------------------------------
