@@ -26,10 +26,11 @@ from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention import packed_attention
 from flexvarlen.bounds import MaskSpec
-from flexvarlen.patches.documents import EXPLICIT, PackedForward, Unpacked, check_one_document
+from flexvarlen.patches.documents import EXPLICIT, PackedForward, Unpacked
 from flexvarlen.patches.families import require_verified
+from flexvarlen.patches.one_document import check_one_document
 from flexvarlen.patches.one_forward import begins_forward, shared_between_layers
-from flexvarlen.patches.packed_cache import mark_keys, refuse_packed_keys
+from flexvarlen.patches.packed_cache import refuse_packed_keys, set_apart
 
 IMPLEMENTATIONS = {
     "flexvarlen_flex": "flex",
@@ -76,9 +77,11 @@ def _attention_function(backend: str) -> Attention:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
-        _refuse(dropout, kwargs)
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         packed = handed if isinstance(handed, PackedForward) else None
+        if packed is not None and packed.several_a_row:
+            key = set_apart(key)
+        _refuse(dropout, kwargs)
         if packed is None and (
             query.shape[2] != key.shape[2]
             or (attention_mask is not None and attention_mask.ndim == 4)
@@ -98,22 +101,21 @@ def _attention_function(backend: str) -> Attention:
                 attention_mask=attention_mask,
                 **{name: kwargs.get(name) for name in (*EXPLICIT, "position_ids")},
             )
+            if packed.several_a_row:
+                key = set_apart(key)
         elif row_tokens * batch != packed.layout.total_tokens or row_tokens != key.shape[2]:
             raise ValueError(
                 f"queries and keys must be the {packed.layout.total_tokens} tokens of the packed "
                 f"batch, got {batch * row_tokens} queries and {batch * key.shape[2]} keys; pack "
                 "without a cache."
             )
-        k_THD = _as_THD(key)
-        if packed.several_a_row:  # now, as the cache has them already and a kernel may fail
-            mark_keys(key)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         plan = (
             None
             if packed.backend == "auto"
             else packed.plan(MaskSpec.of(causal=causal, window=sliding_window))
         )
-        q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), k_THD, _as_THD(value))
+        q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
         out_THD = packed_attention(
             q_THD,
             k_THD,

@@ -8,10 +8,8 @@ that transformers builds none and reads nothing back.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +24,13 @@ from flexvarlen.patches.documents import (
     EXPLICIT,
     PackedForward,
     Unpacked,
-    check_one_document,
     find_layout,
     first_tokens,
     make_plan,
 )
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
+from flexvarlen.patches.one_document import check_one_document
 from flexvarlen.patches.packed_cache import (
     mark_cache,
     note_documents,
@@ -40,27 +38,20 @@ from flexvarlen.patches.packed_cache import (
     refuse_packed_documents,
 )
 from flexvarlen.patches.rotary import forget_tables, keep_tables
+from flexvarlen.patches.shared_config import (
+    ATTRIBUTE,
+    Patch,
+    implementation_before,
+    join_sharers,
+    leave_sharers,
+    name_of,
+    wrapped_modules,
+)
 from flexvarlen.patches.wrapped_forward import has_forward_of_class, unwrap_forward, wrap_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 
-ATTRIBUTE = "_flexvarlen_patch"
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
-
-
-@dataclass(frozen=True)
-class Patch:
-    """What a patched model keeps, to work and to be restored.
-
-    Its config may bear the name of any of `backends`: those of all patched models that share it.
-    """
-
-    backend: str
-    backends: tuple[str, ...]
-    capacity: int | None
-    max_seqlen_bound: int | None
-    masks: tuple[MaskSpec, ...]
-    implementation_before: str
 
 
 def patch_model(
@@ -111,8 +102,8 @@ def patch_model(
             "of other heads are not next tokens; patch its base model, and pool by document."
         )
     _check_backend(inner, backend)
-    before = _implementation_before(inner)
-    inner.set_attn_implementation(_name_of(backend))
+    before = implementation_before(inner)
+    inner.set_attn_implementation(name_of(backend))
     patch = Patch(
         backend=backend,
         backends=(backend,),
@@ -121,13 +112,12 @@ def patch_model(
         masks=_masks(inner),
         implementation_before=before,
     )
-    for module in _wrapped_modules(inner):
+    for module in wrapped_modules(inner):
         if ATTRIBUTE not in module.__dict__ or has_forward_of_class(module):
             wrap_forward(module, _before_forward, _after_forward)
         setattr(module, ATTRIBUTE, patch)
     keep_tables(inner.base_model)
-    _patched_models.add(inner)
-    _tell_sharers(inner)
+    join_sharers(inner)
     return model
 
 
@@ -147,17 +137,11 @@ def unpatch_model(model: Model) -> Model:
     patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
     if patch is None:
         return model
-    for module in _wrapped_modules(inner):
+    for module in wrapped_modules(inner):
         module.__dict__.pop(ATTRIBUTE, None)
         unwrap_forward(module)
-    _patched_models.discard(inner)
     forget_tables(inner.base_model)
-    others = _tell_sharers(inner)
-    named = IMPLEMENTATIONS.get(inner.config._attn_implementation)
-    if not others:
-        inner.set_attn_implementation(patch.implementation_before)
-    elif named is not None and named not in others:
-        inner.set_attn_implementation(_name_of(others[0]))
+    leave_sharers(inner, patch)
     return model
 
 
@@ -321,9 +305,7 @@ def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str
         return "a 4D attention_mask"
     if cache is None:
         return None
-    for layer in range(
-        max(len(cache.layers), 1)
-    ):  # a sliding layer may have no room where others do
+    for layer in range(max(len(cache.layers), 1)):  # one that slides may have no room, others some
         keys, _ = cache.get_mask_sizes(row_tokens, layer)
         if keys != row_tokens:
             return "a cache that holds, or makes room for, other tokens"
@@ -354,11 +336,6 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def _wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
-    base = inner.base_model
-    return [inner] if base is inner else [inner, base]
-
-
 def _masks(inner: PreTrainedModel) -> tuple[MaskSpec, ...]:
     """The masks of the model's attention layers, each once."""
     specs = {
@@ -374,41 +351,6 @@ def _masks(inner: PreTrainedModel) -> tuple[MaskSpec, ...]:
 def _head_dim(config: Any) -> int:
     head_dim: int | None = getattr(config, "head_dim", None)
     return head_dim or int(config.hidden_size // config.num_attention_heads)
-
-
-_patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-
-
-def _implementation_before(inner: PreTrainedModel) -> str:
-    """The attn_implementation of the model's config before any patch.
-
-    Several models may share a config: the first patched one knows.
-    """
-    for patched_model in (inner, *_patched_models):
-        patch: Patch | None = patched_model.__dict__.get(ATTRIBUTE)
-        if patch is not None and patched_model.config is inner.config:
-            return patch.implementation_before
-    implementation: str = inner.config._attn_implementation
-    return implementation
-
-
-def _tell_sharers(inner: PreTrainedModel) -> list[str]:
-    """Tell the patched models that share the model's config of one another; their backends."""
-    modules = {
-        id(module): module
-        for model in _patched_models
-        if model.config is inner.config and ATTRIBUTE in model.__dict__
-        for module in _wrapped_modules(model)
-        if ATTRIBUTE in module.__dict__
-    }
-    backends = sorted({module.__dict__[ATTRIBUTE].backend for module in modules.values()})
-    for module in modules.values():
-        setattr(module, ATTRIBUTE, replace(module.__dict__[ATTRIBUTE], backends=tuple(backends)))
-    return backends
-
-
-def _name_of(backend: str) -> str:
-    return next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
 
 
 def _check_backend(inner: PreTrainedModel, backend: str) -> None:

@@ -82,6 +82,8 @@ def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
     if layout.padding is not None:
         first_token = starts.clamp(max=layout.total_tokens - 1).long()
         documents = documents & ~layout.padding[first_token]
+    if batch == 1:
+        return documents.sum() <= 1
     row = starts // max(layout.total_tokens // batch, 1)
     rows = torch.arange(batch, device=boundaries.device)[:, None]
     return ((documents & (row == rows)).sum(dim=-1) <= 1).all()
@@ -99,7 +101,11 @@ class PackedKeys(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """What is made of such keys (a cache reordered, copied, cropped) are such keys too."""
-        if func is torch.cat:
+        # Nothing is appended where a new cache is made of them, which starts with an empty tensor.
+        if (
+            func is torch.cat
+            and sum(x.numel() > 0 for x in _concatenated(*args, **kwargs or {})) > 1
+        ):
             check(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_A_ROW)
         if func is Tensor.zero_:  # a static cache is reset
             args[0].__class__ = Tensor
@@ -112,10 +118,25 @@ class PackedKeys(Tensor):
         return copied
 
 
+def _concatenated(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Sequence[Tensor]:
+    """The first argument of `torch.cat`."""
+    return tensors
+
+
 def mark_keys(keys: Tensor | None) -> None:
     """Turn the keys of a layer, in place, as a cache may keep them, into `PackedKeys`."""
     if type(keys) is Tensor:
         keys.__class__ = PackedKeys
+
+
+def set_apart(keys: Tensor) -> Tensor:
+    """Mark the keys of a layer, as a cache may keep them; the same, unmarked, to compute with.
+
+    Before anything else, as the cache has them already, and what follows may fail.
+    """
+    unmarked = keys.as_subclass(Tensor)
+    mark_keys(keys)
+    return unmarked
 
 
 def refuse_packed_keys(keys: Tensor) -> None:

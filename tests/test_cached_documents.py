@@ -8,9 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
+from flexvarlen.patches import one_document
+from flexvarlen.patches.one_document import check_one_document
 from tests.tiny_models import documents, new_model, shared_model
 
 CACHED, NEW, ROOM = 4, 12, 32
@@ -157,6 +160,142 @@ def test_a_document_that_starts_anywhere_goes_on():
             ours = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         expected = model(ids, position_ids=positions, past_key_values=cache_of("filled", model)[0])
     torch.testing.assert_close(ours.logits, expected.logits, rtol=0, atol=1e-4)
+
+
+# Rows of 12 tokens, 0 at padding.
+PADDED = {
+    "right": [1] * 8 + [0] * 4,
+    "left": [0] * 4 + [1] * 8,
+    "both_sides": [0] * 2 + [1] * 7 + [0] * 3,
+    "one_token": [1] + [0] * 11,
+    "none_real": [0] * 12,
+}
+
+
+def _padded(model, kind: str, form: str) -> Tensor:
+    """Logits of the real tokens of two rows, one padded, beside a cache; pads have position 0."""
+    rows = torch.tensor([PADDED[form], [1] * NEW])
+    positions = (rows.cumsum(-1) - 1).masked_fill(rows == 0, 0)
+    cache, seen = DynamicCache(), 0
+    if kind == "static":
+        cache = StaticCache(config=model.config, max_cache_len=ROOM)
+    else:
+        ids = torch.stack([documents()[1][:CACHED], documents()[2][:CACHED]])
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        seen = CACHED
+    ids = torch.stack([documents()[1][:NEW], documents()[2][:NEW]])
+    mask = torch.cat([torch.ones(2, seen, dtype=torch.long), rows], dim=1)
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, position_ids=positions + seen, past_key_values=cache)
+    return out.logits[rows.bool()]
+
+
+@pytest.mark.parametrize("kind", ["static", "filled"])
+@pytest.mark.parametrize("form", PADDED)
+@pytest.mark.parametrize("name", ["llama", "qwen3_windows"])
+def test_padding_beside_a_cache_is_no_document(name, form, kind):
+    """Pads see the tokens before them, in the mask that transformers makes."""
+    expected = _padded(shared_model(name), kind, form)
+    with fv.patched(shared_model(name), "sdpa"):
+        ours = _padded(shared_model(name), kind, form)
+    by_name = _padded(new_model(name, implementation="flexvarlen_doc"), kind, form)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(by_name, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_right_padding_beside_a_static_cache_in_a_graph(how):
+    torch._dynamo.reset()
+    expected = _padded(shared_model("llama"), "static", "right")
+    model = new_model("llama", implementation="sdpa" if how == "patched" else "flexvarlen_doc")
+    if how == "patched":
+        fv.patch_model(model, "sdpa")
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for form in ("right", "left", "right"):
+        ours = _padded(compiled, "static", form)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["patched", "name"])
+@pytest.mark.parametrize("positions", [[*range(5), 0, 0, *range(5)], [*range(12)], None])
+def test_padding_between_documents(positions, how):
+    """Without a cache it ends a document, so beside one it must not join two."""
+    model = new_model("llama", implementation="sdpa" if how == "patched" else "flexvarlen_doc")
+    if how == "patched":
+        fv.patch_model(model, "sdpa")
+    mask = torch.tensor([[1] * 5 + [0] * 2 + [1] * 5])
+    given = {} if positions is None else {"position_ids": torch.tensor([positions])}
+    cache, _ = cache_of("static", model)
+    ids = torch.ones(1, NEW, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(ValueError, match="packed batch"):
+        model(ids, attention_mask=mask, past_key_values=cache, **given)
+
+
+# Masks of 4 new tokens, of 9 columns; the positions have a restart at the third.
+SQUARE = torch.ones(4, 4, dtype=torch.bool).tril()
+MASKS_4D = {
+    "causal_in_a_static_cache": torch.nn.functional.pad(SQUARE, (2, 3), value=False),
+    "causal_in_a_full_cache": torch.nn.functional.pad(SQUARE, (5, 0), value=True),
+    "bidirectional": torch.ones(4, 9, dtype=torch.bool),
+    "prefix": torch.nn.functional.pad(SQUARE | (torch.arange(4) < 3), (0, 5), value=False),
+    "one_row_for_all": torch.ones(1, 9, dtype=torch.bool),
+    "documents": torch.nn.functional.pad(
+        torch.block_diag(*[torch.ones(2, 2).tril()] * 2).bool(), (1, 4), value=False
+    ),
+}
+
+
+@pytest.mark.parametrize("form", MASKS_4D)
+def test_a_4d_mask_hides_no_document(form):
+    mask, positions = MASKS_4D[form][None, None], torch.tensor([[3, 4, 0, 1]])
+    with pytest.raises(ValueError, match="packed batch"):
+        check_one_document(4, position_ids=positions, attention_mask=mask, with_what="a cache")
+
+
+def test_which_columns_are_the_new_tokens():
+    """A mask has a column for each cached token too; pads among these say nothing of the new."""
+    mask, positions = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]]), torch.tensor([[0, 1, 0, 1]])
+    given = {"position_ids": positions, "with_what": "a cache"}
+    for seen in (5, torch.tensor(5)):
+        with pytest.raises(ValueError, match="packed batch"):
+            check_one_document(4, attention_mask=mask, seen=seen, **given)
+        padded = mask.flip(1)  # here the new tokens are pads, and the cached ones are not
+        check_one_document(4, attention_mask=padded, seen=seen, **given)
+        padded_4d = padded.bool()[None, None]
+        check_one_document(4, attention_mask=padded_4d, seen=seen, **given)
+        with pytest.raises(ValueError, match="packed batch"):
+            check_one_document(4, attention_mask=mask.bool()[None, None], seen=seen, **given)
+
+
+def test_a_sliding_layer_without_room_before_one_with_room():
+    """The first layer alone looks as if the cache held nothing but the new tokens."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    model = new_model("qwen3_windows", **layers)
+    expected = _padded(model, "static", "right")
+    fv.patch_model(model, "sdpa")
+    torch.testing.assert_close(_padded(model, "static", "right"), expected, rtol=0, atol=1e-4)
+    cache, _ = cache_of("static", model)
+    ids, positions = torch.ones(1, NEW, dtype=torch.long), torch.tensor([POSITIONS["restarts"]])
+    with pytest.raises(ValueError, match="packed batch"):
+        model(ids, position_ids=positions, past_key_values=cache)
+
+
+def test_a_patched_model_looks_once_a_forward(monkeypatch):
+    """The wrapper of the base model and the layers trust the one of the whole model."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    reads = []
+    monkeypatch.setattr(one_document, "check", lambda *args: reads.append(args))
+    cache, _ = cache_of("filled", model)
+    with torch.no_grad():
+        model(torch.ones(1, NEW, dtype=torch.long), past_key_values=cache)
+        assert len(reads) == 0  # no positions, no mask
+        mask = torch.ones(1, CACHED + NEW + 1, dtype=torch.long)
+        given = {"attention_mask": mask, "position_ids": torch.tensor([[16]])}
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, **given)
+    assert len(reads) == 1
 
 
 def test_no_read_for_each_layer(monkeypatch):

@@ -1,0 +1,95 @@
+"""Rows that must hold one document each: of a forward that makes no document mask.
+
+Such a forward (decoding, a prefill beside other keys, a 4D mask) goes to transformers' own sdpa,
+where documents of one row would see one another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexvarlen.patches.documents import check
+
+
+def check_one_document(
+    row_tokens: int,
+    *,
+    position_ids: Tensor | None,
+    attention_mask: Any,
+    with_what: str,
+    seen: int | Tensor | None = None,
+) -> None:
+    """Refuse rows of several documents in a forward that makes no document mask.
+
+    Args:
+        row_tokens: S, the new tokens of a row.
+        position_ids: integer `[B, S]` or `[1, S]`.
+        attention_mask: as transformers lays it out: `[B, keys]`, one column for each token of the
+            cache, then for each new one, then perhaps for the room left; or a bool `[B, H, S,
+            keys]`, where nobody sees padding; or a dict of such by kind of layer. Anything else is
+            taken to hide no token.
+        with_what: what makes the forward so, for the sentence.
+        seen: tokens that the cache holds; None if only a 4D mask tells.
+
+    Raises:
+        ValueError: positions that do not go on by 1 between two tokens that are no padding,
+            padding between two such tokens, or a mask that numbers documents. Inside a compiled
+            graph the device asserts it.
+
+    Reads the device once, if there is anything to look at.
+    """
+    mask = attention_mask
+    if isinstance(mask, dict):
+        mask = next((x for x in mask.values() if isinstance(x, Tensor)), None)
+    if not isinstance(mask, Tensor):
+        mask = None
+    wrong = []
+    if mask is not None and mask.ndim == 2 and mask.dtype != torch.bool:
+        wrong.append(((mask != 0) & (mask != mask.amax(dim=-1, keepdim=True))).any())
+    real = None if mask is None or row_tokens == 1 else _real_tokens(mask, row_tokens, seen)
+    if real is not None:
+        runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(dim=-1)
+        wrong.append((runs > 1).any())
+    if position_ids is not None and row_tokens > 1:
+        jumps = position_ids.diff(dim=-1) != 1
+        if real is not None:
+            jumps = jumps & real[:, 1:] & real[:, :-1]
+        wrong.append(jumps.any())
+    if wrong:
+        check(
+            ~torch.stack(wrong).any(),
+            f"a packed batch must not come with {with_what}, got position_ids that do not go on by "
+            "1 in a row, or an attention_mask that numbers documents or has padding between "
+            "tokens; pass an empty cache or use_cache=False, and no 4D attention_mask.",
+        )
+
+
+def _real_tokens(mask: Tensor, row_tokens: int, seen: int | Tensor | None) -> Tensor | None:
+    """bool `[B, S]`: False at padding among the new tokens; None if the mask does not tell."""
+    tokens = torch.arange(row_tokens, device=mask.device)
+    if mask.ndim == 2:
+        # a mask that ends before the new tokens hides them: transformers fills it up with zeros
+        filled_up = torch.nn.functional.pad(mask != 0, (0, 1))
+        columns = tokens if seen is None else tokens + seen
+        return filled_up.index_select(1, columns.clamp(max=mask.shape[1]))
+    most = mask.shape[-1] - row_tokens  # first column of the new tokens, if no room is left
+    if mask.ndim != 4 or mask.dtype != torch.bool or most < 0:
+        return None
+    sees_BSK = mask.any(dim=1)
+    seen_BK = sees_BSK.any(dim=1)
+    if seen is not None:
+        first = seen.clamp(max=most) if isinstance(seen, Tensor) else min(seen, most)
+        return seen_BK.index_select(1, tokens + first)
+    # Under a causal mask no token sees past its own column, and one that is no padding sees that.
+    last = mask.shape[-1] - 1 - sees_BSK.flip(-1).to(torch.uint8).argmax(dim=-1)
+    last = torch.where(sees_BSK.any(dim=-1), last, -1)
+    first = (last - torch.arange(last.shape[1], device=mask.device)).amax().clamp(0, most)
+    real = seen_BK.index_select(1, tokens + first)
+    if last.shape[1] < row_tokens:
+        return real
+    # Padding never sees further than the tokens before it; if it does, the mask is another kind.
+    further = last[:, 1:] > last.cummax(dim=-1).values[:, :-1]
+    return real | torch.nn.functional.pad(further, (1, 0))

@@ -1,0 +1,92 @@
+"""What a patched model keeps, and what patched models of one config object know of one another.
+
+They share its attn_implementation: the name of any of their backends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from flexvarlen.bounds import MaskSpec
+from flexvarlen.patches.interface import IMPLEMENTATIONS
+
+ATTRIBUTE = "_flexvarlen_patch"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What a patched model keeps, to work and to be restored.
+
+    Its config may bear the name of any of `backends`: those of all patched models that share it.
+    """
+
+    backend: str
+    backends: tuple[str, ...]
+    capacity: int | None
+    max_seqlen_bound: int | None
+    masks: tuple[MaskSpec, ...]
+    implementation_before: str
+
+
+_patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
+    """The modules of a model that bear its patch: itself and its base model."""
+    base = inner.base_model
+    return [inner] if base is inner else [inner, base]
+
+
+def join_sharers(inner: PreTrainedModel) -> None:
+    """Tell a model just patched and those that share its config of one another."""
+    _patched_models.add(inner)
+    _tell_sharers(inner)
+
+
+def leave_sharers(inner: PreTrainedModel, patch: Patch) -> None:
+    """Restore the attn_implementation of a model just unpatched; a name of those left, if any."""
+    _patched_models.discard(inner)
+    others = _tell_sharers(inner)
+    named = IMPLEMENTATIONS.get(inner.config._attn_implementation)
+    if not others:
+        inner.set_attn_implementation(patch.implementation_before)
+    elif named is not None and named not in others:
+        inner.set_attn_implementation(name_of(others[0]))
+
+
+def implementation_before(inner: PreTrainedModel) -> str:
+    """The attn_implementation of the model's config before any patch."""
+    for module in (inner, *_sharing(inner)):
+        patch: Patch | None = module.__dict__.get(ATTRIBUTE)
+        if patch is not None:  # the first patched one knows
+            return patch.implementation_before
+    implementation: str = inner.config._attn_implementation
+    return implementation
+
+
+def _sharing(inner: PreTrainedModel) -> list[nn.Module]:
+    """The patched modules of all models with the model's config object."""
+    return [
+        module
+        for model in _patched_models
+        if model.config is inner.config and ATTRIBUTE in model.__dict__
+        for module in wrapped_modules(model)
+        if ATTRIBUTE in module.__dict__
+    ]
+
+
+def _tell_sharers(inner: PreTrainedModel) -> list[str]:
+    modules = _sharing(inner)
+    backends = sorted({module.__dict__[ATTRIBUTE].backend for module in modules})
+    for module in modules:
+        setattr(module, ATTRIBUTE, replace(module.__dict__[ATTRIBUTE], backends=tuple(backends)))
+    return backends
+
+
+def name_of(backend: str) -> str:
+    """The attn_implementation of a backend."""
+    return next(name for name, its in IMPLEMENTATIONS.items() if its == backend)

@@ -1,0 +1,208 @@
+"""A cache that a packed batch filled cannot be decoded from, whatever has become of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import flexvarlen as fv
+from flexvarlen.backends import get_backend
+from flexvarlen.patches.packed_cache import one_document_a_row
+from tests.tiny_models import new_model, shared_model
+
+IDS = torch.arange(3, 15)[None]
+POSITIONS = torch.tensor([[*range(5), *range(7)]])
+TOKEN = {"input_ids": torch.tensor([[7]]), "position_ids": torch.tensor([[7]])}
+REFUSED = "one document a row"
+
+
+def model_of(how: str, kind: str = "llama", **changes):
+    """A patched model, or one that has the plugin name only."""
+    if how == "name":
+        return new_model(kind, implementation="flexvarlen_doc", **changes)
+    return fv.patch_model(new_model(kind, **changes), "sdpa")
+
+
+def prefill(model, cache=None):
+    """The cache of a packed forward."""
+    with torch.no_grad():
+        out = model(IDS, position_ids=POSITIONS, past_key_values=cache, use_cache=True)
+    return out.past_key_values
+
+
+def refuses(model, cache):
+    """Decoding from the cache raises, now and again."""
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(ValueError, match=REFUSED):
+            model(**TOKEN, past_key_values=cache)
+
+
+def _rebuilt(cache, change=lambda x: x):
+    rebuilt = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        rebuilt.update(change(layer.keys), change(layer.values), index)
+    return rebuilt
+
+
+def _saved(cache):
+    file = io.BytesIO()
+    torch.save([(layer.keys, layer.values) for layer in cache.layers], file)
+    file.seek(0)
+    return DynamicCache(torch.load(file, weights_only=False))
+
+
+REMADE = {
+    "as_it_is": lambda cache: cache,
+    "rebuilt": _rebuilt,
+    "cloned": lambda cache: _rebuilt(cache, torch.clone),
+    "cropped": lambda cache: _rebuilt(cache, lambda x: x[:, :, :-2]),
+    "ddp_data": lambda cache: DynamicCache([(x.keys, x.values) for x in cache.layers]),
+    "saved": _saved,
+    "pickled": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "copied": copy.deepcopy,
+}
+SLIDING = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
+
+
+@pytest.mark.parametrize("remade", REMADE)
+@pytest.mark.parametrize(
+    ("how", "kind", "changes"),
+    [
+        ("patched", "llama", {}),
+        ("name", "llama", {}),
+        ("patched", "qwen3_windows", {}),
+        ("patched", "qwen3_windows", SLIDING),
+    ],
+)
+def test_a_cache_made_of_the_old_ones_tensors(how, kind, changes, remade):
+    model = model_of(how, kind, **changes)
+    refuses(model, REMADE[remade](prefill(model)))
+
+
+@pytest.mark.parametrize("twin", ["unpatched", "name", "patched"])
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_another_model_goes_on(how, twin):
+    cache = prefill(model_of(how))
+    refuses(shared_model("llama") if twin == "unpatched" else model_of(twin), cache)
+
+
+@pytest.mark.parametrize("changes", [{}, SLIDING])
+@pytest.mark.parametrize("where", ["next_layer", "kernel", "output_attentions"])
+def test_a_forward_that_failed_midway(where, changes, monkeypatch):
+    """The layers before the failure have filled the cache already."""
+    kind = "qwen3_windows" if changes else "llama"
+    model = model_of("patched", kind, **changes)
+    cache = DynamicCache(config=model.config)
+    extra, error = {}, ZeroDivisionError
+    with monkeypatch.context() as patch:
+        if where == "next_layer":
+            hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+        elif where == "kernel":
+            patch.setattr(get_backend("sdpa"), "attend", lambda *args: 1 / 0)
+        else:
+            extra, error = {"output_attentions": True}, NotImplementedError
+        with torch.no_grad(), pytest.raises(error):
+            model(IDS, position_ids=POSITIONS, past_key_values=cache, **extra)
+        if where == "next_layer":
+            hook.remove()
+    assert cache.get_seq_length() == 12
+    refuses(model, cache)
+    if not changes:
+        refuses(shared_model("llama"), cache)
+
+
+def test_a_failure_before_the_first_layer_leaves_an_empty_cache_of_use():
+    model, cache = model_of("patched"), DynamicCache()
+    hook = model.model.layers[0].register_forward_pre_hook(lambda *args: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        model(IDS, position_ids=POSITIONS, past_key_values=cache)
+    hook.remove()
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        assert model(**TOKEN, past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_a_static_cache_that_was_reset_is_of_use_again(how):
+    """A packed batch fills it to the last token; then one document, shorter than it."""
+    model, cache = model_of(how), StaticCache(config=shared_model("llama").config, max_cache_len=12)
+    with torch.no_grad():
+        expected = shared_model("llama")(IDS[:, :8]).logits
+        for _ in range(2):
+            prefill(model, cache)
+            cache.reset()
+            logits = model(IDS[:, :8], past_key_values=cache).logits
+            assert type(logits) is Tensor
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+            cache.reset()
+
+
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_compiled_decoding_from_a_rebuilt_cache(how):
+    """The unpatched model, too."""
+    cache = prefill(model_of(how))
+    for model in (model_of(how), new_model("llama")):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with torch.no_grad(), pytest.raises(RuntimeError, match=f"flexvarlen: .*{REFUSED}"):
+            compiled(**TOKEN, past_key_values=_rebuilt(cache))
+
+
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_a_row_of_padding_does_not_make_room_for_a_document_in_another(how):
+    model = model_of(how)
+    mask = torch.tensor([[0] * 12, [1] * 12])
+    positions = torch.cat([torch.zeros_like(POSITIONS), POSITIONS])
+    with torch.no_grad():
+        cache = model(
+            IDS.expand(2, -1), attention_mask=mask, position_ids=positions, use_cache=True
+        ).past_key_values
+        with pytest.raises(ValueError, match=REFUSED):
+            model(torch.full((2, 1), 7), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch", "one"),
+    [
+        ([12], 1, True),
+        ([5, 7], 1, False),
+        ([6, 6], 2, True),
+        ([0, 6, 0, 6], 2, True),
+        ([6, 2, 4], 2, False),
+        ([2, 4], 2, False),  # the second row is padding
+        ([], 2, True),
+        ([0], 1, True),
+    ],
+)
+def test_one_document_a_row(lengths, batch, one):
+    layout = fv.PackedLayout.from_lengths(lengths, total_tokens=12, capacity=8)
+    assert bool(one_document_a_row(layout, batch)) == one
+
+
+def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
+    """What a prefill finds out, decoding does not ask again."""
+    model = model_of("patched")
+    reads = []
+    read = Tensor.__bool__
+    monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
+    monkeypatch.setattr("flexvarlen.patches.model.one_document_a_row", lambda *args: 1 / 0)
+    model.train()(IDS, position_ids=POSITIONS)
+    model.eval()(IDS, position_ids=POSITIONS, use_cache=False)
+    monkeypatch.undo()
+    cache = model(IDS).past_key_values
+    monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
+    reads.clear()
+    with torch.no_grad():
+        model(TOKEN["input_ids"], past_key_values=cache)
+    ours = len(reads)
+    fv.unpatch_model(model)
+    reads.clear()
+    with torch.no_grad():
+        model(TOKEN["input_ids"], past_key_values=cache)
+    assert ours <= len(reads)

@@ -1,0 +1,129 @@
+"""Patched models that share one config object share its attn_implementation."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import permutations
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import flexvarlen as fv
+from tests.tiny_models import config_of
+
+IDS = torch.arange(3, 15)[None]
+POSITIONS = torch.tensor([[*range(5), *range(7)]])
+BACKENDS = ("sdpa", "reference", "sdpa")
+
+
+@pytest.fixture
+def models():
+    """Three models of one config, with the same weights."""
+    config = config_of("llama")
+    config._attn_implementation = "sdpa"
+    made = [LlamaForCausalLM(config).eval() for _ in BACKENDS]
+    for model in made:
+        model.load_state_dict(made[0].state_dict())
+        assert model.config is config
+    return made
+
+
+def right(model):
+    """Packed logits are those of the documents one by one."""
+    with torch.no_grad():
+        ours = model(IDS, position_ids=POSITIONS).logits
+        mask = torch.tensor([[1] * 5 + [2] * 7])  # what the plugin name alone does not see
+        numbered = model(IDS, attention_mask=mask).logits
+    expected = right.expected
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(numbered, expected, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _expected(models):
+    with torch.no_grad():
+        documents = IDS.split([5, 7], dim=1)
+        right.expected = torch.cat([models[0](ids).logits for ids in documents], dim=1)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_any_order_of_exits(models, order):
+    config = models[0].config
+    with torch.no_grad():
+        before = models[0](IDS).logits
+    contexts = []
+    for model, backend in zip(models, BACKENDS, strict=True):
+        contexts.append(ExitStack())
+        contexts[-1].enter_context(fv.patched(model, backend))
+    inside = set(range(3))
+    for number in order:
+        for i in inside:
+            right(models[i])
+        contexts[number].close()
+        inside.remove(number)
+        if inside:
+            assert config._attn_implementation in {
+                {"sdpa": "flexvarlen_doc", "reference": "flexvarlen_reference"}[BACKENDS[i]]
+                for i in inside
+            }
+    assert config._attn_implementation == "sdpa"
+    for model in models:
+        with torch.no_grad():
+            assert torch.equal(model(IDS).logits, before)
+        assert "flexvarlen" not in str(vars(model)) + str(vars(model.model))
+
+
+def test_nested_blocks(models):
+    first, second, _ = models
+    with fv.patched(first, "sdpa"):
+        with fv.patched(second, "reference"):
+            right(first)
+            right(second)
+        right(first)
+        with fv.patched(first, "reference"):
+            right(first)
+        right(first)
+    assert first.config._attn_implementation == "sdpa"
+
+
+def test_a_foreign_name_set_since_is_still_refused(models):
+    first, second, _ = models
+    fv.patch_model(first, "sdpa")
+    fv.patch_model(second, "reference")
+    for name in ("eager", "flexvarlen_flex"):
+        first.set_attn_implementation(name)
+        for model in (first, second):
+            with pytest.raises(ValueError, match="set since"):
+                model(IDS)
+    first.set_attn_implementation("eager")
+    fv.unpatch_model(first)
+    with pytest.raises(ValueError, match="set since"):
+        second(IDS)
+    fv.unpatch_model(second)
+    assert second.config._attn_implementation == "sdpa"
+
+
+def test_a_model_and_its_base_leave_one_by_one(models):
+    model = models[0]
+    fv.patch_model(model, "sdpa")
+    fv.patch_model(model.model, "reference")
+    right(model)
+    fv.unpatch_model(model.model)
+    right(model)
+    fv.unpatch_model(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_compiled_models_compile_once_while_others_come_and_go(models):
+    torch._dynamo.reset()
+    first, second, _ = models
+    counter = torch._dynamo.testing.CompileCounter()
+    with fv.patched(first, "sdpa"):
+        compiled = torch.compile(first, fullgraph=True, backend=counter)
+        right(compiled)
+        compiled_so_far = counter.frame_count
+        with fv.patched(second, "reference"):
+            right(second)
+        right(compiled)
+    assert counter.frame_count == compiled_so_far
