@@ -25,7 +25,8 @@ from flexvarlen.measure import summarize
 SUITE = "mask-build"
 SIGMA, SEED = 1.0, 0
 PROFILED_BUILDS = 20
-SLOW_BUILD_S = 0.2  # slower ones are timed few times, without an untimed call before each
+UNTIMED_BUILDS = 5
+SLOW_BUILD_S = 0.2  # slower ones are timed few times, without untimed calls before each
 
 # What kernels, compilers and transformers raise; anything else is a mistake of this script.
 ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
@@ -167,13 +168,15 @@ class Run:
     def time_builds(self, builds: Mapping[str, Build]) -> dict[str, dict[str, Any]]:
         """`wall_us_*` (to the end of the device work) and `host_us_p50` (the call) of each.
 
-        Each timed call starts on an idle device, right after an untimed one, in rounds of random
-        order; the garbage collector is off.
+        Each timed call starts on an idle device, right after `UNTIMED_BUILDS` of the same (the
+        others' have driven its code out of the host's caches), in rounds of random order; the
+        garbage collector is off.
         """
         wall: dict[str, list[float]] = {name: [] for name in builds}
         host: dict[str, list[float]] = {name: [] for name in builds}
         took = {name: self.seconds(build) for name, build in builds.items()}
         repeats = {name: self._repeats(seconds) for name, seconds in took.items()}
+        untimed = {name: UNTIMED_BUILDS * (took[name] < SLOW_BUILD_S) for name in builds}
         rounds, order = max(repeats.values()), random.Random(SEED)
         gc.collect()
         gc.disable()
@@ -184,7 +187,7 @@ class Run:
                     if (index + 1) * repeats[name] // rounds == index * repeats[name] // rounds:
                         continue
                     build = builds[name]
-                    if took[name] < SLOW_BUILD_S:
+                    for _ in range(untimed[name]):
                         build()
                     self.synchronize()
                     begin = time.perf_counter()
@@ -197,11 +200,14 @@ class Run:
                     host[name].append((returned - begin) * 1e6)
         finally:
             gc.enable()
-        return {name: _percentiles(wall[name], host[name]) for name in builds}
+        return {
+            name: _percentiles(wall[name], host[name]) | {"untimed_builds": untimed[name]}
+            for name in builds
+        }
 
     def _repeats(self, seconds: float) -> int:
         budget_s = 0.1 if self.args.quick else 2.0
-        return max(3, min(self.args.repeats, int(budget_s / (2 * seconds))))
+        return max(3, min(self.args.repeats, int(budget_s / ((UNTIMED_BUILDS + 1) * seconds))))
 
     def gpu_work(self, build: Build) -> dict[str, Any]:
         """`gpu_us`, the sum of what ran on the device, and `kernels`, how many, a build."""

@@ -49,17 +49,17 @@ def check_sizes(
     total_tokens: int | None, capacity: int | None, max_seqlen_bound: int | None
 ) -> None:
     """Raise unless each is None or an integer that int32 holds, the first two from 0."""
-    named = {
-        "total_tokens": total_tokens,
-        "capacity": capacity,
-        "max_seqlen_bound": max_seqlen_bound,
-    }
-    for name, value in named.items():
-        if value is not None and not (is_int(value) and 0 <= value <= _INT32_MAX):
-            raise ValueError(
-                f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
-                "tokens (documents, for capacity), and split the row if it is longer."
-            )
+    _check_size("total_tokens", total_tokens)
+    _check_size("capacity", capacity)
+    _check_size("max_seqlen_bound", max_seqlen_bound)
+
+
+def _check_size(name: str, value: int | None) -> None:
+    if value is not None and not (is_int(value) and 0 <= value <= _INT32_MAX):
+        raise ValueError(
+            f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
+            "tokens (documents, for capacity), and split the row if it is longer."
+        )
 
 
 def check_boundaries(

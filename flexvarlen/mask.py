@@ -6,6 +6,7 @@ Shapes: Tq, Tk = tokens of the query and the key row (equal in self-attention).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,16 +120,14 @@ class DocumentMask:
         >>> mask.to_dense().int().tolist()[4]
         [0, 0, 0, 1, 1]
         """
-        for name, value in (("layout", layout), ("layout_k", layout_k)):
-            if not isinstance(value, PackedLayout) and not (value is None and name == "layout_k"):
-                raise ValueError(
-                    f"{name} must be a PackedLayout, got {type(value).__name__}; make one with "
-                    "PackedLayout.from_lengths()."
-                )
+        _check_type("layout", layout)
+        if layout_k is not None:
+            _check_type("layout_k", layout_k)
         cross = layout_k is not None and layout_k is not layout
-        spec = MaskSpec.of(
+        make_spec = MaskSpec.of if torch.compiler.is_compiling() else _remembered_spec
+        spec = make_spec(
             causal=causal,
-            window=window,
+            window=tuple(window) if isinstance(window, list) else window,
             chunk=chunk,
             prefix=prefix is not None,
             cross=cross,
@@ -166,7 +165,8 @@ class DocumentMask:
         tokens = (q.total_tokens, k.total_tokens)
         if compact:
             longest = (q.max_seqlen_bound, k.max_seqlen_bound)
-            width = table_widths(self.spec, tokens, longest, q.capacity, block_size)
+            widths = table_widths if torch.compiler.is_compiling() else _remembered_widths
+            width = widths(self.spec, tokens, longest, q.capacity, block_size)
         else:
             width = -(-tokens[1] // block_size[1]), -(-tokens[0] // block_size[0])
         build = document_tables if torch.compiler.is_compiling() else build_tables
@@ -275,6 +275,19 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
             f"{block_size}; FlexAttention's default is 128."
         )
     return pair[0], pair[1]
+
+
+# For the host's time: a build is called at each step, and is all launch.
+_remembered_spec = lru_cache(maxsize=256, typed=True)(MaskSpec.of)
+_remembered_widths = lru_cache(maxsize=1024)(table_widths)
+
+
+def _check_type(name: str, layout: object) -> None:
+    if not isinstance(layout, PackedLayout):
+        raise ValueError(
+            f"{name} must be a PackedLayout, got {type(layout).__name__}; make one with "
+            "PackedLayout.from_lengths()."
+        )
 
 
 def _check_pair(layout: PackedLayout, layout_k: PackedLayout) -> None:
