@@ -1,0 +1,91 @@
+"""A backend that cannot serve a call says why, in one sentence, and nothing else runs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout, packed_attention, why_not
+from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
+
+
+def test_unknown_backend():
+    layout = PackedLayout.from_lengths([TOKENS])
+    refused(
+        ValueError,
+        "one of reference, sdpa, flex, varlen, fa2 or auto, got 'flash'",
+        "choose one",
+        lambda: packed_attention(tensor(), tensor(), tensor(), layout, backend="flash"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "contract", "remedy"),
+    [
+        ("flex", {"q": tensor().requires_grad_()}, "no backward on the CPU", "backend='sdpa'"),
+        ("flex", {"return_lse": True}, "no LSE on the CPU", "backend='reference'"),
+        ("flex", {"sinks": torch.zeros(4)}, "no LSE on the CPU", "backend='reference'"),
+        ("flex", {"batch_invariant": True}, "batch invariant only where", "backend='sdpa'"),
+        ("flex", {"dtype": torch.float64}, "got torch.float64", "backend='sdpa'"),
+        ("varlen", {}, "needs a CUDA GPU, got cpu", "backend='sdpa'"),
+        ("sdpa", {"softcap": 3.0}, "no softcap, no sinks and no LSE", "backend='flex'"),
+        ("sdpa", {"sinks": torch.zeros(4)}, "no softcap, no sinks and no LSE", "backend='flex'"),
+        ("sdpa", {"return_lse": True}, "no softcap, no sinks and no LSE", "backend='flex'"),
+        ("sdpa", {"dtype": torch.int32}, "float dtype, got torch.int32", "convert"),
+        ("reference", {"dtype": torch.int32}, "float dtype, got torch.int32", "convert"),
+        ("reference", {"batch_invariant": True}, "not batch invariant", "backend='sdpa'"),
+    ],
+)
+def test_backend_that_cannot_says_why_and_never_falls_back(backend, options, contract, remedy):
+    options = dict(options)
+    base = tensor(dtype=options.pop("dtype", torch.float32))
+    q = options.pop("q", base)
+    layout = PackedLayout.from_lengths([TOKENS])
+    refused(
+        NotImplementedError,
+        rf"^{backend}.*{contract}",
+        remedy,
+        lambda: packed_attention(q, base, base, layout, backend=backend, **options),
+    )
+
+
+def test_auto_gives_the_reason_of_each_backend_that_it_tried():
+    layout = PackedLayout.from_lengths([TOKENS])
+    refused(
+        NotImplementedError,
+        "no backend can serve this call. sdpa: sdpa has no softcap",
+        "backend='flex'",
+        lambda: packed_attention(tensor(), tensor(), tensor(), layout, softcap=2.0),
+    )
+
+
+def test_missing_package_says_how_to_install_it(monkeypatch):
+    from flexvarlen.backends import fa2
+
+    monkeypatch.setattr(fa2, "find_spec", lambda name: None)
+    reason = why_not("fa2", device="cuda", dtype=torch.bfloat16)
+    assert "flash-attn" in reason
+    assert re.search(r"; install it with: pip install '?flexvarlen\[fa2\]", reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "dtype", "contract", "remedy"),
+    [
+        ("varlen", 264, torch.bfloat16, "at most 256, got 264", "backend='flex'"),
+        ("varlen", 60, torch.bfloat16, "multiple of 8.*got 60", "backend='flex'"),
+        ("varlen", 64, torch.float32, "bfloat16 or float16, got torch.float32", "convert"),
+        ("flex", 8, torch.bfloat16, "at least 16 on a GPU, got 8", "use 'sdpa'"),
+    ],
+)
+def test_head_dim_or_dtype_that_a_gpu_kernel_lacks(backend, head_dim, dtype, contract, remedy):
+    x = tensor(dim=head_dim, dtype=dtype, device="cuda")
+    layout = PackedLayout.from_lengths([TOKENS], device="cuda")
+    refused(
+        NotImplementedError,
+        contract,
+        remedy,
+        lambda: packed_attention(x, x, x, layout, backend=backend),
+    )

@@ -1,0 +1,191 @@
+"""Bad boundaries raise one sentence that says what to do, before any kernel runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout
+from tests.sentences import (  # noqa: F401
+    TOKENS,
+    _no_kernel_may_run,
+    cu_seqlens,
+    int32,
+    lengths,
+    refused,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "contract", "remedy"),
+    [
+        pytest.param(cu_seqlens(1, 5), r"must start at 0, got 1", "put a 0", id="not_from_zero"),
+        pytest.param(cu_seqlens(-1, 5), r"must start at 0, got -1", "put a 0", id="below_zero"),
+        pytest.param(
+            cu_seqlens(0, 5, 3, 8),
+            r"never decrease, got 5 then 3 at index 2",
+            "in order",
+            id="decreasing",
+        ),
+        pytest.param(
+            cu_seqlens(0, 5, 20, total_tokens=16),
+            r"end at or before total_tokens=16, got 20",
+            "shorten the documents",
+            id="past_the_end",
+        ),
+        pytest.param(
+            lengths(10, 7, total_tokens=16),
+            "total_tokens=16, got 17",
+            "shorten",
+            id="lengths_past_the_end",
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 5])),
+            r"torch.int32 tensor, got torch.int64",
+            r"call \.to\(torch\.int32\)",
+            id="int64",
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_cu_seqlens(torch.tensor([0.0, 5.0])),
+            r"torch.int32 tensor, got torch.float32",
+            r"call \.to\(torch\.int32\)",
+            id="float",
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_cu_seqlens([0, 5]), "got list", r"torch\.int32", id="list"
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_cu_seqlens(int32(0, 5)[None]),
+            r"shape \[num_docs \+ 1\].*got \(1, 2\)",
+            "flatten it",
+            id="two_dimensions",
+        ),
+        pytest.param(
+            cu_seqlens(0),
+            r"at least one document, got \(1,\)",
+            "start it with 0",
+            id="one_boundary",
+        ),
+        pytest.param(
+            cu_seqlens(), r"at least one document, got \(0,\)", "start it with 0", id="no_boundary"
+        ),
+        pytest.param(
+            lengths(4, 9, max_seqlen_bound=8),
+            r"at least the longest document, 9 tokens, got 8",
+            "raise the bound",
+            id="bound_too_small",
+        ),
+        pytest.param(
+            cu_seqlens(0, 4, 13, max_seqlen_bound=8),
+            "9 tokens, got 8",
+            "raise the bound",
+            id="bound_of_cu_seqlens",
+        ),
+        pytest.param(
+            lengths(1, 1, 1, capacity=2),
+            "at least the 3 documents given, got 2",
+            "raise capacity",
+            id="capacity",
+        ),
+        pytest.param(
+            lengths(4, -1), "at least 0, got -1 at index 1", "drop or mend", id="negative_length"
+        ),
+        pytest.param(
+            lengths(4, True),
+            "integers, got True at index 1",
+            "number of tokens",
+            id="boolean_length",
+        ),
+        pytest.param(
+            lengths(4, 2.0), r"integers, got 2\.0 at index 1", "number of tokens", id="float_length"
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_lengths(torch.tensor([4.0, 2.0])),
+            r"integers, got 4\.0 at index 0",
+            "number of tokens",
+            id="float_lengths_tensor",
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_lengths(torch.tensor([True, False])),
+            "integers, got True at index 0",
+            "number of tokens",
+            id="mask_for_lengths",
+        ),
+        pytest.param(
+            lengths(2**30, 2**30, 2**30), "fits in int32", "split the row", id="beyond_int32"
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_position_ids(torch.zeros(2, 4)),
+            r"integer tensor \[B, S\], got torch.float32",
+            "text row",
+            id="float_positions",
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_position_ids(torch.ones(2, 4, dtype=torch.bool)),
+            r"integer tensor \[B, S\], got torch.bool",
+            "text row",
+            id="mask_for_positions",
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_position_ids(torch.zeros(3, 2, 4, dtype=torch.int64)),
+            r"\[B, S\], got torch.int64 \(3, 2, 4\)",
+            "pass the text row",
+            id="multimodal_positions",
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_position_ids(
+                torch.zeros(1, 4, dtype=torch.int64), capacity=3
+            ),
+            "at least the 4 documents given, got 3",
+            "raise capacity",
+            id="capacity_of_positions",
+        ),
+    ],
+)
+def test_bad_boundaries(make, contract, remedy):
+    refused(ValueError, contract, remedy, make)
+
+
+@pytest.mark.parametrize("checks", ["host", "device"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"total_tokens": 8.0},
+        {"total_tokens": 2**31},
+        {"capacity": 2.5},
+        {"capacity": True},
+        {"max_seqlen_bound": 4.0},
+        {"max_seqlen_bound": -1},
+    ],
+    ids=str,
+)
+def test_sizes_that_are_no_sizes(sizes, checks):
+    name = next(iter(sizes))
+    device = "cpu" if checks == "host" else "meta"
+    boundaries = int32(0, 4).to(device)
+    refused(
+        ValueError,
+        f"{name} must be an integer that fits in int32, at least 0, got",
+        "count",
+        lambda: PackedLayout.from_cu_seqlens(
+            boundaries, checks=checks, **({"total_tokens": 4} | sizes)
+        ),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("values", "contract"),
+    [
+        ((1, 16), "must start at 0, got 1"),
+        ((0, 9, 3, 16), "never decrease"),
+        ((0, 9, 40), "total_tokens=16, got 40"),
+    ],
+)
+def test_boundaries_that_only_the_gpu_knows_are_read_back_and_checked(values, contract):
+    refused(
+        ValueError,
+        contract,
+        "",
+        lambda: PackedLayout.from_cu_seqlens(int32(*values).cuda(), total_tokens=TOKENS),
+    )
