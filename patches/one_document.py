@@ -35,9 +35,9 @@ def check_one_document(
         seen: tokens that the cache holds; None if only a 4D mask tells.
 
     Raises:
-        ValueError: positions that do not go on by 1 between two tokens that are no padding,
-            padding between two such tokens, or a mask that numbers documents. Inside a compiled
-            graph the device asserts it.
+        ValueError: a 2D mask shorter than the row; positions that do not go on by 1 between two
+            tokens that are no padding, padding between two such tokens, or a mask that numbers
+            documents. Inside a compiled graph the device asserts the latter.
 
     Reads the device once, if there is anything to look at.
     """
@@ -46,6 +46,11 @@ def check_one_document(
         mask = next((x for x in mask.values() if isinstance(x, Tensor)), None)
     if not isinstance(mask, Tensor):
         mask = None
+    if mask is not None and mask.ndim == 2 and mask.shape[1] < row_tokens:
+        raise ValueError(
+            f"attention_mask must have a column for each of the {row_tokens} tokens of a row, got "
+            f"{mask.shape[1]}; pass one as long as input_ids."
+        )
     wrong = []
     if mask is not None and mask.ndim == 2 and mask.dtype != torch.bool:
         wrong.append(((mask != 0) & (mask != mask.amax(dim=-1, keepdim=True))).any())

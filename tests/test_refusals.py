@@ -147,6 +147,20 @@ def test_more_documents_or_longer_ones_than_asked_for():
             refused(ValueError, words, model, input_ids=ROW.ids, position_ids=ROW.position_ids)
 
 
+def test_a_mask_shorter_than_the_row_beside_a_cache(model):
+    """transformers fills it up with zeros: restarts behind its end would count as padding."""
+    cache = StaticCache(config=model.config, max_cache_len=2 * ROW.ids.shape[1])
+    refused(
+        ValueError,
+        f"a column for each of the {ROW.ids.shape[1]} tokens of a row, got 5",
+        model,
+        input_ids=ROW.ids,
+        position_ids=ROW.position_ids,
+        attention_mask=torch.ones(1, 5, dtype=torch.int64),
+        past_key_values=cache,
+    )
+
+
 def test_attention_dropout_in_training():
     model = fv.patch_model(new_model("llama", attention_dropout=0.1), "sdpa").train()
     inputs = {"input_ids": ROW.ids, "position_ids": ROW.position_ids}
