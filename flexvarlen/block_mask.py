@@ -95,7 +95,8 @@ def _check_ends(tokens: tuple[int, int], block_size: tuple[int, int]) -> None:
 
     They check the ends of a row only if its tokens are no multiple of 128, and run over whole
     blocks of the mask: wrong gradients of K and V, under `create_block_mask` too (seen in torch
-    2.11; the templates of 2.13 are the same).
+    2.11; the templates of 2.13 are the same). The forward reads there too, if masked out: what lies
+    there may be NaN.
     """
     if all(_TILE % block == 0 for block in block_size) or any(t % _TILE for t in tokens):
         return

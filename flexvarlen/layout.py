@@ -56,6 +56,12 @@ class PackedLayout:
         padding: Tensor | None = None,
         has_padding: bool | None = None,
     ) -> None:
+        if cu_seqlens.dtype != torch.int32 or (padding is not None and padding.dtype != torch.bool):
+            raise ValueError(
+                "a PackedLayout takes int32 boundaries and bool padding, got "
+                f"{cu_seqlens.dtype} and {None if padding is None else padding.dtype}; make it "
+                "with from_lengths() or from_cu_seqlens()."
+            )
         self.cu_seqlens = cu_seqlens.contiguous()  # kernels know no strides
         self.cu_seqlens_host = cu_seqlens_host
         self.total_tokens = total_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,10 +124,9 @@ class DocumentMask:
         if layout_k is not None:
             _check_type("layout_k", layout_k)
         cross = layout_k is not None and layout_k is not layout
-        make_spec = MaskSpec.of if torch.compiler.is_compiling() else _remembered_spec
-        spec = make_spec(
+        spec = _spec(
             causal=causal,
-            window=tuple(window) if isinstance(window, list) else window,
+            window=window,
             chunk=chunk,
             prefix=prefix is not None,
             cross=cross,
@@ -280,6 +279,16 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
 # For the host's time: a build is called at each step, and is all launch.
 _remembered_spec = lru_cache(maxsize=256, typed=True)(MaskSpec.of)
 _remembered_widths = lru_cache(maxsize=1024)(table_widths)
+
+
+def _spec(**kind: Any) -> MaskSpec:
+    """`MaskSpec.of`, remembered if eager and of plain values."""
+    if torch.compiler.is_compiling() or isinstance(kind["window"], tuple | list):
+        return MaskSpec.of(**kind)
+    try:
+        return _remembered_spec(**kind)
+    except TypeError:  # what has no hash is no kind of mask: let it say so
+        return MaskSpec.of(**kind)
 
 
 def _check_type(name: str, layout: object) -> None:

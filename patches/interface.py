@@ -29,7 +29,7 @@ from flexvarlen.bounds import MaskSpec
 from flexvarlen.patches.documents import EXPLICIT, PackedForward, Unpacked
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.one_document import check_one_document
-from flexvarlen.patches.one_forward import begins_forward, shared_between_layers
+from flexvarlen.patches.one_forward import first_unpacked, shared_between_layers
 from flexvarlen.patches.packed_cache import refuse_packed_keys, set_apart
 
 IMPLEMENTATIONS = {
@@ -79,7 +79,7 @@ def _attention_function(backend: str) -> Attention:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         packed = handed if isinstance(handed, PackedForward) else None
-        if packed is not None and packed.several_a_row:
+        if packed is not None and packed.several_a_row and not torch.compiler.is_compiling():
             key = set_apart(key)
         _refuse(dropout, kwargs)
         if packed is None and (
@@ -101,7 +101,7 @@ def _attention_function(backend: str) -> Attention:
                 attention_mask=attention_mask,
                 **{name: kwargs.get(name) for name in (*EXPLICIT, "position_ids")},
             )
-            if packed.several_a_row:
+            if packed.several_a_row and not torch.compiler.is_compiling():
                 key = set_apart(key)
         elif row_tokens * batch != packed.layout.total_tokens or row_tokens != key.shape[2]:
             raise ValueError(
@@ -193,7 +193,7 @@ def _transformers_sdpa(
         )
     refuse_packed_keys(key)
     checked = kwargs.get(CONTEXT) is Unpacked.CHECKED
-    if not checked and (torch.compiler.is_compiling() or begins_forward(module)):
+    if not checked and (torch.compiler.is_compiling() or first_unpacked(module)):
         check_one_document(
             query.shape[2],
             position_ids=kwargs.get("position_ids"),
@@ -230,6 +230,8 @@ def _mask_function(
     )
     if whole_rows and (attention_mask is None or attention_mask.shape[-1] == kv_length):
         return attention_mask
+    if attention_mask is not None and attention_mask.ndim == 2 and q_length > 1:
+        _check_mask_length(attention_mask.shape[-1], q_length, q_offset)
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -241,3 +243,17 @@ def _mask_function(
         **kwargs,
     )
     return mask
+
+
+def _check_mask_length(columns: int, q_length: int, q_offset: int | Tensor) -> None:
+    """Refuse a 2D mask that ends before the new tokens do.
+
+    transformers fills it up with zeros, and a layer that sees the filled-up mask alone would take
+    the documents behind its end for padding.
+    """
+    seen = 0 if isinstance(q_offset, Tensor) and torch.compiler.is_compiling() else int(q_offset)
+    if columns < seen + q_length:
+        raise ValueError(
+            f"attention_mask must have a column for each of the {seen + q_length} tokens of a row, "
+            f"those of the cache included, got {columns}; pass one of that length."
+        )

@@ -35,9 +35,9 @@ def check_one_document(
         seen: tokens that the cache holds; None if only a 4D mask tells.
 
     Raises:
-        ValueError: a 2D mask shorter than the row; positions that do not go on by 1 between two
-            tokens that are no padding, padding between two such tokens, or a mask that numbers
-            documents. Inside a compiled graph the device asserts the latter.
+        ValueError: positions that do not go on by 1 between two tokens that are no padding,
+            padding between two such tokens, or a mask that numbers documents. Inside a compiled
+            graph the device asserts it.
 
     Reads the device once, if there is anything to look at.
     """
@@ -46,11 +46,6 @@ def check_one_document(
         mask = next((x for x in mask.values() if isinstance(x, Tensor)), None)
     if not isinstance(mask, Tensor):
         mask = None
-    if mask is not None and mask.ndim == 2 and mask.shape[1] < row_tokens:
-        raise ValueError(
-            f"attention_mask must have a column for each of the {row_tokens} tokens of a row, got "
-            f"{mask.shape[1]}; pass one as long as input_ids."
-        )
     wrong = []
     if mask is not None and mask.ndim == 2 and mask.dtype != torch.bool:
         wrong.append(((mask != 0) & (mask != mask.amax(dim=-1, keepdim=True))).any())
@@ -76,8 +71,9 @@ def _real_tokens(mask: Tensor, row_tokens: int, seen: int | Tensor | None) -> Te
     """bool `[B, S]`: False at padding among the new tokens; None if the mask does not tell."""
     tokens = torch.arange(row_tokens, device=mask.device)
     if mask.ndim == 2:
-        # a mask that ends before the new tokens hides them: transformers fills it up with zeros
-        filled_up = torch.nn.functional.pad(mask != 0, (0, 1))
+        # What lies past the end of a short mask is no padding: transformers hides it as keys, but
+        # as queries these tokens see all that is before them.
+        filled_up = torch.nn.functional.pad(mask != 0, (0, 1), value=True)
         columns = tokens if seen is None else tokens + seen
         return filled_up.index_select(1, columns.clamp(max=mask.shape[1]))
     most = mask.shape[-1] - row_tokens  # first column of the new tokens, if no room is left

@@ -24,6 +24,7 @@ class _LastLayer(threading.local):
     key: tuple[object, ...] = ()
     tensors: tuple[weakref.ref[Tensor], ...] = ()
     packed: PackedForward | None = None
+    checked_unpacked: bool = False
 
 
 _last = _LastLayer()
@@ -38,8 +39,16 @@ def begins_forward(layer: nn.Module) -> bool:
     goes_on = isinstance(index, int) and _last.index is not None and index > _last.index
     _last.index = index if isinstance(index, int) else None
     if not goes_on:
-        _last.packed = None
+        _last.packed, _last.checked_unpacked = None, False
     return not goes_on
+
+
+def first_unpacked(layer: nn.Module) -> bool:
+    """Whether this is the first layer of a forward that asks so; layers before it may be packed."""
+    begins_forward(layer)
+    first = not _last.checked_unpacked
+    _last.checked_unpacked = True
+    return first
 
 
 def shared_between_layers(

@@ -61,10 +61,11 @@ def refuse_packed_documents(cache: Any) -> None:
     one_a_row: Tensor | None = getattr(cache, ONE_A_ROW, None)
     if one_a_row is None:
         return
+    length = cache.get_seq_length()  # 0: it may have been reset
     if torch.compiler.is_compiling():
-        check(one_a_row, ONE_DOCUMENT_A_ROW)
+        check(one_a_row | (length == 0), ONE_DOCUMENT_A_ROW)
         return
-    if not bool(one_a_row) and cache.get_seq_length() > 0:  # it may have been reset
+    if not bool(one_a_row) and length > 0:
         raise ValueError(ONE_DOCUMENT_A_ROW)
     setattr(cache, ONE_A_ROW, None)
 
@@ -102,15 +103,17 @@ class PackedKeys(Tensor):
     ) -> Any:
         """What is made of such keys (a cache reordered, copied, cropped) are such keys too."""
         # Nothing is appended where a new cache is made of them, which starts with an empty tensor.
-        if (
-            func is torch.cat
-            and sum(x.numel() > 0 for x in _concatenated(*args, **kwargs or {})) > 1
-        ):
+        if func in _CONCATENATIONS and _appends(*args, **kwargs or {}):
             check(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_A_ROW)
         if func is Tensor.zero_:  # a static cache is reset
             args[0].__class__ = Tensor
             return args[0].zero_()
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():  # does not trace
+            return made
+        if isinstance(made, PackedKeys) and made.ndim != _KEYS_NDIM:  # a sum, a norm: keys no more
+            return made.as_subclass(Tensor)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied = copy.deepcopy(self.as_subclass(Tensor), memo)
@@ -118,9 +121,20 @@ class PackedKeys(Tensor):
         return copied
 
 
-def _concatenated(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-    """The first argument of `torch.cat`."""
-    return tensors
+# Marked keys that a user saves can be loaded again, as long as flexvarlen is imported.
+torch.serialization.add_safe_globals([PackedKeys])
+
+_KEYS_NDIM = 4  # [B, Hkv, S, D]
+_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+
+
+def _appends(
+    tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None, **kwargs: Any
+) -> bool:
+    """Whether a concatenation puts tokens behind tokens; arguments of `torch.cat`."""
+    along = dim if axis is None else axis
+    of_tokens = any(x.ndim == _KEYS_NDIM and along % x.ndim == _KEYS_NDIM - 2 for x in tensors)
+    return of_tokens and sum(x.numel() > 0 for x in tensors) > 1
 
 
 def mark_keys(keys: Tensor | None) -> None:

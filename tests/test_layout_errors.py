@@ -146,6 +146,30 @@ def test_bad_boundaries(make, contract, remedy):
     refused(ValueError, contract, remedy, make)
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"cu_seqlens": torch.tensor([0, 4])},
+        {"cu_seqlens": int32(0, 4), "padding": torch.zeros(4, dtype=torch.uint8)},
+    ],
+    ids=["int64", "uint8_padding"],
+)
+def test_tensors_of_other_dtypes_make_no_layout(tensors):
+    refused(
+        ValueError,
+        "int32 boundaries and bool padding, got",
+        "make it with",
+        lambda: PackedLayout(
+            **tensors,
+            cu_seqlens_host=None,
+            total_tokens=4,
+            max_seqlen_bound=4,
+            num_docs=1,
+            max_seqlen=4,
+        ),
+    )
+
+
 @pytest.mark.parametrize("checks", ["host", "device"])
 @pytest.mark.parametrize(
     "sizes",

@@ -97,6 +97,10 @@ def test_rows_that_do_not_pair_are_refused(keys, sentence):
         ({"prefix": 2**31}, "got 2147483648"),
         ({"prefix": True}, "got True"),
         ({"causal": None}, "causal must be True or False, got None"),
+        ({"chunk": [4]}, r"chunk must be an integer of at least 1 token, got \[4\]"),
+        ({"causal": [True]}, "causal must be True or False"),
+        ({"window": {1, 2}}, "window must be an integer or"),
+        ({"window": [[1], 0]}, "window must be an integer or"),
         ({"chunk": 2.0}, "chunk must be an integer of at least 1 token, got 2.0"),
     ],
     ids=str,
@@ -104,6 +108,15 @@ def test_rows_that_do_not_pair_are_refused(keys, sentence):
 def test_kinds_that_are_none_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         DocumentMask.of(LAYOUT, **options)
+
+
+def test_what_was_valid_before_makes_nothing_else_valid():
+    """Kinds are remembered; True and 1.0 are equal to 1."""
+    DocumentMask.of(LAYOUT, window=(1, 0), chunk=1)
+    DocumentMask.of(LAYOUT, window=1)
+    for options in ({"window": (True, 0)}, {"window": (1.0, 0)}, {"chunk": True}, {"window": 1.0}):
+        with pytest.raises(ValueError, match="must be an integer"):
+            DocumentMask.of(LAYOUT, **options)
 
 
 @pytest.mark.parametrize("block_size", [0, 1.5, None, True, (128,), (128, 0), "128"], ids=repr)

@@ -206,3 +206,60 @@ def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
     with torch.no_grad():
         model(TOKEN["input_ids"], past_key_values=cache)
     assert ours <= len(reads)
+
+
+def test_a_static_cache_that_was_reset_is_of_use_in_a_compiled_forward():
+    model = model_of("patched")
+    cache = prefill(model, StaticCache(config=model.config, max_cache_len=IDS.shape[1]))
+    cache.reset()
+    forward = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        found = forward(IDS[:, :4], past_key_values=cache).logits
+        alone = model(IDS[:, :4], use_cache=False).logits
+    torch.testing.assert_close(found, alone)
+
+
+def test_layers_compiled_one_by_one_mark_no_keys():
+    """In a graph; the cache that the forward gives is marked behind it."""
+    model = model_of("patched")
+    with torch.no_grad():
+        expected = model(IDS, position_ids=POSITIONS, use_cache=False).logits
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend="eager")
+        out = model(IDS, position_ids=POSITIONS, use_cache=True)
+    torch.testing.assert_close(out.logits, expected)
+    refuses(model, out.past_key_values)
+
+
+def test_only_tokens_behind_tokens_are_refused():
+    """What else is made of the keys is no business of ours."""
+    keys = prefill(model_of("patched")).layers[0].keys
+    assert torch.cat([keys, keys], 0).shape[0] == 2  # more rows
+    assert type(keys.norm(dim=-1)) is Tensor
+    for append in (torch.cat, torch.concat, torch.concatenate):
+        with pytest.raises(ValueError, match=REFUSED):
+            append([keys, torch.zeros(1, 2, 1, 16)], -2)
+        with pytest.raises(ValueError, match=REFUSED):
+            append((keys, keys), dim=2)
+    with pytest.raises(ValueError, match=REFUSED):
+        torch.cat([keys, keys], axis=2)
+
+
+def test_saved_keys_load_without_pickles():
+    keys = prefill(model_of("patched")).layers[0].keys
+    file = io.BytesIO()
+    torch.save(keys, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), keys)
+
+
+@pytest.mark.parametrize("first", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_a_prefill_of_which_some_layers_have_room_left(how, first):
+    """A layer that slides may hold just the row, and be packed; the next one is not."""
+    second = {"sliding_attention": "full_attention"}.get(first, "sliding_attention")
+    changes = {"layer_types": [first, second], "sliding_window": 4, "use_sliding_window": True}
+    model = model_of(how, "qwen2_windows", **changes)
+    cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 6)
+    with torch.no_grad(), pytest.raises(ValueError, match="do not go on by 1"):
+        model(IDS, position_ids=POSITIONS, past_key_values=cache)

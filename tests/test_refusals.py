@@ -147,16 +147,25 @@ def test_more_documents_or_longer_ones_than_asked_for():
             refused(ValueError, words, model, input_ids=ROW.ids, position_ids=ROW.position_ids)
 
 
-def test_a_mask_shorter_than_the_row_beside_a_cache(model):
-    """transformers fills it up with zeros: restarts behind its end would count as padding."""
-    cache = StaticCache(config=model.config, max_cache_len=2 * ROW.ids.shape[1])
+@pytest.mark.parametrize("patched", [True, False])
+@pytest.mark.parametrize("cached", [0, 2])
+def test_restarts_behind_the_end_of_a_mask(patched, cached):
+    """transformers fills the mask up with zeros; what lies there is no padding for that."""
+    if patched:
+        model = fv.patch_model(new_model("llama"), "sdpa")
+    else:
+        model = new_model("llama", implementation="flexvarlen_doc")
+    tokens = ROW.ids.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=2 * tokens)
+    for layer in range(2 if cached else 0):  # a mask of the new tokens alone, beside cached ones
+        cache.update(*(torch.zeros(1, 2, cached, 16) for _ in "kv"), layer)
     refused(
         ValueError,
-        f"a column for each of the {ROW.ids.shape[1]} tokens of a row, got 5",
+        "position_ids that do not go on by 1|a column for each of the",
         model,
         input_ids=ROW.ids,
-        position_ids=ROW.position_ids,
-        attention_mask=torch.ones(1, 5, dtype=torch.int64),
+        position_ids=ROW.position_ids + cached,
+        attention_mask=torch.ones(1, tokens if cached else 5, dtype=torch.int64),
         past_key_values=cache,
     )
 
