@@ -112,8 +112,8 @@ def test_kinds_that_are_none_are_refused(options, sentence):
 
 def test_what_was_valid_before_makes_nothing_else_valid():
     """Kinds are remembered; True and 1.0 are equal to 1."""
-    DocumentMask.of(LAYOUT, window=(1, 0), chunk=1)
-    DocumentMask.of(LAYOUT, window=1)
+    for options in ({"window": (1, 0)}, {"window": 1}, {"chunk": 1}):
+        DocumentMask.of(LAYOUT, **options)
     for options in ({"window": (True, 0)}, {"window": (1.0, 0)}, {"chunk": True}, {"window": 1.0}):
         with pytest.raises(ValueError, match="must be an integer"):
             DocumentMask.of(LAYOUT, **options)
