@@ -230,7 +230,6 @@ class PackedLayout:
         """
         total = starts_T.shape[0]
         if padding_T is not None:
-            padding_T = padding_T.contiguous()
             starts_T = starts_T | pad(padding_T[1:] != padding_T[:-1], (1, 0))
         if torch.compiler.is_compiling():
             slots = min(capacity or default_capacity(total), total)
@@ -248,10 +247,9 @@ class PackedLayout:
         if padding_T is not None and not on_host[1].any():
             padding_T = None
         boundaries = [*starts, total] if starts and starts[0] == 0 else [0, *starts, total]
-        layout = cls._from_host(boundaries, total, starts_T.device, capacity, max_seqlen_bound)
-        layout.padding = padding_T
-        layout.has_padding = padding_T is not None
-        return layout
+        return cls._from_host(
+            boundaries, total, starts_T.device, capacity, max_seqlen_bound, padding_T
+        )
 
     @classmethod
     def _from_host(
@@ -261,6 +259,7 @@ class PackedLayout:
         device: torch.device,
         capacity: int | None,
         max_seqlen_bound: int | None,
+        padding: Tensor | None = None,
     ) -> PackedLayout:
         checked = check_boundaries(boundaries, total_tokens, capacity, max_seqlen_bound)
         spare = checked.capacity - checked.num_docs
@@ -272,7 +271,8 @@ class PackedLayout:
             max_seqlen_bound=checked.max_seqlen_bound,
             num_docs=checked.num_docs,
             max_seqlen=checked.max_seqlen,
-            has_padding=boundaries[-1] < checked.total_tokens,
+            padding=padding,
+            has_padding=padding is not None or boundaries[-1] < checked.total_tokens,
         )
 
     @classmethod

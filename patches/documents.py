@@ -54,9 +54,7 @@ class PackedForward:
 
 def make_plan(backend: str, layout: PackedLayout, spec: MaskSpec) -> Any:
     """The backend's plan for self-attention inside these documents. No sync; traces."""
-    window = (spec.left, spec.right)
-    mask = DocumentMask.of(layout, causal=spec.causal, window=window, chunk=spec.chunk or None)
-    return get_backend(backend).plan(mask)
+    return get_backend(backend).plan(DocumentMask(layout, spec))
 
 
 class Unpacked(Enum):

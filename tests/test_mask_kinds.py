@@ -269,6 +269,20 @@ def test_built_and_used_without_a_sync(checks):
         torch.testing.assert_close(mine, theirs, atol=1e-2, rtol=1e-2)
 
 
+def assert_right(attend, case, qkv, grad):
+    """Its output and gradients, against the documents each alone."""
+
+    def plain(q, k, v):
+        return oracle.attend(q, k, v, case.documents, case.keys, **case.options)[0]
+
+    out, grads = differentiate(attend, qkv, grad)
+    exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
+    peer, peer_grads = differentiate(plain, qkv, grad)
+    assert_as_accurate(out, exact, peer, 2)
+    for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
+        assert_as_accurate(mine, good, coarse, 3)
+
+
 def fa4_is_missing():
     """Version 2 brings the folder too, but not what it is written in."""
     return find_spec("cutlass") is None or find_spec("flash_attn.cute") is None
@@ -294,15 +308,7 @@ def test_flash_reads_our_tables(lengths, causal):
         )
         return out[0].transpose(0, 1)
 
-    def plain(q, k, v):
-        return oracle.attend(q, k, v, case.documents, causal=causal)[0]
-
-    out, grads = differentiate(flash, [q, k, v], grad)
-    exact, exact_grads = differentiate(plain, [x.double() for x in (q, k, v)], grad.double())
-    peer, peer_grads = differentiate(plain, [q, k, v], grad)
-    assert_as_accurate(out, exact, peer, 2)
-    for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
-        assert_as_accurate(mine, good, coarse, 3)
+    assert_right(flash, case, [q, k, v], grad)
 
 
 @pytest.mark.gpu
@@ -326,15 +332,7 @@ def test_block_sizes_that_flex_attention_accepts(block_size, tokens):
             0, 1
         )
 
-    def plain(q, k, v):
-        return oracle.attend(q, k, v, case.documents, window=200)[0]
-
-    out, grads = differentiate(flex, [q, k, v], grad)
-    exact, exact_grads = differentiate(plain, [x.double() for x in (q, k, v)], grad.double())
-    peer, peer_grads = differentiate(plain, [q, k, v], grad)
-    assert_as_accurate(out, exact, peer, 2)
-    for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
-        assert_as_accurate(mine, good, coarse, 3)
+    assert_right(flex, case, [q, k, v], grad)
 
 
 @pytest.mark.gpu
