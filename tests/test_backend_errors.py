@@ -10,12 +10,14 @@ import torch
 from flexvarlen import PackedLayout, packed_attention, why_not
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
+GPU_ONLY = ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
+
 
 def test_unknown_backend():
     layout = PackedLayout.from_lengths([TOKENS])
     refused(
         ValueError,
-        "one of reference, sdpa, flex, varlen, fa2 or auto, got 'flash'",
+        "one of reference, sdpa, flex, flex_fa4, .* or auto, got 'flash'",
         "choose one",
         lambda: packed_attention(tensor(), tensor(), tensor(), layout, backend="flash"),
     )
@@ -27,9 +29,8 @@ def test_unknown_backend():
         ("flex", {"q": tensor().requires_grad_()}, "no backward on the CPU", "backend='sdpa'"),
         ("flex", {"return_lse": True}, "no LSE on the CPU", "backend='reference'"),
         ("flex", {"sinks": torch.zeros(4)}, "no LSE on the CPU", "backend='reference'"),
-        ("flex", {"batch_invariant": True}, "batch invariant only where", "backend='sdpa'"),
         ("flex", {"dtype": torch.float64}, "got torch.float64", "backend='sdpa'"),
-        ("varlen", {}, "needs a CUDA GPU, got cpu", "backend='sdpa'"),
+        *((name, {}, "needs a CUDA GPU, got cpu", "backend='sdpa'") for name in GPU_ONLY),
         ("sdpa", {"softcap": 3.0}, "no softcap, no sinks and no LSE", "backend='flex'"),
         ("sdpa", {"sinks": torch.zeros(4)}, "no softcap, no sinks and no LSE", "backend='flex'"),
         ("sdpa", {"return_lse": True}, "no softcap, no sinks and no LSE", "backend='flex'"),
@@ -61,13 +62,26 @@ def test_auto_gives_the_reason_of_each_backend_that_it_tried():
     )
 
 
-def test_missing_package_says_how_to_install_it(monkeypatch):
-    from flexvarlen.backends import fa2
+@pytest.mark.parametrize(
+    ("name", "package", "remedy"),
+    [
+        ("fa2", "flash-attn, version 2", r"pip install '?flexvarlen\[fa2\]"),
+        ("fa3", "flash_attn_interface", "build it from the folder hopper"),
+        ("fa4", "flash_attn.cute", r"pip install '?flexvarlen\[fa4\]"),
+        ("flex_fa4", "flash_attn.cute", r"pip install '?flexvarlen\[fa4\]"),
+    ],
+)
+def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
+    from flexvarlen.backends import fa2, fa3, fa4
 
-    monkeypatch.setattr(fa2, "find_spec", lambda name: None)
-    reason = why_not("fa2", device="cuda", dtype=torch.bfloat16)
-    assert "flash-attn" in reason
-    assert re.search(r"; install it with: pip install '?flexvarlen\[fa2\]", reason)
+    for module in (fa2, fa3, fa4):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    fa4._cute_problem.cache_clear()
+    reason = why_not(name, device="cuda", dtype=torch.bfloat16)
+    fa4._cute_problem.cache_clear()
+    assert f"{name} needs" in reason
+    assert package in reason
+    assert re.search(remedy, reason)
 
 
 @pytest.mark.gpu

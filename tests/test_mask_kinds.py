@@ -6,21 +6,17 @@ Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, D = he
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from flexvarlen import PackedLayout, packed_attention, why_not
-from flexvarlen.backends import AttentionRequest
-from flexvarlen.backends.varlen import flash_kernel_refusal  # what varlen and fa2 share
 from flexvarlen.block_mask import block_mask_of, document_block_mask
-from flexvarlen.bounds import MaskSpec
 from tests import oracle
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.rows import poison_spare_memory
-from tests.test_backends import differentiable, kernels
+from tests.test_backends import FLASH, differentiable, kernels, refuses
 
 ROWS = {
     "mixed": Documents((50, 77, 129), 256),
@@ -131,13 +127,31 @@ def test_flex_under_every_kind(kernel, row, kind, monkeypatch):
     check(case_of(row, kind), *kernel, 64)
 
 
+@pytest.mark.parametrize("kernel", kernels("flex_fa4", *FLASH, "nested", cpu=False))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", ROWS)
+def test_flash_kernels_under_every_kind(kernel, row, kind):
+    """They know documents, windows and other keys: chunks are documents too."""
+    case = case_of(row, kind)
+    words = {w for w in ("prefix", "chunk", "window") if w in case.options}
+    words |= {"cross"} if case.keys is not None else set()
+    alike = {"cross_causal_top_left": "bottom_right", "cross_prefix_and_chunk": "prefix"}
+    if kind in alike and kernel[0] in FLASH:
+        with pytest.raises(NotImplementedError, match=alike[kind]):
+            attend_ours(case, kernel[0], "cuda")(*inputs_of(case, *kernel[1:], 64)[0])
+        return
+    qkv, _ = inputs_of(case, *kernel[1:], 64)
+    if not refuses(kernel, lambda: attend_ours(case, kernel[0], "cuda")(*qkv), *words):
+        check(case, *kernel, 64)
+
+
 @pytest.mark.parametrize("kind", ["prefix_and_window", "cross_causal"])
 @pytest.mark.parametrize("row", ["mixed", "padding_inside"])
 def test_flex_on_the_cpu(row, kind):
     check(case_of(row, kind), "flex", "cpu", torch.float32, 16)
 
 
-@pytest.mark.parametrize("kernel", kernels("reference", "flex", "sdpa"))
+@pytest.mark.parametrize("kernel", kernels("reference", "flex", "sdpa", *FLASH))
 def test_log_sum_exp_of_cross_attention(kernel):
     name, device, dtype = kernel
     if why_not(name, device=device, dtype=dtype, return_lse=True) is not None:
@@ -162,17 +176,6 @@ def test_every_kind_traces_whole(name, kind):
     compiled = differentiate(torch.compile(ours, fullgraph=True), qkv, grad)
     for mine, theirs in zip([compiled[0], *compiled[1]], [eager[0], *eager[1]], strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [({"chunk": 9}, "chunks"), ({"prefix": True}, "prefixes"), ({"cross": True}, "layout_k")],
-)
-def test_a_kernel_without_the_kind_says_so(options, word):
-    request = AttentionRequest(
-        torch.device("cuda"), torch.bfloat16, 1, 1, 64, MaskSpec.of(**options)
-    )
-    assert word in flash_kernel_refusal("fa2", request)
 
 
 # ---- the GPU: no sync, CUDA graphs, FLASH ----
@@ -281,34 +284,6 @@ def assert_right(attend, case, qkv, grad):
     assert_as_accurate(out, exact, peer, 2)
     for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
         assert_as_accurate(mine, good, coarse, 3)
-
-
-def fa4_is_missing():
-    """Version 2 brings the folder too, but not what it is written in."""
-    return find_spec("cutlass") is None or find_spec("flash_attn.cute") is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(fa4_is_missing(), reason="FlashAttention 4 is not installed")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", [(512,), (256, 256), (100, 412)], ids=str)
-def test_flash_reads_our_tables(lengths, causal):
-    """FLASH ignores the tables under a mask_mod that it takes for trivial: ours never is."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    case = MaskCase(Documents(lengths, 512), {"causal": causal})
-    q, k, v, grad = random_qkv(512, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
-    block_mask = block_mask_of(case.mask("cuda"))
-
-    @torch.compile(fullgraph=True)
-    def flash(q, k, v):
-        q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
-        out = flex_attention(
-            q, k, v, block_mask=block_mask, enable_gqa=True, kernel_options={"BACKEND": "FLASH"}
-        )
-        return out[0].transpose(0, 1)
-
-    assert_right(flash, case, [q, k, v], grad)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from flexvarlen.backends import get_backend
 from tests.mask_cases import KINDS, cases
 from tests.oracle import random_qkv
 from tests.rows import layout_of
-from tests.test_backends import DOCUMENTS, TOKENS, kernels
+from tests.test_backends import DOCUMENTS, FLASH, TOKENS, kernels
 
 WINDOWS = [(-1, 0), (-1, -1), (20, 0), (30, 5)]
 
@@ -43,14 +43,18 @@ def test_mask_operators(kind, device):
     check()
 
 
-@pytest.mark.parametrize("kernel", kernels("varlen", "fa2", cpu=False))
+@pytest.mark.parametrize("kernel", kernels(*FLASH, cpu=False))
 @pytest.mark.parametrize("window", WINDOWS)
-def test_cu_seqlens_operators(kernel, window):
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_cu_seqlens_operators(kernel, window, with_sinks):
     name, device, dtype = kernel
     layout = PackedLayout.from_lengths([50, 77, 0, 100], total_tokens=TOKENS, device=device)
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
-    settings = (layout.cu_seqlens, layout.max_seqlen_bound, name, *window, 0.125, 0.0, True, True)
-    # fa2's backward is asked to be deterministic, and torch's own made so: opcheck compares runs.
+    sinks = torch.randn(6, device=device) if with_sinks else None
+    bound = layout.max_seqlen_bound
+    boundaries = (layout.cu_seqlens, layout.cu_seqlens, bound, bound)
+    settings = (*boundaries, *window, 0.125, 0.0, True, False, True, True)
+    # The backward is asked to be deterministic, and torch's own made so: opcheck compares runs.
     torch.use_deterministic_algorithms(True)
     try:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -58,8 +62,38 @@ def test_cu_seqlens_operators(kernel, window):
             torch.ops.flexvarlen.cu_seqlens_forward.default,
             torch.ops.flexvarlen.cu_seqlens_backward.default,
         )
-        torch.library.opcheck(forward, (*leaves, *settings))
-        out, lse = forward(q, k, v, *settings)
-        torch.library.opcheck(backward, (grad, q, k, v, out, lse, *settings))
+        torch.library.opcheck(forward, (name, *leaves, sinks, *settings))
+        out, lse = forward(name, q, k, v, sinks, *settings)
+        torch.library.opcheck(backward, (name, grad, q, k, v, sinks, out, lse, *settings))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kernel", kernels("nested", cpu=False))
+def test_nested_operators(kernel):
+    _, device, dtype = kernel
+    layout = PackedLayout.from_lengths([50, 77, 0, 100], total_tokens=TOKENS, device=device)
+    q, k, v, grad = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
+    settings = (layout.cu_seqlens.long(), layout.max_seqlen_bound, True, 0.125)
+    # Only what is written: the operator leaves the rows behind the documents to its caller.
+    out = torch.ops.flexvarlen.nested_forward(q, k, v, *settings)
+    assert out.shape == q.shape
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    torch.library.opcheck(
+        torch.ops.flexvarlen.nested_forward.default, (*leaves, *settings), test_utils=utils
+    )
+    torch.library.opcheck(
+        torch.ops.flexvarlen.nested_backward.default, (grad, q, k, v, *settings), test_utils=utils
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_operators_that_rearrange_boundaries(device, padded):
+    layout = layout_of(DOCUMENTS["padding_inside" if padded else "padded_tail"], device=device)
+    cu_seqlens = layout.cu_seqlens
+    torch.library.opcheck(torch.ops.flexvarlen.chunk_boundaries.default, (cu_seqlens, 20, TOKENS))
+    torch.library.opcheck(
+        torch.ops.flexvarlen.arrange.default, (cu_seqlens, layout.padding, TOKENS, 128)
+    )

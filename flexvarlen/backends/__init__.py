@@ -7,7 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from flexvarlen.backends import fa2, flex, reference, sdpa, varlen
+from flexvarlen.backends import (
+    fa2,
+    fa3,
+    fa4,
+    flex,
+    flex_fa4,
+    nested,
+    reference,
+    sdpa,
+    varlen,
+)
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest, Backend
 from flexvarlen.bounds import MaskSpec
 
@@ -24,13 +34,24 @@ __all__ = [
 
 _REGISTRY: dict[str, Backend] = {
     backend.name: backend
-    for backend in (reference.BACKEND, sdpa.BACKEND, flex.BACKEND, varlen.BACKEND, fa2.BACKEND)
+    for backend in (
+        reference.BACKEND,
+        sdpa.BACKEND,
+        flex.BACKEND,
+        flex_fa4.BACKEND,
+        varlen.BACKEND,
+        varlen.CUDNN,
+        nested.BACKEND,
+        fa2.BACKEND,
+        fa3.BACKEND,
+        fa4.BACKEND,
+    )
 }
 
 BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """Every backend's name."""
 
-AUTO_ORDER = {"cuda": ("fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa",)}
+AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa",)}
 """`backend="auto"`: the first usable of these, by device type.
 
 Static, until measured choice exists.

@@ -1,45 +1,63 @@
 """One traceable operator for every kernel that takes cu_seqlens: torch's varlen, FlashAttention.
 
-A kernel module registers two functions here. Eagerly a plain autograd.Function calls them (three
-times cheaper than an operator); inside a compiled graph they are
+A kernel module registers a forward and a backward here. Eagerly a plain autograd.Function calls
+them (three times cheaper than an operator); inside a compiled graph, and where something watches
+operators (selective activation checkpointing), they are
 `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, with fake implementations, so that
 `fullgraph=True` holds.
 
-These kernels leave the rows past the last boundary unwritten, in the output and in all gradients:
-garbage there reaches weight gradients, so it is zeroed here.
+Two things no kernel does itself are done here, for all of them:
 
-Shape legend: T = total_tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim.
+- The rows past the last boundary, which they leave unwritten in the output and in all gradients,
+  are zeroed: garbage there reaches weight gradients.
+- Attention sinks. A sink adds `exp(sink)` to a row's sum of exponentials: the output shrinks by
+  `sigmoid(lse - sink)`. The backward kernels make probabilities from the LSE and their gradient
+  from the output, so they are exact if they are told the output and the LSE with the sink in them.
+
+Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
+D = head_dim, N = document slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from flexvarlen.backends.protocol import AttentionOptions
-from flexvarlen.mask import DocumentMask
+MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """Everything but tensors that a kernel is told; `left`, `right` are FlashAttention's window."""
 
-    max_seqlen: int
+    max_seqlen_q: int
+    max_seqlen_k: int
     left: int
     right: int
     scale: float
     softcap: float
     deterministic: bool
+    batch_invariant: bool
+
+    @property
+    def causal(self) -> bool:
+        """Whether no key after the query is seen."""
+        return self.right == 0
 
 
 class CuSeqlensKernel(Protocol):
-    """A forward and a backward over cu_seqlens, int32 `[N + 1]`."""
+    """A forward and a backward over cu_seqlens, int32 `[N + 1]`, of queries and of keys."""
 
     def forward(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, settings: Settings
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
     ) -> tuple[Tensor, Tensor]:
         """Output `[T, H, D]` and LSE fp32 `[H, T]`."""
         ...
@@ -52,7 +70,8 @@ class CuSeqlensKernel(Protocol):
         v_THD: Tensor,
         out_THD: Tensor,
         lse_HT: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
         settings: Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
@@ -62,137 +81,175 @@ class CuSeqlensKernel(Protocol):
 KERNELS: dict[str, CuSeqlensKernel] = {}
 
 
-def attend(
+def attend(kernel: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and LSE by a registered kernel; differentiable, but for the LSE.
+
+    The LSE is that of the scores, without the sinks, and is right at real tokens only unless
+    `with_lse`. `arguments` are those of `_forward` but the kernel.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        result: tuple[Tensor, Tensor] = cu_seqlens_forward(kernel, *arguments)
+    else:
+        result = _EagerAttention.apply(kernel, *arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _forward(
     kernel: str,
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
-    mask: DocumentMask,
-    options: AttentionOptions,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of a packed row by a registered kernel; differentiable, but for the LSE."""
-    layout = mask.layout
-    compiling = torch.compiler.is_compiling()
-    # Always inside a compiled graph, where a guard on whether there is padding would recompile, and
-    # in a captured one, which may be replayed on other documents.
-    may_have_tail = (
-        compiling or layout.has_padding is not False or torch.cuda.is_current_stream_capturing()
+    sinks_H: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    batch_invariant: bool,
+    may_have_tail: bool,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    settings = Settings(
+        max_seqlen_q, max_seqlen_k, left, right, scale, softcap, deterministic, batch_invariant
     )
-    call: Any = cu_seqlens_forward if compiling else _EagerAttention.apply
-    out_THD, lse_HT = call(
-        q_THD,
-        k_THD,
-        v_THD,
-        layout.cu_seqlens,
-        max(layout.max_seqlen_bound, 2),  # at 1 FA2 takes its decoding path, one token a document
-        kernel,
-        mask.spec.left,
-        mask.spec.right,
-        options.scale,
-        options.softcap or 0.0,
-        options.deterministic,
-        may_have_tail,
+    out_THD, lse_HT = KERNELS[kernel].forward(
+        q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_k, settings
     )
-    if layout.padding is not None:
-        out_THD = torch.where(layout.padding[:, None, None], 0, out_THD)
-    if not options.return_lse:
-        return out_THD, None
-    if layout.padding is not None:
-        lse_HT = torch.where(layout.padding, float("-inf"), lse_HT)
+    if not out_THD.is_contiguous():
+        out_THD = out_THD.contiguous()
+    if not lse_HT.is_contiguous():
+        lse_HT = lse_HT.contiguous()
+    if sinks_H is not None or with_lse:
+        # FA2 gives a query that sees no key +inf.
+        lse_HT.masked_fill_(lse_HT == float("inf"), float("-inf"))
+        if may_have_tail:
+            tokens = torch.arange(out_THD.shape[0], device=out_THD.device, dtype=torch.int32)
+            lse_HT.masked_fill_(tokens >= cu_seqlens_q[-1], float("-inf"))
+    if sinks_H is not None:
+        out_THD.mul_(torch.sigmoid(lse_HT - sinks_H.float()[:, None]).T[..., None])
+    if may_have_tail:
+        _zero_tail(cu_seqlens_q, out_THD)
     return out_THD, lse_HT
+
+
+def _backward(
+    kernel: str,
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    sinks_H: Tensor | None,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    batch_invariant: bool,
+    may_have_tail: bool,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    settings = Settings(
+        max_seqlen_q, max_seqlen_k, left, right, scale, softcap, deterministic, batch_invariant
+    )
+    if not grad_THD.is_contiguous():
+        grad_THD = grad_THD.contiguous()
+    if sinks_H is None:
+        dsinks_H = q_THD.new_empty(0)
+    else:
+        lse_HT = torch.logaddexp(lse_HT, sinks_H.float()[:, None])
+        dsinks_H = _sink_gradient(grad_THD, out_THD, lse_HT, sinks_H)
+    grads = KERNELS[kernel].backward(
+        grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, cu_seqlens_q, cu_seqlens_k, settings
+    )
+    dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in grads)
+    if may_have_tail:
+        _zero_tail(cu_seqlens_q, dq)
+        _zero_tail(cu_seqlens_k, dk, dv)
+    return dq, dk, dv, dsinks_H
 
 
 def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
     """Zero the rows from the last boundary on, in place, without reading the boundary back."""
+    if cu_seqlens.device.type == "cpu":
+        for x in tensors:
+            x[int(cu_seqlens[-1]) :] = 0
+        return
     from flexvarlen.kernels.zero_tail import zero_tail_
 
     for x in tensors:
         zero_tail_(x, cu_seqlens)
 
 
-def _forward(
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    kernel: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    may_have_tail: bool,
-) -> tuple[Tensor, Tensor]:
-    settings = Settings(max_seqlen, left, right, scale, softcap, deterministic)
-    out_THD, lse_HT = KERNELS[kernel].forward(q_THD, k_THD, v_THD, cu_seqlens, settings)
-    out_THD, lse_HT = out_THD.contiguous(), lse_HT.contiguous()
-    if may_have_tail:
-        _zero_tail(cu_seqlens, out_THD)
-        tokens = torch.arange(out_THD.shape[0], device=out_THD.device, dtype=torch.int32)
-        lse_HT.masked_fill_(tokens >= cu_seqlens[-1], float("-inf"))
-    return out_THD, lse_HT
+def _sink_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
+    """Gradient of the sinks, `[H]`; the LSE has them in it.
 
+    The sink is a key of its own with probability `exp(sink - lse)` and a value of 0, so the
+    gradient of its score is that probability times `0 - grad · out`.
+    """
+    if grad_THD.device.type == "cpu":
+        grad_dot_out = (grad_THD.float() * out_THD.float()).sum(-1).T
+    else:
+        from flexvarlen.kernels.row_dot import row_dot
 
-def _backward(
-    grad_THD: Tensor,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    out_THD: Tensor,
-    lse_HT: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    kernel: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    may_have_tail: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    settings = Settings(max_seqlen, left, right, scale, softcap, deterministic)
-    grads = KERNELS[kernel].backward(
-        grad_THD.contiguous(), q_THD, k_THD, v_THD, out_THD, lse_HT, cu_seqlens, settings
-    )
-    dq, dk, dv = (x.contiguous() for x in grads)
-    if may_have_tail:
-        _zero_tail(cu_seqlens, dq, dk, dv)
-    return dq, dk, dv
+        grad_dot_out = row_dot(grad_THD, out_THD)
+    probability_HT = (sinks_H.float()[:, None] - lse_HT).exp()
+    return -(probability_HT * grad_dot_out).sum(1).to(sinks_H.dtype)
 
 
 cu_seqlens_forward = torch.library.custom_op(
     "flexvarlen::cu_seqlens_forward", _forward, mutates_args=()
 )
+"""Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
+`torch.ops.flexvarlen.cu_seqlens_forward.default`."""
+
 cu_seqlens_backward = torch.library.custom_op(
     "flexvarlen::cu_seqlens_backward", _backward, mutates_args=()
 )
 
 
 @cu_seqlens_forward.register_fake
-def _(q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(kernel: str, q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q_THD.shape
     return q_THD.new_empty(q_THD.shape), q_THD.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @cu_seqlens_backward.register_fake
 def _(
-    grad_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q_THD.new_empty(q_THD.shape), k_THD.new_empty(k_THD.shape), v_THD.new_empty(v_THD.shape)
+    kernel: str,
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    sinks_H: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q_THD.new_empty(0) if sinks_H is None else sinks_H.new_empty(sinks_H.shape)
+    return *(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD)), dsinks  # type: ignore[return-value]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THD, k_THD, v_THD, cu_seqlens, *ctx.settings = inputs
+    ctx.kernel, q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k, *ctx.settings = inputs
     out_THD, lse_HT = output
-    ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, lse_HT, cu_seqlens)
+    ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(lse_HT)
 
 
 def _differentiate(backward: Any, ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-    q_THD, k_THD, v_THD, out_THD, lse_HT, cu_seqlens = ctx.saved_tensors
-    grads = backward(grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, cu_seqlens, *ctx.settings)
-    return *grads, None, *(None for _ in ctx.settings)
+    saved = ctx.saved_tensors  # once: checkpointing hands each out once
+    sinks_H = saved[3]
+    dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *ctx.settings)
+    no_more = (None,) * (2 + len(ctx.settings))
+    return None, dq, dk, dv, None if sinks_H is None else dsinks_H, *no_more
 
 
 def _traced_backward(
@@ -208,8 +265,8 @@ class _EagerAttention(torch.autograd.Function):
     """The same forward and backward, called plainly."""
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return _forward(*args)
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return _forward(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

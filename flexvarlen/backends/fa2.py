@@ -8,22 +8,20 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from flexvarlen.backends import cu_seqlens_op
+from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import Settings
-from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
-from flexvarlen.backends.varlen import flash_kernel_refusal
-from flexvarlen.mask import DocumentMask
 
 INSTALL = "install it with: pip install 'flexvarlen[fa2]' --no-build-isolation."
 
 
-class FlashAttention2Backend:
+class FlashAttention2Backend(CuSeqlensBackend):
     """FlashAttention-2 over cu_seqlens."""
 
     name = "fa2"
+    head_dims = (8, 256)
 
-    def why_not(self, request: AttentionRequest) -> str | None:
-        """Needs the package; and as in `flash_kernel_refusal`."""
+    def why_missing(self, device: torch.device) -> str | None:
+        """Needs the package and an Ampere GPU."""
         # flash_attn alone is no proof: FA4 lives in the same folder.
         if find_spec("flash_attn_2_cuda") is None:
             return f"fa2 needs the package flash-attn, version 2, which is not installed; {INSTALL}"
@@ -34,27 +32,27 @@ class FlashAttention2Backend:
                 f"fa2's package flash-attn does not import here ({error}); build it for this "
                 f"torch: {INSTALL}"
             )
-        return flash_kernel_refusal(self.name, request)
+        return ampere_refusal(self.name, device)
 
-    def plan(self, mask: DocumentMask) -> None:
-        """Nothing: the kernel reads cu_seqlens."""
 
-    def attend(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        mask: DocumentMask,
-        plan: None,
-        options: AttentionOptions,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One call for all documents."""
-        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, mask, options)
+def ampere_refusal(name: str, device: torch.device) -> str | None:
+    """What the FlashAttention-2 kernels, torch's and the package's, need of a GPU."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return (
+            f"{name} needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 'sdpa'."
+        )
+    return None
 
 
 class _FlashAttention2Kernel:
     def forward(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, settings: Settings
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
     ) -> tuple[Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
@@ -62,13 +60,13 @@ class _FlashAttention2Kernel:
             q_THD,
             k_THD,
             v_THD,
-            cu_seqlens,
-            cu_seqlens,
-            settings.max_seqlen,
-            settings.max_seqlen,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            settings.max_seqlen_q,
+            settings.max_seqlen_k,
             0.0,
             settings.scale,
-            causal=settings.right == 0,
+            causal=settings.causal,
             window_size_left=settings.left,
             window_size_right=settings.right,
             softcap=settings.softcap,
@@ -83,11 +81,14 @@ class _FlashAttention2Kernel:
         v_THD: Tensor,
         out_THD: Tensor,
         lse_HT: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
         settings: Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
+        if settings.batch_invariant:
+            cu_seqlens_q, cu_seqlens_k = one_split(q_THD, cu_seqlens_q, cu_seqlens_k)
         dq, dk, dv = (
             torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD)
         )
@@ -101,13 +102,13 @@ class _FlashAttention2Kernel:
             dq,
             dk,
             dv,
-            cu_seqlens,
-            cu_seqlens,
-            settings.max_seqlen,
-            settings.max_seqlen,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            settings.max_seqlen_q,
+            settings.max_seqlen_k,
             0.0,
             settings.scale,
-            settings.right == 0,
+            settings.causal,
             settings.left,
             settings.right,
             settings.softcap,
@@ -115,6 +116,19 @@ class _FlashAttention2Kernel:
             settings.deterministic,
         )
         return dq, dk, dv
+
+
+def one_split(q_THD: Tensor, *cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+    """The boundaries with so many empty documents behind that dq is summed in one order always.
+
+    FlashAttention-2's deterministic backward splits the sum over keys into
+    ceil(processors / (documents x heads)) parts: one, if there are enough documents.
+    """
+    processors = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
+    slots = -(-processors // q_THD.shape[1])
+    return tuple(
+        torch.cat([cu, cu[-1:].expand(max(0, slots + 1 - cu.shape[0]))]) for cu in cu_seqlens
+    )
 
 
 def installed_version() -> str | None:
@@ -125,5 +139,4 @@ def installed_version() -> str | None:
         return None
 
 
-cu_seqlens_op.KERNELS["fa2"] = _FlashAttention2Kernel()
-BACKEND = FlashAttention2Backend()
+BACKEND = FlashAttention2Backend(_FlashAttention2Kernel())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from flexvarlen.backends.block_borders import Arrangement, arrange
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.block_mask import block_mask_of
 from flexvarlen.mask import DocumentMask
@@ -26,6 +27,8 @@ class FlexBackend:
     """FlexAttention with the mask as `lo[q] <= kv < hi[q]`."""
 
     name = "flex"
+    kernel = "TRITON"
+    """FlexAttention's own name of the kernel on a GPU."""
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """Needs a GPU for gradients, head_dim >= 16 there, and a dtype of at most 32 bits."""
@@ -48,17 +51,16 @@ class FlexBackend:
                 f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {request.head_dim}; "
                 "use 'sdpa'."
             )
-        if request.batch_invariant:
+        if request.batch_invariant and (request.mask.prefix or request.mask.cross):
             return (
-                "flex is batch invariant only where every document starts on a block border; use "
-                "backend='sdpa' or "
-                "leave batch_invariant=False."
+                "flex has neither prefixes nor layout_k where it is batch invariant; use "
+                "backend='sdpa', or 'fa3' for layout_k."
             )
         return None
 
-    def plan(self, mask: DocumentMask) -> BlockMask:
-        """The document BlockMask."""
-        return block_mask_of(mask)
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> BlockMask | Arrangement:
+        """The document BlockMask; batch invariant, that of the row with documents at borders."""
+        return arrange(mask) if batch_invariant else block_mask_of(mask)
 
     def attend(
         self,
@@ -66,10 +68,29 @@ class FlexBackend:
         k_THD: Tensor,
         v_THD: Tensor,
         mask: DocumentMask,
-        plan: BlockMask,
+        plan: BlockMask | Arrangement,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents and heads; K and V are never repeated for GQA."""
+        if isinstance(plan, BlockMask):
+            return self._attend(q_THD, k_THD, v_THD, mask, plan, options)
+        q_AHD, k_AHD, v_AHD = plan.enter(q_THD), plan.enter(k_THD), plan.enter(v_THD)
+        out_AHD, lse_HA = self._attend(q_AHD, k_AHD, v_AHD, plan.mask, plan.block_mask, options)
+        if lse_HA is None:
+            return plan.leave(out_AHD), None
+        lse_HT = plan.leave(lse_HA.T[..., None])[..., 0].T
+        dead_T = plan.place_T >= lse_HA.shape[1]
+        return plan.leave(out_AHD), torch.where(dead_T, float("-inf"), lse_HT)
+
+    def _attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        mask: DocumentMask,
+        block_mask: BlockMask,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
         if (
             q_THD.device.type == "cpu"
         ):  # torch refuses tensors that require grad there, under no_grad too
@@ -77,13 +98,16 @@ class FlexBackend:
         q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
         with_lse = options.return_lse or options.sinks_H is not None
         if torch.compiler.is_compiling():
-            out, lse = _flex(q, k, v, plan, options.scale, options.softcap, with_lse)
+            out, lse = _flex(
+                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
+            )
         else:
             own_T = (q.shape[2], k.shape[2]) if q.device.type == "cpu" else None
             heads = (q.shape[1], k.shape[1], q.shape[3])
             call = _compiled(
                 (
                     q.device.type,
+                    self.kernel,
                     q.dtype,
                     *heads,
                     mask.spec.ends_at_query,
@@ -93,7 +117,9 @@ class FlexBackend:
                     own_T,
                 )
             )
-            out, lse = call(q, k, v, plan, options.scale, options.softcap, with_lse)
+            out, lse = call(
+                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
+            )
         out_THD = out[0].transpose(0, 1)
         lse_HT = None if lse is None else lse[0]
         if options.sinks_H is not None and lse_HT is not None:
@@ -122,10 +148,11 @@ def _flex(
     scale: float,
     softcap: float | None,
     with_lse: bool,
+    kernel: str,
 ) -> tuple[Tensor, Tensor | None]:
     # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
     # sizes only.
-    kernel_options: Any = {"BACKEND": "TRITON"} if q.device.type == "cuda" else None
+    kernel_options: Any = {"BACKEND": kernel} if q.device.type == "cuda" else None
     result = flex_attention(
         q,
         k,

@@ -43,6 +43,8 @@ class AttentionOptions:
         softcap: scores become `softcap * tanh(score / softcap)`, or None.
         sinks_H: one logit a head that joins the softmax's denominator, `[H]`, or None.
         deterministic: the backward gives the same bits every time.
+        batch_invariant: a document gives the same bits, in the backward too, whatever else is in
+            the row.
         return_lse: also return the log-sum-exp of the scores.
     """
 
@@ -50,6 +52,7 @@ class AttentionOptions:
     softcap: float | None = None
     sinks_H: Tensor | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     return_lse: bool = False
 
 
@@ -62,7 +65,7 @@ class Backend(Protocol):
         """One sentence: why it cannot serve the request and what to do; None if it can."""
         ...
 
-    def plan(self, mask: DocumentMask) -> Any:
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Any:
         """What it derives from the mask once a forward, for all layers, or None."""
         ...
 

@@ -30,7 +30,7 @@ class ReferenceBackend:
             )
         return None
 
-    def plan(self, mask: DocumentMask) -> Tensor:
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """The dense mask, bool `[T, Tk]`."""
         return dense_mask(*mask.bounds(), mask.layout_k.total_tokens)
 

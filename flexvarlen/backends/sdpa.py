@@ -34,11 +34,12 @@ class SdpaBackend:
                 "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or "
                 "'reference'."
             )
-        if request.deterministic and request.device.type == "cuda":
-            return "sdpa's backward is not deterministic on a GPU; use backend='flex' or 'fa2'."
+        ordered = request.deterministic or (request.batch_invariant and request.needs_grad)
+        if ordered and request.device.type == "cuda":
+            return "sdpa's backward is not deterministic on a GPU; use backend='flex' or 'fa3'."
         return None
 
-    def plan(self, mask: DocumentMask) -> Tensor:
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """What the loop reads, int32 `[4, capacity + 1]`: boundaries of q and k, dead, prefix.
 
         Reads the device back if the host does not know the boundaries, except inside a compiled

@@ -1,110 +1,82 @@
-"""`varlen`: the variable-length flash attention inside torch, under `varlen_attn`.
+"""`varlen` and `cudnn`: the variable-length kernels inside torch, under `varlen_attn`.
 
-The ATen operator is called itself, so that the flash kernel is what runs: `varlen_attn` of torch
-2.14 and later may pick cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl` changes
-the kernel behind that operator.
+The ATen operators are called themselves, so that the kernel is the one that is named: `varlen_attn`
+of torch 2.14 and later may pick cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl`
+changes the kernel behind `varlen`; `flexvarlen.environment.environment` records which it is.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flexvarlen.backends import cu_seqlens_op
+from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import Settings
-from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
-from flexvarlen.bounds import UNLIMITED
-from flexvarlen.mask import DocumentMask
+from flexvarlen.backends.fa2 import ampere_refusal, one_split
+from flexvarlen.backends.protocol import AttentionRequest
 
-MAX_HEAD_DIM = 256
-
-
-def flash_kernel_refusal(name: str, request: AttentionRequest) -> str | None:
-    """What the FlashAttention-2 kernels, torch's and the package's, cannot do alike."""
-    if request.device.type != "cuda":
-        return f"{name} needs a CUDA GPU, got {request.device.type}; use backend='sdpa' there."
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return (
-            f"{name} needs bfloat16 or float16, got {request.dtype}; convert the model or use "
-            "backend='flex'."
-        )
-    if request.head_dim % 8 or request.head_dim > MAX_HEAD_DIM:
-        return (
-            f"{name} needs head_dim a multiple of 8 and at most {MAX_HEAD_DIM}, got "
-            f"{request.head_dim}; use backend='flex'."
-        )
-    if request.sinks:
-        return f"{name} has no attention sinks; use backend='flex'."
-    if request.mask.chunk or request.mask.prefix:
-        return f"{name} has neither chunks nor prefixes; use backend='flex'."
-    if request.mask.cross:
-        return f"{name} takes no layout_k yet; use backend='flex'."
-    if torch.cuda.get_device_capability(request.device) < (8, 0):
-        return (
-            f"{name} needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 'sdpa'."
-        )
-    if request.batch_invariant:
-        return f"{name} does not promise batch invariance; use backend='sdpa'."
-    return None
+SWITCH = "torch.use_deterministic_algorithms(True)"
 
 
-class VarlenBackend:
+class VarlenBackend(CuSeqlensBackend):
     """torch's own flash kernel over cu_seqlens."""
 
     name = "varlen"
+    head_dims = (8, 256)
+    has_softcap = False
 
-    def why_not(self, request: AttentionRequest) -> str | None:
-        """As FlashAttention-2; no softcap; deterministic only as torch is as a whole."""
+    def why_missing(self, device: torch.device) -> str | None:
+        """Needs a CUDA build of torch and an Ampere GPU."""
         if not hasattr(torch.ops.aten, "_flash_attention_forward"):
             return "varlen needs a torch built with flash attention; install a CUDA build of torch."
-        reason = flash_kernel_refusal(self.name, request)
-        if reason is None and request.softcap is not None:
-            return "varlen has no softcap; use backend='flex' or 'fa2'."
-        if (
-            reason is None
-            and request.deterministic
-            and not torch.are_deterministic_algorithms_enabled()
-        ):
+        return ampere_refusal(self.name, device)
+
+    def why_not_this(self, request: AttentionRequest) -> str | None:
+        """Its backward is deterministic only as torch is as a whole."""
+        ordered = request.deterministic or (request.batch_invariant and request.needs_grad)
+        if ordered and not torch.are_deterministic_algorithms_enabled():
             return (
-                "varlen is deterministic only under torch.use_deterministic_algorithms(True); call "
-                "it, or use 'fa2'."
+                f"varlen is deterministic only under {SWITCH}; call it, or use backend='fa3', "
+                "'fa2' or 'flex'."
             )
-        return reason
+        return None
 
-    def plan(self, mask: DocumentMask) -> None:
-        """Nothing: the kernel reads cu_seqlens."""
 
-    def attend(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        mask: DocumentMask,
-        plan: None,
-        options: AttentionOptions,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One call for all documents."""
-        return cu_seqlens_op.attend(self.name, q_THD, k_THD, v_THD, mask, options)
+@cache
+def _one_split() -> dict[str, Any]:
+    """`num_splits=1` where torch has it: the sum over keys in one piece, in any batch."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
 
 
 class _VarlenKernel:
     def forward(
-        self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, cu_seqlens: Tensor, settings: Settings
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
     ) -> tuple[Tensor, Tensor]:
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             q_THD,
             k_THD,
             v_THD,
-            cu_seqlens,
-            cu_seqlens,
-            settings.max_seqlen,
-            settings.max_seqlen,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            settings.max_seqlen_q,
+            settings.max_seqlen_k,
             0.0,
-            settings.right == 0 and settings.left == UNLIMITED,
+            _plainly_causal(settings),
             False,
             scale=settings.scale,
             window_size_left=settings.left,
             window_size_right=settings.right,
+            **(_one_split() if settings.batch_invariant else {}),
         )
         return out_THD, lse_HT
 
@@ -116,9 +88,17 @@ class _VarlenKernel:
         v_THD: Tensor,
         out_THD: Tensor,
         lse_HT: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
         settings: Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if settings.deterministic and not torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                f"varlen was asked for a deterministic backward, and {SWITCH} no longer holds; "
+                "leave it on until the backward has run."
+            )
+        if settings.batch_invariant:
+            cu_seqlens_q, cu_seqlens_k = one_split(q_THD, cu_seqlens_q, cu_seqlens_k)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_THD,
             q_THD,
@@ -126,12 +106,12 @@ class _VarlenKernel:
             v_THD,
             out_THD,
             lse_HT,
-            cu_seqlens,
-            cu_seqlens,
-            settings.max_seqlen,
-            settings.max_seqlen,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            settings.max_seqlen_q,
+            settings.max_seqlen_k,
             0.0,
-            settings.right == 0 and settings.left == UNLIMITED,
+            _plainly_causal(settings),
             torch.zeros(
                 2, dtype=torch.uint64, device=q_THD.device
             ),  # dropout's random state, of which there is none
@@ -143,5 +123,81 @@ class _VarlenKernel:
         return dq, dk, dv
 
 
-cu_seqlens_op.KERNELS["varlen"] = _VarlenKernel()
-BACKEND = VarlenBackend()
+def _plainly_causal(settings: Settings) -> bool:
+    return settings.right == 0 and settings.left < 0
+
+
+class CudnnBackend(CuSeqlensBackend):
+    """cuDNN's kernel over cu_seqlens, as torch has it: forward only."""
+
+    name = "cudnn"
+    head_dims = (8, 128)
+    has_windows = False
+    has_softcap = False
+
+    def why_missing(self, device: torch.device) -> str | None:
+        """Needs a CUDA build of torch with cuDNN, and an Ampere GPU."""
+        if not torch.backends.cudnn.is_available() or not hasattr(
+            torch.ops.aten, "_cudnn_attention_forward"
+        ):
+            return "cudnn needs a torch built with cuDNN; install a CUDA build of torch."
+        return ampere_refusal(self.name, device)
+
+    def why_not_this(self, request: AttentionRequest) -> str | None:
+        """No backward, and no promise."""
+        if request.needs_grad:
+            return (
+                "cudnn is forward only here: its packed backward gives NaN in torch 2.11; use "
+                "backend='varlen', or torch.no_grad()."
+            )
+        if request.mask.cross or request.mask.chunk:
+            return "cudnn has neither layout_k nor chunks; use backend='varlen' or 'flex'."
+        if request.batch_invariant:
+            return "cudnn does not promise batch invariance; use backend='varlen' or 'fa3'."
+        return None
+
+
+class _CudnnKernel:
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor]:
+        out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward(
+            q_THD,
+            k_THD,
+            v_THD,
+            None,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            settings.max_seqlen_q,
+            settings.max_seqlen_k,
+            True,
+            0.0,
+            settings.causal,
+            False,
+            scale=settings.scale,
+        )
+        return out_THD, lse_TH1[..., 0].T
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError("cudnn is forward only; use backend='varlen'.")
+
+
+BACKEND = VarlenBackend(_VarlenKernel())
+CUDNN = CudnnBackend(_CudnnKernel())

@@ -1,0 +1,168 @@
+"""What the backends over cu_seqlens share: their plan, their call and what all of them refuse.
+
+Shape legend: T = tokens of the query row, H = num_heads, D = head_dim, N = document slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexvarlen.backends import cu_seqlens_op
+from flexvarlen.backends.cu_seqlens_op import MIN_BOUND, CuSeqlensKernel
+from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
+from flexvarlen.chunks import chunk_boundaries
+from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Boundaries(NamedTuple):
+    """What a kernel is told of a mask: its documents, or the chunks they fall into.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`.
+        max_seqlen_q, max_seqlen_k: bounds on their lengths.
+        dead_T: queries whose output is zero though they lie before the last boundary, bool `[T]`.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dead_T: Tensor | None
+
+
+class CuSeqlensBackend:
+    """A kernel over cu_seqlens. A subclass says what it needs and lacks.
+
+    Args:
+        kernel: the forward and the backward.
+    """
+
+    name: str
+    head_dims: tuple[int, int]
+    """The head dimension must be a multiple of the first and at most the second."""
+    has_windows = True
+    has_softcap = True
+
+    def __init__(self, kernel: CuSeqlensKernel) -> None:
+        cu_seqlens_op.KERNELS[self.name] = kernel
+
+    def why_missing(self, device: torch.device) -> str | None:
+        """Why the kernel cannot run on this machine at all, or None."""
+        raise NotImplementedError
+
+    def why_not_this(self, request: AttentionRequest) -> str | None:
+        """What this kernel alone lacks for the request, or None."""
+        return None
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """Needs its package and GPU, half precision and a head_dim it has; no prefix."""
+        if request.device.type != "cuda":
+            return f"{self.name} needs a CUDA GPU, got {request.device.type}; use backend='sdpa'."
+        return (
+            self.why_missing(request.device)
+            or self._why_not_shape(request)
+            or self._why_not_mask(request)
+            or self.why_not_this(request)
+        )
+
+    def _why_not_shape(self, request: AttentionRequest) -> str | None:
+        if request.dtype not in HALF:
+            return (
+                f"{self.name} needs bfloat16 or float16, got {request.dtype}; convert the model or "
+                "use backend='flex'."
+            )
+        multiple, most = self.head_dims
+        if request.head_dim % multiple or not 0 < request.head_dim <= most:
+            return (
+                f"{self.name} needs head_dim a multiple of {multiple} and at most {most}, got "
+                f"{request.head_dim}; use backend='flex'."
+            )
+        return None
+
+    def _why_not_mask(self, request: AttentionRequest) -> str | None:
+        mask = request.mask
+        if mask.prefix:
+            return f"{self.name} has no prefixes; use backend='flex'."
+        if mask.cross and mask.chunk:
+            return f"{self.name} has no chunks with layout_k; use backend='flex'."
+        if mask.top_left and (mask.left, mask.right) != (-1, -1):
+            return (
+                f"{self.name} aligns documents with their keys at the bottom right; pass "
+                "align='bottom_right' or use backend='flex'."
+            )
+        if not self.has_windows and (mask.left, mask.right) not in ((-1, 0), (-1, -1)):
+            return f"{self.name} has no sliding windows; use backend='flex'."
+        if not self.has_softcap and request.softcap is not None:
+            return f"{self.name} has no softcap; use backend='flex'."
+        return None
+
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Boundaries:
+        """The boundaries of the documents, or, with chunks, of the chunks. No sync; traces."""
+        layout, layout_k = mask.layout, mask.layout_k
+        cu_q, cu_k = layout.cu_seqlens, layout_k.cu_seqlens
+        bound_q, bound_k = layout.max_seqlen_bound, layout_k.max_seqlen_bound
+        if 0 < mask.spec.chunk < bound_q:
+            cu_q = cu_k = chunk_boundaries(cu_q, mask.spec.chunk, layout.total_tokens)
+            bound_q = bound_k = mask.spec.chunk
+        dead_T = layout.padding
+        if layout_k is not layout and layout_k.padding is not None:
+            lo, hi = mask.bounds()
+            dead_T = lo >= hi
+        return Boundaries(cu_q, cu_k, max(bound_q, MIN_BOUND), max(bound_k, MIN_BOUND), dead_T)
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        mask: DocumentMask,
+        plan: Boundaries,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One call for all documents."""
+        spec = mask.spec
+        out_THD, lse_HT = cu_seqlens_op.attend(
+            self.name,
+            q_THD,
+            k_THD,
+            v_THD,
+            options.sinks_H,
+            plan.cu_seqlens_q,
+            plan.cu_seqlens_k,
+            plan.max_seqlen_q,
+            plan.max_seqlen_k,
+            spec.left,
+            spec.right,
+            options.scale,
+            options.softcap or 0.0,
+            options.deterministic or options.batch_invariant,
+            options.batch_invariant,
+            _may_have_tail(mask.layout) or (spec.cross and _may_have_tail(mask.layout_k)),
+            options.return_lse,
+        )
+        if plan.dead_T is not None:
+            out_THD = torch.where(plan.dead_T[:, None, None], 0, out_THD)
+        if not options.return_lse:
+            return out_THD, None
+        if plan.dead_T is not None:
+            lse_HT = torch.where(plan.dead_T, float("-inf"), lse_HT)
+        return out_THD, lse_HT
+
+
+def _may_have_tail(layout: PackedLayout) -> bool:
+    """Whether rows may lie past the last boundary.
+
+    Always inside a compiled graph, where a guard on whether there is padding would recompile, and
+    in a captured one, which may be replayed on other documents.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or layout.has_padding is not False
+        or (layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )

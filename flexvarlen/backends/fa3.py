@@ -1,0 +1,147 @@
+"""`fa3`: FlashAttention-3, the Hopper kernels. Optional: imported when it is first asked about.
+
+Upstream installs it as `flash_attn_interface`, whose import registers `torch.ops.flash_attn_3`: its
+own Python functions change their arguments from release to release, the operators have names.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
+from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.protocol import AttentionRequest
+
+INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention."
+_NO_DETERMINISTIC_HEAD_DIM = 192  # the widest tile with an ordered backward
+
+
+class FlashAttention3Backend(CuSeqlensBackend):
+    """FlashAttention-3 over cu_seqlens."""
+
+    name = "fa3"
+    head_dims = (8, 256)
+
+    def why_missing(self, device: torch.device) -> str | None:
+        """Needs the package and a Hopper GPU."""
+        if find_spec("flash_attn_interface") is None:
+            return f"fa3 needs flash_attn_interface, FlashAttention-3, not installed; {INSTALL}"
+        try:
+            import flash_attn_interface  # noqa: F401
+        except ImportError as error:
+            return f"fa3's package does not import here ({error}); for this torch, {INSTALL}"
+        if not hasattr(torch.ops.flash_attn_3, "fwd"):
+            return f"fa3's package is too old to register torch.ops.flash_attn_3; {INSTALL}"
+        if torch.cuda.get_device_capability(device)[0] != 9:
+            return "fa3 needs a Hopper GPU (compute capability 9.0); use backend='fa2' or 'flex'."
+        return None
+
+    def why_not_this(self, request: AttentionRequest) -> str | None:
+        """Softcap is left out of some builds; no ordered backward for the widest heads."""
+        if request.softcap is not None and not _built_with_softcap(request.device):
+            return (
+                "fa3 is built without softcap here; build it without "
+                "FLASH_ATTENTION_DISABLE_SOFTCAP, or use backend='fa4' or 'flex'."
+            )
+        ordered = request.deterministic or request.batch_invariant
+        if ordered and request.needs_grad and request.head_dim > _NO_DETERMINISTIC_HEAD_DIM:
+            return (
+                "fa3's backward is not deterministic for head_dim above "
+                f"{_NO_DETERMINISTIC_HEAD_DIM}, got {request.head_dim}; use backend='fa2' or "
+                "'flex'."
+            )
+        return None
+
+
+@cache
+def _built_with_softcap(device: torch.device) -> bool:
+    """Ask the kernel, once: a build does not tell."""
+    q_THD = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    settings = Settings(2, 2, -1, 0, 1.0, 1.0, deterministic=False, batch_invariant=False)
+    try:
+        _KERNEL.forward(q_THD, q_THD, q_THD, cu_seqlens, cu_seqlens, settings)
+    except RuntimeError as error:
+        if "softcap" not in str(error):
+            raise
+        return False
+    return True
+
+
+class _FlashAttention3Kernel:
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor]:
+        out_THD, lse_HT, *_ = torch.ops.flash_attn_3.fwd(
+            _rows(q_THD),
+            _rows(k_THD),
+            _rows(v_THD),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=settings.max_seqlen_q,
+            max_seqlen_k=settings.max_seqlen_k,
+            softmax_scale=settings.scale,
+            is_causal=settings.causal,
+            window_size_left=settings.left,
+            window_size_right=settings.right,
+            softcap=settings.softcap,
+            num_splits=1,  # more are for decoding, and would depend on the batch
+        )
+        return out_THD, lse_HT
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD)
+        )
+        torch.ops.flash_attn_3.bwd(
+            grad_THD,
+            _rows(q_THD),
+            _rows(k_THD),
+            _rows(v_THD),
+            out_THD,
+            lse_HT,
+            dq,
+            dk,
+            dv,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=settings.max_seqlen_q,
+            max_seqlen_k=settings.max_seqlen_k,
+            softmax_scale=settings.scale,
+            is_causal=settings.causal,
+            window_size_left=settings.left,
+            window_size_right=settings.right,
+            softcap=settings.softcap,
+            deterministic=settings.deterministic,
+        )
+        return dq, dk, dv
+
+
+def _rows(x_THD: Tensor) -> Tensor:
+    """`x` with its head_dim in one piece, as the kernels want it."""
+    return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+
+
+_KERNEL = _FlashAttention3Kernel()
+BACKEND = FlashAttention3Backend(_KERNEL)

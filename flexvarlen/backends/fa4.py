@@ -1,0 +1,153 @@
+"""`fa4`: FlashAttention-4, `flash_attn.cute`. Optional: imported when it is first asked about.
+
+It compiles a kernel for each kind of call, which takes seconds, once a process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
+from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.protocol import AttentionRequest
+
+INSTALL = "install it with: pip install 'flexvarlen[fa4]'."
+_HOPPER, _BLACKWELL = (9,), (10, 11)
+_NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
+"""Arguments of the backward that versions before 4.0.0b36 lack, some or all."""
+
+
+class FlashAttention4Backend(CuSeqlensBackend):
+    """FlashAttention-4 over cu_seqlens."""
+
+    name = "fa4"
+    head_dims = (8, 256)
+
+    def why_missing(self, device: torch.device) -> str | None:
+        """Needs the package and a Hopper or Blackwell GPU."""
+        return cute_refusal(self.name, device)
+
+    def why_not_this(self, request: AttentionRequest) -> str | None:
+        """Head dimensions differ by GPU; gradients want multiples of 32."""
+        if torch.cuda.get_device_capability(request.device)[0] in _BLACKWELL and not (
+            request.head_dim <= 128 or request.head_dim == 256
+        ):
+            return (
+                "fa4 needs head_dim of at most 128, or 256, on Blackwell, got "
+                f"{request.head_dim}; use backend='flex'."
+            )
+        return self.gradient_refusal(request)
+
+    def gradient_refusal(self, request: AttentionRequest) -> str | None:
+        """Measured on an H200 with 4.0.0b36, packed: at head_dim 8, 16, 40 and 80 dq, dk and dv are
+        wrong by their own size, at 32, 64, 96, 128, 160, 192 and 256 they are right."""
+        if request.needs_grad and request.head_dim % 32:
+            return (
+                f"{self.name} gives wrong gradients unless head_dim is a multiple of 32, got "
+                f"{request.head_dim}; use backend='fa3' or 'flex'."
+            )
+        return None
+
+
+@cache
+def _cute_problem() -> str | None:
+    """Why `flash_attn.cute` is not usable, without a full stop, or None."""
+    # FA2's package brings an old copy of the folder: what FA4 is written in tells them apart.
+    if find_spec("cutlass") is None or find_spec("flash_attn") is None:
+        return "which is not installed"
+    try:
+        from flash_attn.cute.interface import _flash_attn_bwd
+    except ImportError as error:
+        return f"which does not import here ({error})"
+    missing = [
+        name for name in _NEEDED if name not in inspect.signature(_flash_attn_bwd).parameters
+    ]
+    return f"which is too old here (it lacks {', '.join(missing)})" if missing else None
+
+
+def cute_refusal(name: str, device: torch.device) -> str | None:
+    """Why FlashAttention-4 cannot run on this machine, or None."""
+    problem = _cute_problem()
+    if problem is not None:
+        return f"{name} needs flash_attn.cute, FlashAttention-4, {problem}; {INSTALL}"
+    if torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
+        return f"{name} needs a Hopper or Blackwell GPU; use backend='fa2' or 'flex'."
+    return None
+
+
+class _FlashAttention4Kernel:
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out_THD, lse_HT, *_ = _flash_attn_fwd(
+            q_THD,
+            k_THD,
+            v_THD,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=settings.max_seqlen_q,
+            max_seqlen_k=settings.max_seqlen_k,
+            softmax_scale=settings.scale,
+            causal=settings.causal,
+            softcap=settings.softcap or None,
+            window_size_left=_side(settings.left),
+            window_size_right=_side(settings.right),
+            num_splits=1,  # more are for decoding, and would depend on the batch
+            return_lse=True,
+        )
+        return out_THD, lse_HT
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        out_THD: Tensor,
+        lse_HT: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        dq, dk, dv = _flash_attn_bwd(
+            q_THD,
+            k_THD,
+            v_THD,
+            out_THD,
+            grad_THD,
+            lse_HT,
+            settings.scale,
+            settings.causal,
+            settings.softcap,
+            window_size_left=_side(settings.left),
+            window_size_right=_side(settings.right),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=settings.max_seqlen_q,
+            max_seqlen_k=settings.max_seqlen_k,
+            deterministic=settings.deterministic,
+        )
+        return dq, dk, dv
+
+
+def _side(keys: int) -> int | None:
+    """A side of a window as FA4 takes it."""
+    return None if keys < 0 else keys
+
+
+BACKEND = FlashAttention4Backend(_FlashAttention4Kernel())

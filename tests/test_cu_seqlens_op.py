@@ -1,0 +1,225 @@
+"""What surrounds every kernel over cu_seqlens, with a plain kernel in its place that runs anywhere.
+
+Shape legend: T = tokens of the row, H = num_heads, D = head_dim, L = tokens of one document.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from flexvarlen import DocumentMask
+from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
+from flexvarlen.backends.cu_seqlens_op import KERNELS
+from flexvarlen.backends.protocol import AttentionOptions
+from tests import oracle
+from tests.mask_cases import slots_of
+from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
+from tests.rows import layout_of
+from tests.test_mask_kinds import other_lengths
+
+TOKENS = 256
+DOCUMENTS = {
+    "no_padding": Documents((50, 77, 129), TOKENS),
+    "padded_tail": Documents((130, 61), TOKENS),
+    "padding_inside": Documents((9, 60, 30, 100, 1, 20), TOKENS, frozenset({0, 2, 4})),
+    "nothing_but_padding": Documents((0,), TOKENS),
+    "empty_document": Documents((0, 100, 0, 0, 156, 0), TOKENS),
+}
+
+
+class PlainKernel:
+    """As FlashAttention behaves: tails unwritten, +inf where nothing is seen, sinks unknown."""
+
+    def __init__(self):
+        self.forwards = 0
+
+    def _documents(self, cu_seqlens_q, cu_seqlens_k, settings):
+        spans_q, spans_k = (
+            list(zip(cu.tolist(), cu.tolist()[1:], strict=False))
+            for cu in (cu_seqlens_q, cu_seqlens_k)
+        )
+        for (a, b), (c, d) in zip(spans_q, spans_k, strict=True):
+            assert b - a <= settings.max_seqlen_q
+            assert d - c <= settings.max_seqlen_k
+            window = (settings.left, settings.right)
+            yield slice(a, b), slice(c, d), oracle.seen(b - a, d - c, causal=False, window=window)
+
+    def _probabilities(self, q, k, seen, lse, settings):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * settings.scale
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if lse is None:
+            lse = scores.logsumexp(-1)
+            lse = torch.where(lse.isneginf(), float("inf"), lse)
+        return (scores - lse[..., None]).exp(), lse
+
+    def forward(self, q, k, v, cu_seqlens_q, cu_seqlens_k, settings):
+        self.forwards += 1
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        out = torch.full_like(q, float("nan"))
+        lse = q.new_full((q.shape[1], q.shape[0]), float("nan"))
+        for rows, keys, seen in self._documents(cu_seqlens_q, cu_seqlens_k, settings):
+            p, lse[:, rows] = self._probabilities(q[rows], k[keys], seen, None, settings)
+            out[rows] = torch.einsum("hqk,khd->qhd", p, v[keys])
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, settings):
+        groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+        for rows, keys, seen in self._documents(cu_seqlens_q, cu_seqlens_k, settings):
+            p, _ = self._probabilities(q[rows], k[keys], seen, lse[:, rows], settings)
+            dv[keys] = torch.einsum("hqk,qhd->khd", p, grad[rows])
+            delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
+            ds = p * (torch.einsum("qhd,khd->hqk", grad[rows], v[keys]) - delta) * settings.scale
+            dq[rows] = torch.einsum("hqk,khd->qhd", ds, k[keys])
+            dk[keys] = torch.einsum("hqk,qhd->khd", ds, q[rows])
+        return dq, *(x.unflatten(1, (groups, repeats)).sum(2) for x in (dk, dv))
+
+
+class PlainBackend(CuSeqlensBackend):
+    name = "plain"
+
+
+@pytest.fixture
+def backend():
+    kernel = PlainKernel()
+    yield PlainBackend(kernel)
+    del KERNELS["plain"]
+
+
+def attend(backend, layout, *, sinks=None, return_lse=False, layout_k=None, **kind):
+    mask = DocumentMask.of(layout, layout_k=layout_k, **kind)
+    options = AttentionOptions(scale=0.25, sinks_H=sinks, return_lse=return_lse)
+
+    def ours(q, k, v, *s):
+        chosen = options if not s else AttentionOptions(0.25, sinks_H=s[0], return_lse=return_lse)
+        return backend.attend(q, k, v, mask, backend.plan(mask), chosen)
+
+    return ours
+
+
+MASKS = {
+    "causal": {},
+    "window": {"window": 20},
+    "chunk": {"chunk": 16},
+    "chunk_of_no_causal": {"chunk": 16, "causal": False},
+    "chunk_as_long_as_the_row": {"chunk": TOKENS},
+}
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_kernel_gets_the_right_boundaries_and_sinks(backend, mask, documents, compiled, with_sinks):
+    if compiled and mask not in ("causal", "chunk"):
+        pytest.skip("two masks are enough")
+    documents, kind = DOCUMENTS[documents], MASKS[mask]
+    *inputs, grad = random_qkv(TOKENS, 6, 2, 16)
+    if with_sinks:
+        inputs.append(torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 8.0]))
+    run = attend(backend, layout_of(documents), **kind)
+
+    def ours(*x):
+        return run(*x)[0]
+
+    def plain(q, k, v, s=None):
+        return oracle.attend(q, k, v, documents, sinks=s, scale=0.25, **kind)[0]
+
+    if compiled:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    out, grads = differentiate(ours, inputs, grad)
+    exact, exact_grads = differentiate(plain, [x.double() for x in inputs], grad.double())
+    peer, peer_grads = differentiate(plain, inputs, grad)
+    assert_as_accurate(out, exact, peer, 2)
+    for which, mine, good, coarse in zip("qkvs", grads, exact_grads, peer_grads, strict=False):
+        assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
+    assert (out[documents.padded()] == 0).all()
+    for x in grads[:3]:
+        assert (x[documents.padded()] == 0).all()
+
+
+@pytest.mark.parametrize("row", ["no_padding", "padded_tail", "padding_inside"])
+def test_keys_of_other_documents(backend, row):
+    """Documents without keys, queries that see none, and padding on either side."""
+    documents = DOCUMENTS[row]
+    keys = other_lengths(documents)
+    q, _, _, grad = random_qkv(TOKENS, 6, 2, 16)
+    _, k, v, _ = random_qkv(keys.total_tokens, 6, 2, 16, seed=1)
+    sinks = torch.randn(6)
+    run = attend(backend, slots_of(documents, "cpu"), layout_k=slots_of(keys, "cpu"))
+
+    def plain(q, k, v, s):
+        return oracle.attend(q, k, v, documents, keys, sinks=s, scale=0.25)[0]
+
+    out, grads = differentiate(lambda *x: run(*x)[0], [q, k, v, sinks], grad)
+    inputs = [x.double() for x in (q, k, v, sinks)]
+    exact, exact_grads = differentiate(plain, inputs, grad.double())
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
+    for mine, good in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(mine.double(), good, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_lse_is_without_sinks_and_minus_infinity_at_padding(backend, documents):
+    documents = DOCUMENTS[documents]
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
+    run = attend(backend, layout_of(documents), return_lse=True, sinks=torch.randn(6))
+    _, lse = run(q, k, v)
+    _, exact = oracle.attend(q.double(), k.double(), v.double(), documents, scale=0.25)
+    torch.testing.assert_close(lse.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_operators_pass_opcheck(backend):
+    layout = layout_of(DOCUMENTS["padded_tail"])
+    q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
+    sinks = torch.randn(6)
+    boundaries = (layout.cu_seqlens, layout.cu_seqlens, TOKENS, TOKENS)
+    settings = (*boundaries, -1, 0, 0.25, 0.0, False, False, True, True)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    ops = torch.ops.flexvarlen
+    for given in (None, sinks, sinks.clone().requires_grad_()):
+        torch.library.opcheck(ops.cu_seqlens_forward.default, ("plain", *leaves, given, *settings))
+        given = None if given is None else given.detach()
+        out, lse = ops.cu_seqlens_forward("plain", q, k, v, given, *settings)
+        torch.library.opcheck(
+            ops.cu_seqlens_backward.default, ("plain", grad, q, k, v, given, out, lse, *settings)
+        )
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_selective_checkpointing_keeps_attention_by_name(backend, keep):
+    """Eagerly a plain autograd.Function, of which a checkpoint's policy would see nothing."""
+    kernel = KERNELS["plain"]
+    run = attend(backend, layout_of(DOCUMENTS["no_padding"]))
+    *qkv, grad = random_qkv(TOKENS, 6, 2, 16)
+
+    def policy(context, op, *args, **kwargs):
+        kept = keep and op is torch.ops.flexvarlen.cu_seqlens_forward.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q, k, v):
+        return run(2 * q, k, v)[0] * 3
+
+    def checkpointed(*x):
+        return checkpoint(
+            block,
+            *x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+
+    plainly = differentiate(block, qkv, grad)
+    before = kernel.forwards
+    saved = differentiate(checkpointed, qkv, grad)
+    assert kernel.forwards - before == (1 if keep else 2)
+    for mine, theirs in zip([saved[0], *saved[1]], [plainly[0], *plainly[1]], strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,148 @@
+"""`deterministic` and `batch_invariant`: bit for bit, forward and backward, or a refusal.
+
+Shape legend: T = tokens of the row, L = tokens of one document.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout, packed_attention, why_not
+from tests.oracle import differentiate, random_qkv
+from tests.test_backends import kernels
+
+ROWS = {
+    "alone": ((), 0, None),
+    "behind_another": ((500,), 1, None),
+    "longer_neighbour_and_bound": ((3, 1200), 1, 2048),
+    "inside_many": ((7,) * 40, 20, None),
+    "beside_empty_ones": ((0, 190, 0), 2, None),
+    "before_a_longer_one": ((2048, 300), 0, None),
+    "inside_very_many": ((50,) * 200, 100, 4096),
+}
+"""Its neighbours, its place among them, and the bound on lengths."""
+MASKS = {"causal": {}, "bidirectional": {"causal": False}, "window": {"window": 50}}
+
+
+@contextmanager
+def torch_is_deterministic(on):
+    """torch's own switch, which `varlen` needs; it also poisons fresh memory with NaN."""
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def document_in(row, length, heads, head_dim, dtype, device):
+    """q, k, v and grad of a row with the same document in it, its layout and its tokens."""
+    neighbours, place, bound = row
+    lengths = [*neighbours[:place], length, *neighbours[place:]]
+    total, start = sum(lengths), sum(neighbours[:place])
+    shape = {"dtype": dtype, "device": device}
+    own = random_qkv(length, *heads, head_dim, seed=length, **shape)
+    made = random_qkv(total, *heads, head_dim, seed=1000 + len(lengths), **shape)
+    for x, mine in zip(made, own, strict=True):
+        x[start : start + length] = mine
+    if bound is not None:
+        bound = max(bound, length)
+    layout = PackedLayout.from_lengths(lengths, device=device, max_seqlen_bound=bound)
+    return made, layout, slice(start, start + length)
+
+
+def run(name, made, layout, grads=True, **options):
+    *qkv, grad = made
+
+    def ours(q, k, v):
+        return packed_attention(q, k, v, layout, backend=name, **options)
+
+    if not grads:
+        return [ours(*qkv)]
+    out, gradients = differentiate(ours, qkv, grad)
+    return [out, *gradients]
+
+
+@pytest.mark.parametrize("kernel", kernels("flex", "varlen", "fa2", "fa3", "fa4", cpu=False))
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((6, 6), 64)], ids=str)
+def test_document_has_the_same_bits_in_any_batch(kernel, mask, heads, head_dim):
+    name, device, dtype = kernel
+    options = {"batch_invariant": True, **MASKS[mask]}
+    with torch_is_deterministic(name == "varlen"):
+        for length in (1, 77, 320, 1000):
+            expected = None
+            for which, row in ROWS.items():
+                made, layout, tokens = document_in(row, length, heads, head_dim, dtype, device)
+                results = [x[tokens] for x in run(name, made, layout, **options)]
+                again = [x[tokens] for x in run(name, made, layout, **options)]
+                expected = results if expected is None else expected
+                for what, x, y, z in zip(
+                    ("out", "dq", "dk", "dv"), results, expected, again, strict=True
+                ):
+                    assert torch.equal(x, y), f"{what} of {length} tokens, {which}"
+                    assert torch.equal(x, z), f"{what} of {length} tokens, run to run, {which}"
+
+
+@pytest.mark.parametrize("kernel", [*kernels("sdpa", "flex", gpu=False), *kernels("cudnn")])
+@pytest.mark.parametrize("mask", MASKS)
+def test_document_has_the_same_outputs_in_any_batch(kernel, mask):
+    """Without gradients, on the CPU."""
+    name, device, dtype = kernel
+    options = {"batch_invariant": True, **MASKS[mask]}
+    if name == "cudnn":
+        assert "does not promise" in why_not(
+            name, device=device, dtype=dtype, needs_grad=False, batch_invariant=True
+        )
+        return
+    rows = {which: row for which, row in ROWS.items() if sum(row[0]) < 600}
+    for length in (1, 77, 150):
+        expected = None
+        for which, row in rows.items():
+            made, layout, tokens = document_in(row, length, (4, 2), 16, dtype, device)
+            results = [x[tokens] for x in run(name, made, layout, grads=name == "sdpa", **options)]
+            expected = results if expected is None else expected
+            for x, y in zip(results, expected, strict=True):
+                assert torch.equal(x, y), f"{length} tokens, {which}"
+
+
+def test_flex_without_the_promise_would_fail_the_test_above():
+    """Documents inside a block are summed in other pieces: arranging them is not idle."""
+    same = True
+    for length in (150, 300, 400):
+        alone, alone_layout, _ = document_in(
+            ROWS["alone"], length, (4, 2), 16, torch.float32, "cpu"
+        )
+        made, layout, tokens = document_in(
+            ((57, 33), 1, None), length, (4, 2), 16, torch.float32, "cpu"
+        )
+        expected = run("flex", alone, alone_layout, grads=False)[0]
+        same &= torch.equal(run("flex", made, layout, grads=False)[0][tokens], expected)
+    assert not same
+
+
+@pytest.mark.gpu
+def test_promises_that_cannot_be_had_are_refused():
+    gpu = {"device": "cuda", "dtype": torch.bfloat16}
+    for promise in ("deterministic", "batch_invariant"):
+        for name in ("varlen", "sdpa", "nested", "flex_fa4"):
+            reason = why_not(name, **gpu, **{promise: True})
+            assert reason is not None, f"{name} promises to be {promise}"
+    assert why_not("sdpa", **gpu, batch_invariant=True, needs_grad=False) is None
+    assert why_not("varlen", **gpu, batch_invariant=True, needs_grad=False) is None
+
+
+@pytest.mark.gpu
+def test_switch_that_is_turned_off_before_the_backward_is_noticed():
+    """varlen is deterministic under torch's switch only."""
+    q, k, v, grad = random_qkv(256, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    layout = PackedLayout.from_lengths([256], device="cuda")
+    q.requires_grad_()
+    with torch_is_deterministic(True):
+        out = packed_attention(q, k, v, layout, backend="varlen", deterministic=True)
+    with pytest.raises(RuntimeError, match="no longer holds; leave it on"):
+        out.backward(grad)
+    with pytest.raises(NotImplementedError, match="use_deterministic_algorithms"):
+        packed_attention(q, k, v, layout, backend="varlen", deterministic=True)
