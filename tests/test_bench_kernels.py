@@ -1,0 +1,427 @@
+"""The kernel grid, tiny: nothing wrong is timed, nothing done is done again, tables render."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from bench import figure_kernels, kernels, kernels_cell, kernels_run, report_kernels
+from bench.kernels_accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
+from bench.kernels_cells import SUBSETS, Cell
+from bench.mask_build_accuracy import Answer
+from bench.mask_build_accuracy import alone as by_autograd
+from bench.raw_kernels import RAW, Inputs
+from bench.rows import Row, append_row, read_rows
+from flexvarlen.backends.reference import ReferenceBackend
+from flexvarlen.backends.sdpa import SdpaBackend
+
+CPU = torch.device("cpu")
+ONE_CELL = "causal-t256-short"
+
+
+def run(out, *more, cells=ONE_CELL, only=("sdpa", "reference", "auto")):
+    kernels.main(["--quick", "--out", str(out), "--cells", cells, "--only", *only, *more])
+    return read_rows([out]) if out.exists() else []
+
+
+def statuses(rows, variant):
+    return {row.case["pass"]: row.status for row in rows if row.case["variant"] == variant}
+
+
+def lines(path):
+    return path.read_text().splitlines()
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def test_readme_subset_is_about_forty_cells_of_the_grid():
+    subset, grid = SUBSETS["readme"](), SUBSETS["grid"]()
+    assert 35 <= len(subset) <= 45
+    assert len({cell.name for cell in subset}) == len(subset)
+    assert set(subset) <= set(grid)
+    assert len({cell.name for cell in grid}) == len(grid)
+    assert {cell.head_dim for cell in subset} == {64, 128}
+    assert {cell.tokens for cell in subset} == {256, 1024, 4096, 8192, 32_768, 131_072}
+    assert {(cell.num_heads, cell.causal) for cell in subset} >= {(32, True), (32, False), (16, 1)}
+
+
+def test_no_two_cells_of_a_kind_hold_the_same_documents():
+    for _, group in itertools.groupby(SUBSETS["grid"](), key=lambda c: (c.kind, c.tokens)):
+        cells = list(group)
+        assert len({cell.lengths() for cell in cells}) == len(cells)
+        for cell in cells:
+            assert sum(cell.lengths()) == cell.tokens
+            assert cell.documents != "log-normal" or len(cell.lengths()) > 1
+            assert cell.documents != "short" or max(cell.lengths()) <= 128
+
+
+def test_cells_of_one_kind_follow_one_another_small_first():
+    cells = kernels.cells_of(kernels.parse(["--subset", "readme"]))
+    kinds = [cell.kind for cell in cells]
+    assert len(list(itertools.groupby(kinds))) == len(set(kinds))
+    for _, group in itertools.groupby(cells, key=lambda cell: cell.kind):
+        tokens = [cell.tokens for cell in group]
+        assert tokens == sorted(tokens)
+
+
+def test_a_name_that_is_no_backend_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        kernels.parse(["--only", "fa9"])
+    assert "got fa9" in capsys.readouterr().err
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+
+def test_blocks_of_queries_give_the_gradients_that_autograd_gives():
+    torch.manual_seed(0)
+    q, g = (torch.randn(50, 3, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(50, 1, 8, dtype=torch.float64) for _ in range(2))
+    expected = by_autograd((q, k, v), g, torch.float64, gradients=True)
+    for name, found in alone((q, k, v), g, torch.float64, causal=True, block=16).items():
+        torch.testing.assert_close(found, expected[name])
+
+
+def test_full_attention_is_the_softmax_over_all_keys():
+    torch.manual_seed(0)
+    q, g = (torch.randn(20, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    out = torch.nn.functional.scaled_dot_product_attention(*(q.transpose(0, 1)[None],) * 3)
+    found = alone((q, q, q), g, torch.float64, causal=False, block=7)
+    torch.testing.assert_close(found["out"], out[0].transpose(0, 1))
+    (expected,) = torch.autograd.grad(out[0].transpose(0, 1), q, g)
+    torch.testing.assert_close(found["dq"] + found["dk"] + found["dv"], expected)
+
+
+@pytest.mark.parametrize("lengths", [[3, 5, 40, 200, 16], [7, 2], [LONGEST_SAMPLE * 4]])
+def test_samples_are_documents(lengths):
+    spans = sampled_spans(lengths)
+    ends = list(itertools.accumulate(lengths))
+    assert spans
+    assert all(end in ends and start == ([0, *ends])[ends.index(end)] for start, end in spans)
+
+
+def test_an_error_outside_the_samples_is_found_by_the_next_variant():
+    lengths = [20, 17, 30, 18, 25, 19, 40, 16]
+    inputs = Inputs.random(lengths, (2, 1), 8, torch.float32, CPU, causal=True)
+    oracle = Oracle((inputs.q, inputs.k, inputs.v), inputs.cotangent, lengths, causal=True)
+    ends = list(itertools.accumulate(lengths))
+    spans = zip([0, *ends], ends, strict=False)
+    out = torch.cat(
+        [
+            alone(
+                (inputs.q[a:b], inputs.k[a:b], inputs.v[a:b]),
+                inputs.cotangent[a:b],
+                torch.float32,
+                causal=True,
+            )["out"]
+            for a, b in spans
+        ]
+    )
+    assert oracle.judge("good", Answer([out]))[1] is None
+    assert oracle.judge("again", Answer([out.clone()]))[1] is None
+    sampled = {rows.start for where, _ in oracle.samples for rows, _ in where.values()}
+    start = next(a for a in [0, *ends[:-1]] if a not in sampled)
+    bad = out.clone()
+    bad[start] += 0.1
+    assert "another answer than good's" in oracle.judge("bad", Answer([bad]))[1]
+    bad[start] = float("nan")
+    assert "nan" in oracle.judge("bad", Answer([bad]))[1]
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    out = tmp_path_factory.mktemp("kernels") / "rows.jsonl"
+    more = ["--commit", "x"]
+    return run(out, *more, cells="h2x2", only=("sdpa", "reference", "flex", "fa3", "auto"))
+
+
+def test_every_variant_and_pass_has_a_row(measured):
+    ran = ("sdpa", "reference", "flex", "raw:flex", "fa3", "raw:fa3", "auto")
+    assert {(r.case["variant"], r.case["pass"]) for r in measured} == set(
+        itertools.product(ran, ("forward", "backward"))
+    )
+    for row in measured:
+        assert row.environment["git_commit"] == "x"
+        assert "flash_attn_3" in row.environment
+        assert Cell.of(row.case) in SUBSETS["quick"]()
+
+
+def test_what_is_right_is_timed(measured):
+    for row in measured:
+        if row.status != "ok":
+            assert row.reason
+            assert "device_ms_p50" not in row.measures
+            continue
+        m = row.measures
+        assert 0 < m["device_ms_p20"] <= m["device_ms_p50"] <= m["device_ms_p80"]
+        assert m["tflops"] > 0
+        errors = [name for name in m if name.startswith("error_")]
+        backward = row.case["pass"] == "backward"
+        assert errors == [f"error_{x}" for x in (("dq", "dk", "dv") if backward else ("out",))]
+    assert statuses(measured, "sdpa") == {"forward": "ok", "backward": "ok"}
+    auto = next(row for row in measured if row.case["variant"] == "auto")
+    assert auto.measures["resolved"] == "sdpa"
+    assert auto.measures["capacity"] >= auto.measures["num_docs"]
+
+
+def test_what_is_refused_is_a_row_with_its_reason(measured):
+    for variant in ("flex", "raw:flex"):  # no backward on the CPU
+        assert statuses(measured, variant) == {"forward": "ok", "backward": "unsupported"}
+    for variant in ("fa3", "raw:fa3"):
+        assert statuses(measured, variant) == {"forward": "unsupported", "backward": "unsupported"}
+
+
+def scaled(attend):
+    def wrong(self, *args):
+        out, lse = attend(self, *args)
+        return out * 1.01, lse
+
+    return wrong
+
+
+def test_a_wrong_kernel_is_marked_and_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(SdpaBackend, "attend", scaled(SdpaBackend.attend))
+    rows = run(tmp_path / "rows.jsonl", only=("sdpa", "reference"))
+    assert statuses(rows, "sdpa") == {"forward": "wrong", "backward": "wrong"}
+    assert statuses(rows, "reference") == {"forward": "ok", "backward": "ok"}
+    for row in rows:
+        if row.case["variant"] == "sdpa":
+            assert "relative error of out" in row.reason
+            assert not any("_ms_p" in name for name in row.measures)
+
+
+def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
+    def attend(self, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ReferenceBackend, "attend", attend)
+    rows = run(tmp_path / "rows.jsonl")
+    assert statuses(rows, "reference") == {"forward": "oom", "backward": "oom"}
+    assert statuses(rows, "auto") == {"forward": "ok", "backward": "ok"}
+
+
+def test_auto_measures_into_a_fresh_folder(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setenv(kernels.CACHE, "mine")
+    attend = SdpaBackend.attend
+
+    def noting(self, *args):
+        seen.append(os.environ[kernels.CACHE])
+        return attend(self, *args)
+
+    monkeypatch.setattr(SdpaBackend, "attend", noting)
+    run(tmp_path / "rows.jsonl", only=("auto",))
+    assert set(seen)
+    assert "mine" not in seen
+    assert os.environ[kernels.CACHE] == "mine"
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+def test_cells_that_are_done_are_skipped(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    run(out, only=("sdpa",))
+    before = lines(out)
+    assert len(before) == 2
+    run(out, only=("sdpa",))
+    assert lines(out) == before
+    run(out, cells="t256", only=("sdpa",))  # the same cell and two others
+    assert len(lines(out)) == 6
+    run(out, "--again", only=("sdpa",))
+    assert len(lines(out)) == 8
+
+
+def test_a_cell_that_was_cut_short_is_measured_whole_again(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    run(out)
+    kept = lines(out)[:-1]
+    out.write_text("".join(f"{line}\n" for line in kept))
+    run(out)
+    assert len(lines(out)) == len(kept) + 6
+
+
+def test_no_cell_begins_when_time_is_up(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    assert run(out, "--until", "0") == []
+    assert "1 cells left" in capsys.readouterr().err
+
+
+def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch):
+    def attend(self, *args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(ReferenceBackend, "attend", attend)
+    monkeypatch.setattr(kernels_cell.MeasuredCell, "_device_is_dead", lambda self: True)
+    with pytest.raises(SystemExit, match="reference killed the device"):
+        run(out)
+    assert statuses(read_rows([out]), "reference") == {"forward": "failed", "backward": "failed"}
+    rows = run(out)
+    assert statuses(rows, "reference") == {"forward": "failed", "backward": "failed"}
+    assert statuses(rows, "auto") == {"forward": "ok", "backward": "ok"}
+
+
+# --- raw kernels ---------------------------------------------------------------------------------
+
+
+def stand_in(seen):
+    """A FlashAttention package of per-document softmax, with the arguments of generation 3."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False
+    ):
+        seen.append((cu_seqlens_q.tolist(), max_seqlen_q, causal))
+        pieces = []
+        for a, b in itertools.pairwise(cu_seqlens_q.tolist()):
+            one = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+            attention = torch.nn.functional.scaled_dot_product_attention
+            pieces.append(attention(*one, is_causal=causal, enable_gqa=True)[0].transpose(0, 1))
+        return torch.cat(pieces), None
+
+    module = types.ModuleType("flash_attn_interface")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return module
+
+
+@pytest.mark.parametrize("cells", [ONE_CELL, "h2x2-full"])
+def test_raw_kernels_get_tight_boundaries_and_are_judged(tmp_path, monkeypatch, cells):
+    seen: list[tuple[list[int], int, bool]] = []
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in(seen))
+    rows = run(tmp_path / "rows.jsonl", cells=cells, only=("fa3",))
+    assert statuses(rows, "raw:fa3") == {"forward": "ok", "backward": "ok"}
+    cell = Cell.of(rows[0].case)
+    lengths = cell.lengths()
+    assert set(map(repr, seen)) == {
+        repr(([0, *itertools.accumulate(lengths)], max(lengths), cell.causal))
+    }
+
+
+def test_every_wrapped_backend_has_its_raw_kernel_beside_it():
+    variants = kernels.default_variants(None, on_cpu=False)
+    for name in RAW:
+        assert variants[variants.index(name) + 1] == f"raw:{name}"
+    assert variants[-1] == "auto"
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def gpu_row(cell, variant, pass_, ms, latency=None, started="2025-01-01", **more):
+    measures = {"num_docs": len(cell.lengths()), "tflops": 1e-9 / ms, "longest": 1} | more
+    for clock, value in (("device", ms), ("latency", latency)):
+        if value is not None:
+            for at, factor in (("p20", 0.99), ("p50", 1.0), ("p80", 1.01)):
+                measures[f"{clock}_ms_{at}"] = value * factor
+    where = {"gpu": "NVIDIA H200", "torch": "2.11.0", "started_utc": started}
+    case = kernels_run.case_of(cell, variant, pass_)
+    return Row("kernels", case, "ok", None, measures, where)
+
+
+@pytest.fixture
+def gpu_rows():
+    cells = [cell for cell in SUBSETS["readme"]() if cell.kind == (128, 32, 8, True)]
+    rows = []
+    for cell in cells:
+        ms = cell.tokens / 1024
+        small = cell.tokens <= 1024
+        for pass_, factor in (("forward", 1.0), ("backward", 2.0)):
+            for variant, times in (
+                ("fa2", 2.0),
+                ("raw:fa2", 2.0),
+                ("fa3", 1.0),
+                ("raw:fa3", 1.0),
+                ("auto", 1.0),
+            ):
+                took = ms * factor * times
+                more = {"resolved": "fa3"} if variant == "auto" else {}
+                rows.append(
+                    gpu_row(cell, variant, pass_, took, took + 0.1 if small else None, **more)
+                )
+            case = kernels_run.case_of(cell, "flex", pass_)
+            reason = "flex is not here"
+            rows.append(Row("kernels", case, "unsupported", reason, {}, rows[-1].environment))
+    return rows
+
+
+def test_tables_mark_the_best_and_list_no_misses(gpu_rows):
+    text = report_kernels.kernels_section(gpu_rows)
+    first = next(line for line in text.splitlines() if line.startswith("| 128, 32/8, causal | 256"))
+    assert "| 1.50 | **0.750** | – (1) | `fa3` | 1.000 |" in first
+    assert "(1) flex is not here" in text
+    assert "Not so" not in text
+    assert "+0.0 (350), +0.0 (600)" in text
+
+
+def test_misses_are_listed(gpu_rows):
+    def late(row, variant, factor):
+        if row.case["variant"] != variant or row.case["tokens"] != 8192:
+            return row
+        measures = {k: v * factor if "_ms_" in k else v for k, v in row.measures.items()}
+        return Row(row.suite, row.case, row.status, row.reason, measures, row.environment)
+
+    rows = [late(late(row, "fa2", 1.03), "auto", 1.05) for row in gpu_rows]
+    text = report_kernels.kernels_section(rows)
+    cells = sum(cell.tokens == 8192 for cell in SUBSETS["readme"]() if cell.kind[:2] == (128, 32))
+    misses = [line for line in text.splitlines() if "`fa2` " in line and "device" in line]
+    causal = [line for line in misses if "causal" in line]
+    assert len(causal) == 2 * (cells - 1)  # one of them is without a causal mask
+    assert "+3.0%" in misses[0]
+    assert text.count("| `fa3` 24,000 | 1.050 |") == cells - 1
+
+
+def test_rows_of_two_runs_are_never_compared(gpu_rows):
+    cell = Cell.of(gpu_rows[0].case)
+    later = [gpu_row(cell, "fa2", pass_, 9.0, started="2025-02-01") for pass_ in ("forward",)]
+    found = report_kernels.measured_cells([*gpu_rows, *later])
+    again = next(each for each in found if each.cell == cell)
+    assert set(again.rows) == {("fa2", "forward")}
+    assert len(found) == len(report_kernels.measured_cells(gpu_rows))
+
+
+def test_report_is_written_from_rows_alone(gpu_rows, tmp_path, capsys):
+    path, readme = tmp_path / "rows.jsonl", tmp_path / "README.md"
+    for row in gpu_rows:
+        append_row(path, row)
+    readme.write_text(
+        "# x\n<!-- bench:kernels begin -->\nstale\n<!-- bench:kernels end -->\nrest\n"
+    )
+    figures = tmp_path / "figures"
+    kernels.main(["report", str(path), "--readme", str(readme), "--figures", str(figures)])
+    text = readme.read_text()
+    assert "stale" not in text
+    assert text.endswith("rest\n")
+    assert "auto ÷ best" in text
+    assert (figures / "kernels-nvidia-h200.png").stat().st_size > 10_000
+    assert "Device ms" in capsys.readouterr().out
+
+
+def test_what_has_no_time_is_marked_in_the_figure(gpu_rows):
+    figure = figure_kernels.drawn(gpu_rows)
+    axes = [one for one in figure.axes if one.lines]
+    assert len(axes) == 5  # kinds of documents
+    crosses = [line for line in axes[0].lines if line.get_marker() == "x"]
+    assert any(len(line.get_xdata()) == 6 for line in crosses)  # flex, at every length
+
+
+def test_rows_of_a_real_run_render(measured):
+    text = report_kernels.kernels_section(measured)
+    assert "`sdpa`" in text
+    assert "flex has no backward on the CPU" in text
+
+
+def test_work_counts_unmasked_pairs(measured):
+    row = next(r for r in measured if r.case["variant"] == "sdpa" and r.case["pass"] == "forward")
+    cell = Cell.of(row.case)
+    pairs = sum(n * n for n in cell.lengths())  # no causal mask
+    work = 4 * pairs * cell.num_heads * cell.head_dim
+    assert row.measures["tflops"] == pytest.approx(work / row.measures["device_ms_p50"] / 1e9)
