@@ -7,6 +7,7 @@ packages are imported on first use.
 from typing import TYPE_CHECKING, Any
 
 from flexvarlen.attention import packed_attention
+from flexvarlen.auto.explain import Explanation, explain
 from flexvarlen.backends import BACKENDS, available_backends, why_not
 from flexvarlen.block_mask import document_block_mask
 from flexvarlen.layout import PackedLayout
@@ -24,11 +25,13 @@ __version__ = "0.1.0"
 __all__ = [
     "BACKENDS",
     "DocumentMask",
+    "Explanation",
     "IsolationError",
     "PackedLayout",
     "available_backends",
     "compare",
     "document_block_mask",
+    "explain",
     "packed_attention",
     "patch_model",
     "patched",

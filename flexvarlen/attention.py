@@ -7,22 +7,20 @@ H = num_heads, Hkv = num_kv_heads, D = head_dim.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.backends import (
-    AttentionOptions,
-    AttentionRequest,
-    choose_backend,
-    get_backend,
-    refusal,
-)
+from flexvarlen import auto
+from flexvarlen.auto.keys import sizes_in_graph, torch_state
+from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend, refusal
 from flexvarlen.bounds import Align, MaskSpec
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask, Prefix
+from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 
 def packed_attention(
@@ -41,8 +39,8 @@ def packed_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
-    deterministic: bool = False,
-    batch_invariant: bool = False,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     plan: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,13 +56,15 @@ def packed_attention(
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, one logit a head that joins the softmax's denominator.
         scale: factor on the scores; default `D ** -0.5`.
-        backend: a name of `flexvarlen.BACKENDS`, or "auto": the first usable of a static order by
-            device.
-        deterministic: the backward must give the same bits every time.
-        batch_invariant: a document must give the same bits whatever else is in the row.
+        backend: a name of `flexvarlen.BACKENDS`, or "auto": the fastest here for such calls, timed
+            at the first of them (see `flexvarlen.explain`); on the CPU `sdpa`.
+        deterministic: the backward must give the same bits every time. None: as the environment
+            variable FLEXVARLEN_DETERMINISTIC says (1 or 0), read once a process; default no.
+        batch_invariant: a document must give the same bits whatever else is in the row. None: as
+            FLEXVARLEN_BATCH_INVARIANT says.
         return_lse: also return the log-sum-exp of the scores.
-        plan: what `get_backend(name).plan(mask)` gave for this very mask (a BlockMask, for flex),
-            to share it among layers.
+        plan: what `get_backend(name).plan(mask, batch_invariant=...)` gave for this very mask (a
+            BlockMask, for flex), to share it among layers.
 
     Returns:
         The output `[T, H, D]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf
@@ -98,110 +98,146 @@ def packed_attention(
         )
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}; pass None for head_dim ** -0.5.")
-    request = (
-        q_THD.device.type,
-        q_THD.device.index,
-        q_THD.dtype,
-        q_THD.shape[1],
-        k_THD.shape[1],
-        q_THD.shape[2],
-        tuple(mask.spec.as_ints()),
-        softcap,
-        sinks is not None,
-        torch.is_grad_enabled()
-        and (q_THD.requires_grad or k_THD.requires_grad or v_THD.requires_grad),
-        deterministic,
-        batch_invariant,
-        return_lse,
+    deterministic = promised(DETERMINISTIC, deterministic)
+    batch_invariant = promised(BATCH_INVARIANT, batch_invariant)
+    _, num_heads, head_dim = q_THD.shape
+    name = _choose(
+        backend,
+        (
+            q_THD.device,
+            q_THD.dtype,
+            num_heads,
+            k_THD.shape[1],
+            head_dim,
+            mask.spec,
+            softcap,
+            sinks is not None,
+            torch.is_grad_enabled()
+            and (q_THD.requires_grad or k_THD.requires_grad or v_THD.requires_grad),
+            deterministic,
+            batch_invariant,
+            return_lse,
+        ),
+        mask,
     )
-    name = _resolve(backend, *request)
     chosen = get_backend(name)
-    options = AttentionOptions(
-        scale=q_THD.shape[2] ** -0.5 if scale is None else scale,
+    remember = sinks is None and not torch.compiler.is_compiling()
+    options = (_remembered_options if remember else AttentionOptions)(
+        scale=head_dim**-0.5 if scale is None else scale,
         softcap=softcap,
         sinks_H=sinks,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         return_lse=return_lse,
     )
     if plan is None:
-        plan = chosen.plan(mask)
+        plan = chosen.plan(mask, batch_invariant=batch_invariant)
     out_THD, lse_HT = chosen.attend(q_THD, k_THD, v_THD, mask, plan, options)
     return out_THD if lse_HT is None else (out_THD, lse_HT)
 
 
 def resolve_backend(
     backend: str,
-    device: torch.device,
+    mask: DocumentMask,
+    *,
     dtype: torch.dtype,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     needs_grad: bool,
+    softcap: float | None = None,
+    sinks: bool = False,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
 ) -> str:
-    """The backend's name for plain causal calls of this kind, "auto" resolved.
+    """The backend's name for calls of this kind, "auto" resolved, as `packed_attention` would.
+
+    Args:
+        backend: a name of `flexvarlen.BACKENDS`, or "auto", which may measure here.
+        mask: the documents, on the device of the calls.
+        dtype, num_heads, num_kv_heads, head_dim, needs_grad, sinks: of the calls' tensors.
+        softcap, deterministic, batch_invariant: as in `packed_attention`.
 
     Raises:
+        ValueError: no backend has that name.
         NotImplementedError: the backend, or every candidate of "auto", cannot serve them.
 
     Traces under `fullgraph=True`, as a constant.
     """
-    call = (device.type, device.index, dtype, num_heads, num_kv_heads, head_dim)
-    causal = tuple(MaskSpec().as_ints())
-    name: str = _resolve(backend, *call, causal, None, False, needs_grad, False, False, False)
-    return name
+    deterministic = promised(DETERMINISTIC, deterministic)
+    batch_invariant = promised(BATCH_INVARIANT, batch_invariant)
+    heads = (num_heads, num_kv_heads, head_dim)
+    asked = (softcap, sinks, needs_grad, deterministic, batch_invariant, False)
+    return _choose(backend, (mask.layout.device, dtype, *heads, mask.spec, *asked), mask)
+
+
+# For the host's time: frozen fields are slow to set.
+_remembered_options = lru_cache(maxsize=256)(AttentionOptions)
+
+# ---- which backend ----
+
+# The fields of an AttentionRequest, in order: a tuple, for the host's time.
+_Call = tuple[
+    torch.device,
+    torch.dtype,
+    int,
+    int,
+    int,
+    MaskSpec,
+    float | None,
+    bool,
+    bool,
+    bool,
+    bool,
+    bool,
+]
+
+
+def _choose(backend: str, call: _Call, mask: DocumentMask) -> str:
+    """The backend's name, once it is known to serve such calls."""
+    if torch.compiler.is_compiling():
+        device, dtype, num_heads, num_kv_heads, head_dim, spec, *asked = call
+        # Heads that vary (dynamic=True) are fixed by index(), with a guard.
+        heads = (index(num_heads), index(num_kv_heads), index(head_dim))
+        sizes = sizes_in_graph(mask) if backend == "auto" else ()
+        name: str = _choose_constant(
+            backend, device.type, device.index, dtype, heads, tuple(spec.as_ints()), sizes, *asked
+        )
+        return name
+    if backend == "auto":
+        return auto.choose(call, mask)
+    # torch's switches decide what `varlen` can serve, so an answer holds only while they stay.
+    return _checked(backend, call, torch_state())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _resolve(backend: str, device_type: str, device_index: int | None, *rest: Any) -> str:
-    """The backend's name, once it is known to serve such calls.
-
-    Takes constants only: Dynamo runs it while tracing.
-    """
-    # torch's switch decides what `varlen` can serve, so an answer holds only while it stays.
-    switch = torch.are_deterministic_algorithms_enabled()
-    return _resolve_cached(switch, backend, device_type, device_index, *rest)
-
-
-@cache
-def _resolve_cached(
-    torch_is_deterministic: bool,
+def _choose_constant(
     backend: str,
     device_type: str,
     device_index: int | None,
     dtype: torch.dtype,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    mask: tuple[int, ...],
-    softcap: float | None,
-    sinks: bool,
-    needs_grad: bool,
-    deterministic: bool,
-    batch_invariant: bool,
-    return_lse: bool,
+    heads: tuple[int, int, int],
+    spec: tuple[int, ...],
+    sizes: tuple[int, ...],
+    *asked: Any,
 ) -> str:
-    request = AttentionRequest(
-        device=torch.device(
-            device_type if device_index is None else f"{device_type}:{device_index}"
-        ),
-        dtype=dtype,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        mask=MaskSpec.from_ints(mask),
-        softcap=softcap,
-        sinks=sinks,
-        needs_grad=needs_grad,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-    )
+    """As `_choose`, of constants only: Dynamo runs it while tracing. Nothing is measured."""
+    device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
+    call = (device, dtype, *heads, MaskSpec.from_ints(spec), *asked)
     if backend == "auto":
-        return choose_backend(request)
-    reason = refusal(backend, request)
+        return auto.decide(AttentionRequest(*call), sizes, None).backend
+    return _checked(backend, call, torch_state())
+
+
+@lru_cache(maxsize=4096)
+def _checked(backend: str, call: tuple[Any, ...], torch_state: tuple[object, ...]) -> str:
+    reason = refusal(backend, AttentionRequest(*call))
     if reason is not None:
         raise NotImplementedError(reason)
     return backend
+
+
+# ---- do the tensors fit ----
 
 
 def _check_tensors(
@@ -211,6 +247,28 @@ def _check_tensors(
 
     Reads shapes only, no values.
     """
+    device, dtype, q_shape, k_shape = q_THD.device, q_THD.dtype, q_THD.shape, k_THD.shape
+    fit = (  # in one go, for the host's time; what does not is looked for below
+        len(q_shape) == 3
+        and len(k_shape) == 3
+        and k_shape == v_THD.shape
+        and q_shape[0] == mask.layout.total_tokens
+        and k_shape[0] == mask.layout_k.total_tokens
+        and q_shape[2] == k_shape[2]
+        and k_shape[1] > 0
+        and q_shape[1] % k_shape[1] == 0
+        and dtype == k_THD.dtype == v_THD.dtype
+        and device == k_THD.device == v_THD.device == mask.layout.cu_seqlens.device
+        and (sinks is None or (sinks.shape == q_shape[1:2] and sinks.device == device))
+    )
+    if not fit:
+        _raise_misfit(q_THD, k_THD, v_THD, mask, sinks)
+
+
+def _raise_misfit(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
+) -> None:
+    """The sentence for tensors that do not fit."""
     device = mask.layout.device
     of_keys = "layout_k" if mask.spec.cross else "layout"
     for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):

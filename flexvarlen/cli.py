@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
+    from flexvarlen.auto.explain import Explanation
     from flexvarlen.equivalence import Report
 
 PLAIN_WIDTH = 140  # columns of the whole table, where the output is no terminal
@@ -118,12 +119,50 @@ def compare(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help='Time the backends, as backend="auto" does, and tell which it takes and why. What '
+            "is measured is kept for later runs.",
+        ),
+    ] = False,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --explain: tokens of the row. [default: 8192 and 32768]",
+            show_default=False,
+        ),
+    ] = None,
+    mean: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --explain: mean tokens of a document. [default: 512 and 2048]",
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[str, typer.Option(help="With --explain: query heads/KV heads.")] = "32/8",
+    head_dim: Annotated[int, typer.Option(min=1, help="With --explain.")] = 128,
+) -> None:
     """Tell what this machine has, which backends it can run, and what to install for the others."""
     import torch
     from rich.table import Table
 
-    from flexvarlen.doctor import DECODING, HEADS, backend_states, facts, version_problems
+    from flexvarlen.doctor import (
+        DECODING,
+        HEADS,
+        backend_states,
+        explanations,
+        facts,
+        parse_heads,
+        version_problems,
+    )
+
+    with _sentences():
+        num_heads, num_kv_heads = parse_heads(heads)
 
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
@@ -145,6 +184,35 @@ def doctor() -> None:
         table.add_row(state.name, state.implementation, state.can, reason, style=style)
     console.print(table)
     console.print(f"\n{DECODING}", highlight=False)
+    if explain:
+        asked = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        with _sentences():
+            for found in explanations(device, dtype, tokens=tokens, mean=mean, **asked):
+                _print_explanation(found)
+
+
+def _print_explanation(explanation: Explanation) -> None:
+    from rich.table import Table
+
+    from flexvarlen.auto.explain import milliseconds
+
+    console.print(f"\n{explanation.call}; {explanation.layout}:", markup=False, highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("backend")
+    table.add_column("ms p50 (p20–p80)", justify="right")
+    table.add_column("why it was not timed")
+    for candidate in explanation.candidates:
+        chosen = candidate.name == explanation.chosen
+        table.add_row(
+            candidate.name,
+            "" if candidate.timing is None else milliseconds(candidate.timing),
+            escape(candidate.reason or ""),
+            style="bold green" if chosen else "" if candidate.can else "dim",
+        )
+    console.print(table)
+    console.print(
+        f"auto takes {explanation.chosen}: {explanation.why}.", markup=False, highlight=False
+    )
 
 
 @contextmanager

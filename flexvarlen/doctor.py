@@ -5,6 +5,9 @@ Imports: backends, environment. A kernel package is imported only to see whether
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
@@ -13,12 +16,17 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from flexvarlen.auto.explain import Explanation, explain
 from flexvarlen.backends import BACKENDS, why_not
 from flexvarlen.environment import environment
+from flexvarlen.layout import PackedLayout
 from flexvarlen.patches import IMPLEMENTATIONS
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 """The call that backends are asked about: the attention of Llama-3.1-8B."""
+
+TYPICAL_ROWS = ((8_192, 512), (32_768, 2_048))
+"""Tokens of a row and the mean length of its documents, for which "auto" is explained."""
 
 DECODING = (
     "Decoding (a non-empty cache) is not packed: a patched model hands it to transformers' own "
@@ -32,7 +40,7 @@ class BackendState:
 
     Attributes:
         name: of the backend.
-        implementation: its `attn_implementation` name in transformers.
+        implementation: its `attn_implementation` name in transformers, or "none".
         can: "train and run", "run only" or "nothing".
         reason: one sentence why not more, and what to do, or None.
     """
@@ -51,7 +59,9 @@ def backend_states(device: torch.device | str, dtype: torch.dtype) -> list[Backe
         training = why_not(name, device=device, dtype=dtype, **HEADS)
         running = why_not(name, device=device, dtype=dtype, needs_grad=False, **HEADS)
         can = "nothing" if running else "run only" if training else "train and run"
-        states.append(BackendState(name, implementations[name], can, running or training))
+        states.append(
+            BackendState(name, implementations.get(name, "none"), can, running or training)
+        )
     return states
 
 
@@ -84,3 +94,74 @@ def facts(device: torch.device | str) -> dict[str, str]:
     found = environment(device)
     shown = ("gpu", "cpu", "torch", "cuda", "triton", "transformers", "flash_attn", "python")
     return {name: "none" if found[name] is None else str(found[name]) for name in shown}
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    """Query and KV heads, written as "32/8".
+
+    Raises:
+        ValueError: anything else, or query heads that are no multiple of the KV heads.
+
+    >>> parse_heads("32/8")
+    (32, 8)
+    """
+    query, _, kv = text.partition("/")
+    if (
+        not (query.isdecimal() and kv.isdecimal())
+        or min(int(query), int(kv)) < 1
+        or int(query) % int(kv)
+    ):
+        raise ValueError(
+            f"heads must be query heads/KV heads, the first a multiple of the second, got {text!r};"
+            " write 32/8."
+        )
+    return int(query), int(kv)
+
+
+def log_normal_lengths(tokens: int, mean: int, seed: int = 0) -> list[int]:
+    """Lengths of documents as texts have them (sigma 1) that fill a row of so many tokens.
+
+    >>> sum(log_normal_lengths(1000, 100))
+    1000
+    """
+    pick = random.Random(seed)
+    lengths: list[int] = []
+    left = tokens
+    while left:
+        # exp(mu + sigma²/2) is the mean of a log-normal.
+        length = int(pick.lognormvariate(math.log(mean) - 0.5, 1.0))
+        lengths.append(max(1, min(length, left)))
+        left -= lengths[-1]
+    return lengths
+
+
+def explanations(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    tokens: int | None,
+    mean: int | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Iterator[Explanation]:
+    """What "auto" takes for training and for running, on one row or, not given one, typical ones.
+
+    Measures, as `flexvarlen.explain`, and so fills the cache.
+    """
+    rows: tuple[tuple[int, int], ...] = TYPICAL_ROWS
+    if tokens is not None or mean is not None:
+        row_tokens = tokens or TYPICAL_ROWS[0][0]
+        rows = ((row_tokens, mean or min(TYPICAL_ROWS[0][1], row_tokens)),)
+    for row_tokens, row_mean in rows:
+        lengths = log_normal_lengths(row_tokens, row_mean)
+        layout = PackedLayout.from_lengths(lengths, device=device)
+        for needs_grad in (True, False):
+            yield explain(
+                layout,
+                dtype=dtype,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                needs_grad=needs_grad,
+            )

@@ -119,13 +119,24 @@ def check(
     if differentiable(kernel):
         out, grads = differentiate(ours, inputs, grad)
         for which, mine, good, coarse in zip("qkvs", grads, exact_grads, peer_grads, strict=False):
+            if which == "s":
+                assert_sink_gradient(mine, good, exact, grad, dtype)
+                continue
             assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
-            if which != "s":
-                assert (mine[padded] == 0).all(), f"padding has a gradient of {which}"
+            assert (mine[padded] == 0).all(), f"padding has a gradient of {which}"
     else:
         out = ours(*inputs)
     assert_as_accurate(out, exact, peer, 2)
     assert (out[padded] == 0).all(), "padding has an output"
+
+
+def assert_sink_gradient(mine, exact, out_THD, grad_THD, dtype):
+    """It sums `grad * out` over the whole row: few numbers, of which a peer may have lucky ones.
+
+    Every kernel has only the rounded output: three times what that is expected to cost.
+    """
+    rounding_HTD = torch.finfo(dtype).eps / 2 * (grad_THD.double() * out_THD).transpose(0, 1)
+    assert (mine.double() - exact).abs().le(3 * rounding_HTD.flatten(1).norm(dim=1) + 1e-6).all()
 
 
 @everything

@@ -92,3 +92,47 @@ def test_importing_the_command_brings_no_plotting_or_comparison_along():
     heavy = ["matplotlib", "flexvarlen.equivalence"]
     code = f"import sys, flexvarlen.cli; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_explain_leaves_out_a_backend_or_the_reason():
+    import flexvarlen as fv
+
+    options = ["--explain", "--tokens", "256", "--mean", "40", "--heads", "4/2", "--head-dim", "16"]
+    result = CliRunner().invoke(app, ["doctor", *options])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    told = text.partition("Decoding")[2]
+    assert told.count("4/2 heads of 16") == 2  # training and running
+    assert told.count("total_tokens=256") == 2
+    assert told.count("auto takes ") == 2
+    for name in fv.BACKENDS:
+        assert told.count(f" {name} ") >= 2, name
+
+
+def test_doctor_times_unasked(monkeypatch):
+    import flexvarlen.doctor
+
+    def explained(*_args, **_options):
+        pytest.fail("explained without --explain")
+
+    monkeypatch.setattr(flexvarlen.doctor, "explanations", explained)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("heads", ["32", "8/3", "8/0", "a/b", "-8/2", "0/2"])
+def test_bad_heads_of_doctor_reach_a_kernel(heads):
+    result = CliRunner().invoke(app, ["doctor", "--explain", f"--heads={heads}"])
+    assert result.exit_code == 2
+    assert "heads must be" in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_no_lengths_of_typical_rows_fill_them():
+    from flexvarlen.doctor import TYPICAL_ROWS, log_normal_lengths
+
+    for tokens, mean in (*TYPICAL_ROWS, (1, 1), (10, 1000), (50, 1)):
+        lengths = log_normal_lengths(tokens, mean)
+        assert sum(lengths) == tokens
+        assert min(lengths) >= 1
+    assert 0.7 * 2048 < 131_072 / len(log_normal_lengths(131_072, 2048)) < 1.4 * 2048

@@ -52,10 +52,7 @@ BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """Every backend's name."""
 
 AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa",)}
-"""`backend="auto"`: the first usable of these, by device type.
-
-Static, until measured choice exists.
-"""
+"""`backend="auto"` where it has not measured: the first usable of these, by device type."""
 
 
 def get_backend(name: str) -> Backend:

@@ -97,7 +97,10 @@ class FlexBackend:
             q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
         q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
         with_lse = options.return_lse or options.sinks_H is not None
+        same_bits = options.deterministic or options.batch_invariant
         if torch.compiler.is_compiling():
+            if same_bits and q.device.type == "cuda":
+                _require_fixed_choices()
             out, lse = _flex(
                 q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
             )
@@ -115,7 +118,8 @@ class FlexBackend:
                     options.softcap,
                     with_lse,
                     own_T,
-                )
+                ),
+                same_bits,
             )
             out, lse = call(
                 q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
@@ -178,18 +182,45 @@ def _softcap(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor],
     return score_mod
 
 
+FIXED_CHOICES = "deterministic"
+"""Inductor's setting under which it chooses kernels by rule.
+
+Otherwise it chooses by timing: also that of the small kernel in FlexAttention's backward that sums
+`grad * out` over head_dim, in another order for another choice. Seen on an H200 with head_dim 128:
+two compilations of one call give other bits of dq and dk.
+"""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _require_fixed_choices() -> bool:
+    """Refuse to promise equal bits in a graph that the user compiles, unless inductor's do too."""
+    from torch._inductor import config
+
+    if getattr(config, FIXED_CHOICES) or torch.are_deterministic_algorithms_enabled():
+        return True
+    raise NotImplementedError(
+        "flex gives the same bits in every compilation only under torch._inductor.config."
+        f"{FIXED_CHOICES}, which is off; set it to True (TORCHINDUCTOR_DETERMINISTIC=1), or use "
+        "backend='fa3' or 'fa2'."
+    )
+
+
 @cache
-def _compiled(static: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compiled(
+    static: tuple[object, ...], same_bits: bool
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The compiled kernel of one kind of call, in which only T varies.
 
     Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
     each kind gets its own.
     """
-    code = _flex.__code__.replace(co_name="flex_" + "_".join(map(str, static)))
-    own = types.FunctionType(code, _flex.__globals__)
+    name = "flex_" + "_".join(map(str, (*static, same_bits)))
+    own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
     # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
     # kind.
-    return torch.compile(own, fullgraph=True, dynamic=False if static[0] == "cpu" else None)
+    dynamic = False if static[0] == "cpu" else None
+    options: Any = {FIXED_CHOICES: True} if same_bits else None
+    return torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)
 
 
 BACKEND = FlexBackend()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexvarlen.kernels.launcher import Launcher
+
 ROWS = 16
 COLUMNS = 1024
 
 
-@triton.jit
-def _zero_tail(x, cu_seqlens, last, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["last", "rows", "columns"])
+def _zero_tail(cu_seqlens, x, last, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     begin = tl.load(cu_seqlens + last)
     row = tl.program_id(0).to(tl.int64) * ROWS
     if row + ROWS <= begin:
@@ -25,11 +29,17 @@ def _zero_tail(x, cu_seqlens, last, rows, columns, ROWS: tl.constexpr, COLUMNS: 
         tl.store(x + r[:, None] * columns + column[None, :], zero, mask=where)
 
 
+@cache
+def _launcher(dtype: torch.dtype) -> Launcher:
+    """One a dtype: a launcher's calls are of one kind."""
+    return Launcher(_zero_tail, {"ROWS": ROWS, "COLUMNS": COLUMNS})
+
+
 def zero_tail_(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Zero `x[cu_seqlens[-1]:]` in place.
 
     Args:
-        x: contiguous `[T, ...]` on a CUDA device.
+        x: contiguous `[T, ...]` on a CUDA device, of one dimension more than T.
         cu_seqlens: int32 `[N + 1]` on the same device.
 
     No sync.
@@ -38,8 +48,6 @@ def zero_tail_(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     columns = x.numel() // max(rows, 1)
     if columns == 0 or rows == 0:
         return x
-    with torch.cuda.device(x.device):
-        _zero_tail[(triton.cdiv(rows, ROWS),)](
-            x, cu_seqlens, cu_seqlens.shape[0] - 1, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS
-        )
+    numbers = (cu_seqlens.shape[0] - 1, rows, columns)
+    _launcher(x.dtype)(triton.cdiv(rows, ROWS), [cu_seqlens], [x], numbers)
     return x

@@ -1,0 +1,267 @@
+"""`backend="auto"`: the kernel that is fastest on the user's own shapes, measured once and kept.
+
+The first eager call of a kind on a GPU times every candidate that can serve it, on random tensors
+and the call's own documents; the answer is kept in the process, and in a file for the next one. A
+call inside a compiled graph, or where nothing may be timed, takes an answer that is known already;
+else the static order `flexvarlen.backends.AUTO_ORDER`. `flexvarlen.explain` measures ahead.
+
+Imports: backends, layout, mask, measure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexvarlen.auto import keys, ranks
+from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_entry
+from flexvarlen.auto.timing import OUT_OF_MEMORY, time_candidates
+from flexvarlen.backends import BACKENDS, AttentionRequest, choose_backend, refusal
+from flexvarlen.mask import DocumentMask
+from flexvarlen.measure import Timing
+from flexvarlen.switches import AUTO, auto_is_static
+
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "cuda": ("fa3", "fa4", "flex_fa4", "fa2", "flex", "varlen", "cudnn")
+}
+"""What is timed, by device type: no backend that is slow by design. Elsewhere nothing is timed."""
+
+_MOST_NAMES = 4096  # sizes kept as they are, for the host's time; what is decided is kept by bucket
+
+_log = logging.getLogger("flexvarlen")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What "auto" takes for a kind of call.
+
+    Attributes:
+        backend: its name.
+        why: how it came to be chosen: "measured", "from the cache file ...", "static order, ...".
+        timings: of the candidates that ran, if any were timed.
+        failed: why each other one that was tried did not run.
+        lasting: whether later calls of the kind may take it too.
+    """
+
+    backend: str
+    why: str
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    lasting: bool = True
+
+
+class _Memory:
+    """What this process knows, as long as the run of ranks it belongs to lasts."""
+
+    def __init__(self) -> None:
+        self.run = ranks.Run(None)
+        self.names: dict[object, str] = {}
+        self.decisions: dict[object, Decision] = {}
+
+    def renew(self, group: Any) -> None:
+        self.run, self.names, self.decisions = ranks.Run(group), {}, {}
+
+
+_memory = _Memory()
+_measuring = threading.Lock()
+
+
+def forget() -> None:
+    """Forget what this process knows; the file stays."""
+    _memory.renew(ranks.world())
+
+
+def choose(call: tuple[Any, ...], mask: DocumentMask) -> str:
+    """The backend for an eager call; the fields of an `AttentionRequest`, in order.
+
+    Measures at the first call of a kind, if it may. A few microseconds once known.
+
+    Raises:
+        NotImplementedError: no backend can serve the call; the sentence gives each one's reason.
+    """
+    group = ranks.world()
+    if not _memory.run.is_of(group):
+        _memory.renew(group)
+    sizes = keys.sizes(mask)
+    key = (call, sizes, keys.torch_state())
+    name = _memory.names.get(key)
+    if name is not None:
+        return name
+    decision = decide(AttentionRequest(*call), sizes, mask)
+    if decision.lasting:
+        if len(_memory.names) >= _MOST_NAMES:
+            _memory.names.clear()
+        _memory.names[key] = decision.backend
+    return decision.backend
+
+
+def decide(
+    request: AttentionRequest,
+    sizes: keys.Sizes,
+    mask: DocumentMask | None,
+    why_no_mask: str = "nothing is timed inside a compiled graph; call flexvarlen.explain() ahead",
+) -> Decision:
+    """What "auto" takes and why; timed on `mask`, if not known; nothing is timed without it.
+
+    Args:
+        request: the kind of call.
+        sizes: of the mask's layouts; 0 where a compiled graph does not know one.
+        mask: the documents to time on, or None.
+        why_no_mask: why there is none.
+
+    Raises:
+        NotImplementedError: no backend can serve the call.
+    """
+    group = ranks.world()
+    if not _memory.run.is_of(group):
+        _memory.renew(group)
+    obstacle = why_no_mask if mask is None else _why_not_now(mask)
+    if mask is None or obstacle is not None:
+        # Without the lock: this may be inside Dynamo, for whose own a measurement may wait.
+        return _remembered(request, sizes, obstacle or why_no_mask)
+    with _measuring:
+        return _remembered(request, sizes, mask)
+
+
+def candidates(request: AttentionRequest) -> tuple[str, ...]:
+    """The backends to be timed for such calls: none that cannot serve them."""
+    names = CANDIDATES.get(request.device.type, ())
+    return tuple(n for n in names if n in BACKENDS and refusal(n, request) is None)
+
+
+# Below, `mask` is the documents to time candidates on, or a string: why nothing may be timed.
+
+
+def _remembered(request: AttentionRequest, sizes: keys.Sizes, mask: DocumentMask | str) -> Decision:
+    if 0 in sizes:
+        return _static(request, "a size is 0, or not known inside the compiled graph")
+    bucket = keys.bucket(sizes)
+    key = (request, bucket, keys.torch_state())
+    known = _memory.decisions.get(key)
+    if known is None:
+        known = _among_ranks(request, bucket, mask)
+        if known.lasting:
+            _memory.decisions[key] = known
+        _log.info("auto takes %s for %s: %s", known.backend, keys.describe(request), known.why)
+    return known
+
+
+def _among_ranks(
+    request: AttentionRequest, bucket: keys.Bucket, mask: DocumentMask | str
+) -> Decision:
+    run = _memory.run
+    names = candidates(request)
+    if request.device.type not in CANDIDATES:
+        return _static(request, f"nothing is timed on {request.device.type}", lasting=True)
+    if not names:
+        return _static(request, "no kernel that is timed can serve it", lasting=True)
+    if auto_is_static():
+        return _static(request, f"{AUTO}=static", lasting=True)
+    if not run.several:
+        return _alone(request, names, bucket, mask)
+    kind = keys.kind_key(request, bucket)
+    if not run.decides:
+        told = run.ask(kind)
+        if told is None or (told not in names and refusal(told, request) is not None):
+            if told is not None:
+                warnings.warn(
+                    f"flexvarlen: rank 0 takes {told}, which cannot serve the call on this rank "
+                    f"({refusal(told, request)}); install the same kernels on all.",
+                    stacklevel=2,
+                )
+            return _static(request, "rank 0's choice is not known or not usable", lasting=True)
+        return Decision(told, "decided by rank 0")
+    own: list[Decision] = []
+
+    def decide_here() -> str:
+        own.append(_alone(request, names, bucket, mask))
+        return own[0].backend
+
+    published = run.publish(kind, decide_here)
+    if own:
+        return Decision(**{**vars(own[0]), "lasting": True})  # one decision for the whole run
+    return Decision(published, "decided earlier in this run")
+
+
+def _alone(
+    request: AttentionRequest,
+    names: tuple[str, ...],
+    bucket: keys.Bucket,
+    mask: DocumentMask | str,
+) -> Decision:
+    """The decision of a process that asks no other."""
+    if len(names) == 1:
+        return Decision(names[0], "the only kernel here that can serve it")
+    path = cache_path()
+    key = keys.answer_key(request, names, bucket)
+    entries = read_entries(path)
+    kept = _from_entry(entries[key], names, path) if key in entries else None
+    if kept is not None:
+        return kept
+    if isinstance(mask, str):
+        return _static(request, mask)
+    timings, failed = time_candidates(request, mask, names)
+    for name, reason in failed.items():
+        warnings.warn(
+            f"flexvarlen: {name} failed while auto timed it ({reason}), so auto leaves it out for "
+            f"{keys.describe(request)}; run it by name to see the error.",
+            stacklevel=2,
+        )
+    if not timings:
+        still = _static(request, "every candidate failed when timed")
+        return Decision(still.backend, still.why, failed=failed)
+    best = min(timings, key=lambda name: timings[name].ms_p50)
+    if OUT_OF_MEMORY not in failed.values():  # the next process may have the memory
+        write_entry(path, key, _as_entry(best, timings, failed))
+    return Decision(best, "measured", timings, failed)
+
+
+def _static(request: AttentionRequest, because: str, *, lasting: bool = False) -> Decision:
+    why = f"static order, because {because}"
+    return Decision(choose_backend(request), why, lasting=lasting)
+
+
+def _why_not_now(mask: DocumentMask) -> str | None:
+    """Why nothing can be timed here and now."""
+    if type(mask.layout.cu_seqlens) is not Tensor:
+        return "the layout's tensors hold no data"
+    if mask.layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
+        return "the call is inside a backward"
+    return None
+
+
+# ---- answers as the file holds them ----
+
+
+def _as_entry(best: str, timings: Mapping[str, Timing], failed: Mapping[str, str]) -> Entry:
+    ms = {n: [t.ms_p20, t.ms_p50, t.ms_p80, t.repeats] for n, t in timings.items()}
+    return {"backend": best, "ms_p20_p50_p80_repeats": ms, "failed": dict(failed)}
+
+
+def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | None:
+    """The decision that an entry holds; None, with a warning, if it holds none."""
+    try:
+        timings = {n: Timing(*values) for n, values in entry["ms_p20_p50_p80_repeats"].items()}
+        backend, failed = entry["backend"], dict(entry["failed"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        backend, problem = None, f"{type(error).__name__}: {error}"
+    else:
+        problem = f"it names {backend!r}"
+    if backend not in names or backend not in timings:
+        warnings.warn(
+            f"flexvarlen: an answer in {path} is no answer ({problem}); kernels are measured anew. "
+            "Delete the file if this comes back.",
+            stacklevel=2,
+        )
+        return None
+    return Decision(backend, f"from the cache file {path}", timings, failed)

@@ -1,0 +1,123 @@
+"""What an answer of "auto" holds for: the kind of call, the machine, and a bucket of sizes.
+
+A bucket knows only what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound), so
+that eager and compiled calls share answers, and other documents of the same sizes ask nothing anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import metadata
+
+import torch
+import torch.nn.attention
+from packaging.version import Version
+
+from flexvarlen.backends import AttentionRequest
+from flexvarlen.mask import DocumentMask
+
+_KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-cu13")
+
+_HINTS = Version(torch.__version__) >= Version("2.13")  # where Dynamo traces optimization_hint
+
+Sizes = tuple[int, ...]
+"""total_tokens, capacity and max_seqlen_bound; in cross-attention those of the keys too."""
+
+Bucket = tuple[int, ...]
+"""Powers of two (their exponents) of tokens, tokens a slot and bound, as `bucket` makes them."""
+
+
+def sizes(mask: DocumentMask) -> Sizes:
+    """The sizes of the mask's layouts. Reads nothing that varies with the documents; traces."""
+    q, k = mask.layout, mask.layout_k
+    own = (q.total_tokens, q.capacity, q.max_seqlen_bound)
+    return (*own, k.total_tokens, k.capacity, k.max_seqlen_bound) if mask.spec.cross else own
+
+
+def sizes_in_graph(mask: DocumentMask) -> Sizes:
+    """The sizes inside a compiled graph, as plain ints, with no guard on them.
+
+    Those that vary (symbolic): the ones that it is being compiled with, or 0 if torch cannot tell.
+    """
+    from torch.fx.experimental import symbolic_shapes  # brings sympy, which only compiling needs
+
+    found = sizes(mask)
+    if _HINTS:
+        return tuple([symbolic_shapes.optimization_hint(size) for size in found])
+    return tuple([size if symbolic_shapes.has_static_value(size) else 0 for size in found])
+
+
+def bucket(sizes: Sizes) -> Bucket:
+    """The exponents of the powers of two at or above T, T / capacity and the bound.
+
+    >>> bucket((4096, 8, 1000))
+    (12, 9, 10)
+    """
+    found: list[int] = []
+    for i in range(0, len(sizes), 3):
+        tokens, capacity, bound = sizes[i : i + 3]
+        found += ((tokens - 1).bit_length(), ((tokens - 1) // capacity).bit_length())
+        found.append((bound - 1).bit_length())
+    return tuple(found)
+
+
+def torch_state() -> tuple[object, ...]:
+    """torch's own switches that decide what kernels can serve, and which one `varlen` runs."""
+    return torch.are_deterministic_algorithms_enabled(), _flash_implementation()
+
+
+def _flash_implementation() -> str | None:
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    name = None if current is None else current()
+    return None if name is None else str(name)
+
+
+def describe(request: AttentionRequest) -> str:
+    """The kind of call in words; whether there is a softcap, not how large it is."""
+    words = [
+        str(request.dtype).removeprefix("torch."),
+        f"{request.num_heads}/{request.num_kv_heads} heads of {request.head_dim}",
+        repr(request.mask)[len("MaskSpec(") : -1],
+        "forward+backward" if request.needs_grad else "forward",
+    ]
+    words += ["softcap"] * (request.softcap is not None)
+    for flag in ("sinks", "deterministic", "batch_invariant", "return_lse"):
+        words += [flag] * getattr(request, flag)
+    return ", ".join(words)
+
+
+def answer_key(request: AttentionRequest, candidates: Iterable[str], bucket: Sequence[int]) -> str:
+    """The name of an answer in the cache file; one that differs in anything is another answer."""
+    parts = [
+        _hardware(request.device),
+        ", ".join(f"{name} {version}" for name, version in versions()),
+        "torch state " + ", ".join(map(str, torch_state())),
+        describe(request),
+        "of " + " ".join(candidates),
+        "sizes 2^" + " 2^".join(map(str, bucket)),
+    ]
+    return "; ".join(parts)
+
+
+def kind_key(request: AttentionRequest, bucket: Sequence[int]) -> str:
+    """What all ranks of a run ask alike: the kind of call, and the power of two of T."""
+    return f"{describe(request)}, {' '.join(map(str, torch_state()))}, tokens 2^{bucket[0]}"
+
+
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """Of torch, flexvarlen and each installed package that brings a kernel."""
+    import flexvarlen  # here: the package imports its modules before it is complete
+
+    found = [("torch", torch.__version__), ("flexvarlen", flexvarlen.__version__)]
+    for name in _KERNEL_PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)

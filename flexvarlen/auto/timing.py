@@ -1,0 +1,188 @@
+"""Time kernels against each other on random tensors, on a user's documents; leave no trace.
+
+Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
+D = head_dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend
+from flexvarlen.mask import DocumentMask
+from flexvarlen.measure import Timing, summarize, time_interleaved
+
+BUDGET_S = 1.0
+"""Timed calls of all candidates take about so long; loading and compiling them comes on top."""
+
+_MOST_REPEATS = 100
+_HOPELESS = 1.5  # a first timed call this many times the fastest one's: not worth many more
+_HOPELESS_REPEATS = 5
+
+Failure = str
+
+OUT_OF_MEMORY: Failure = "out of memory"
+
+
+def time_candidates(
+    request: AttentionRequest, mask: DocumentMask, names: Sequence[str]
+) -> tuple[dict[str, Timing], dict[str, Failure]]:
+    """Time each candidate once compiled: forward, and backward if the request needs it.
+
+    Args:
+        request: the kind of call.
+        mask: the documents; q, k and v are random.
+        names: candidates that can serve the request.
+
+    Returns:
+        The times of those that ran, in milliseconds, interleaved; and why each other one failed.
+
+    What the calling thread has set (grad mode, autocast, dispatch modes, hooks on saved tensors, as
+    in gradient checkpointing) neither changes the times nor sees the calls: they run in a thread of
+    their own, on the caller's stream. Random states are as before. Syncs; must not be called while
+    a CUDA graph is captured, nor inside a backward, whose thread it would wait for.
+    """
+    device = request.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def work() -> tuple[dict[str, Timing], dict[str, Failure]]:
+        with ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            ours = [] if stream is None else [stream.device_index]
+            stack.enter_context(torch.random.fork_rng(ours, device_type="cuda"))
+            stack.enter_context(torch.set_grad_enabled(request.needs_grad))
+            return _time(request, mask, names)
+
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="flexvarlen-auto") as thread:
+            return thread.submit(work).result()
+    except torch.OutOfMemoryError as error:  # of the random tensors themselves
+        return {}, dict.fromkeys(names, _reason(error))
+    finally:
+        if stream is not None:
+            torch.cuda.empty_cache()  # what it used goes back to where the caller found it
+
+
+def _time(
+    request: AttentionRequest, mask: DocumentMask, names: Sequence[str]
+) -> tuple[dict[str, Timing], dict[str, Failure]]:
+    failed: dict[str, Failure] = {}
+
+    def guarded(name: str, call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            if name in failed:
+                return
+            try:
+                call()
+            # Whatever a foreign kernel raises: it is reported, and the others are still timed.
+            except Exception as error:
+                failed[name] = _reason(error)
+
+        return run
+
+    tensors = _Tensors.random(request, mask)
+    calls = {name: guarded(name, _Call(name, request, mask, tensors)) for name in names}
+    for call in calls.values():
+        call()  # loads, compiles, tunes
+    seconds = {name: _seconds(call, request.device) for name, call in calls.items()}
+    seconds = {name: spent for name, spent in seconds.items() if name not in failed}
+    if not seconds:
+        return {}, failed
+    fastest = min(seconds.values())
+    near = [name for name, spent in seconds.items() if spent <= _HOPELESS * fastest]
+    rounds = min(_MOST_REPEATS, int(BUDGET_S / sum(seconds[name] for name in near)))
+    if rounds < 2:  # a row so long that one call each is the budget
+        return {name: summarize([spent * 1e3]) for name, spent in seconds.items()}, failed
+    few = min(rounds, _HOPELESS_REPEATS)
+    timings = time_interleaved(
+        {name: calls[name] for name in seconds},
+        device=request.device,
+        warmup=1,
+        repeats={name: rounds if name in near else few for name in seconds},
+    )
+    return {name: timings[name] for name in timings if name not in failed}, failed
+
+
+class _Tensors:
+    """q `[T, H, D]`, k and v `[Tk, Hkv, D]`, sinks `[H]` or None, and the output's gradient."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, grad: Tensor) -> None:
+        self.q_THD, self.k_THD, self.v_THD, self.sinks_H, self.grad_THD = q, k, v, sinks, grad
+        self.inputs = [x for x in (q, k, v, sinks) if x is not None]
+
+    @classmethod
+    def random(cls, request: AttentionRequest, mask: DocumentMask) -> _Tensors:
+        generator = torch.Generator(request.device).manual_seed(0)
+
+        def random(*shape: int, requires_grad: bool = request.needs_grad) -> Tensor:
+            values = torch.randn(
+                shape, generator=generator, device=request.device, dtype=request.dtype
+            )
+            return values.requires_grad_(requires_grad)
+
+        queries = (mask.layout.total_tokens, request.num_heads, request.head_dim)
+        keys = (mask.layout_k.total_tokens, request.num_kv_heads, request.head_dim)
+        return cls(
+            random(*queries),
+            random(*keys),
+            random(*keys),
+            random(request.num_heads) if request.sinks else None,
+            random(*queries, requires_grad=False),
+        )
+
+
+class _Call:
+    """One call of one candidate; its plan is made at the first, and is not timed."""
+
+    def __init__(
+        self, name: str, request: AttentionRequest, mask: DocumentMask, tensors: _Tensors
+    ) -> None:
+        self.backend = get_backend(name)
+        self.request, self.mask, self.tensors = request, mask, tensors
+        self.options = AttentionOptions(
+            scale=request.head_dim**-0.5,
+            softcap=request.softcap,
+            sinks_H=tensors.sinks_H,
+            deterministic=request.deterministic,
+            batch_invariant=request.batch_invariant,
+            return_lse=request.return_lse,
+        )
+        self.planned = False
+
+    def __call__(self) -> None:
+        if not self.planned:
+            invariant = self.request.batch_invariant
+            self.plan = self.backend.plan(self.mask, batch_invariant=invariant)
+            self.planned = True
+        x = self.tensors
+        out_THD, _ = self.backend.attend(
+            x.q_THD, x.k_THD, x.v_THD, self.mask, self.plan, self.options
+        )
+        if self.request.needs_grad:
+            torch.autograd.grad(out_THD, x.inputs, x.grad_THD)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _reason(error: Exception) -> Failure:
+    """One line: an error of a compiler may be a page."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line[:300]}" if line else type(error).__name__

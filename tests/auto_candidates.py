@@ -1,0 +1,134 @@
+"""Stand-ins for kernels, which make `backend="auto"` measure on the CPU."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import flexvarlen as fv
+from flexvarlen import attention, auto, backends, switches
+from flexvarlen.auto import cache_file, timing
+from flexvarlen.auto import explain as explain_module
+from flexvarlen.backends.sdpa import SdpaBackend
+
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SLOW_S, FAST_S = 0.02, 0.0
+TOKENS, CAPACITY, BOUND = 64, 8, 64
+
+
+class StandIn(SdpaBackend):
+    """sdpa's answer times `factor`, by which a result tells who gave it; in so many seconds."""
+
+    def __init__(self, name, seconds, factor=1.0, *, refuses=None, fails=None):
+        self.name, self.seconds, self.factor = name, seconds, factor
+        self.refuses, self.fails = refuses, fails
+        self.calls, self.grad_modes = 0, set()
+
+    def why_not(self, request):
+        if self.refuses is not None:
+            return self.refuses(request)
+        return None
+
+    def plan(self, mask, *, batch_invariant=False):
+        return super().plan(mask)
+
+    def attend(self, q_THD, k_THD, v_THD, mask, plan, options):
+        out, lse = super().attend(q_THD, k_THD, v_THD, mask, plan, options)
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+            self.grad_modes.add(torch.is_grad_enabled())
+            time.sleep(self.seconds)
+            if self.fails is not None:
+                raise self.fails
+        return out * self.factor, lse
+
+
+def set_up(patch, folder, *stand_ins):
+    """Make the stand-ins the candidates on the CPU, with sdpa as the static order's choice."""
+    registry = {**backends._REGISTRY, **{backend.name: backend for backend in stand_ins}}
+    patch.setattr(backends, "_REGISTRY", registry)
+    for module in (auto, explain_module):
+        patch.setattr(module, "BACKENDS", tuple(registry))
+    patch.setattr(auto, "CANDIDATES", {"cpu": tuple(backend.name for backend in stand_ins)})
+    patch.setattr(timing, "BUDGET_S", 0.1)
+    patch.setenv(switches.CACHE, str(folder))
+    auto.forget()
+    attention._checked.cache_clear()  # it knows backends by name
+
+
+@pytest.fixture
+def candidates(monkeypatch, tmp_path):
+    """A function that makes its arguments the candidates, and gives them back."""
+
+    def make(*stand_ins):
+        set_up(monkeypatch, tmp_path / "cache", *stand_ins)
+        return stand_ins
+
+    yield make
+    monkeypatch.undo()
+    auto.forget()
+
+
+@pytest.fixture
+def two(candidates):
+    """The slow one first in every order."""
+    return candidates(StandIn("slow", SLOW_S, 2.0), StandIn("fast", FAST_S, 3.0))
+
+
+def a_layout(*lengths, tokens=TOKENS, capacity=CAPACITY, bound=BOUND):
+    return fv.PackedLayout.from_lengths(
+        lengths or (30, 34), total_tokens=tokens, capacity=capacity, max_seqlen_bound=bound
+    )
+
+
+def tensors(tokens=TOKENS, requires_grad=False):
+    q = torch.randn(tokens, 4, 16, requires_grad=requires_grad)
+    k = torch.randn(tokens, 2, 16, requires_grad=requires_grad)
+    return q, k, k.detach().clone().requires_grad_(requires_grad)
+
+
+def attend(layout=None, *, requires_grad=False, **options):
+    layout = a_layout() if layout is None else layout
+    qkv = tensors(layout.total_tokens, requires_grad)
+    return fv.packed_attention(*qkv, layout, backend="auto", **options)
+
+
+def explain(layout=None, **options):
+    layout = a_layout() if layout is None else layout
+    return fv.explain(layout, dtype=torch.float32, **HEADS, **options)
+
+
+def entries():
+    return json.loads(cache_file.cache_path().read_text())["entries"]
+
+
+def in_processes(target, arguments):
+    """What processes of their own put into the queue each is given last, in their order."""
+    context = multiprocessing.get_context("spawn")
+    queues = [context.Queue() for _ in arguments]
+    processes = [
+        context.Process(target=target, args=(*given, queue))
+        for given, queue in zip(arguments, queues, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return [queue.get(timeout=120) for queue in queues]
+    finally:
+        for process in processes:
+            process.join(timeout=60)
+            if process.is_alive():
+                process.terminate()
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,359 @@
+"""`backend="auto"`: what it chooses and says, what it leaves alone.
+
+Nothing is timed on the CPU by itself: here stand-ins, of a speed made with sleep, are candidates.
+"""
+
+# ruff: noqa: F811
+# (fixtures are arguments by the names that they are imported by)
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flexvarlen as fv
+from flexvarlen import auto, switches
+from flexvarlen.attention import resolve_backend
+from flexvarlen.auto import cache_file
+from flexvarlen.mask import DocumentMask
+from tests.auto_candidates import (  # noqa: F401
+    FAST_S,
+    HEADS,
+    SLOW_S,
+    StandIn,
+    _fresh_dynamo,
+    a_layout,
+    attend,
+    candidates,
+    explain,
+    tensors,
+    two,
+)
+
+# ---- what is chosen ----
+
+
+def test_first_of_an_order_instead_of_the_fastest(two):
+    explanation = explain()
+    assert (explanation.chosen, explanation.why) == ("fast", "measured")
+    timings = {c.name: c.timing for c in explanation.candidates if c.timing is not None}
+    assert set(timings) == {"slow", "fast"}
+    assert timings["slow"].ms_p20 >= SLOW_S * 1e3 > timings["fast"].ms_p50
+    assert [c.name for c in explanation.candidates][:2] == ["fast", "slow"]
+
+
+def test_refused_kernel_timed_or_chosen(candidates):
+    refused, *_ = candidates(
+        StandIn("refused", FAST_S, refuses=lambda request: "no; use another."),
+        StandIn("served", SLOW_S),
+        StandIn("also", SLOW_S * 2),
+    )
+    explanation = explain()
+    assert explanation.chosen == "served"
+    assert refused.calls == 0
+    found = {c.name: c for c in explanation.candidates}
+    assert (found["refused"].reason, found["refused"].can) == ("no; use another.", False)
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [{"deterministic": True}, {"batch_invariant": True}, {"softcap": 5.0}, {"window": 3}],
+    ids=str,
+)
+def test_answer_for_other_arguments_taken(candidates, promise):
+    """The fast one serves plain calls only: what was learnt from these must not reach others."""
+
+    def plain_only(request):
+        if request.mask.left != -1 or request.softcap is not None:
+            return "plain only; use another."
+        return (
+            "no promise; use another." if request.deterministic or request.batch_invariant else None
+        )
+
+    candidates(
+        StandIn("slow", SLOW_S, 2.0),
+        StandIn("slower", 2 * SLOW_S),
+        StandIn("fast", FAST_S, refuses=plain_only),
+    )
+    assert explain().chosen == "fast"
+    assert explain(**promise).chosen == "slow"
+    layout, (q, k, v) = a_layout(), tensors()
+    out = fv.packed_attention(q, k, v, layout, backend="auto", **promise)
+    other = {"window": 3} if "window" in promise else {}
+    expected = fv.packed_attention(q, k, v, layout, backend="sdpa", **other)
+    assert torch.equal(out, 2 * expected)
+
+
+def test_stale_refusal_after_torchs_deterministic_switch(candidates):
+    def switch(request):
+        on = torch.are_deterministic_algorithms_enabled()
+        return "not deterministic; use another." if on else None
+
+    candidates(
+        StandIn("slow", SLOW_S), StandIn("slower", 2 * SLOW_S), StandIn("fast", 0, refuses=switch)
+    )
+    layout = a_layout()
+    mask, call = DocumentMask.of(layout), {"dtype": torch.float32, **HEADS, "needs_grad": False}
+    assert resolve_backend("auto", mask, **call) == "fast"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert resolve_backend("auto", mask, **call) == "slow"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_failing_candidate_swallowed_or_chosen(candidates):
+    candidates(
+        StandIn("broken", FAST_S, fails=RuntimeError("kernel image is invalid\nsecond line")),
+        StandIn("huge", FAST_S, fails=torch.OutOfMemoryError("CUDA out of memory ...")),
+        StandIn("slow", SLOW_S),
+    )
+    with pytest.warns(UserWarning, match="failed while auto timed it") as caught:
+        explanation = explain()
+    assert explanation.chosen == "slow"
+    warned = " ".join(str(warning.message) for warning in caught)
+    assert "broken failed" in warned
+    assert "huge failed" in warned
+    reasons = {c.name: c.reason for c in explanation.candidates}
+    assert reasons["broken"] == "failed: RuntimeError: kernel image is invalid"
+    assert reasons["huge"] == "failed: out of memory"
+    assert not cache_file.cache_path().exists()  # another process may have the memory
+
+
+def test_all_candidates_failing_tried_again_at_each_call(candidates):
+    broken = candidates(
+        StandIn("one", FAST_S, fails=RuntimeError("no")),
+        StandIn("two", FAST_S, fails=RuntimeError("no")),
+    )
+    with pytest.warns(UserWarning, match="failed"):
+        explanation = explain()
+    assert explanation.chosen == "sdpa"
+    assert "every candidate failed" in explanation.why
+    calls = [backend.calls for backend in broken]
+    assert explain().chosen == "sdpa"
+    assert [backend.calls for backend in broken] == calls
+    assert not cache_file.cache_path().exists()  # another process may have the memory
+
+
+def test_cpu_measures_nothing():
+    auto.forget()
+    explanation = explain()
+    assert explanation.chosen == "sdpa"
+    assert explanation.why == "static order, because nothing is timed on cpu"
+
+
+# ---- what must not be disturbed ----
+
+
+def test_random_state_moved(two):
+    state = torch.get_rng_state()
+    q, k, v = tensors()
+    after = torch.get_rng_state()
+    assert not torch.equal(state, after)
+    fv.packed_attention(q, k, v, a_layout(), backend="auto")
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operators that run under it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["modes", "hooks", "autocast", "grad mode", "inference mode"])
+def test_measurement_seen_by_its_caller(two, way):
+    qkv, layout, seen = tensors(requires_grad=way == "hooks"), a_layout(), Seen()
+    packed = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
+    context = {
+        "modes": seen,
+        "hooks": hooks,
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "grad mode": torch.no_grad(),
+        "inference mode": torch.inference_mode(),
+    }[way]
+
+    def counts():
+        with context if way not in ("modes", "hooks") else contextlib.ExitStack() as stack:
+            if way in ("modes", "hooks"):
+                stack.enter_context(context)
+            grad = torch.is_grad_enabled()
+            out = fv.packed_attention(*qkv, layout, backend="auto")
+            assert torch.is_grad_enabled() == grad
+            assert out.dtype == torch.float32
+        return seen.count, len(packed)
+
+    first = counts()
+    second = counts()
+    assert [b - a for a, b in zip(first, second, strict=True)] == list(first)
+    assert two[1].calls > 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_breaks_at_the_first_call(two, reentrant):
+    layout, qkv = a_layout(), tensors(requires_grad=True)
+
+    def layer(*qkv):
+        return fv.packed_attention(*qkv, layout, backend="auto")
+
+    out = checkpoint(layer, *qkv, use_reentrant=reentrant)
+    out.sum().backward()
+    mine = [x.grad.clone() for x in qkv]
+    expected = torch.autograd.grad(
+        (3.0 if not reentrant else 1.0) * fv.packed_attention(*qkv, layout, backend="sdpa").sum(),
+        qkv,
+    )
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_measured_inside_a_backward(two):
+    """There it would wait for the thread that it runs in, on a GPU."""
+    found = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(explain())
+            return grad
+
+    Asks.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert found[0].why == "static order, because the call is inside a backward"
+    assert [backend.calls for backend in two] == [0, 0]
+    assert explain().why == "measured"
+
+
+# ---- environment variables ----
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def set_variable(name, value):
+        monkeypatch.setenv(name, value)
+        switches._flag.cache_clear()
+
+    yield set_variable
+    monkeypatch.undo()
+    switches._flag.cache_clear()
+
+
+def test_static_variable_ignored(two, environment):
+    environment(switches.AUTO, "static")
+    explanation = explain()
+    assert explanation.chosen == "sdpa"
+    assert explanation.why == "static order, because FLEXVARLEN_AUTO=static"
+    assert [backend.calls for backend in two] == [0, 0]
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("name", [switches.DETERMINISTIC, switches.BATCH_INVARIANT])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_promise_of_the_environment_ignored(candidates, environment, name, compiled):
+    field = name.removeprefix("FLEXVARLEN_").lower()
+    asked = []
+
+    def note(request):
+        asked.append(getattr(request, field))
+
+    candidates(StandIn("noting", FAST_S, refuses=note))
+    environment(name, "1")
+
+    def call(layout, *qkv, **options):
+        return fv.packed_attention(*qkv, layout, backend="noting", **options)
+
+    run = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
+    layout, qkv = a_layout(), tensors()
+    run(layout, *qkv)
+    assert asked == [True]
+    run(layout, *qkv, **{field: False})  # the call's own word wins
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize("name", [switches.DETERMINISTIC, switches.BATCH_INVARIANT, switches.AUTO])
+def test_bad_value_of_a_variable_taken(two, environment, name):
+    environment(name, "yes")
+    with pytest.raises(ValueError, match=rf"{name} must be .*, got 'yes'; set one of them"):
+        attend()
+
+
+# ---- what it tells ----
+
+
+def test_explanation_without_measuring_measures(two):
+    explanation = explain(measure=False)
+    assert explanation.why == "static order, because measure=False was asked for"
+    assert [backend.calls for backend in two] == [0, 0]
+    assert explain().why == "measured"
+    auto.forget()
+    assert explain(measure=False).chosen == "fast"
+
+
+def test_explanation_as_text_lacks_a_backend(two):
+    explanation = explain()
+    text = str(explanation)
+    assert "auto takes fast: measured." in text
+    for name in (*fv.BACKENDS, "slow", "fast"):
+        assert f" {name} " in text
+    assert "\n* fast" in text
+    assert all(math.isfinite(c.timing.ms_p50) for c in explanation.candidates if c.timing)
+
+
+# ---- on a GPU ----
+
+
+def on_gpu(layout, **options):
+    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    return fv.explain(layout, dtype=torch.bfloat16, **heads, **options)
+
+
+@pytest.mark.gpu
+def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
+    monkeypatch.setenv(switches.CACHE, str(tmp_path))
+    auto.forget()
+    layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
+    state = torch.cuda.get_rng_state()
+    allocated = torch.cuda.memory_allocated()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        explanation = on_gpu(layout)
+        assert torch.cuda.current_stream() == side
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= allocated + 2**20
+    times = {c.name: c.timing.ms_p50 for c in explanation.candidates if c.timing}
+    if len(times) > 1:
+        assert explanation.why == "measured"
+        assert explanation.chosen == min(times, key=times.get)
+    assert not any(c.timing for c in explanation.candidates if not c.can)
+    auto.forget()
+    assert on_gpu(layout).chosen == explanation.chosen
+
+
+@pytest.mark.gpu
+def test_gpu_measured_while_a_graph_is_captured(monkeypatch, tmp_path):
+    monkeypatch.setenv(switches.CACHE, str(tmp_path))
+    auto.forget()
+    layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
+    if len(auto.candidates(auto.AttentionRequest(layout.device, torch.bfloat16, 8, 2, 64))) < 2:
+        pytest.skip("needs two kernels")
+    x = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        explanation = on_gpu(layout)
+    assert explanation.why == "static order, because a CUDA graph is being captured"
+    graph.replay()
+    assert x.item() == 1

@@ -1,0 +1,164 @@
+"""What `backend="auto"` keeps: in the process by kind of call and bucket, in a file for others."""
+
+# ruff: noqa: F811
+# (fixtures are arguments by the names that they are imported by)
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+
+import pytest
+
+from flexvarlen import auto, switches
+from flexvarlen.auto import cache_file, keys
+from flexvarlen.mask import DocumentMask
+from tests.auto_candidates import (  # noqa: F401
+    CAPACITY,
+    FAST_S,
+    SLOW_S,
+    TOKENS,
+    StandIn,
+    a_layout,
+    attend,
+    candidates,
+    entries,
+    explain,
+    in_processes,
+    set_up,
+    two,
+)
+
+
+def test_same_bucket_measured_again(two):
+    slow, _ = two
+    attend(a_layout(30, 34))
+    calls = slow.calls
+    attend(a_layout(1, 2, 3))
+    attend(a_layout(64))
+    attend(a_layout(10, tokens=60, bound=60), requires_grad=False)
+    assert slow.calls == calls
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tokens": 65},
+        {"capacity": 2},
+        {"bound": 40, "capacity": CAPACITY, "lengths": (5,), "tokens": TOKENS},
+        {"requires_grad": True},
+        {"causal": False},
+    ],
+    ids=str,
+)
+def test_answer_of_another_bucket_taken(two, other):
+    slow, fast = two
+    attend(a_layout(30, 34))
+    slow.seconds, fast.seconds = FAST_S, SLOW_S
+    layout = {name: other[name] for name in ("tokens", "capacity") if name in other}
+    lengths = other.get("lengths", (30, 34))
+    if "bound" in other:
+        layout["bound"] = 32
+    before = slow.calls
+    options = {name: other[name] for name in ("requires_grad", "causal") if name in other}
+    attend(a_layout(*lengths, **layout), **options)
+    assert slow.calls > before + 1
+    assert len(entries()) == 2
+
+
+def test_bucket_that_depends_on_documents(two):
+    """A compiled graph, which knows none, would look for another answer than the eager call."""
+    masks = [DocumentMask.of(a_layout(*lengths)) for lengths in ((1,), (30, 34), (5,) * 8)]
+    assert len({keys.sizes(mask) for mask in masks}) == 1
+
+
+def child(folder, delays, answers):
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins = [StandIn(name, seconds) for name, seconds in delays.items()]
+        set_up(patch, folder, *stand_ins)
+        explanation = explain()
+        answers.put((explanation.chosen, explanation.why, [backend.calls for backend in stand_ins]))
+
+
+def test_second_process_measures_anew(two, tmp_path):
+    assert explain().chosen == "fast"
+    swapped = {"slow": FAST_S, "fast": SLOW_S}
+    [(chosen, why, calls)] = in_processes(child, [(tmp_path / "cache", swapped)])
+    assert chosen == "fast"
+    assert why == f"from the cache file {cache_file.cache_path()}"
+    assert calls == [0, 0]
+
+
+def test_answer_of_fewer_candidates_or_other_versions_taken(candidates, monkeypatch):
+    candidates(StandIn("slow", SLOW_S), StandIn("slower", 2 * SLOW_S))
+    assert explain().chosen == "slow"
+    candidates(StandIn("slow", SLOW_S), StandIn("slower", 2 * SLOW_S), StandIn("new", FAST_S))
+    assert explain().why == "measured"
+    monkeypatch.setattr(keys, "versions", lambda: (("torch", "99"),))
+    auto.forget()
+    assert explain().why == "measured"
+
+
+@pytest.mark.parametrize("damage", ["garbage", "[]", '{"format": 99, "entries": {}}', "\udcff", ""])
+def test_corrupt_cache_file_raises_or_is_silent(two, damage):
+    path = cache_file.cache_path()
+    path.parent.mkdir()
+    path.write_bytes(damage.encode(errors="surrogateescape"))
+    with pytest.warns(UserWarning, match=r"auto\.json .*measured anew"):
+        assert explain().why == "measured"
+    auto.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explain().why.startswith("from the cache file")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        {"backend": "fast"},
+        {"backend": "flex", "ms_p20_p50_p80_repeats": {"flex": [1, 1, 1, 1]}, "failed": {}},
+        {"backend": "fast", "ms_p20_p50_p80_repeats": {}, "failed": {}},
+        {"backend": "fast", "ms_p20_p50_p80_repeats": {"fast": [1]}, "failed": {}},
+        {"backend": ["fast"], "ms_p20_p50_p80_repeats": {"fast": [1, 1, 1, 1]}, "failed": {}},
+    ],
+    ids=str,
+)
+def test_damaged_answer_taken(two, entry):
+    assert explain().why == "measured"
+    [key] = entries()
+    cache_file.cache_path().write_text(json.dumps({"format": 1, "entries": {key: entry}}))
+    auto.forget()
+    with pytest.warns(UserWarning, match="measured anew"):
+        assert explain().why == "measured"
+
+
+def test_unwritable_folder_fails_the_call(two, tmp_path, monkeypatch):
+    slow, _ = two
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(switches.CACHE, str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert explain().why == "measured"
+    calls = slow.calls
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert explain().why == "measured"  # kept in the process
+        assert explain(needs_grad=False).why == "measured"
+    assert slow.calls > calls
+
+
+def write_many(path, name, done):
+    (path.parent / f"{name} is ready").touch()
+    while len(list(path.parent.glob("* is ready"))) < 2:
+        time.sleep(0.001)
+    for i in range(50):
+        cache_file.write_entry(path, f"{name}{i}", {"backend": name})
+    done.put(None)
+
+
+def test_concurrent_writers_lose_answers(tmp_path):
+    path = tmp_path / "auto.json"
+    in_processes(write_many, [(path, name) for name in "ab"])
+    assert len(cache_file.read_entries(path)) == 100
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []

@@ -1,0 +1,23 @@
+"""The table of what backends can do is made of their own refusals."""
+
+from __future__ import annotations
+
+from bench.capabilities import FEATURES, capabilities_section, measure
+from flexvarlen import BACKENDS, why_not
+
+
+def test_every_backend_has_a_row_and_a_refusal_its_reason():
+    rows = measure("cpu", "0123456789")
+    assert [row.case["backend"] for row in rows] == list(BACKENDS)
+    by_name = {row.case["backend"]: row for row in rows}
+    assert by_name["fa3"].status == "unsupported"
+    assert "CUDA GPU" in by_name["fa3"].reason
+    assert by_name["sdpa"].measures["why_not"].keys() == FEATURES.keys()
+    text = capabilities_section(rows)
+    assert "commit 0123456" in text
+    assert by_name["fa3"].reason in text
+    line = next(line for line in text.splitlines() if line.startswith("| `sdpa`"))
+    cells = [cell.strip() for cell in line.split("|")[2:-1]]
+    answers = dict(zip(FEATURES, cells, strict=False))
+    assert answers["sliding window"] == "yes"
+    assert f"{answers['softcap']} {why_not('sdpa', softcap=30.0)}" in text
