@@ -7,6 +7,11 @@
 | `model_run.py` | one such run: oracle, variants, timing, other packings |
 | `cases.py` | `Case`, model geometries, log-normal documents |
 | `variants.py` | the attention variants of one model, all sharing its weights |
+| `utilisation.py` | FLOPs of a step, the GPU's peak, what "auto" resolves to |
+| `compile_time.py` | `python -m bench.compile_time`: compiling whole and by layer, cold and warm |
+| `compile_time_child.py` | what its processes do |
+| `small_inference.py` | `python -m bench.small_inference`: latency on a few short documents |
+| `report_compile.py` | tables of these two suites |
 | `accuracy.py` | per-document reference outputs and gradients, and the error against them |
 | `leaks.py` | `python -m bench.leaks`: what leaks in plain transformers, and what here |
 | `mask_build.py` | `python -m bench.mask_build`: building document BlockMasks |

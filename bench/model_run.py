@@ -20,6 +20,7 @@ from transformers import AutoModel
 from bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
 from bench.cases import GEOMETRIES, Case, log_normal_lengths
 from bench.rows import Row, Status, append_row, one_line, run_environment
+from bench.utilisation import peak_tflops, step_tflop, utilisation
 from bench.variants import Sizes, Unsupported, Variant, make_variant
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import (
@@ -146,6 +147,8 @@ class Run:
     def check_and_compile(self, live: Live) -> str | None:
         """The first eager and the first compiled step; why either is wrong, or None."""
         inputs = live.variant.inputs(self.packings[0])
+        # Before anything is compiled: "auto" measures here, as it would at an eager first step.
+        live.measures["attends"] = live.variant.resolved(self.packings[0])
         if self.args.eager:
             error = self.errors(live, live.variant.model, inputs)
             live.measures |= {"error_eager": error.outputs, "grad_error_eager": error.gradients}
@@ -240,9 +243,13 @@ class Run:
         timings = time_interleaved(
             steps, device=self.device, warmup=1, repeats=repeats, flush_l2=False, lead_in=1
         )
+        tflop = step_tflop(self.base, self.packings[0])
+        peak = peak_tflops(self.environment["gpu"], self.args.dtype)
         for live in lives:
-            found = dataclasses.asdict(timings[live.case.variant])
+            timing = timings[live.case.variant]
+            found = dataclasses.asdict(timing) | {"mfu": utilisation(tflop, timing.ms_p50, peak)}
             live.measures |= {prefix + key: value for key, value in found.items()}
+            live.measures |= {"model_tflop": tflop, "peak_tflops": peak}
         self.say(
             f"{prefix or 'compiled_'}timed: "
             + ", ".join(f"{name} {timing.ms_p50:.0f} ms" for name, timing in timings.items())

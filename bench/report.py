@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
 from bench.markdown import markdown
+from bench.report_compile import compile_section, small_inference_section
 from bench.report_mask_build import mask_build_groups, mask_build_section
 from bench.rows import Row, commit_of, read_rows
 
@@ -81,6 +82,7 @@ def model_table(rows: Sequence[Row]) -> str:
         "eager ms",
         "compiled ms (p20–p80)",
         "× transformers sdpa",
+        "MFU",
         "graph breaks",
         "recompilations",
         "cold compile s",
@@ -90,6 +92,8 @@ def model_table(rows: Sequence[Row]) -> str:
     lines, reasons = [], []
     for row in rows:
         name, m = _shown(row.case["variant"]), row.measures
+        if row.case["variant"].startswith("auto") and m.get("attends"):
+            name += f" ({m['attends']})"
         if row.status != "ok":
             reasons.append(f"{name} {row.status}: {row.reason}")
             lines.append([name, f"{row.status} ({len(reasons)})", *[""] * (len(header) - 2)])
@@ -102,6 +106,7 @@ def model_table(rows: Sequence[Row]) -> str:
                 f"{m['eager_ms_p50']:.0f}" if "eager_ms_p50" in m else "–",
                 spread,
                 speed,
+                f"{m['mfu']:.0%}" if m.get("mfu") is not None else "–",
                 str(m["graph_breaks"]),
                 f"{m['recompilations']} over {m['other_packings']} other packings",
                 f"{m['compile_s']:.0f}",
@@ -126,9 +131,16 @@ def _model_notes(rows: Sequence[Row]) -> str:
     if done is None:
         return ""
     m = done.measures
+    used = (
+        ""
+        if m.get("peak_tflops") is None
+        else f" MFU: the step's {m['model_tflop']:.0f}e12 operations (six a token and parameter "
+        "outside the embedding, and attention's unmasked pairs) over the time and the GPU's dense "
+        f"peak, {m['peak_tflops']:g}e12 a second."
+    )
     return (
         f"\n\nEach document alone in {done.case['dtype']} has relative errors of "
-        f"{m['peer_error']:.1e} and {m['peer_grad_error']:.1e}. Peak: {m['peak_meaning']}."
+        f"{m['peer_error']:.1e} and {m['peer_grad_error']:.1e}. Peak: {m['peak_meaning']}.{used}"
     )
 
 
@@ -252,6 +264,8 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "model": model_section,
     "leaks": leaks_table,
     "mask-build": mask_build_section,
+    "compile": compile_section,
+    "small-inference": small_inference_section,
 }
 
 # Of a suite: how its rows are grouped, what a group's file is called, how it is drawn.

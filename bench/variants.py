@@ -17,18 +17,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
+from bench.utilisation import resolved_auto
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.equivalence.variants import Unsupported, set_transformers
 
 DEFAULT_VARIANTS = (
     "transformers:sdpa",
     "transformers:flash_attention_2",
+    "transformers:flash_attention_3",
     "transformers:flex_attention",
+    "auto",
+    "fa3",
+    "fa4",
+    "flex_fa4",
     "flex",
     "fa2",
     "varlen",
-    "flex@position_ids",
-    "fa2@position_ids",
+    "auto@position_ids",
 )
 """What a plain run measures. Also known: any other backend, `…@position_ids`,
 `transformers:<name>@cu_seq_lens`."""
@@ -54,6 +59,9 @@ class Variant:
     fullgraph: bool
     inputs: Callable[[Sequence[int]], dict[str, Any]]
     """Document lengths -> keyword arguments of a forward, but for `input_ids`."""
+    resolved: Callable[[Sequence[int]], str | None]
+    """Document lengths -> what attends: "auto" resolved (it measures, if it has not); None where
+    that is transformers'."""
 
     def compiled(self, compiler: str) -> Callable[..., Any]:
         """The module under torch.compile.
@@ -107,14 +115,23 @@ def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
         _patch(model, kind)
     device = next(base.parameters()).device
 
-    def inputs(lengths: Sequence[int]) -> dict[str, Any]:
-        layout = fv.PackedLayout.from_lengths(
+    def layout_of(lengths: Sequence[int]) -> fv.PackedLayout:
+        return fv.PackedLayout.from_lengths(
             lengths,
             device=device,
             total_tokens=sizes.tokens,
             capacity=sizes.capacity,
             max_seqlen_bound=sizes.max_seqlen_bound,
         )
+
+    def resolved(lengths: Sequence[int]) -> str | None:
+        if kind != "auto":
+            return None if theirs else kind
+        found = resolved_auto(model, layout_of(lengths), base.dtype)
+        return ", ".join(dict.fromkeys(found.values()))
+
+    def inputs(lengths: Sequence[int]) -> dict[str, Any]:
+        layout = layout_of(lengths)
         if not theirs and not boundaries:
             return {"packed_layout": layout}
         arguments: dict[str, Any] = {
@@ -129,7 +146,7 @@ def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
         return arguments
 
     # transformers' own break the graph: under fullgraph they would not run at all.
-    return Variant(name, model, fullgraph=not theirs, inputs=inputs)
+    return Variant(name, model, fullgraph=not theirs, inputs=inputs, resolved=resolved)
 
 
 def _patch(model: PreTrainedModel, backend: str) -> None:

@@ -383,9 +383,11 @@ class PackedLayout:
         self.cu_seqlens.copy_(other.cu_seqlens, non_blocking=True)
         if self.padding is not None and other.padding is not None:
             self.padding.copy_(other.padding, non_blocking=True)
-        self.cu_seqlens_host = (
-            None if other.cu_seqlens_host is None else other.cu_seqlens_host.clone()
-        )
+        host = other.cu_seqlens_host
+        if host is not None:
+            # On the CPU both are one tensor, before and after: compiled graphs guard on that.
+            host = self.cu_seqlens if self.device.type == "cpu" else host.clone()
+        self.cu_seqlens_host = host
         self.num_docs, self.max_seqlen, self.has_padding = (
             other.num_docs,
             other.max_seqlen,

@@ -4,6 +4,8 @@
 |---|---|
 | `documents.py` | the documents of a forward, found in its arguments |
 | `interface.py` | the attention and mask functions that transformers calls by name |
+| `routing.py` | kinds of layers, and which backend serves which |
+| `compile_warnings.py` | sentences where compilation goes wrong in silence |
 | `one_forward.py` | what the layers share by a name alone |
 | `model.py` | `patch_model`, `unpatch_model`, `patched` |
 | `wrapped_forward.py` | a `forward` wrapped on the instance |

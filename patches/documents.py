@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexvarlen.attention import resolve_backend
 from flexvarlen.backends import get_backend
 from flexvarlen.boundaries import default_capacity, document_starts
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask
+from flexvarlen.patches.routing import BackendChoice, LayerKind, Route, chosen_for
+from flexvarlen.switches import BATCH_INVARIANT, promised
 
 EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The keywords of a forward that give its documents outright."""
@@ -30,31 +33,84 @@ EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "
 class PackedForward:
     """What every layer of one forward shares.
 
-    The documents, and what the kernel derived from them, by mask.
+    The documents, and by kind of layer the backend and what it derived from them.
+
+    Attributes:
+        backend: a backend's name, or one for each type of layers; "auto" is resolved by kind.
+        deterministic, batch_invariant: as in `packed_attention`.
+        routes: by kind; made before the first layer, or where a layer of another kind asks.
+        several_a_row: documents, as the host knows, of a forward that may fill a cache.
+        one_a_row: bool 0-dim, the same as a graph knows it.
     """
 
     layout: PackedLayout
-    backend: str
-    plans: dict[MaskSpec, Any] = field(default_factory=dict)
-    several_a_row: bool = False  # documents, as the host knows, of a forward that may fill a cache
-    one_a_row: Tensor | None = None  # bool 0-dim, the same as a graph knows it
+    backend: BackendChoice
+    deterministic: bool | None = None
+    batch_invariant: bool | None = None
+    routes: dict[LayerKind, Route] = field(default_factory=dict)
+    several_a_row: bool = False
+    one_a_row: Tensor | None = None
 
-    def plan(self, mask: MaskSpec) -> Any:
-        """The backend's plan for the mask: made before the first layer, or where it is first asked.
+    def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
+        """Where the layers of a kind go.
 
         What is made inside a compiled graph is not kept: it lives in that graph.
         """
-        if mask in self.plans:
-            return self.plans[mask]
-        plan = make_plan(self.backend, self.layout, mask)
+        found = self.routes.get(kind)
+        if found is not None:
+            return found
+        made = self.make_route(kind, dtype, needs_grad, tuple(self.routes.items()))
         if not torch.compiler.is_compiling():
-            self.plans[mask] = plan
-        return plan
+            self.routes[kind] = made
+        return made
+
+    def make_route(
+        self,
+        kind: LayerKind,
+        dtype: torch.dtype,
+        needs_grad: bool,
+        others: tuple[tuple[LayerKind, Route], ...] = (),
+    ) -> Route:
+        """The backend of a kind, "auto" resolved, and its plan: that of another kind, if equal.
+
+        Raises:
+            NotImplementedError: no candidate of "auto" can serve the kind.
+        """
+        backend = chosen_for(self.backend, kind.layer_type)
+        if backend == "auto":
+            try:
+                backend = resolve_backend(
+                    "auto",
+                    DocumentMask(self.layout, kind.spec),
+                    dtype=dtype,
+                    num_heads=kind.num_heads,
+                    num_kv_heads=kind.num_kv_heads,
+                    head_dim=kind.head_dim,
+                    needs_grad=needs_grad,
+                    softcap=kind.softcap,
+                    sinks=kind.sinks,
+                    deterministic=self.deterministic,
+                    batch_invariant=self.batch_invariant,
+                )
+            except NotImplementedError as refusal:
+                raise NotImplementedError(f"The {kind.layer_type} layers: {refusal}") from refusal
+        for other, route in others:
+            if route.backend == backend and other[1:3] == kind[1:3]:  # of the same mask
+                return route
+        return Route(
+            backend,
+            make_plan(backend, self.layout, kind.spec, batch_invariant=self.batch_invariant),
+        )
 
 
-def make_plan(backend: str, layout: PackedLayout, spec: MaskSpec) -> Any:
+def make_plan(
+    backend: str, layout: PackedLayout, spec: MaskSpec, *, batch_invariant: bool | None = None
+) -> Any:
     """The backend's plan for self-attention inside these documents. No sync; traces."""
-    return get_backend(backend).plan(DocumentMask(layout, spec))
+    mask = DocumentMask(layout, spec)
+    if promised(BATCH_INVARIANT, batch_invariant):
+        return get_backend(backend).plan(mask, batch_invariant=True)
+    return get_backend(backend).plan(mask)
 
 
 class Unpacked(Enum):
@@ -119,9 +175,10 @@ def find_layout(
         _check_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, device)
         explicit = PackedLayout.from_cu_seqlens(cu_seq_lens_q, total_tokens=total, **sizes)
         for longest in (max_length_q, max_length_k):
+            # A graph knows no max_seqlen: there `longest`, which would be guarded on, stays unread.
             if (
-                longest is not None
-                and explicit.max_seqlen is not None
+                explicit.max_seqlen is not None
+                and longest is not None
                 and longest < explicit.max_seqlen
             ):
                 raise ValueError(

@@ -25,21 +25,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention import packed_attention
-from flexvarlen.bounds import MaskSpec
+from flexvarlen.backends import BACKENDS
+from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes, warn_if_fallen_back
 from flexvarlen.patches.documents import EXPLICIT, PackedForward, Unpacked
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.one_document import check_one_document
 from flexvarlen.patches.one_forward import first_unpacked, shared_between_layers
 from flexvarlen.patches.packed_cache import refuse_packed_keys, set_apart
+from flexvarlen.patches.routing import LayerKind, layer_type_of, refusal_of_layers
+from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 IMPLEMENTATIONS = {
-    "flexvarlen_flex": "flex",
-    "flexvarlen_varlen": "varlen",
-    "flexvarlen_fa2": "fa2",
     # transformers takes any name with "sdpa" or "flash" in it for its own
-    "flexvarlen_doc": "sdpa",
-    "flexvarlen_reference": "reference",
-    "flexvarlen_auto": "auto",
+    "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
+    for backend in (*BACKENDS, "auto")
 }
 """`attn_implementation` names, and the backend behind each."""
 
@@ -79,7 +78,11 @@ def _attention_function(backend: str) -> Attention:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         packed = handed if isinstance(handed, PackedForward) else None
-        if packed is not None and packed.several_a_row and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            warn_if_fallen_back()
+        # First whether it compiles: nothing that varies with the documents may be guarded on.
+        if packed is not None and not compiling and packed.several_a_row:
             key = set_apart(key)
         _refuse(dropout, kwargs)
         if packed is None and (
@@ -101,7 +104,7 @@ def _attention_function(backend: str) -> Attention:
                 attention_mask=attention_mask,
                 **{name: kwargs.get(name) for name in (*EXPLICIT, "position_ids")},
             )
-            if packed.several_a_row and not torch.compiler.is_compiling():
+            if not compiling and packed.several_a_row:
                 key = set_apart(key)
         elif row_tokens * batch != packed.layout.total_tokens or row_tokens != key.shape[2]:
             raise ValueError(
@@ -110,25 +113,53 @@ def _attention_function(backend: str) -> Attention:
                 "without a cache."
             )
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        plan = (
-            None
-            if packed.backend == "auto"
-            else packed.plan(MaskSpec.of(causal=causal, window=sliding_window))
-        )
+        sinks = kwargs.get("s_aux")
         q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
-        out_THD = packed_attention(
-            q_THD,
-            k_THD,
-            v_THD,
-            packed.layout,
-            causal=causal,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=kwargs.get("s_aux"),
-            scale=scaling,
-            backend=packed.backend,
-            plan=plan,
+        kind = LayerKind(
+            layer_type_of(module, sliding_window),
+            causal,
+            sliding_window,
+            heads,
+            key.shape[1],
+            head_dim,
+            softcap,
+            sinks is not None,
         )
+        route = packed.route(kind, q_THD.dtype, torch.is_grad_enabled() or module.training)
+        if compiling and route.backend not in SIZELESS:
+            layout = packed.layout
+            note_sizes(kind, layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
+        try:
+            out_THD = packed_attention(
+                q_THD,
+                k_THD,
+                v_THD,
+                packed.layout,
+                causal=causal,
+                window=sliding_window,
+                softcap=softcap,
+                sinks=sinks,
+                scale=scaling,
+                backend=route.backend,
+                deterministic=packed.deterministic,
+                batch_invariant=packed.batch_invariant,
+                plan=route.plan,
+            )
+        except NotImplementedError as refusal:
+            if len(packed.routes) < 2:
+                raise
+            raise NotImplementedError(
+                refusal_of_layers(
+                    refusal,
+                    route.backend,
+                    kind,
+                    device=q_THD.device,
+                    dtype=q_THD.dtype,
+                    needs_grad=torch.is_grad_enabled(),
+                    deterministic=promised(DETERMINISTIC, packed.deterministic),
+                    batch_invariant=promised(BATCH_INVARIANT, packed.batch_invariant),
+                )
+            ) from refusal
         assert isinstance(out_THD, Tensor)
         return out_THD.view(batch, row_tokens, heads, head_dim), None
 

@@ -16,9 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexvarlen.attention import resolve_backend
-from flexvarlen.backends import why_not
-from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout
 from flexvarlen.patches.documents import (
     EXPLICIT,
@@ -26,7 +23,6 @@ from flexvarlen.patches.documents import (
     Unpacked,
     find_layout,
     first_tokens,
-    make_plan,
 )
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
@@ -38,6 +34,13 @@ from flexvarlen.patches.packed_cache import (
     refuse_packed_documents,
 )
 from flexvarlen.patches.rotary import forget_tables, keep_tables
+from flexvarlen.patches.routing import (
+    BackendChoice,
+    check_choice,
+    check_machine,
+    kinds_of,
+    names_in,
+)
 from flexvarlen.patches.shared_config import (
     ATTRIBUTE,
     Patch,
@@ -48,6 +51,7 @@ from flexvarlen.patches.shared_config import (
     wrapped_modules,
 )
 from flexvarlen.patches.wrapped_forward import has_forward_of_class, unwrap_forward, wrap_forward
+from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,8 +60,10 @@ IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
 def patch_model(
     model: Model,
-    backend: str = "flex",
+    backend: BackendChoice = "flex",
     *,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
 ) -> Model:
@@ -79,7 +85,11 @@ def patch_model(
     Args:
         model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile
             wrappers.
-        backend: a name of `flexvarlen.BACKENDS`, or "auto".
+        backend: a name of `flexvarlen.BACKENDS`, or "auto"; or a mapping from the model's layer
+            types ("full_attention", "sliding_attention", as in `config.layer_types`) to such
+            names. "auto" is resolved by kind of layer: mask, heads, head_dim.
+        deterministic, batch_invariant: as in `packed_attention`; None: what the environment
+            variables FLEXVARLEN_DETERMINISTIC and FLEXVARLEN_BATCH_INVARIANT say.
         capacity: document slots a row may hold when only a compiled graph sees them (position_ids
             or masks on the device); default `default_capacity(T)`. Also the slots of boundaries
             found eagerly, if given.
@@ -90,9 +100,24 @@ def patch_model(
         The same model. Patching again changes the backend and the sizes, nothing else.
 
     Raises:
-        ValueError: no transformers model inside, or an unknown backend.
-        NotImplementedError: the model type is not verified, or the backend cannot run on this
-            machine.
+        ValueError: no transformers model inside, an unknown backend, or a mapping that misses one
+            of the model's layer types or names another.
+        NotImplementedError: the model type is not verified, or a backend cannot run the layers it
+            is for on this machine.
+
+    Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
+    patched model or before it is patched), other documents compile nothing anew as long as
+    `capacity` and `max_seqlen_bound` stay. Where they do not (a layout has those it was made with,
+    by default powers of two), Dynamo compiles once more when the one first changes and once more
+    when the other does, and then for any; under dynamic=False for each pair, of which a warning
+    tells. Each form of a batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and
+    gradients on and off have a graph of their own.
+
+    Gradient checkpointing runs attention again in the backward. To keep its outputs, name its
+    operator: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
+    functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts,
+    [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`; of the flex
+    backends, compiled: `torch.ops.higher_order.flex_attention`).
     """
     inner = _transformers_model(model)
     require_verified(inner.config.model_type)
@@ -101,15 +126,27 @@ def patch_model(
             f"model must be a base model or a ...ForCausalLM, got {type(inner).__name__}: labels "
             "of other heads are not next tokens; patch its base model, and pool by document."
         )
-    _check_backend(inner, backend)
+    kinds = kinds_of(inner)
+    check_choice(backend, kinds)
+    check_machine(
+        backend,
+        kinds,
+        inner.device,
+        deterministic=promised(DETERMINISTIC, deterministic),
+        batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
+    )
     before = implementation_before(inner)
-    inner.set_attn_implementation(name_of(backend))
+    named = names_in(backend)[0]
+    inner.set_attn_implementation(name_of(named))
     patch = Patch(
-        backend=backend,
-        backends=(backend,),
+        backend=backend if isinstance(backend, str) else dict(backend),
+        named=named,
+        backends=(named,),
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
-        masks=_masks(inner),
+        kinds=kinds,
         implementation_before=before,
     )
     for module in wrapped_modules(inner):
@@ -148,8 +185,10 @@ def unpatch_model(model: Model) -> Model:
 @contextmanager
 def patched(
     model: Model,
-    backend: str = "flex",
+    backend: BackendChoice = "flex",
     *,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
 ) -> Iterator[Model]:
@@ -159,19 +198,21 @@ def patched(
     """
     inner = _transformers_model(model)
     existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
-    patch_model(model, backend, capacity=capacity, max_seqlen_bound=max_seqlen_bound)
+    patch_model(
+        model,
+        backend,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        capacity=capacity,
+        max_seqlen_bound=max_seqlen_bound,
+    )
     try:
         yield model
     finally:
         if existing is None:
             unpatch_model(model)
         else:
-            patch_model(
-                model,
-                existing.backend,
-                capacity=existing.capacity,
-                max_seqlen_bound=existing.max_seqlen_bound,
-            )
+            patch_model(model, **existing.arguments())
 
 
 # ---- what the wrapped forward does ----
@@ -253,7 +294,12 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     for name in ("labels", "shift_labels"):
         if inputs.get(name) is not None:
             inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
-    wants_no_cache = explicit or module.training or torch.compiler.is_compiling()
+    wants_no_cache = (
+        explicit
+        or module.training
+        or torch.compiler.is_compiling()
+        or _compiled_by_layer(module.base_model)
+    )
     if wants_no_cache and inputs.get("use_cache") is None and cache is None:
         inputs["use_cache"] = False
     packed = _packed_forward(module, patch, layout)
@@ -274,27 +320,27 @@ def _tokens(inputs: dict[str, Any]) -> Tensor | None:
     return inputs.get("inputs_embeds") if input_ids is None else input_ids
 
 
+def _compiled_by_layer(base: Any) -> bool:
+    """Whether its layers are compiled one by one: with a cache each would get its own graph."""
+    layers = base._modules.get("layers")
+    if not layers:
+        return False
+    first = layers[0]
+    return "_orig_mod" in first._modules or first._compiled_call_impl is not None
+
+
 def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
-    backend = patch.backend
-    if backend == "auto":
-        config: Any = module.config
-        device_type = layout.device.type
-        dtype = (
-            torch.get_autocast_dtype(device_type)
-            if torch.is_autocast_enabled(device_type)
-            else next(module.parameters()).dtype
-        )
-        backend = resolve_backend(
-            "auto",
-            layout.device,
-            dtype,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            _head_dim(config),
-            torch.is_grad_enabled(),
-        )
-    plans = {mask: make_plan(backend, layout, mask) for mask in patch.masks}
-    return PackedForward(layout, backend, plans)
+    packed = PackedForward(layout, patch.backend, patch.deterministic, patch.batch_invariant)
+    device_type = layout.device.type
+    dtype = (
+        torch.get_autocast_dtype(device_type)
+        if torch.is_autocast_enabled(device_type)
+        else next(module.parameters()).dtype
+    )
+    for kind in patch.kinds:
+        others = tuple(packed.routes.items())
+        packed.routes[kind] = packed.make_route(kind, dtype, torch.is_grad_enabled(), others)
+    return packed
 
 
 def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str | None:
@@ -334,37 +380,3 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
         f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; load "
         "it with AutoModel."
     )
-
-
-def _masks(inner: PreTrainedModel) -> tuple[MaskSpec, ...]:
-    """The masks of the model's attention layers, each once."""
-    specs = {
-        MaskSpec.of(
-            causal=bool(module.is_causal), window=getattr(module, "sliding_window", None)
-        ): None
-        for module in inner.modules()
-        if hasattr(module, "is_causal")
-    }
-    return tuple(specs)
-
-
-def _head_dim(config: Any) -> int:
-    head_dim: int | None = getattr(config, "head_dim", None)
-    return head_dim or int(config.hidden_size // config.num_attention_heads)
-
-
-def _check_backend(inner: PreTrainedModel, backend: str) -> None:
-    """Raise now what no later device or dtype of the model could mend (a missing package)."""
-    if backend == "auto":
-        return
-    reason = why_not(
-        backend,
-        device="cuda" if torch.cuda.is_available() else inner.device,
-        dtype=torch.bfloat16,
-        num_heads=inner.config.num_attention_heads,
-        num_kv_heads=inner.config.num_key_value_heads,
-        head_dim=_head_dim(inner.config),
-        needs_grad=False,
-    )
-    if reason is not None:
-        raise NotImplementedError(reason)

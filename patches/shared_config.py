@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from flexvarlen.bounds import MaskSpec
 from flexvarlen.patches.interface import IMPLEMENTATIONS
+from flexvarlen.patches.routing import BackendChoice, LayerKind
 
 ATTRIBUTE = "_flexvarlen_patch"
 
@@ -21,15 +22,28 @@ ATTRIBUTE = "_flexvarlen_patch"
 class Patch:
     """What a patched model keeps, to work and to be restored.
 
-    Its config may bear the name of any of `backends`: those of all patched models that share it.
+    Attributes:
+        backend, deterministic, batch_invariant, capacity, max_seqlen_bound: as given to
+            `patch_model`.
+        named: the backend whose attn_implementation it set.
+        backends: those that its config may name: of all patched models that share it.
+        kinds: of its attention layers.
     """
 
-    backend: str
+    backend: BackendChoice
+    named: str
     backends: tuple[str, ...]
+    deterministic: bool | None
+    batch_invariant: bool | None
     capacity: int | None
     max_seqlen_bound: int | None
-    masks: tuple[MaskSpec, ...]
+    kinds: tuple[LayerKind, ...]
     implementation_before: str
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `patch_model` that make this patch again."""
+        names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
+        return {name: getattr(self, name) for name in names}
 
 
 _patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -81,7 +95,7 @@ def _sharing(inner: PreTrainedModel) -> list[nn.Module]:
 
 def _tell_sharers(inner: PreTrainedModel) -> list[str]:
     modules = _sharing(inner)
-    backends = sorted({module.__dict__[ATTRIBUTE].backend for module in modules})
+    backends = sorted({module.__dict__[ATTRIBUTE].named for module in modules})
     for module in modules:
         setattr(module, ATTRIBUTE, replace(module.__dict__[ATTRIBUTE], backends=tuple(backends)))
     return backends

@@ -22,15 +22,31 @@ PLACE = "_flexvarlen_forward_"  # and a number: somebody may wrap ours, and we t
 class _InstanceForward:
     """The `forward` that a module had of its own, if any, kept on the module: accelerate sets one.
 
-    A deep copy of the module gets a copy, bound to itself. A pickle leaves it out, as pickle leaves
-    out our own.
+    A method of the module is kept without it: accelerate's `compile_regions` makes a second module
+    of the same attributes, on which the method must run. A deep copy of the module gets a copy,
+    bound to itself. A pickle leaves it out, as pickle leaves out our own.
     """
 
-    def __init__(self, forward: Callable[..., Any] | None = None) -> None:
-        self.forward = forward
+    def __init__(self, forward: Callable[..., Any] | None = None, is_method: bool = False) -> None:
+        self._forward = forward
+        self._is_method = is_method
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _InstanceForward:
+        """What the module has now."""
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, MethodType) and forward.__self__ is module:
+            return cls(forward.__func__, is_method=True)
+        return cls(forward)
+
+    def on(self, module: nn.Module) -> Callable[..., Any] | None:
+        """What it is on this module."""
+        if self._is_method and self._forward is not None:
+            return MethodType(self._forward, module)
+        return self._forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
-        return _InstanceForward(copy.deepcopy(self.forward, memo))
+        return _InstanceForward(copy.deepcopy(self._forward, memo), self._is_method)
 
     def __reduce__(self) -> tuple[type[_InstanceForward], tuple[()]]:
         return _InstanceForward, ()
@@ -56,14 +72,14 @@ def wrap_forward(
         inputs = before(self, {**dict(zip(names, args, strict=False)), **kwargs})
         if inputs is not None:
             args, kwargs = (), inputs
-        own: Callable[..., Any] | None = self.__dict__[place].forward
+        own: Callable[..., Any] | None = self.__dict__[place].on(self)
         out = of_class(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         if inputs is not None:
             after(inputs, out)
         return out
 
     setattr(forward, OURS, place)
-    setattr(module, place, _InstanceForward(module.__dict__.get("forward")))
+    setattr(module, place, _InstanceForward.of(module))
     module.forward = MethodType(forward, module)
 
 
@@ -73,7 +89,7 @@ def unwrap_forward(module: nn.Module) -> None:
     if place is None:
         return
     del module.__dict__["forward"]
-    own: Callable[..., Any] | None = module.__dict__.pop(place).forward
+    own: Callable[..., Any] | None = module.__dict__.pop(place).on(module)
     if own is not None:
         module.forward = own
 

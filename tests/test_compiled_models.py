@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
@@ -97,6 +98,7 @@ def check(
         assert_as_accurate(gradients[name], exact.gradients[name], peer.gradients[name], 3, name)
 
 
+GPU_BACKENDS = ("flex", "flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4", "auto")
 FORMS = ("position_ids", "document_ids", "layout", "cu_seq_lens")
 
 
@@ -118,17 +120,47 @@ def test_one_graph_for_any_documents_in_inductor(backend, form):
 @pytest.mark.parametrize(
     ("backend", "form"),
     [
-        *((backend, form) for backend in ("flex", "varlen", "fa2") for form in FORMS[:2]),
+        *((backend, form) for backend in GPU_BACKENDS for form in FORMS[:2]),
         ("flex", "layout"),
         ("fa2", "cu_seq_lens"),
+        ("fa3", "layout"),
     ],
 )
 def test_one_graph_for_any_documents_on_a_gpu(backend, form):
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
-    reason = fv.why_not(backend, device="cuda", dtype=torch.bfloat16, num_heads=6, num_kv_heads=2)
+    call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
+    reason = None if backend == "auto" else fv.why_not(backend, window=9, **call)
     if reason is not None:
         pytest.skip(reason)
     check("qwen3_windows", backend, form, "inductor", train=True, **where)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "varlen", "fa2", "fa3"])
+def test_cuda_graphs_see_other_documents(backend):
+    """`mode="reduce-overhead"`: the graph is replayed on what was copied into the same tensors."""
+    torch._dynamo.reset()
+    call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
+    reason = fv.why_not(backend, window=9, **call)
+    if reason is not None:
+        pytest.skip(reason)
+    model = new_model("qwen3_windows", head_dim=64).to("cuda", torch.bfloat16)
+    fv.patch_model(model, backend)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    sizes = {"capacity": CAPACITY, "max_seqlen_bound": T, "device": "cuda", "total_tokens": T}
+    layout = fv.PackedLayout.from_lengths(LENGTHS, **sizes)
+    ids = torch.cat(documents())[None].cuda()
+    before = counters["inductor"]["cudagraph_skips"]
+    for lengths in [list(LENGTHS)] * 3 + packings()[:6] + [[100, 50]]:  # padding at the end, too
+        layout.copy_(fv.PackedLayout.from_lengths(lengths, **sizes))
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            logits = compiled(input_ids=ids, packed_layout=layout).logits[0].clone()
+            eager = model(input_ids=ids, packed_layout=layout).logits[0]
+        real = layout.real_tokens()
+        assert apart(logits[real], eager[real]) < 0.05, lengths
+        assert logits.isfinite().all(), lengths
+    assert counters["inductor"]["cudagraph_skips"] == before
 
 
 # ---- caches ----

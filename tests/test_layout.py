@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flexvarlen import PackedLayout
 from flexvarlen.boundaries import default_capacity, document_starts, round_up_to_power_of_two
+from flexvarlen.measure import watch_compilation
 
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 filled = st.lists(
@@ -253,3 +254,19 @@ def test_boundaries_from_what_a_model_is_called_with(given_, lengths):
         cu_seqlens=tensor("cu_seqlens", torch.int32),
     )
     assert PackedLayout.from_starts(starts).lengths == lengths
+
+
+def test_copied_documents_compile_nothing_again():
+    """On the CPU the boundaries of host and device are one tensor: a clone would be a new graph."""
+    layout = PackedLayout.from_lengths([3, 5], capacity=4, max_seqlen_bound=8)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def uses(layout):
+        return layout.cu_seqlens.sum() + layout.cu_seqlens_host.sum()
+
+    with watch_compilation() as first:
+        uses(layout)
+    layout.copy_(PackedLayout.from_lengths([1, 6, 1], capacity=4, max_seqlen_bound=8))
+    with watch_compilation() as again:
+        assert uses(layout) == 2 * (0 + 1 + 7 + 8 + 8)
+    assert (first.compilations, again.compilations) == (1, 0)

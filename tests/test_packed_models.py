@@ -159,13 +159,15 @@ def test_packed_equals_one_by_one_in_flex_on_the_cpu(kind, form):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["flex", "varlen", "fa2"])
+@pytest.mark.parametrize(
+    "backend", ["flex", "flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_equals_one_by_one_in_bf16(kind, backend, form):
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
-    reason = fv.why_not(
-        backend, device="cuda", dtype=torch.bfloat16, num_heads=6, num_kv_heads=2, head_dim=64
-    )
+    window = 9 if kind.endswith("windows") else None
+    call = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "window": window}
+    reason = fv.why_not(backend, device="cuda", dtype=torch.bfloat16, **call)
     if reason is not None:
         pytest.skip(reason)
     check(kind, backend, FORMS[form], grad=True, **where)

@@ -81,16 +81,33 @@ class CuSeqlensKernel(Protocol):
 KERNELS: dict[str, CuSeqlensKernel] = {}
 
 
-def attend(kernel: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    kernel: str,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    sinks_H: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *numbers: Any,
+) -> tuple[Tensor, Tensor]:
     """Output and LSE by a registered kernel; differentiable, but for the LSE.
 
     The LSE is that of the scores, without the sinks, and is right at real tokens only unless
-    `with_lse`. `arguments` are those of `_forward` but the kernel.
+    `with_lse`. `numbers` are the rest of `_forward`'s arguments, in order.
     """
+    tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-        result: tuple[Tensor, Tensor] = cu_seqlens_forward(kernel, *arguments)
+        result: tuple[Tensor, Tensor] = cu_seqlens_forward(kernel, *tensors, *numbers)
+    elif torch.is_grad_enabled() and (
+        q_THD.requires_grad
+        or k_THD.requires_grad
+        or v_THD.requires_grad
+        or (sinks_H is not None and sinks_H.requires_grad)
+    ):
+        result = _EagerAttention.apply(kernel, *tensors, numbers)  # type: ignore[no-untyped-call]
     else:
-        result = _EagerAttention.apply(kernel, *arguments)  # type: ignore[no-untyped-call]
+        result = _forward(kernel, *tensors, *numbers)
     return result
 
 
@@ -238,8 +255,9 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.kernel, q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k, *ctx.settings = inputs
+    kernel, q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k, *numbers = inputs
     out_THD, lse_HT = output
+    ctx.kernel, ctx.numbers = kernel, numbers
     ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(lse_HT)
 
@@ -247,31 +265,33 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(backward: Any, ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: checkpointing hands each out once
     sinks_H = saved[3]
-    dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *ctx.settings)
-    no_more = (None,) * (2 + len(ctx.settings))
-    return None, dq, dk, dv, None if sinks_H is None else dsinks_H, *no_more
+    dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *ctx.numbers)
+    return None, dq, dk, dv, None if sinks_H is None else dsinks_H, None, None
 
 
 def _traced_backward(
     ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return _differentiate(cu_seqlens_backward, ctx, grad_THD)
+    return *_differentiate(cu_seqlens_backward, ctx, grad_THD), *(None for _ in ctx.numbers)
 
 
 cu_seqlens_forward.register_autograd(_traced_backward, setup_context=_save_for_backward)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The same forward and backward, called plainly."""
+    """The same forward and backward, called plainly.
+
+    For the host's time the numbers are one argument, and there is no `setup_context`, for which
+    torch would look at the signature in each call.
+    """
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        return _forward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _save_for_backward(ctx, inputs, output)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *first, numbers = inputs
+        output = _forward(*first, *numbers)
+        _save_for_backward(ctx, (*first, *numbers), output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _differentiate(_backward, ctx, grad_THD)
+        return *_differentiate(_backward, ctx, grad_THD), None

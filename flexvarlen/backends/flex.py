@@ -51,10 +51,21 @@ class FlexBackend:
                 f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {request.head_dim}; "
                 "use 'sdpa'."
             )
-        if request.batch_invariant and (request.mask.prefix or request.mask.cross):
+        if request.batch_invariant:
+            return self._why_not_invariant(request)
+        return None
+
+    def _why_not_invariant(self, request: AttentionRequest) -> str | None:
+        if request.mask.prefix or request.mask.cross:
             return (
                 "flex has neither prefixes nor layout_k where it is batch invariant; use "
                 "backend='sdpa', or 'fa3' for layout_k."
+            )
+        if request.needs_grad:
+            return (
+                "flex is batch invariant in its outputs alone: in its backward, inductor makes the "
+                "kernel that sums grad * out anew for other shapes, and it sums in another order; "
+                "use backend='fa3' or 'fa2', or torch.no_grad()."
             )
         return None
 
@@ -97,9 +108,8 @@ class FlexBackend:
             q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
         q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
         with_lse = options.return_lse or options.sinks_H is not None
-        same_bits = options.deterministic or options.batch_invariant
         if torch.compiler.is_compiling():
-            if same_bits and q.device.type == "cuda":
+            if options.deterministic and q.device.type == "cuda":
                 _require_fixed_choices()
             out, lse = _flex(
                 q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
@@ -119,7 +129,7 @@ class FlexBackend:
                     with_lse,
                     own_T,
                 ),
-                same_bits,
+                options.deterministic,
             )
             out, lse = call(
                 q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
@@ -187,7 +197,7 @@ FIXED_CHOICES = "deterministic"
 
 Otherwise it chooses by timing: also that of the small kernel in FlexAttention's backward that sums
 `grad * out` over head_dim, in another order for another choice. Seen on an H200 with head_dim 128:
-two compilations of one call give other bits of dq and dk.
+two compilations of one call gave other bits of dq and dk.
 """
 
 
@@ -207,19 +217,19 @@ def _require_fixed_choices() -> bool:
 
 @cache
 def _compiled(
-    static: tuple[object, ...], same_bits: bool
+    static: tuple[object, ...], deterministic: bool
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The compiled kernel of one kind of call, in which only T varies.
 
     Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
     each kind gets its own.
     """
-    name = "flex_" + "_".join(map(str, (*static, same_bits)))
+    name = "flex_" + "_".join(map(str, (*static, deterministic)))
     own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
     # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
     # kind.
     dynamic = False if static[0] == "cpu" else None
-    options: Any = {FIXED_CHOICES: True} if same_bits else None
+    options: Any = {FIXED_CHOICES: True} if deterministic else None
     return torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)
 
 

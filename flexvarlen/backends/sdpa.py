@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.bounds import UNLIMITED, MaskSpec, dense_mask, query_bounds
@@ -67,9 +68,13 @@ class SdpaBackend:
         plan: Tensor,
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        """Eagerly a differentiable loop; in a compiled graph an operator with a backward."""
+        """Eagerly a differentiable loop.
+
+        In a compiled graph, and where something watches operators (selective activation
+        checkpointing), an operator with a backward.
+        """
         spec = mask.spec.as_ints()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, options.scale), None
         return _loop(q_THD, k_THD, v_THD, plan, spec, options.scale), None
 

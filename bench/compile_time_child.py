@@ -1,0 +1,132 @@
+"""What a process of `bench.compile_time` does: resolve "auto", compile a model, or time steps."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+
+import flexvarlen as fv
+from bench.accuracy import Answer, errors_of, per_document, wider
+from bench.cases import GEOMETRIES, log_normal_lengths
+from bench.utilisation import peak_tflops, resolved_auto, step_tflop, utilisation
+from flexvarlen.equivalence.oracle import share
+from flexvarlen.measure import time_interleaved, watch_compilation
+
+STEPS_AFTER = 3
+
+
+def by_layer(model: nn.Module, compiler: str) -> tuple[Callable[..., Any], str]:
+    """The model compiled layer by layer, and by what: accelerate, or as accelerate does."""
+    settings = {"backend": compiler, "fullgraph": True}
+    try:
+        from accelerate.utils import compile_regions
+    except ImportError:
+        for layer in model.layers:
+            layer.compile(**settings)
+        return model, "module.compile() of each layer"
+    return compile_regions(model, **settings), "accelerate.utils.compile_regions"
+
+
+class Child:
+    """A model, its packed row, and one part of the benchmark."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        dtype: torch.dtype = getattr(torch, args.dtype)
+        torch.manual_seed(args.seed)
+        with torch.device(self.device):
+            config = GEOMETRIES[args.geometry](args.layers)
+            self.base = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        self.base.to(self.device).train()
+        shape = (1, args.tokens)
+        self.ids = torch.randint(config.vocab_size, shape, device=self.device)
+        self.cotangent = torch.randn((*shape, config.hidden_size), device=self.device, dtype=dtype)
+        self.lengths = log_normal_lengths(args.tokens, args.mean, args.sigma, args.seed)
+        self.layout = fv.PackedLayout.from_lengths(self.lengths, device=self.device)
+
+    def resolve(self) -> dict[str, Any]:
+        """The backend that "auto" takes for the model's first kind of layers."""
+        found = resolved_auto(self.base, self.layout, self.base.dtype)
+        return {"backend": next(iter(found.values()))}
+
+    def compiled(self, scope: str) -> tuple[nn.Module, Callable[..., Any], str]:
+        """A model over the shared parameters, patched; the same compiled; by what."""
+        model = fv.patch_model(share(self.base), self.args.backend)
+        if scope == "layer":
+            return model, *by_layer(model, self.args.compiler)
+        call = torch.compile(model, backend=self.args.compiler, fullgraph=True)
+        return model, call, "torch.compile"
+
+    def compile(self) -> dict[str, Any]:
+        """The first step of a fresh process, and the three after it."""
+        _, call, how = self.compiled(self.args.scope)
+        with watch_compilation() as stats:
+            first = self.seconds(call)
+        with watch_compilation() as after:
+            rest = [self.seconds(call) for _ in range(STEPS_AFTER)]
+        return {
+            "compile_wall_s": first - min(rest),
+            "first_step_s": first,
+            "step_s": min(rest),
+            "compile_s": stats.compile_s,
+            "graphs": stats.compilations,
+            "graph_breaks": stats.graph_breaks,
+            "graphs_later": after.compilations,
+            "how": how,
+        }
+
+    def steady(self) -> dict[str, Any]:
+        """Interleaved steps of both ways, once both are known to be right."""
+        calls, found, steps = {}, {}, {}
+        for scope in ("whole", "layer"):
+            _, calls[scope], how = self.compiled(scope)
+            found[scope] = {"how": how}
+        row = (self.base, self.ids, self.lengths, self.cotangent)
+        oracle = per_document(*row, dtype=wider(self.base.dtype), gradients=False)
+        alone = per_document(*row, dtype=self.base.dtype, gradients=False)
+        peer = errors_of(alone, oracle)
+        for scope, call in calls.items():
+            outputs = self.step(call)
+            error = errors_of(Answer(outputs.detach()[0], {}), oracle)
+            found[scope] |= {"error": error.outputs, "peer_error": peer.outputs}
+            reason = error.why_wrong(peer, self.base.dtype)
+            if reason is not None:
+                found[scope] |= {"status": "wrong", "reason": reason}
+                continue
+            steps[scope] = lambda call=call: self.step(call)
+        timings = time_interleaved(
+            steps, device=self.device, repeats=self.args.repeats, flush_l2=False, lead_in=1
+        )
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        peak = peak_tflops(gpu, self.args.dtype)
+        tflop = step_tflop(self.base, self.lengths)
+        for scope, timing in timings.items():
+            found[scope] |= dataclasses.asdict(timing)
+            found[scope]["mfu"] = utilisation(tflop, timing.ms_p50, peak)
+        return found
+
+    def step(self, call: Callable[..., Any]) -> Tensor:
+        """Gradients dropped, forward, backward."""
+        self.base.zero_grad(set_to_none=True)
+        outputs: Tensor = call(input_ids=self.ids, packed_layout=self.layout).last_hidden_state
+        outputs.backward(self.cotangent)
+        return outputs
+
+    def seconds(self, call: Callable[..., Any]) -> float:
+        self.synchronize()
+        begin = time.perf_counter()
+        self.step(call)
+        self.synchronize()
+        return time.perf_counter() - begin
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

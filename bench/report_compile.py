@@ -1,0 +1,154 @@
+"""Tables of `bench.compile_time` and `bench.small_inference`, from their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.markdown import markdown
+from bench.rows import Row, commit_of
+
+SCOPE_NAMES = {"whole": "the whole model", "layer": "layer by layer"}
+
+
+def _runs(rows: Sequence[Row], *differ: str) -> list[list[Row]]:
+    """Rows of one run whose cases differ in these fields only."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        case = {key: value for key, value in row.case.items() if key not in differ}
+        where = row.environment
+        key = repr((sorted(case.items()), where.get("gpu"), where.get("started_utc")))
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _where(row: Row) -> str:
+    found = row.environment
+    return (
+        f"{found.get('gpu') or found.get('cpu')}, torch {found.get('torch')}, transformers "
+        f"{found.get('transformers')}{commit_of(found)}"
+    )
+
+
+class _Reasons:
+    """Footnotes under a table, each once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def cell(self, row: Row) -> str:
+        number = self.numbers.setdefault(row.reason or "", len(self.numbers) + 1)
+        return f"{row.status} ({number})"
+
+    def text(self) -> str:
+        return "".join(f"\n\n({number}) {reason}" for reason, number in self.numbers.items())
+
+
+def _spread(measures: dict[str, Any], digits: int) -> str:
+    p50, p20, p80 = (f"{measures[name]:.{digits}f}" for name in ("ms_p50", "ms_p20", "ms_p80"))
+    return f"{p50} ({p20}–{p80})"
+
+
+# --- compile time --------------------------------------------------------------------------------
+
+
+def compile_section(rows: Sequence[Row]) -> str:
+    """A table for each run."""
+    return "\n\n".join(_compile_table(group) for group in _runs(rows, "scope", "part"))
+
+
+def _compile_table(rows: Sequence[Row]) -> str:
+    case = rows[0].case
+    found = {(row.case["scope"], row.case["part"]): row for row in rows}
+    header = ["compiled", "cold s", "warm s", "graphs", "graph breaks", "step ms (p20–p80)", "MFU"]
+    reasons, lines = _Reasons(), []
+    for scope, name in SCOPE_NAMES.items():
+        line = [name]
+        for part in ("cold", "warm"):
+            row = found.get((scope, part))
+            line.append(_seconds(row, reasons))
+        first = found.get((scope, "cold"))
+        ok = first is not None and first.status == "ok"
+        for what in ("graphs", "graph_breaks"):
+            line.append(str(first.measures[what]) if ok and first is not None else "–")
+        steady = found.get((scope, "steady"))
+        if steady is None or steady.status != "ok":
+            line += ["–" if steady is None else reasons.cell(steady), "–"]
+        else:
+            mfu = steady.measures.get("mfu")
+            line += [_spread(steady.measures, 1), "–" if mfu is None else f"{mfu:.0%}"]
+        lines.append(line)
+    attends = next((r.measures["attends"] for r in rows if "attends" in r.measures), "")
+    of = f" ({attends})" if case["backend"] == "auto" else ""
+    return (
+        f"{case['geometry']} geometry, {case['layers']} layers, flexvarlen `{case['backend']}`{of},"
+        f" one row of {case['tokens']:,} tokens, documents of mean {case['mean_doc']:,}; "
+        f"{case['dtype']}, {case['passes']}; {_where(rows[0])}:\n\n{markdown(header, lines)}"
+        f"{reasons.text()}\n\nSeconds: the first step of a new process less a later one, with an "
+        "empty cache folder (cold) and with the one that the cold process left (warm). Steps: both "
+        "ways in turns, in one process."
+    )
+
+
+def _seconds(row: Row | None, reasons: _Reasons) -> str:
+    if row is None:
+        return "–"
+    return f"{row.measures['compile_wall_s']:.1f}" if row.status == "ok" else reasons.cell(row)
+
+
+# --- small inference -----------------------------------------------------------------------------
+
+MODES = ("eager", "compiled", "cuda graphs")
+
+
+def small_inference_section(rows: Sequence[Row]) -> str:
+    """A table for each run."""
+    return "\n\n".join(_small_table(group) for group in _runs(rows, "variant", "mode"))
+
+
+def _small_table(rows: Sequence[Row]) -> str:
+    case = rows[0].case
+    found = {(row.case["variant"], row.case["mode"]): row for row in rows}
+    header = ["attention", "eager ms", "compiled ms", "CUDA graphs ms (p20–p80)"]
+    header += ["× compiled", "× eager", "graph breaks", "largest relative error"]
+    reasons, lines = _Reasons(), []
+    for variant in dict.fromkeys(row.case["variant"] for row in rows):
+        own = [found.get((variant, mode)) for mode in MODES]
+        times = [None if row is None else row.measures.get("ms_p50") for row in own]
+        cells = []
+        for row, digits in zip(own, (2, 2, 3), strict=True):
+            if row is None:
+                cells.append("–")
+            elif row.status != "ok":
+                cells.append(reasons.cell(row))
+            elif row.case["mode"] == "cuda graphs":
+                skipped = row.measures.get("cudagraph_skips")  # graphs that ran without one
+                note = f", {skipped} not captured" if skipped else ""
+                cells.append(_spread(row.measures, digits) + note)
+            else:
+                cells.append(f"{row.measures['ms_p50']:.{digits}f}")
+        eager, plain, graphs = times
+        for slower in (plain, eager):
+            cells.append(f"{slower / graphs:.1f}" if slower and graphs else "–")
+        breaks = [r.measures["graph_breaks"] for r in own[1:] if r and "graph_breaks" in r.measures]
+        errors = [r.measures["error"] for r in own if r and "error" in r.measures]
+        cells.append(str(max(breaks)) if breaks else "–")
+        cells.append(f"{max(errors):.1e}" if errors else "–")
+        lines.append([_name(variant, own), *cells])
+    documents = case["documents"]
+    many = "1 document" if len(documents) == 1 else f"{len(documents)} documents"
+    return (
+        f"{case['geometry']} geometry, {case['layers']} layers, {many} of "
+        f"{', '.join(map(str, documents))} tokens in one row; {case['dtype']}, {case['passes']} "
+        f"under no_grad; {_where(rows[0])}:\n\n{markdown(header, lines)}{reasons.text()}\n\n"
+        "Medians of the time from an idle device to the end of the call's work, the host's own "
+        "included (CUDA events). CUDA graphs: torch.compile's `reduce-overhead`, other documents "
+        "copied into the same tensors and checked before timing."
+    )
+
+
+def _name(variant: str, own: Sequence[Row | None]) -> str:
+    if variant.startswith("transformers:"):
+        return f"transformers `{variant.removeprefix('transformers:')}`"
+    attends = next((r.measures["attends"] for r in own if r and r.measures.get("attends")), None)
+    return f"flexvarlen `{variant}`" + (f" ({attends})" if variant == "auto" and attends else "")

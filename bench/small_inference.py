@@ -1,0 +1,340 @@
+"""`python -m bench.small_inference`: forward latency on one to four short documents.
+
+Where the host, not the GPU, sets the time: each attention eagerly, compiled, and compiled with CUDA
+graphs (`mode="reduce-overhead"`), ours beside transformers' own, in one run under `no_grad`.
+
+    1. oracle    each document alone, one precision up, for two packings of equal length
+    2. variants  each way of running checked on the first packing, then on the second, which is
+                 copied into the same tensors: a graph that kept the first is wrong, and not timed
+    3. timing    all that is right, interleaved: CUDA events around the call on an idle device, so
+                 that the host's time counts where the device waits for it (on the CPU: a clock)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+
+import flexvarlen as fv
+from bench.accuracy import Answer, Errors, errors_of, per_document, wider
+from bench.cases import GEOMETRIES
+from bench.rows import Row, Status, append_row, one_line, run_environment
+from bench.utilisation import resolved_auto
+from flexvarlen.equivalence.oracle import share
+from flexvarlen.equivalence.variants import Unsupported, set_transformers
+from flexvarlen.measure import Timing, time_interleaved, watch_compilation
+
+SUITE = "small-inference"
+MODES = ("eager", "compiled", "cuda graphs")
+OURS = ("auto", "fa3", "fa4", "fa2", "varlen", "flex")
+THEIRS = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+DEFAULT_VARIANTS = (*OURS, *(f"transformers:{name}" for name in THEIRS))
+
+# What kernels, compilers and transformers raise; anything else is a mistake of this script.
+ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.small_inference", description=summary)
+    add = parser.add_argument
+    add("--geometry", choices=sorted(GEOMETRIES), default="qwen3-1.7b")
+    add("--layers", type=int, default=14)
+    add("--documents", type=int, nargs="+", default=[128, 64, 40, 24], metavar="TOKENS")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--compiler", choices=["inductor", "aot_eager"], default="inductor")
+    add("--variants", nargs="+", default=list(DEFAULT_VARIANTS), metavar="NAME")
+    add("--modes", nargs="+", default=list(MODES), choices=MODES)
+    add("--repeats", type=int, default=60)
+    add("--start-until", type=float, default=450.0, metavar="S", help="begin no variant later")
+    add("--commit", help="recorded in place of what git finds here")
+    add("--out", type=Path, help="JSON lines to append to")
+    add("--quick", action="store_true", help="a tiny model, to see that all works")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.geometry, args.layers, args.repeats = "qwen3-tiny", 2, 3
+        if torch.device(args.device).type == "cpu":
+            args.dtype = "float32"
+    return args
+
+
+def other_packing(lengths: list[int]) -> list[int]:
+    """Other documents that make as many tokens, in no more slots than `slots_for` gives.
+
+    >>> other_packing([128, 64]), other_packing([64, 64]), other_packing([9])
+    ([64, 128], [42, 86], [3, 6])
+    """
+    if lengths[::-1] != lengths:
+        return lengths[::-1]
+    third = sum(lengths) // 3
+    return [third, sum(lengths) - third]
+
+
+def slots_for(lengths: list[int]) -> int:
+    """Document slots for both packings."""
+    return max(4, len(lengths))
+
+
+class Inputs:
+    """The tensors of a variant, always the same ones; `fill` writes other documents into them."""
+
+    def __init__(self, ids: Tensor, lengths: list[int], theirs: bool) -> None:
+        self.ids, self.theirs = ids, theirs
+        self.slots = slots_for(lengths)
+        self.layout = self.layout_of(lengths)
+        self.position_ids = self.layout.position_ids()[None].clone()
+
+    def layout_of(self, lengths: list[int]) -> fv.PackedLayout:
+        """Documents in fixed shapes."""
+        tokens = self.ids.shape[1]
+        return fv.PackedLayout.from_lengths(
+            lengths, device=self.ids.device, capacity=self.slots, max_seqlen_bound=tokens
+        )
+
+    def fill(self, lengths: list[int]) -> None:
+        """Other documents, where the graphs look for them."""
+        self.layout.copy_(self.layout_of(lengths))
+        self.position_ids.copy_(self.layout.position_ids()[None])
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with."""
+        if self.theirs:
+            return {
+                "input_ids": self.ids,
+                "position_ids": self.position_ids,
+                "use_cache": False,
+            }
+        return {"input_ids": self.ids, "packed_layout": self.layout}
+
+
+def compiled(model: PreTrainedModel, mode: str, compiler: str, fullgraph: bool) -> Any:
+    """The model under torch.compile, with a compiler object of its own.
+
+    Dynamo keeps compiled code by code object, which all variants of a model class share; what
+    another compiler made is none of theirs. `reduce-overhead` is inductor with CUDA graphs.
+    """
+    if compiler == "aot_eager":
+        from torch._dynamo.backends.registry import lookup_backend
+
+        plain = lookup_backend("aot_eager")
+        return torch.compile(model, backend=lambda g, x: plain(g, x), fullgraph=fullgraph)
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {"triton.cudagraphs": mode == "cuda graphs"}
+
+    def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return compile_fx(graph, inputs, config_patches=patches)
+
+    return torch.compile(model, backend=inductor, fullgraph=fullgraph)
+
+
+@dataclasses.dataclass
+class Live:
+    """A way of running a variant that is right, and so will be timed."""
+
+    case: dict[str, Any]
+    call: Callable[[], Tensor]
+    measures: dict[str, Any]
+
+
+class Run:
+    """The shared state of one run: model, packings, oracles, file."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.begin = time.perf_counter()
+        self.device = torch.device(args.device)
+        self.dtype: torch.dtype = getattr(torch, args.dtype)
+        self.environment = run_environment(self.device, args.commit)
+        torch.manual_seed(args.seed)
+        with torch.device(self.device):
+            config = GEOMETRIES[args.geometry](args.layers)
+            self.base = AutoModel.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
+        self.base.to(self.device).eval()
+        tokens = sum(args.documents)
+        self.ids = torch.randint(config.vocab_size, (1, tokens), device=self.device)
+        self.packings = (args.documents, other_packing(args.documents))
+        self.oracles = [self.alone(lengths, wider(self.dtype)) for lengths in self.packings]
+        self.peers = [
+            errors_of(self.alone(lengths, self.dtype), oracle)
+            for lengths, oracle in zip(self.packings, self.oracles, strict=True)
+        ]
+
+    def alone(self, lengths: list[int], dtype: torch.dtype) -> Answer:
+        none = torch.empty(0)  # where a backward would start from
+        return per_document(self.base, self.ids, lengths, none, dtype=dtype, gradients=False)
+
+    def run(self) -> None:
+        lives = []
+        for name in self.args.variants:
+            try:
+                model, theirs, attends = self.variant(name)
+            except (Unsupported, NotImplementedError, ImportError) as error:
+                plain = isinstance(error, Unsupported)
+                for mode in self.args.modes:
+                    reason = str(error) if plain else one_line(error)
+                    self.write(self.case(name, mode), "unsupported", reason)
+                continue
+            for mode in self.args.modes:
+                live = self.prepare(name, mode, model, theirs)
+                if live is not None:
+                    live.measures["attends"] = attends
+                    lives.append(live)
+        with watch_compilation() as stats:
+            timings = self.time(lives)
+        for live, timing in zip(lives, timings, strict=True):
+            live.measures |= dataclasses.asdict(timing)
+            live.measures["compilations_while_timing_all"] = stats.compilations
+            self.write(live.case, "ok", None, live.measures)
+
+    def variant(self, name: str) -> tuple[PreTrainedModel, bool, str | None]:
+        """A model over the shared parameters, whether it is transformers' own, what attends."""
+        model = share(self.base)
+        if name.startswith("transformers:"):
+            set_transformers(model, name.removeprefix("transformers:"))
+            return model, True, None
+        fv.patch_model(model, name)
+        if name != "auto":
+            return model, False, name
+        layout = Inputs(self.ids, self.packings[0], theirs=False).layout
+        with torch.no_grad():  # measures, if it has not, before anything is compiled
+            found = resolved_auto(model, layout, self.dtype, needs_grad=False)
+        return model, False, ", ".join(dict.fromkeys(found.values()))
+
+    def prepare(self, name: str, mode: str, model: PreTrainedModel, theirs: bool) -> Live | None:
+        """Run on both packings; None if a row says why it will not be timed."""
+        case = self.case(name, mode)
+        if time.perf_counter() - self.begin > self.args.start_until:
+            self.write(case, "skipped", f"not begun within {self.args.start_until:g} s of the run")
+            return None
+        if mode == "cuda graphs" and self.device.type != "cuda":
+            self.write(case, "unsupported", f"there are no CUDA graphs on {self.device.type}")
+            return None
+        inputs = Inputs(self.ids, self.packings[0], theirs)
+        how = self.args.compiler
+        run = model if mode == "eager" else compiled(model, mode, how, fullgraph=not theirs)
+
+        def call() -> Tensor:
+            if mode == "cuda graphs":
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                outputs: Tensor = run(**inputs.arguments()).last_hidden_state
+            return outputs
+
+        try:
+            measures, reason = self.check(call, inputs)
+        except (NotImplementedError, ImportError) as error:
+            self.write(case, "unsupported", one_line(error))
+        except torch.OutOfMemoryError as error:
+            self.write(case, "oom", one_line(error))
+        except ERRORS as error:
+            self.write(case, "failed", one_line(error))
+        else:
+            if reason is None:
+                self.say(f"{name}, {mode}: right, {measures}")
+                return Live(case, call, measures)
+            self.write(case, "wrong", reason, measures)
+        return None
+
+    def check(
+        self, call: Callable[[], Tensor], inputs: Inputs
+    ) -> tuple[dict[str, Any], str | None]:
+        """Errors on both packings, and what was compiled; why it is wrong, or None."""
+        from torch._dynamo.utils import counters
+
+        skips = counters["inductor"]["cudagraph_skips"]
+        with watch_compilation() as first:
+            for _ in range(3):  # a graph is recorded at the second call and replayed at the third
+                error = self.error(call(), 0)
+        with watch_compilation() as later:
+            inputs.fill(self.packings[1])
+            other = self.error(call(), 1)
+            inputs.fill(self.packings[0])
+            again = self.error(call(), 0)
+        measures = {
+            "error": error.outputs,
+            "error_other_packing": other.outputs,
+            "peer_error": self.peers[0].outputs,
+            "compile_s": first.compile_s,
+            "graphs": first.compilations,
+            "graph_breaks": first.graph_breaks,
+            "recompilations": later.compilations,
+            "cudagraph_skips": counters["inductor"]["cudagraph_skips"] - skips,
+        }
+        for which, (found, peer) in enumerate(
+            [(error, self.peers[0]), (other, self.peers[1]), (again, self.peers[0])]
+        ):
+            reason = found.why_wrong(peer, self.dtype)
+            if reason is not None:
+                return measures, f"{('first', 'other', 'first again')[which]} packing: {reason}"
+        return measures, None
+
+    def error(self, outputs: Tensor, packing: int) -> Errors:
+        return errors_of(Answer(outputs[0], {}), self.oracles[packing])
+
+    def time(self, lives: list[Live]) -> list[Timing]:
+        calls: dict[str, Callable[[], object]] = {
+            f"{live.case['variant']} {live.case['mode']}": live.call for live in lives
+        }
+        found = time_interleaved(
+            calls,
+            device=self.device,
+            warmup=5,
+            repeats=self.args.repeats,
+            flush_l2=False,
+            lead_in=2,
+        )
+        return list(found.values())
+
+    def case(self, name: str, mode: str) -> dict[str, Any]:
+        args = self.args
+        return {
+            "variant": name,
+            "mode": mode,
+            "geometry": args.geometry,
+            "layers": args.layers,
+            "documents": args.documents,
+            "seed": args.seed,
+            "dtype": args.dtype,
+            "compiler": args.compiler,
+            "passes": "forward",
+        }
+
+    def write(
+        self,
+        case: dict[str, Any],
+        status: Status,
+        reason: str | None,
+        measures: dict[str, Any] | None = None,
+    ) -> None:
+        shown = reason or f"{(measures or {}).get('ms_p50', 0):.3f} ms"
+        self.say(f"{case['variant']}, {case['mode']}: {status}, {shown}")
+        if self.args.out is not None:
+            row = Row(SUITE, case, status, reason, measures or {}, self.environment)
+            append_row(self.args.out, row)
+
+    def say(self, text: str) -> None:
+        print(f"{time.perf_counter() - self.begin:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    # Variants of one class share their code objects, and Dynamo's limits go by code object.
+    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
+    with torch._dynamo.config.patch(limits):
+        Run(args).run()
+
+
+if __name__ == "__main__":
+    main()

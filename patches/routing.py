@@ -1,0 +1,188 @@
+"""Which backend serves which attention layers of a model: by layer kind, not once a model.
+
+Layers of one kind share their documents' mask, their heads and what the kernel is asked for, so
+they share one backend and one plan a forward. The attention function looks its own kind up by what
+reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from flexvarlen.backends import BACKENDS, get_backend, why_not
+from flexvarlen.bounds import MaskSpec
+
+BackendChoice = str | Mapping[str, str]
+"""A backend's name for all layers, or one for each of the model's layer types."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # as in transformers' config.layer_types
+
+
+class LayerKind(NamedTuple):
+    """What a layer's attention is asked for; a key, so of constants only.
+
+    Attributes:
+        layer_type: transformers' name, as in `config.layer_types`.
+        causal, window: as in `MaskSpec.of`.
+        sinks: whether the layer has attention sinks.
+    """
+
+    layer_type: str
+    causal: bool
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def spec(self) -> MaskSpec:
+        """Its mask."""
+        return MaskSpec.of(causal=self.causal, window=self.window)
+
+
+class Route(NamedTuple):
+    """Where the layers of one kind go: the backend's name, and its plan of this forward."""
+
+    backend: str
+    plan: Any
+
+
+def layer_type_of(layer: nn.Module, window: int | None) -> str:
+    """transformers' name for the type of an attention layer with this window."""
+    # Not getattr: an attribute that a module does not have costs a microsecond.
+    named: str | None = layer.__dict__.get("layer_type")
+    if named is not None:
+        return named
+    return FULL if window is None else SLIDING
+
+
+def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """The kinds of the model's attention layers, each once, in the order of the layers."""
+    config = model.config
+    kinds: dict[LayerKind, None] = {}
+    for layer in model.modules():
+        if "is_causal" not in layer.__dict__:
+            continue
+        window = getattr(layer, "sliding_window", None)
+        heads: int = config.num_attention_heads
+        kind = LayerKind(
+            layer_type=layer_type_of(layer, window),
+            causal=bool(layer.is_causal),
+            window=window,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
+        )
+        kinds[kind] = None
+    return tuple(kinds)
+
+
+def check_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> None:
+    """Raise unless the choice names a backend for each of the layer types, and for no other.
+
+    Raises:
+        ValueError: an unknown backend, or layer types that are not the model's.
+    """
+    if isinstance(choice, str):
+        _check_name(choice)
+        return
+    if not isinstance(choice, Mapping):
+        raise ValueError(
+            "backend must be a name, or a mapping from layer types to names, got "
+            f"{type(choice).__name__}; pass one of {', '.join(BACKENDS)} or auto."
+        )
+    types = list(dict.fromkeys(kind.layer_type for kind in kinds))
+    unknown = [name for name in choice if name not in types]
+    missing = [name for name in types if name not in choice]
+    if unknown or missing:
+        wrong = f"no layer is {unknown[0]!r}" if unknown else f"{missing[0]!r} has none"
+        raise ValueError(
+            f"backend must name one for each layer type of the model ({', '.join(types)}), got "
+            f"{dict(choice)!r}, where {wrong}; use these types as keys."
+        )
+    for name in choice.values():
+        _check_name(name)
+
+
+def _check_name(name: object) -> None:
+    if name != "auto":
+        get_backend(name)  # type: ignore[arg-type]  # raises, whatever it is
+
+
+def chosen_for(choice: BackendChoice, layer_type: str) -> str:
+    """The name chosen for layers of this type, "auto" not resolved; "auto" where none is."""
+    return choice if isinstance(choice, str) else choice.get(layer_type, "auto")
+
+
+def names_in(choice: BackendChoice) -> list[str]:
+    """The names chosen, each once; the first stands for the model's attn_implementation."""
+    return [choice] if isinstance(choice, str) else list(dict.fromkeys(choice.values()))
+
+
+def why_not_kind(backend: str, kind: LayerKind, **call: Any) -> str | None:
+    """`flexvarlen.why_not` for layers of a kind; `call` is the rest of its arguments."""
+    return why_not(
+        backend,
+        num_heads=kind.num_heads,
+        num_kv_heads=kind.num_kv_heads,
+        head_dim=kind.head_dim,
+        causal=kind.causal,
+        window=kind.window,
+        softcap=kind.softcap,
+        sinks=kind.sinks,
+        **call,
+    )
+
+
+def check_machine(
+    choice: BackendChoice,
+    kinds: tuple[LayerKind, ...],
+    device: torch.device,
+    *,
+    deterministic: bool,
+    batch_invariant: bool,
+) -> None:
+    """Refuse now what no later device or dtype of the model could mend (a missing package).
+
+    Raises:
+        NotImplementedError: a backend cannot serve the layers it was chosen for.
+    """
+    call = {
+        "device": "cuda" if torch.cuda.is_available() else device,
+        "dtype": torch.bfloat16,
+        "needs_grad": False,
+        "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
+    }
+    for kind in kinds:
+        backend = chosen_for(choice, kind.layer_type)
+        reason = None if backend == "auto" else why_not_kind(backend, kind, **call)
+        if reason is not None:
+            raise NotImplementedError(
+                reason if len(kinds) == 1 else _of_layers(kind, backend, reason, call)
+            )
+
+
+def refusal_of_layers(refusal: Exception, backend: str, kind: LayerKind, **call: Any) -> str:
+    """A kernel's refusal of a call, with the layers it was made for and what could serve them."""
+    return _of_layers(kind, backend, str(refusal), call)
+
+
+def _of_layers(kind: LayerKind, backend: str, reason: str, call: dict[str, Any]) -> str:
+    could = [
+        name for name in BACKENDS if name != backend and why_not_kind(name, kind, **call) is None
+    ]
+    others = (
+        f"For these layers {', '.join(could)} could: pass "
+        f"backend={{{kind.layer_type!r}: {could[0]!r}, ...}} to patch_model."
+        if could
+        else "No other backend could."
+    )
+    return f"{backend} cannot serve the {kind.layer_type} layers: {reason} {others}"

@@ -1,0 +1,199 @@
+"""Compile time and small inference on a tiny model: right before timed, each row in a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from bench import compile_time, report, small_inference
+from bench.cases import GEOMETRIES, Case
+from bench.compile_time_child import Child
+from bench.rows import Row, append_row, read_rows
+from bench.utilisation import peak_tflops, step_tflop, utilisation
+from bench.variants import DEFAULT_VARIANTS
+from flexvarlen.plotstyle import style_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+QUICK = ["--quick", "--device", "cpu", "--compiler", "aot_eager", "--commit", "x"]
+
+
+# ---- compile time ----
+
+
+def child(*more):
+    return Child(compile_time.parse([*QUICK, "--backend", "sdpa", *more]))
+
+
+@pytest.mark.parametrize(("scope", "graphs"), [("whole", 1), ("layer", 4)])
+def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
+    found = child("--scope", scope).compile()
+    assert (found["graphs"], found["graph_breaks"], found["graphs_later"]) == (graphs, 0, 0)
+    assert found["compile_wall_s"] == found["first_step_s"] - found["step_s"]
+    assert found["compile_wall_s"] > found["step_s"] > 0
+
+
+def test_both_ways_are_right_before_they_are_timed(monkeypatch):
+    one = child("--repeats", "2")
+    found = one.steady()
+    for scope in ("whole", "layer"):
+        assert found[scope]["error"] <= 2 * (found[scope]["peer_error"] + 2e-7)
+        assert found[scope]["repeats"] == 2
+    torch._dynamo.reset()
+    one.layout = fv.PackedLayout.from_lengths([256])  # one document: everything leaks
+    found = one.steady()
+    assert [found[scope]["status"] for scope in ("whole", "layer")] == ["wrong", "wrong"]
+    assert "ms_p50" not in found["whole"]
+
+
+def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def answer(self, part, scope, cache):
+        started.append((part, scope, cache.name))
+        cache.mkdir(exist_ok=True)
+        if part == "resolve":
+            return {"backend": "sdpa"}
+        timing = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 3.0, "mfu": 0.5}
+        if part == "steady":
+            return {"whole": timing, "layer": {"status": "wrong", "reason": "it leaks"}}
+        assert self.backend == "sdpa"
+        return {"compile_wall_s": 9.0, "graphs": 1, "graph_breaks": 0}
+
+    monkeypatch.setattr(compile_time.Parent, "child", answer)
+    out = tmp_path / "rows.jsonl"
+    compile_time.main([*QUICK, "--out", str(out)])
+    assert started == [
+        ("resolve", "whole", "resolve"),  # what "auto" compiles must not warm a cache
+        *[("compile", scope, scope) for scope in ("whole", "whole", "layer", "layer")],
+        ("steady", "whole", "whole"),
+    ]
+    rows = read_rows([out])
+    assert [(row.case["scope"], row.case["part"], row.status) for row in rows] == [
+        *[(scope, part, "ok") for scope in ("whole", "layer") for part in ("cold", "warm")],
+        ("whole", "steady", "ok"),
+        ("layer", "steady", "wrong"),
+    ]
+    report.main([str(out)])
+    text = capsys.readouterr().out
+    assert "| the whole model | 9.0 | 9.0 | 1 | 0 | 2.0 (1.0–3.0) | 50% |" in text
+    assert "| layer by layer | 9.0 | 9.0 | 1 | 0 | wrong (1) | – |" in text
+    assert "(1) it leaks" in text
+
+
+def test_a_process_that_fails_says_why(tmp_path):
+    parent = compile_time.Parent(compile_time.parse([*QUICK, "--backend", "unheard-of"]))
+    found = parent.child("compile", "whole", tmp_path / "cache")
+    assert found["status"] == "failed"
+    assert "backend must be one of" in found["reason"]
+    parent.args.timeout = 0.01
+    assert "not done" in parent.child("compile", "whole", tmp_path / "cache")["reason"]
+
+
+def test_a_child_gets_the_arguments_of_its_parent():
+    args = compile_time.parse(["--quick", "--device", "cpu", "--mean", "99", "--layers", "3"])
+    again = compile_time.parse(compile_time.forwarded(args))
+    names = ("geometry", "layers", "tokens", "mean", "dtype", "device", "repeats", "seed")
+    assert [getattr(again, name) for name in names] == [getattr(args, name) for name in names]
+
+
+# ---- small inference ----
+
+
+def small(tmp_path, *variants):
+    out = tmp_path / "small.jsonl"
+    small_inference.main([*QUICK, "--out", str(out), "--variants", *variants])
+    return out, {(row.case["variant"], row.case["mode"]): row for row in read_rows([out])}
+
+
+def test_small_inference_rows(tmp_path, capsys):
+    out, rows = small(tmp_path, "auto", "transformers:sdpa", "transformers:flash_attention_2")
+    assert {row.status for row in rows.values()} == {"ok", "unsupported"}
+    for variant in ("auto", "transformers:sdpa"):
+        for mode in ("eager", "compiled"):
+            measures = rows[variant, mode].measures
+            assert measures["ms_p50"] > 0
+            assert measures["compilations_while_timing_all"] == 0
+            assert measures["error_other_packing"] < 1e-5
+        assert "no CUDA graphs" in rows[variant, "cuda graphs"].reason
+    assert rows["auto", "compiled"].measures["attends"] == "sdpa"
+    assert rows["auto", "compiled"].measures["graph_breaks"] == 0
+    readme = tmp_path / "README.md"
+    markers = ["<!-- bench:small-inference begin -->", "<!-- bench:small-inference end -->"]
+    readme.write_text("\n".join(markers))
+    report.main([str(out), "--readme", str(readme)])
+    assert "| flexvarlen `auto` (sdpa) | " in readme.read_text()
+    assert "4 documents of 128, 64, 40, 24 tokens" in capsys.readouterr().out
+
+
+def test_a_graph_that_keeps_the_first_documents_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_inference.Inputs, "fill", lambda self, lengths: None)
+    _, rows = small(tmp_path, "sdpa")
+    for mode in ("eager", "compiled"):
+        row = rows["sdpa", mode]
+        assert row.status == "wrong"
+        assert row.reason.startswith("other packing")
+        assert "ms_p50" not in row.measures
+
+
+@pytest.mark.parametrize("lengths", [[128, 64, 40, 24], [64, 64], [9], [200]])
+def test_the_other_packing_fits_the_same_shapes(lengths):
+    other = small_inference.other_packing(lengths)
+    assert other != lengths
+    assert sum(other) == sum(lengths)
+    assert len(other) <= small_inference.slots_for(lengths)
+
+
+# ---- utilisation ----
+
+
+def test_a_step_counts_matrix_products_and_unmasked_pairs():
+    from transformers import AutoModel
+
+    model = AutoModel.from_config(GEOMETRIES["qwen3-tiny"](2))
+    per_layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128
+    norms = 2 * (2 * 64 + 2 * 16) + 64
+    pairs = 3 * 4 // 2 + 5 * 6 // 2
+    attention = 2 * 4 * pairs * 16 * 4
+    forward = 2 * (2 * per_layer + norms) * 8 + attention
+    assert step_tflop(model, [3, 5], backward=False) * 1e12 == pytest.approx(forward)
+    both = 6 * (2 * per_layer + norms) * 8 + 3.5 * attention
+    assert step_tflop(model, [3, 5]) * 1e12 == pytest.approx(both)
+
+
+def test_an_unknown_gpu_has_no_utilisation():
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4
+    assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.5
+    assert peak_tflops("Some GPU", "bfloat16") is None
+    assert peak_tflops(None, "bfloat16") is None
+    assert utilisation(1.0, 1.0, None) is None
+
+
+def test_the_table_of_the_model_shows_utilisation_and_what_auto_chose(tmp_path):
+    case = Case("auto", "qwen3-tiny", 2, 8, 4, 1.0, 0, "bfloat16", "inductor").data()
+    measures = json.loads(
+        '{"ms_p20": 1, "ms_p50": 2, "ms_p80": 3, "graph_breaks": 0, "recompilations": 0, '
+        '"other_packings": 2, "compile_s": 1, "error": 0.1, "grad_error": 0.1, "peer_error": 0.1, '
+        '"peer_grad_error": 0.1, "peak_meaning": "p", "mfu": 0.456, "attends": "fa3", '
+        '"model_tflop": 99, "peak_tflops": 989.4}'
+    )
+    path = tmp_path / "rows.jsonl"
+    append_row(path, Row("model", case, "ok", None, measures))
+    text = report.model_section(read_rows([path]))
+    assert "| flexvarlen `auto` (fa3) |" in text
+    assert "| 46% |" in text
+    assert "99e12 operations" in text
+
+
+def test_every_default_variant_has_a_style():
+    for name in (*DEFAULT_VARIANTS, *small_inference.DEFAULT_VARIANTS):
+        style_of(name)

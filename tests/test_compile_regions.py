@@ -1,0 +1,305 @@
+"""Compilation that users can afford: layer by layer, once a form, and never given up in silence."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from types import MethodType
+
+import pytest
+import torch
+from accelerate.utils import compile_regions
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import flexvarlen as fv
+from flexvarlen.backends import sdpa
+from flexvarlen.patches import compile_warnings
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
+
+BATCH = one_row()
+T = 256
+PARTS = 4  # what compile_regions compiles beside the layers: embedding, rotary, norm, head
+MIXED = {"full_attention": "sdpa", "sliding_attention": "reference"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def lengths_of(documents: int, longest: int) -> list[int]:
+    """Documents that fill the row, one of them this long."""
+    rest, others = T - longest, documents - 1
+    return [longest, *(rest // others + (i < rest % others) for i in range(others))]
+
+
+# default sizes: (4, 128), (4, 256), (16, 64), (32, 64), (64, 256), (4, 128), (32, 64)
+SIZES = [(4, 100), (4, 200), (9, 60), (20, 60), (40, 130), (3, 90), (17, 33)]
+
+
+def inputs_of(form: str, lengths=LENGTHS) -> dict:
+    """The documents as keyword arguments of a forward, with labels."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    ids = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))[None]
+    cumulative = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    given = {
+        "layout": {"packed_layout": fv.PackedLayout.from_lengths(lengths)},
+        "position_ids": {"position_ids": positions},
+        "document_ids": {"attention_mask": ids},
+        "cu_seq_lens": cumulative,
+        "collator": {**cumulative, **longest, "position_ids": positions},  # DataCollatorWith…
+    }[form]
+    return {"input_ids": BATCH.ids, "labels": BATCH.ids, **given}
+
+
+def compiled_model(how, model, compiler="aot_eager", *, backend="sdpa", **settings):
+    """The patched model compiled, and the counter of its graphs."""
+    counter = CompileCounterWithBackend(compiler)
+    settings = {"fullgraph": True, "backend": counter, **settings}
+    if how == "regions_then_patch":
+        compiled = fv.patch_model(compile_regions(model, **settings), backend)
+    else:
+        fv.patch_model(model, backend)
+        compiled = (torch.compile if how == "whole" else compile_regions)(model, **settings)
+    return compiled, counter
+
+
+def check_right(kind, model, out):
+    """Logits and gradients as of the documents one by one."""
+    out.loss.backward()
+    exact, peer = exact_and_peer(kind, BATCH.order)
+    assert_as_accurate(out.logits[0].detach(), exact.logits, peer.logits, 2)
+    seen = 0
+    for name, parameter in model.named_parameters():
+        name = name.replace("_orig_mod.", "")
+        assert_as_accurate(parameter.grad, exact.gradients[name], peer.gradients[name], 3, name)
+        seen += 1
+    assert seen == len(exact.gradients)
+    model.zero_grad()
+
+
+ORDERS = ("patch_then_regions", "regions_then_patch")
+
+
+@pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("llama", "sdpa"), ("qwen3_windows", "sdpa"), ("qwen3_windows", MIXED)]
+)
+def test_regions_are_right_and_compiled_once_a_kind_of_layers(kind, backend, how):
+    compiled, counter = compiled_model(how, new_model(kind), backend=backend)
+    for form in ("position_ids", "layout", "document_ids", "cu_seq_lens"):
+        check_right(kind, compiled, compiled(**inputs_of(form)))
+    assert counter.frame_count == PARTS + (1 if kind == "llama" else 2)
+
+
+@pytest.mark.parametrize("how", ORDERS)
+def test_regions_are_right_in_inductor(how):
+    model = new_model("llama")
+    compiled, counter = compiled_model(how, model, "inductor")
+    check_right("llama", compiled, compiled(**inputs_of("position_ids")))
+    assert counter.frame_count == PARTS + 1
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "eval_no_grad"])
+def test_more_layers_make_no_more_graphs(mode):
+    """A cache, which transformers makes in eval mode, would give each layer its own."""
+    model = new_model("qwen3_windows", num_hidden_layers=6).train(mode == "train")
+    compiled, counter = compiled_model("patch_then_regions", model)
+    for form in ("position_ids", "layout"):
+        with torch.set_grad_enabled(mode != "eval_no_grad"):
+            assert compiled(**inputs_of(form)).logits.isfinite().all()
+    assert counter.frame_count == PARTS + 2
+
+
+def test_layers_compiled_in_place_make_no_more_graphs():
+    """As accelerate does for FSDP2."""
+    model = fv.patch_model(new_model("llama", num_hidden_layers=4), "sdpa")
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    with torch.no_grad():
+        model(**inputs_of("position_ids"))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("how", ORDERS)
+def test_the_model_that_regions_were_made_of_is_left_as_it_was(how):
+    model = new_model("llama")
+    before = model(**inputs_of("position_ids")).logits
+    compiled, _ = compiled_model(how, model)
+    compiled(**inputs_of("position_ids"))
+    for patched in (compiled, model):
+        fv.unpatch_model(patched)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(**inputs_of("position_ids")).logits, before)
+
+
+def test_regions_of_a_model_with_a_method_of_the_instance_are_compiled():
+    """accelerate sets one for mixed precision; the regions' own layers must run under it."""
+    model = new_model("llama")
+    model.forward = MethodType(type(model).forward, model)
+    compiled, counter = compiled_model("patch_then_regions", model)
+    check_right("llama", compiled, compiled(**inputs_of("position_ids")))
+    assert counter.frame_count == PARTS + 1
+
+
+# ---- once a form ----
+
+
+@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+def test_returning_to_an_earlier_form_compiles_nothing(how):
+    model = new_model("qwen3_windows")
+    forms = ("layout", "position_ids", "document_ids", "cu_seq_lens")
+    settings = [(True, True), (False, True), (False, False)]  # train, gradients
+    with torch._dynamo.config.patch(recompile_limit=32):
+        compiled, counter = compiled_model(how, model, backend=MIXED)
+        counts = []
+        for train, grad in settings * 2:
+            for form in forms:
+                compiled.train(train)
+                with torch.set_grad_enabled(grad):
+                    compiled(**inputs_of(form))
+                counts.append(counter.frame_count)
+    new = [after - before for before, after in zip([0, *counts], counts, strict=False)]
+    assert new[len(new) // 2 :] == [0] * (len(new) // 2)
+    if how == "whole":
+        assert new[: len(new) // 2] == [1] * (len(new) // 2)
+    else:  # layers see no form; each of the two kinds, and each part, at most once a mode
+        assert [sum(new[i : i + 4]) for i in (0, 4)] == [PARTS + 2, 2]
+        assert sum(new[8:12]) <= PARTS + 2
+
+
+FORMS = ("layout", "cu_seq_lens", "collator")
+
+
+@pytest.mark.parametrize("form", [*FORMS, "position_ids"])
+@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+def test_other_sizes_cost_at_most_one_compilation_more(how, form):
+    """Dynamo leaves open what has changed once; nothing of ours may fix it again."""
+    compiled, counter = compiled_model(how, new_model("llama"))
+    counts = []
+    for size in SIZES:
+        with torch.no_grad():
+            compiled(**inputs_of(form, lengths_of(*size)))
+        counts.append(counter.frame_count)
+    graphs = 1 if how == "whole" else PARTS + 1
+    assert counts[0] == graphs
+    assert counts[-1] <= graphs + 1
+    assert counts[2:] == [counts[2]] * len(counts[2:])
+
+
+# ---- nothing in silence ----
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The sentences of our warnings, each of which comes once a process."""
+    monkeypatch.setattr(compile_warnings, "_told", set())
+    monkeypatch.setattr(compile_warnings, "_sizes", {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sentences = lambda: [str(w.message) for w in caught if "flexvarlen:" in str(w.message)]  # noqa: E731
+        yield sentences
+
+
+@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+def test_graphs_for_many_sizes_are_told_of(how, told):
+    compiled, _ = compiled_model(how, new_model("llama"), backend="flex", dynamic=False)
+    for number, size in enumerate(SIZES, 1):
+        with torch.no_grad():
+            compiled(**inputs_of("layout", lengths_of(*size)))
+        assert len(told()) == (number >= 5)
+    assert "5 sizes of a packed batch of 256 tokens" in told()[0]
+    assert "(4, 128), (4, 256), (16, 64), (32, 64), (64, 256)" in told()[0]
+    assert "capacity= and max_seqlen_bound=" in told()[0]
+
+
+@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+def test_sizes_left_open_are_not_told_of(how, told):
+    compiled, counter = compiled_model(how, new_model("llama"), backend="flex")
+    for size in SIZES:
+        with torch.no_grad():
+            compiled(**inputs_of("layout", lengths_of(*size)))
+    assert told() == []
+    # once more for another capacity, once more for another bound
+    assert counter.frame_count <= 2 + (1 if how == "whole" else PARTS + 1)
+
+
+@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+def test_a_recompile_limit_is_told_of(how, told):
+    with torch._dynamo.config.patch(recompile_limit=2):
+        settings = {"dynamic": False, "fullgraph": False}
+        compiled, _ = compiled_model(how, new_model("llama"), **settings)
+        for number, size in enumerate(SIZES, 1):
+            with torch.no_grad():
+                compiled(**inputs_of("layout", lengths_of(*size)))
+            assert len(told()) == (number >= 4)  # of the capacities 4, 16 and 32, two have graphs
+    assert "attention runs eagerly inside torch.compile" in told()[0]
+    assert "recompile_limit" in told()[0]
+
+
+def test_a_recompile_limit_raises_under_fullgraph():
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled, _ = compiled_model("whole", new_model("llama"), dynamic=False)
+        with torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):  # noqa: PT012
+            for size in SIZES:
+                compiled(**inputs_of("layout", lengths_of(*size)))
+
+
+@pytest.mark.parametrize("how", ["eager", "disabled"])
+def test_an_eager_model_is_told_of_no_limit(how, told):
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    call = torch._dynamo.disable(model) if how == "disabled" else model
+    with torch.no_grad():
+        call(**inputs_of("layout"))
+    assert told() == []
+
+
+# ---- checkpointing ----
+
+
+@pytest.fixture
+def attentions(monkeypatch):
+    """One entry for each time that a layer's attention really ran."""
+    runs = []
+    loop = sdpa._loop
+    monkeypatch.setattr(sdpa, "_loop", lambda *args: (runs.append(1), loop(*args))[1])
+    return runs
+
+
+HOW = ("eager", "whole", "patch_then_regions")
+
+
+def checkpointed(how, **settings):
+    model = new_model("llama").train()
+    model.gradient_checkpointing_enable(settings)
+    if how == "eager":
+        return fv.patch_model(model, "sdpa"), None
+    return compiled_model(how, model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", HOW)
+def test_checkpointing_runs_attention_again_and_is_right(how, reentrant, attentions):
+    model, counter = checkpointed(how, use_reentrant=reentrant)
+    for _ in range(2):
+        attentions.clear()
+        check_right("llama", model, model(**inputs_of("position_ids")))
+        assert len(attentions) == 4  # two layers, forward and recomputation
+    if counter is not None:
+        assert counter.frame_count == (1 if how == "whole" else PARTS + 1)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_selective_checkpointing_keeps_what_attention_gave(how, attentions):
+    ops = [torch.ops.flexvarlen.sdpa_forward.default]
+    contexts = partial(create_selective_checkpoint_contexts, ops)
+    model, _ = checkpointed(how, use_reentrant=False, context_fn=contexts)
+    check_right("llama", model, model(**inputs_of("position_ids")))
+    assert len(attentions) == 2  # two layers, forward alone

@@ -1,0 +1,245 @@
+"""Layers of one model on different backends: each gets its own, and a refusal names the layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flexvarlen as fv
+from flexvarlen.backends import get_backend
+from flexvarlen.patches import documents, routing
+from flexvarlen.patches.shared_config import ATTRIBUTE
+from flexvarlen.switches import _flag
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import exact_and_peer, new_model, one_row
+
+BATCH = one_row()
+PACKED = {"input_ids": BATCH.ids, "position_ids": BATCH.position_ids, "labels": BATCH.ids}
+MIXED = {"full_attention": "sdpa", "sliding_attention": "reference"}
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """Of each call of a backend: its name, the window's left side, the options."""
+    calls = []
+    for name in ("sdpa", "reference"):
+        backend = get_backend(name)
+
+        def attend(q, k, v, mask, plan, options, _name=name, _attend=backend.attend):
+            calls.append((_name, mask.spec.left, options))
+            return _attend(q, k, v, mask, plan, options)
+
+        monkeypatch.setattr(backend, "attend", attend)
+    return calls
+
+
+def check_right(kind, model, out):
+    """Logits and gradients as of the documents one by one."""
+    out.loss.backward()
+    exact, peer = exact_and_peer(kind, BATCH.order)
+    assert_as_accurate(out.logits[0].detach(), exact.logits, peer.logits, 2)
+    for name, parameter in model.named_parameters():
+        assert_as_accurate(parameter.grad, exact.gradients[name], peer.gradients[name], 3, name)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2_windows", "qwen3_windows"])
+def test_each_type_of_layers_gets_its_backend(kind, swapped, attended):
+    choice = dict(zip(MIXED, reversed(MIXED.values()), strict=True)) if swapped else MIXED
+    model = fv.patch_model(new_model(kind), choice)
+    check_right(kind, model, model(**PACKED))
+    # the first layer sees all of its document, the second 9 tokens
+    full, sliding = choice.values()
+    assert [call[:2] for call in attended] == [(full, -1), (sliding, 8)]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_windows", "qwen3_windows"])
+def test_mixed_backends_make_one_graph(kind):
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model(kind), MIXED)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    check_right(kind, model, compiled(**PACKED))
+    model.zero_grad()
+    check_right(kind, model, compiled(**PACKED))
+    assert counter.frame_count == 1
+
+
+def test_auto_is_resolved_by_kind_of_layer(attended, monkeypatch):
+    asked = []
+
+    def resolve(backend, mask, **call):
+        asked.append((backend, mask.spec.left, call["num_heads"], call["num_kv_heads"]))
+        return "sdpa" if mask.spec.left == -1 else "reference"
+
+    monkeypatch.setattr(documents, "resolve_backend", resolve)
+    model = fv.patch_model(new_model("qwen3_windows", num_hidden_layers=4), "auto")
+    with torch.no_grad():
+        model(**PACKED)
+    assert asked == [("auto", -1, 6, 2), ("auto", 8, 6, 2)]  # once a kind, not once a layer
+    assert [name for name, *_ in attended] == ["sdpa", "reference", "reference", "reference"]
+
+
+def test_auto_for_one_type_of_layers(attended):
+    choice = {"full_attention": "reference", "sliding_attention": "auto"}
+    model = fv.patch_model(new_model("qwen3_windows"), choice)
+    with torch.no_grad():
+        model(**PACKED)
+    assert [name for name, *_ in attended] == ["reference", "sdpa"]  # on the CPU auto is sdpa
+
+
+@pytest.mark.parametrize("how", ["patched", "name"])
+def test_layers_of_one_kind_share_one_plan(how, monkeypatch):
+    plans = []
+    backend = get_backend("sdpa")
+    plan = backend.plan
+    monkeypatch.setattr(backend, "plan", lambda mask: (plans.append(mask.spec), plan(mask))[1])
+    name = "flexvarlen_auto" if how == "name" else "sdpa"
+    model = new_model("qwen3_windows", num_hidden_layers=5, implementation=name)
+    if how == "patched":
+        fv.patch_model(model, "auto")
+    with torch.no_grad():
+        model(**PACKED, use_cache=False)
+    assert [spec.left for spec in plans] == [-1, 8]
+
+
+def test_sliding_layers_without_a_window_are_what_the_config_calls_them(attended):
+    """Both types have one mask then: the window alone would not tell them apart."""
+    model = new_model(
+        "qwen2", layer_types=["sliding_attention", "full_attention"], use_sliding_window=False
+    )
+    fv.patch_model(model, MIXED)
+    with torch.no_grad():
+        model(**PACKED, use_cache=False)  # transformers' cache wants a window
+    assert [call[:2] for call in attended] == [("reference", -1), ("sdpa", -1)]
+
+
+BAD = {
+    "unknown_type": ({**MIXED, "chunked_attention": "sdpa"}, "no layer is 'chunked_attention'"),
+    "missing_type": ({"full_attention": "sdpa"}, "'sliding_attention' has none"),
+    "unknown_backend": ({**MIXED, "full_attention": "flash"}, "backend must be one of .*'flash'"),
+    "unknown_name": ("flash", "backend must be one of .*'flash'"),
+    "no_mapping": (["sdpa", "reference"], "or a mapping from layer types to names, got list"),
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_bad_choice_is_a_sentence_and_patches_nothing(how):
+    choice, sentence = BAD[how]
+    model = new_model("qwen3_windows")
+    with pytest.raises(ValueError, match=sentence):
+        fv.patch_model(model, choice)
+    assert ATTRIBUTE not in vars(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_without_sliding_layers_takes_no_backend_for_them():
+    with pytest.raises(ValueError, match=r"\(full_attention\), got .*'sliding_attention'"):
+        fv.patch_model(new_model("llama"), MIXED)
+    fv.patch_model(new_model("llama"), {"full_attention": "sdpa"})
+
+
+# ---- refusals ----
+
+
+def test_a_refused_kind_of_layers_is_named_at_the_call():
+    model = fv.patch_model(new_model("qwen3_windows"), {**MIXED, "sliding_attention": "flex"})
+    with torch.no_grad():
+        assert model(**PACKED).logits.isfinite().all()
+    sentence = (
+        "flex cannot serve the sliding_attention layers: flex has no backward on the CPU.* "
+        "For these layers .*sdpa.* could"
+    )
+    with pytest.raises(NotImplementedError, match=sentence):
+        model(**PACKED)
+    torch._dynamo.reset()
+    # Whether Dynamo lets the sentence of the layers or of the kernel through, it is a refusal.
+    with pytest.raises(Exception, match="flex has no backward on the CPU"):
+        torch.compile(model, fullgraph=True, backend="eager")(**PACKED)
+
+
+def test_a_refused_kind_of_layers_is_named_when_patched():
+    with pytest.raises(NotImplementedError, match="reference cannot serve the sliding_attention"):
+        fv.patch_model(new_model("qwen3_windows"), MIXED, batch_invariant=True)
+
+
+def test_a_model_of_one_kind_of_layers_gets_the_refusal_as_it_is():
+    with pytest.raises(NotImplementedError, match=r"^reference is not batch invariant"):
+        fv.patch_model(new_model("llama"), "reference", batch_invariant=True)
+
+
+def test_auto_without_a_candidate_names_the_layers(monkeypatch):
+    def resolve(backend, mask, **call):
+        if mask.spec.left == 8:
+            raise NotImplementedError("no backend can serve this call.")
+        return "sdpa"
+
+    monkeypatch.setattr(documents, "resolve_backend", resolve)
+    model = fv.patch_model(new_model("qwen3_windows"), "auto")
+    with pytest.raises(NotImplementedError, match="The sliding_attention layers: no backend"):
+        model(**PACKED)
+
+
+# ---- what is asked of all layers ----
+
+
+def test_promises_reach_every_layer_and_its_plan(attended, monkeypatch):
+    kept = []
+    backend = get_backend("sdpa")
+    plan = backend.plan
+    monkeypatch.setattr(
+        backend, "plan", lambda mask, **kwargs: (kept.append(kwargs), plan(mask))[1]
+    )
+    model = new_model("qwen3_windows")
+    fv.patch_model(model, "sdpa", deterministic=True, batch_invariant=True)
+    with torch.no_grad():
+        model(**PACKED)
+    assert [options.deterministic for *_, options in attended] == [True, True]
+    assert kept == [{"batch_invariant": True}] * 2
+    attended.clear(), kept.clear()
+    with fv.patched(model, "sdpa"), torch.no_grad():
+        model(**PACKED)
+    assert [options.deterministic for *_, options in attended] == [False, False]
+    assert kept == [{}] * 2
+    with torch.no_grad():
+        model(**PACKED)  # as it was before
+    assert attended[-1][2].deterministic
+
+
+def test_patched_restores_a_mapping(attended):
+    model = fv.patch_model(new_model("qwen3_windows"), MIXED)
+    with fv.patched(model, "reference"), torch.no_grad():
+        model(**PACKED)
+    with torch.no_grad():
+        model(**PACKED)
+    assert [name for name, *_ in attended] == ["reference"] * 2 + ["sdpa", "reference"]
+    assert fv.unpatch_model(model).config._attn_implementation == "sdpa"
+
+
+@pytest.fixture
+def invariant_environment(monkeypatch):
+    """FLEXVARLEN_BATCH_INVARIANT=1, which is read once a process."""
+    monkeypatch.setenv("FLEXVARLEN_BATCH_INVARIANT", "1")
+    _flag.cache_clear()
+    yield
+    monkeypatch.undo()
+    _flag.cache_clear()
+
+
+@pytest.mark.usefixtures("invariant_environment")
+def test_the_environment_promises_where_the_argument_does_not_say():
+    with pytest.raises(NotImplementedError, match="reference is not batch invariant"):
+        fv.patch_model(new_model("llama"), "reference")
+    fv.patch_model(new_model("llama"), "reference", batch_invariant=False)
+
+
+def test_kinds_of_a_model():
+    kinds = routing.kinds_of(new_model("qwen3_windows", num_hidden_layers=4))
+    assert kinds == (
+        routing.LayerKind("full_attention", True, None, 6, 2, 16),
+        routing.LayerKind("sliding_attention", True, 9, 6, 2, 16),
+    )
+    assert routing.kinds_of(new_model("llama")) == (
+        routing.LayerKind("full_attention", True, None, 6, 2, 16),
+    )
