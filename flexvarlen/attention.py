@@ -6,10 +6,12 @@ H = num_heads, Hkv = num_kv_heads, D = head_dim.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import replace
 from functools import lru_cache
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +84,29 @@ def packed_attention(
     >>> packed_attention(q, k, k, layout).shape
     torch.Size([5, 4, 8])
     """
+    deterministic = promised(DETERMINISTIC, deterministic)
+    batch_invariant = promised(BATCH_INVARIANT, batch_invariant)
+    needs_grad = torch.is_grad_enabled() and (
+        q_THD.requires_grad
+        or k_THD.requires_grad
+        or v_THD.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    )
+    key: Any = None
+    if not torch.compiler.is_compiling() and layout_k is None and prefix is None:
+        key = (
+            (q_THD.shape, k_THD.shape, v_THD.shape, None if sinks is None else sinks.shape),
+            (q_THD.dtype, k_THD.dtype, v_THD.dtype),
+            (q_THD.device, k_THD.device, v_THD.device, None if sinks is None else sinks.device),
+            (layout.total_tokens, layout.device) if type(layout) is PackedLayout else None,
+            (causal, window, chunk, align, softcap, scale),
+            (backend, deterministic, batch_invariant, return_lse, needs_grad, torch_state()),
+        )
+        served = _served(key)
+        if served is not None:
+            mask = DocumentMask(layout, served.spec)
+            name = auto.choose(served.call, mask) if backend == "auto" else backend
+            return _attend(name, served.options, q_THD, k_THD, v_THD, mask, sinks, plan)
     mask = DocumentMask.of(
         layout,
         causal=causal,
@@ -98,40 +123,67 @@ def packed_attention(
         )
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}; pass None for head_dim ** -0.5.")
-    deterministic = promised(DETERMINISTIC, deterministic)
-    batch_invariant = promised(BATCH_INVARIANT, batch_invariant)
     _, num_heads, head_dim = q_THD.shape
-    name = _choose(
-        backend,
-        (
-            q_THD.device,
-            q_THD.dtype,
-            num_heads,
-            k_THD.shape[1],
-            head_dim,
-            mask.spec,
-            softcap,
-            sinks is not None,
-            torch.is_grad_enabled()
-            and (q_THD.requires_grad or k_THD.requires_grad or v_THD.requires_grad),
-            deterministic,
-            batch_invariant,
-            return_lse,
-        ),
-        mask,
-    )
-    chosen = get_backend(name)
-    remember = sinks is None and not torch.compiler.is_compiling()
-    options = (_remembered_options if remember else AttentionOptions)(
+    options = AttentionOptions(
         scale=head_dim**-0.5 if scale is None else scale,
         softcap=softcap,
-        sinks_H=sinks,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         return_lse=return_lse,
     )
+    heads = (num_heads, k_THD.shape[1], head_dim)
+    promises = (deterministic, batch_invariant, return_lse)
+    asked = (softcap, sinks is not None, needs_grad, *promises)
+    call = (q_THD.device, q_THD.dtype, *heads, mask.spec, *asked)
+    name = _choose(backend, call, mask)
+    if key is not None:
+        _remember(key, _Served(mask.spec, call, options))
+    return _attend(name, options, q_THD, k_THD, v_THD, mask, sinks, plan)
+
+
+class _Served(NamedTuple):
+    """What was worked out of the arguments of a call that its backend can serve."""
+
+    spec: MaskSpec
+    call: _Call
+    options: AttentionOptions
+
+
+# The checks of a call look at nothing but what is in its key, and take longer than to look it up.
+_known: dict[Any, _Served] = {}
+_MOST_KNOWN = 4096
+
+
+def _served(key: Any) -> _Served | None:
+    try:
+        return _known.get(key)
+    except TypeError:  # what has no hash is no valid argument: the checks will say so
+        return None
+
+
+def _remember(key: Any, served: _Served) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    with contextlib.suppress(TypeError):  # a list for a window
+        _known[key] = served
+
+
+def _attend(
+    name: str,
+    options: AttentionOptions,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    mask: DocumentMask,
+    sinks: Tensor | None,
+    plan: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Call the kernel."""
+    chosen = get_backend(name)
+    if sinks is not None:
+        options = replace(options, sinks_H=sinks)
     if plan is None:
-        plan = chosen.plan(mask, batch_invariant=batch_invariant)
+        plan = chosen.plan(mask, batch_invariant=options.batch_invariant)
     out_THD, lse_HT = chosen.attend(q_THD, k_THD, v_THD, mask, plan, options)
     return out_THD if lse_HT is None else (out_THD, lse_HT)
 

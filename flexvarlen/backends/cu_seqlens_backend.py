@@ -127,6 +127,12 @@ class CuSeqlensBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents."""
         spec = mask.spec
+        # Always inside a compiled graph, where a guard on whether there is padding would recompile.
+        may_have_tail = (
+            torch.compiler.is_compiling()
+            or _may_have_tail(mask.layout)
+            or (spec.cross and _may_have_tail(mask.layout_k))
+        )
         out_THD, lse_HT = cu_seqlens_op.attend(
             self.name,
             q_THD,
@@ -143,7 +149,7 @@ class CuSeqlensBackend:
             options.softcap or 0.0,
             options.deterministic or options.batch_invariant,
             options.batch_invariant,
-            _may_have_tail(mask.layout) or (spec.cross and _may_have_tail(mask.layout_k)),
+            may_have_tail,
             options.return_lse,
         )
         if plan.dead_T is not None:
@@ -156,13 +162,7 @@ class CuSeqlensBackend:
 
 
 def _may_have_tail(layout: PackedLayout) -> bool:
-    """Whether rows may lie past the last boundary.
-
-    Always inside a compiled graph, where a guard on whether there is padding would recompile, and
-    in a captured one, which may be replayed on other documents.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or layout.has_padding is not False
-        or (layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    """Whether rows may lie past the last boundary; in a captured graph, of any later documents."""
+    return layout.has_padding is not False or (
+        layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     )

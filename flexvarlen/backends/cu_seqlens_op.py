@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
 
@@ -97,7 +96,7 @@ def attend(
     `with_lse`. `numbers` are the rest of `_forward`'s arguments, in order.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         result: tuple[Tensor, Tensor] = cu_seqlens_forward(kernel, *tensors, *numbers)
     elif torch.is_grad_enabled() and (
         q_THD.requires_grad

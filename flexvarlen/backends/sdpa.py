@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.bounds import UNLIMITED, MaskSpec, dense_mask, query_bounds
@@ -74,7 +73,7 @@ class SdpaBackend:
         checkpointing), an operator with a backward.
         """
         spec = mask.spec.as_ints()
-        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
             return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, options.scale), None
         return _loop(q_THD, k_THD, v_THD, plan, spec, options.scale), None
 
