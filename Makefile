@@ -18,7 +18,7 @@ INSTALLED := .venv/.installed
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint bench bench-mask clean
+.PHONY: help demo test test-gpu lint bench bench-mask bench-kernels clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ bench: ## Time packed models on a GPU, with PYTHON (BENCH_ARGS="--help" lists th
 
 bench-mask: ## Time building document masks on a GPU, with PYTHON
 	$(WITH_CHECKOUT) $(PYTHON) -m bench.mask_build $(BENCH_ARGS)
+
+bench-kernels: ## Time every kernel beside the raw one that it wraps on a GPU, with PYTHON
+	$(WITH_CHECKOUT) $(PYTHON) -m bench.kernels $(BENCH_ARGS)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,7 @@
 """`python -m bench.kernels`: every backend beside the raw kernel that it wraps, cell by cell.
 
     python -m bench.kernels --subset readme --out rows.jsonl
-    python -m bench.kernels report rows.jsonl --readme README.md --figures bench/results
+    python -m bench.report rows.jsonl --readme README.md --figures bench/results
 
 For each cell, in one run: inputs; each variant's output and gradients held against fp64 on sampled
 documents, and against one another on the whole row; what is right is timed, forward and backward
@@ -63,7 +63,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.kernels",
         description=summary,
-        epilog="python -m bench.kernels report --help: tables and figures.",
+        epilog="python -m bench.report --help: tables and figures of the rows.",
     )
     add = parser.add_argument
     add("--subset", choices=sorted(SUBSETS), help="default: grid; with --quick: quick")
@@ -115,12 +115,6 @@ def auto_cache(folder: Path | None) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["report"]:
-        from bench.report_kernels import main as report
-
-        report(argv[1:])
-        return
     args = parse(argv)
     cells = cells_of(args)
     if args.list:

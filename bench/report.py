@@ -2,7 +2,7 @@
 
 Prints Markdown; `--readme` writes each suite's tables between its markers
 (`<!-- bench:model begin -->` and `<!-- bench:model end -->`), `--figures` a PNG for each measured
-model and GPU, and one of building masks.
+model and GPU, one of building masks and one of the kernels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.capabilities import capabilities_section
+from bench.figure_kernels import kernels_figure, kernels_figure_name
 from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
 from bench.markdown import markdown
 from bench.report_compile import compile_section, small_inference_section
+from bench.report_kernels import kernels_groups, kernels_section
 from bench.report_mask_build import mask_build_groups, mask_build_section
 from bench.rows import Row, commit_of, read_rows
 
@@ -264,6 +267,8 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "model": model_section,
     "leaks": leaks_table,
     "mask-build": mask_build_section,
+    "kernels": kernels_section,
+    "capabilities": capabilities_section,
     "compile": compile_section,
     "small-inference": small_inference_section,
 }
@@ -272,6 +277,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
 FIGURES: dict[str, tuple[Callable[..., Any], ...]] = {
     "model": (model_groups, figure_name, model_figure),
     "mask-build": (mask_build_groups, mask_build_figure_name, mask_build_figure),
+    "kernels": (kernels_groups, kernels_figure_name, kernels_figure),
 }
 
 

@@ -1,18 +1,14 @@
-"""Tables of the suite "kernels", from rows alone: `python -m bench.kernels report FILE…`."""
+"""Tables of the suite "kernels", from rows alone; `bench.report` prints them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from bench.kernels_cells import SUBSETS, Cell
 from bench.markdown import markdown
 from bench.report_mask_build import Notes
-from bench.rows import Row, commit_of, read_rows
+from bench.rows import Row, commit_of
 
 PASSES = ("forward", "backward")
 CLOCKS = ("device", "latency")
@@ -318,32 +314,3 @@ def where_of(row: Row) -> str:
 
 def _dtypes(cells: Sequence[Measured]) -> str:
     return ", ".join(dict.fromkeys(each.cell.dtype for each in cells))
-
-
-# --- command -------------------------------------------------------------------------------------
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print the tables; write them to the README and draw the figure, if asked."""
-    from bench.figure_kernels import kernels_figure, kernels_figure_name
-    from bench.report import replace_between_markers
-
-    summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels report", description=summary)
-    parser.add_argument("files", nargs="+", type=Path, help="JSON lines of rows")
-    parser.add_argument("--readme", type=Path, help="file whose marked section is replaced")
-    parser.add_argument("--figures", type=Path, help="folder for the PNGs")
-    args = parser.parse_args(argv)
-    rows: list[Any] = [row for row in read_rows(args.files) if row.suite == "kernels"]
-    if not rows:
-        parser.error("the files hold no rows of the suite kernels")
-    body = kernels_section(rows)
-    sys.stdout.write(body + "\n")
-    if args.readme is not None:
-        text = args.readme.read_text()
-        args.readme.write_text(replace_between_markers(text, "kernels", body))
-    if args.figures is not None:
-        for group in kernels_groups(rows):
-            path = args.figures / kernels_figure_name(group)
-            kernels_figure(group, path)
-            print(path, file=sys.stderr)

@@ -44,6 +44,7 @@ STYLES: dict[str, Style] = {
     "fa4": Style("#CC79A7", "X"),
     "flex_fa4": Style("#E69F00", "p"),
     "nested": Style("#B8A800", "v"),
+    "cudnn": Style("#7F5539", "<"),
     "auto": Style("#7A4EAB", "h"),
     "transformers:eager": Style("#444444", "*", filled=False, linestyle="--"),
     "transformers:sdpa": Style("#BBBBBB", "o", filled=False, linestyle="--"),

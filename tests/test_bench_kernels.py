@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from bench import figure_kernels, kernels, kernels_cell, kernels_run, report_kernels
+from bench import figure_kernels, kernels, kernels_cell, kernels_run, report, report_kernels
 from bench.kernels_accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
 from bench.kernels_cells import SUBSETS, Cell
 from bench.mask_build_accuracy import Answer
@@ -396,7 +396,7 @@ def test_report_is_written_from_rows_alone(gpu_rows, tmp_path, capsys):
         "# x\n<!-- bench:kernels begin -->\nstale\n<!-- bench:kernels end -->\nrest\n"
     )
     figures = tmp_path / "figures"
-    kernels.main(["report", str(path), "--readme", str(readme), "--figures", str(figures)])
+    report.main([str(path), "--readme", str(readme), "--figures", str(figures)])
     text = readme.read_text()
     assert "stale" not in text
     assert text.endswith("rest\n")
