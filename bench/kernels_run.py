@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,25 +18,6 @@ from bench.kernels_cells import Cell
 from bench.rows import Row, append_row, read_rows, run_environment
 
 SUITE = "kernels"
-
-# Environment: kernels whose versions `flexvarlen.measure.environment` may not know yet.
-KERNEL_PACKAGES = {
-    "flash_attn": "flash-attn",
-    "flash_attn_3": "flash-attn-3",
-    "flash_attn_4": "flash-attn-4",
-    "nvidia_cutlass_dsl": "nvidia-cutlass-dsl",
-}
-
-
-def kernel_versions() -> dict[str, str | None]:
-    """Installed versions by name; None where a package is not installed."""
-    found: dict[str, str | None] = {}
-    for name, package in KERNEL_PACKAGES.items():
-        try:
-            found[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 class Run:
@@ -49,7 +29,6 @@ class Run:
         self.device = torch.device(args.device)
         self.on_gpu = self.device.type == "cuda"
         self.environment = run_environment(self.device, args.commit)
-        self.environment = kernel_versions() | self.environment
         self.variants: list[str] = args.variants
         self.done = {} if args.again or args.out is None else self._rows_of(args)
 

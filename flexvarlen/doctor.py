@@ -92,7 +92,8 @@ def version_problems() -> list[str]:
 def facts(device: torch.device | str) -> dict[str, str]:
     """What there is to know of the machine: hardware and versions."""
     found = environment(device)
-    shown = ("gpu", "cpu", "torch", "cuda", "triton", "transformers", "flash_attn", "python")
+    kernels = ("triton", "flash_attn", "flash_attn_3", "flash_attn_4")
+    shown = ("gpu", "cpu", "torch", "cuda", *kernels, "transformers", "python")
     return {name: "none" if found[name] is None else str(found[name]) for name in shown}
 
 

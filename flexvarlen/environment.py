@@ -20,6 +20,9 @@ _PACKAGES = {
     "triton": "triton",
     "transformers": "transformers",
     "flash_attn": "flash-attn",
+    "flash_attn_3": "flash-attn-3",
+    "flash_attn_4": "flash-attn-4",
+    "cutlass_dsl": "nvidia-cutlass-dsl",
 }
 
 

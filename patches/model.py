@@ -60,7 +60,7 @@ IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
 def patch_model(
     model: Model,
-    backend: BackendChoice = "flex",
+    backend: BackendChoice = "auto",
     *,
     deterministic: bool | None = None,
     batch_invariant: bool | None = None,
@@ -116,8 +116,7 @@ def patch_model(
     Gradient checkpointing runs attention again in the backward. To keep its outputs, name its
     operator: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
     functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts,
-    [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`; of the flex
-    backends, compiled: `torch.ops.higher_order.flex_attention`).
+    [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`).
     """
     inner = _transformers_model(model)
     require_verified(inner.config.model_type)
@@ -185,7 +184,7 @@ def unpatch_model(model: Model) -> Model:
 @contextmanager
 def patched(
     model: Model,
-    backend: BackendChoice = "flex",
+    backend: BackendChoice = "auto",
     *,
     deterministic: bool | None = None,
     batch_invariant: bool | None = None,

@@ -189,17 +189,21 @@ def packings_of(tokens):
         )
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kernel", [x for x in kernels("flex", *FLASH, cpu=False) if x.id.endswith("bfloat16")]
+)
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 64}, {"chunk": 48}], ids=str)
-def test_a_captured_step_replays_on_other_documents(options):
-    """The mask is built inside the CUDA graph, from what `copy_` wrote since."""
+def test_a_captured_step_replays_on_other_documents(kernel, options):
+    """Masks are built, and tails zeroed, inside the CUDA graph, from what `copy_` wrote since."""
+    name = kernel[0]
+    options = options | {"deterministic": name not in ("flex", "varlen")}
     tokens = 512
     q, k, v, grad = random_qkv(tokens, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
     leaves = [x.requires_grad_() for x in (q, k, v)]
     first, *others = packings_of(tokens)
 
     def step(layout):
-        out = packed_attention(*leaves, layout, backend="flex", **options)
+        out = packed_attention(*leaves, layout, backend=name, **options)
         return out, *torch.autograd.grad(out, leaves, grad)
 
     stream = torch.cuda.Stream()
@@ -216,7 +220,10 @@ def test_a_captured_step_replays_on_other_documents(options):
         first.copy_(layout)
         graph.replay()
         for mine, theirs in zip(captured, expected, strict=True):
-            assert torch.equal(mine, theirs)
+            if name == "varlen":  # its dq has other bits every time
+                torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
+            else:
+                assert torch.equal(mine, theirs)
 
 
 @pytest.mark.gpu
