@@ -70,7 +70,7 @@ def packed_attention(
 
     Returns:
         The output `[T, H, D]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf
-        at padding (differentiable on flex and reference only).
+        at padding (differentiable on flex and reference; elsewhere its gradient raises).
 
     Raises:
         ValueError: tensors that do not fit one another or the layout.
@@ -93,12 +93,14 @@ def packed_attention(
         or (sinks is not None and sinks.requires_grad)
     )
     key: Any = None
-    if not torch.compiler.is_compiling() and layout_k is None and prefix is None:
+    plain = layout_k is None and prefix is None and type(layout) is PackedLayout
+    if plain and not torch.compiler.is_compiling():
         key = (
             (q_THD.shape, k_THD.shape, v_THD.shape, None if sinks is None else sinks.shape),
             (q_THD.dtype, k_THD.dtype, v_THD.dtype),
             (q_THD.device, k_THD.device, v_THD.device, None if sinks is None else sinks.device),
-            (layout.total_tokens, layout.device) if type(layout) is PackedLayout else None,
+            (layout.total_tokens, layout.device),
+            (type(causal), type(window), type(chunk)),  # 1, 1.0 and True are one key
             (causal, window, chunk, align, softcap, scale),
             (backend, deterministic, batch_invariant, return_lse, needs_grad, torch_state()),
         )
@@ -121,7 +123,7 @@ def packed_attention(
         raise ValueError(
             f"softcap must be above 0 and finite, got {softcap}; pass None for no softcap."
         )
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:  # isfinite does not trace
         raise ValueError(f"scale must be finite, got {scale}; pass None for head_dim ** -0.5.")
     _, num_heads, head_dim = q_THD.shape
     options = AttentionOptions(
@@ -223,9 +225,6 @@ def resolve_backend(
     return _choose(backend, (mask.layout.device, dtype, *heads, mask.spec, *asked), mask)
 
 
-# For the host's time: frozen fields are slow to set.
-_remembered_options = lru_cache(maxsize=256)(AttentionOptions)
-
 # ---- which backend ----
 
 # The fields of an AttentionRequest, in order: a tuple, for the host's time.
@@ -252,6 +251,8 @@ def _choose(backend: str, call: _Call, mask: DocumentMask) -> str:
         # Heads that vary (dynamic=True) are fixed by index(), with a guard.
         heads = (index(num_heads), index(num_kv_heads), index(head_dim))
         sizes = sizes_in_graph(mask) if backend == "auto" else ()
+        softcap, *others = asked
+        asked = [None if softcap is None else 1.0, *others]  # how large is asked by no check
         name: str = _choose_constant(
             backend, device.type, device.index, dtype, heads, tuple(spec.as_ints()), sizes, *asked
         )

@@ -35,7 +35,8 @@ def _chunk_boundaries(cu_seqlens: Tensor, chunk: int, total_tokens: int) -> Tens
     slots = ends.shape[0] + total_tokens // chunk  # a document has at most L // chunk + 1
     slot = torch.arange(slots + 1, device=cu_seqlens.device, dtype=torch.int32)
     document = torch.searchsorted(chunks_before[1:], slot, right=True).clamp(max=ends.shape[0] - 1)
-    start = cu_seqlens[document] + (slot - chunks_before[document]) * chunk
+    number = torch.minimum(slot - chunks_before[document], chunks[document])  # no overflow behind
+    start = cu_seqlens[document] + number * chunk
     return torch.minimum(start, ends[document]).contiguous()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.attention
 
 _PACKAGES = {
     "torch": "torch",
@@ -56,7 +57,7 @@ def environment(device: torch.device | str | None = None) -> dict[str, Any]:
     info |= {name: _version(dist) for name, dist in _PACKAGES.items()}
     info["torch"] = torch.__version__  # with its local part, "+cu130", which the metadata can lack
     info["flexvarlen"] = flexvarlen.__version__  # of the code that runs, installed or not
-    info["flash_attention_impl"] = _flash_attention_impl()
+    info["flash_attention_impl"] = flash_attention_impl()
     return info | {"git_commit": commit, "git_dirty": dirty}
 
 
@@ -67,10 +68,8 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _flash_attention_impl() -> str | None:
+def flash_attention_impl() -> str | None:
     """The FlashAttention implementation inside torch, or None for its default (torch >= 2.10)."""
-    import torch.nn.attention
-
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     name = current() if current is not None else None
     return None if name is None else str(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -65,9 +66,13 @@ def auto_is_static() -> bool:
 
 
 def cache_folder() -> Path:
-    """`CACHE`, else flexvarlen in XDG_CACHE_HOME, else ~/.cache/flexvarlen."""
+    """`CACHE`, else flexvarlen in XDG_CACHE_HOME, ~/.cache or, without a home, the temporary."""
     own = os.environ.get(CACHE)
     if own:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path("~/.cache").expanduser()) / "flexvarlen"
+    try:
+        found = Path(shared) if shared else Path("~/.cache").expanduser()
+    except RuntimeError:  # no home: a user without an entry, as in some containers
+        found = Path(tempfile.gettempdir())
+    return found / "flexvarlen"

@@ -58,7 +58,8 @@ def set_up(patch, folder, *stand_ins):
     patch.setattr(timing, "BUDGET_S", 0.1)
     patch.setenv(switches.CACHE, str(folder))
     auto.forget()
-    attention._checked.cache_clear()  # it knows backends by name
+    attention._checked.cache_clear()  # they know backends by name
+    attention._known.clear()
 
 
 @pytest.fixture

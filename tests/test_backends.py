@@ -387,3 +387,32 @@ def test_a_plan_made_once_serves_every_layer(device):
         ours = packed_attention(q, k, v, layout, backend=name, window=window, plan=plan)
         fresh = packed_attention(q, k, v, layout, backend=name, window=window)
         assert torch.equal(ours, fresh), name
+
+
+@pytest.mark.parametrize(
+    "bad", [{"window": 4.0}, {"window": True}, {"causal": 1}, {"chunk": 2.0}], ids=str
+)
+def test_an_argument_of_the_wrong_type_is_no_repetition_of_a_good_one(bad):
+    """1, 1.0 and True are one key of a dict: what was served must not stand for them."""
+    layout = PackedLayout.from_lengths([8])
+    three = random_qkv(8, 2, 2, 8)[:3]
+    good = {name: True if name == "causal" else int(value) for name, value in bad.items()}
+    packed_attention(*three, layout, backend="reference", **good)
+    with pytest.raises(ValueError, match="must be"):
+        packed_attention(*three, layout, backend="reference", **bad)
+
+
+def test_what_was_served_is_no_answer_for_another_layout():
+    class Own(PackedLayout):
+        pass
+
+    def own(lengths):
+        layout = Own.from_lengths(lengths)
+        assert type(layout) is Own
+        return layout
+
+    three = random_qkv(8, 2, 2, 8)[:3]
+    packed_attention(*three, own([8]), backend="reference")
+    for layout in (own([8 + 4]), PackedLayout.from_lengths([8 + 4])):
+        with pytest.raises(ValueError, match="total_tokens"):
+            packed_attention(*three, layout, backend="reference")

@@ -204,3 +204,25 @@ def test_malformed_boundaries_on_the_gpu_fail_with_the_sentence(case):
     assert f"{malformed_boundaries.GOOD}: no error" in result.stdout, everything
     assert malformed_boundaries.CASES[case].sentence in everything, everything
     assert f"{case}: no error" not in everything, everything
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_layers_of_other_scales_and_caps_trace_whole(option):
+    """As when each layer is compiled by itself: a number that varies becomes symbolic."""
+    *qkv, _ = inputs("cpu", torch.float32)
+    layout = PackedLayout.from_lengths([TOKENS])
+
+    def layer(q, k, v, number):
+        return packed_attention(q, k, v, layout, backend="reference", **{option: number})
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for number in (0.5, 0.25, 2.0):
+        torch.testing.assert_close(compiled(*qkv, number), layer(*qkv, number))
+
+
+def test_eager_flex_takes_any_number_of_scales():
+    """Dynamo gives up on a function after eight compilations: each scale is a kind of its own."""
+    q, k, v, _ = random_qkv(128, 2, 2, 16)
+    layout = PackedLayout.from_lengths([128])
+    for number in range(10):
+        packed_attention(q, k, v, layout, backend="flex", scale=0.1 + number / 100)

@@ -17,6 +17,7 @@ from flexvarlen import DocumentMask
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import KERNELS
 from flexvarlen.backends.protocol import AttentionOptions
+from flexvarlen.chunks import chunk_boundaries
 from tests import oracle
 from tests.mask_cases import slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
@@ -223,3 +224,82 @@ def test_selective_checkpointing_keeps_attention_by_name(backend, keep):
     assert kernel.forwards - before == (1 if keep else 2)
     for mine, theirs in zip([saved[0], *saved[1]], [plainly[0], *plainly[1]], strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_gradient_of_the_gradient_is_refused(backend):
+    run = attend(backend, layout_of(DOCUMENTS["no_padding"]))
+    q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
+    q.requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradient of its gradient"):
+        torch.autograd.grad(run(q, k, v)[0], q, grad, create_graph=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradient_of_the_lse_is_refused_and_not_dropped(backend, compiled):
+    run = attend(backend, layout_of(DOCUMENTS["no_padding"]), return_lse=True)
+    q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
+    q.requires_grad_()
+
+    def loss(q, k, v):
+        out, lse = run(q, k, v)
+        return out.sum() + lse.sum()
+
+    if compiled:
+        torch._dynamo.reset()
+        loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="gives the LSE no gradient"):
+        loss(q, k, v).backward()
+    out, _ = run(q, k, v)  # unused, it hinders nothing
+    out.backward(grad)
+
+
+def test_sink_of_minus_infinity_is_no_sink(backend):
+    """Beside queries that see no key: -inf minus -inf is NaN."""
+    documents = DOCUMENTS["padded_tail"]
+    keys = other_lengths(documents)
+    layouts = {"layout": slots_of(documents, "cpu"), "layout_k": slots_of(keys, "cpu")}
+    q, _, _, grad = random_qkv(TOKENS, 6, 2, 16)
+    _, k, v, _ = random_qkv(keys.total_tokens, 6, 2, 16, seed=1)
+    run = attend(backend, **layouts)
+    sinks = torch.full((6,), float("-inf"))
+    out, grads = differentiate(lambda *x: run(*x)[0], [q, k, v, sinks], grad)
+    plain, plain_grads = differentiate(lambda *x: run(*x)[0], [q, k, v], grad)
+    for mine, theirs in zip([out, *grads], [plain, *plain_grads, torch.zeros(6)], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_gradient_at_the_tail_reaches_no_sink(backend):
+    """What comes in at padding may be anything: nothing reads those outputs."""
+    documents = DOCUMENTS["padded_tail"]
+    *inputs, grad = random_qkv(TOKENS, 6, 2, 16)
+    inputs.append(torch.randn(6))
+    run = attend(backend, layout_of(documents))
+    _, clean = differentiate(lambda *x: run(*x)[0], inputs, grad)
+    grad[documents.padded()] = float("nan")
+    _, poisoned = differentiate(lambda *x: run(*x)[0], inputs, grad)
+    for mine, theirs in zip(poisoned, clean, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_transforms_of_torch_func_are_refused(backend):
+    run = attend(backend, layout_of(DOCUMENTS["no_padding"]))
+    *qkv, _ = random_qkv(TOKENS, 6, 2, 16)
+    with pytest.raises(NotImplementedError, match=r"transforms of torch\.func"):
+        torch.func.grad(lambda *x: run(*x)[0].sum())(*qkv)
+
+
+def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend):
+    """Batch invariant: by its bounds a kernel takes a window that nothing fills for none."""
+    layout = layout_of(DOCUMENTS["no_padding"])
+    for kind in ({"window": 1000}, {"causal": False, "window": (1000, 900)}):
+        mask = DocumentMask.of(layout, **kind)
+        plan = backend.plan(mask, batch_invariant=True)
+        assert plan.max_seqlen_k - 1 > mask.spec.left
+        assert plan.max_seqlen_q - 1 > mask.spec.right
+
+
+def test_chunks_beyond_the_row_overflow_nowhere():
+    boundaries = chunk_boundaries(torch.tensor([0, 2**20], dtype=torch.int32), 2**30, 2**20)
+    many = torch.tensor([0, *[2**20] * 4200], dtype=torch.int32)
+    assert boundaries.tolist()[:2] == [0, 2**20]
+    assert chunk_boundaries(many, 2**19 - 1, 2**20).diff().min() >= 0

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from flexvarlen import PackedLayout, packed_attention, why_not
+from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
+from flexvarlen.backends import get_backend
 from tests.oracle import differentiate, random_qkv
 from tests.test_backends import FLASH, kernels
 
+WIDE = 700  # wider than the shorter rows: kernels take such a window for none
 ROWS = {
     "alone": ((), 0, None),
     "behind_another": ((500,), 1, None),
@@ -24,7 +26,13 @@ ROWS = {
     "inside_very_many": ((50,) * 200, 100, 4096),
 }
 """Its neighbours, its place among them, and the bound on lengths."""
-MASKS = {"causal": {}, "bidirectional": {"causal": False}, "window": {"window": 50}}
+MASKS = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "window": {"window": 50},
+    "wide_window": {"window": WIDE},
+    "wide_two_sided_window": {"causal": False, "window": (WIDE, WIDE)},
+}
 
 
 @contextmanager
@@ -152,13 +160,17 @@ def test_flex_without_the_promise_would_fail_the_test_above():
 def test_promises_that_cannot_be_had_are_refused():
     gpu = {"device": "cuda", "dtype": torch.bfloat16}
     for promise in ("deterministic", "batch_invariant"):
-        for name in ("varlen", "sdpa", "nested", "flex_fa4", "cudnn"):
-            reason = why_not(name, **gpu, **{promise: True})
-            assert reason is not None, f"{name} promises to be {promise}"
+        for name in ("varlen", "sdpa"):
+            assert "deterministic" in why_not(name, **gpu, **{promise: True})
     assert "outputs alone" in why_not("flex", **gpu, batch_invariant=True)
     assert why_not("flex", **gpu, batch_invariant=True, needs_grad=False) is None
     assert why_not("sdpa", **gpu, batch_invariant=True, needs_grad=False) is None
     assert why_not("varlen", **gpu, batch_invariant=True, needs_grad=False) is None
+    assert why_not("varlen", **gpu, deterministic=True, needs_grad=False) is None
+    for name in ("nested", "flex_fa4", "cudnn"):
+        if why_not(name, **gpu, needs_grad=False) is None:
+            promises = why_not(name, **gpu, needs_grad=False, batch_invariant=True)
+            assert "batch invariance" in promises, name
 
 
 @pytest.mark.gpu
@@ -173,3 +185,13 @@ def test_switch_that_is_turned_off_before_the_backward_is_noticed():
         out.backward(grad)
     with pytest.raises(NotImplementedError, match="use_deterministic_algorithms"):
         packed_attention(q, k, v, layout, backend="varlen", deterministic=True)
+
+
+def test_plan_made_without_the_promise_is_refused():
+    """flex keeps the promise by its plan: another one would cancel it."""
+    made, layout, _ = document_in(ROWS["alone"], 150, (4, 2), 16, torch.float32, "cpu")
+    mask = DocumentMask.of(layout)
+    for promised in (True, False):
+        plan = get_backend("flex").plan(mask, batch_invariant=not promised)
+        with pytest.raises(ValueError, match=f"plan\\(mask, batch_invariant={promised}\\)"):
+            run("flex", made, layout, grads=False, batch_invariant=promised, plan=plan)

@@ -108,6 +108,8 @@ def decide(
     sizes: keys.Sizes,
     mask: DocumentMask | None,
     why_no_mask: str = "nothing is timed inside a compiled graph; call flexvarlen.explain() ahead",
+    *,
+    only_look: bool = False,
 ) -> Decision:
     """What "auto" takes and why; timed on `mask`, if not known; nothing is timed without it.
 
@@ -116,6 +118,7 @@ def decide(
         sizes: of the mask's layouts; 0 where a compiled graph does not know one.
         mask: the documents to time on, or None.
         why_no_mask: why there is none.
+        only_look: leave no decision behind, and wait for none of another rank.
 
     Raises:
         NotImplementedError: no backend can serve the call.
@@ -126,7 +129,7 @@ def decide(
     obstacle = why_no_mask if mask is None else _why_not_now(mask)
     if mask is None or obstacle is not None:
         # Without the lock: this may be inside Dynamo, for whose own a measurement may wait.
-        return _remembered(request, sizes, obstacle or why_no_mask)
+        return _remembered(request, sizes, obstacle or why_no_mask, only_look)
     with _measuring:
         return _remembered(request, sizes, mask)
 
@@ -140,22 +143,27 @@ def candidates(request: AttentionRequest) -> tuple[str, ...]:
 # Below, `mask` is the documents to time candidates on, or a string: why nothing may be timed.
 
 
-def _remembered(request: AttentionRequest, sizes: keys.Sizes, mask: DocumentMask | str) -> Decision:
+def _remembered(
+    request: AttentionRequest,
+    sizes: keys.Sizes,
+    mask: DocumentMask | str,
+    only_look: bool = False,
+) -> Decision:
     if 0 in sizes:
         return _static(request, "a size is 0, or not known inside the compiled graph")
     bucket = keys.bucket(sizes)
     key = (request, bucket, keys.torch_state())
     known = _memory.decisions.get(key)
     if known is None:
-        known = _among_ranks(request, bucket, mask)
-        if known.lasting:
+        known = _among_ranks(request, bucket, mask, only_look)
+        if known.lasting and not only_look:
             _memory.decisions[key] = known
         _log.info("auto takes %s for %s: %s", known.backend, keys.describe(request), known.why)
     return known
 
 
 def _among_ranks(
-    request: AttentionRequest, bucket: keys.Bucket, mask: DocumentMask | str
+    request: AttentionRequest, bucket: keys.Bucket, mask: DocumentMask | str, only_look: bool
 ) -> Decision:
     run = _memory.run
     names = candidates(request)
@@ -168,6 +176,11 @@ def _among_ranks(
     if not run.several:
         return _alone(request, names, bucket, mask)
     kind = keys.kind_key(request, bucket)
+    if only_look:
+        seen = run.told(kind)
+        if seen is not None and refusal(seen, request) is None:
+            return Decision(seen, "decided earlier in this run")
+        return _alone(request, names, bucket, mask)
     if not run.decides:
         told = run.ask(kind)
         if told is None or (told not in names and refusal(told, request) is not None):

@@ -37,7 +37,25 @@ def cache_path() -> Path:
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Every answer of the file by its key; none, with a warning, if it cannot be read."""
+    """Every answer of the file by its key; none, with a warning, if it cannot be read.
+
+    A file that has not changed is not read again: some callers ask in each forward.
+    """
+    try:
+        state = path.stat()
+    except OSError:
+        return _read(path)
+    version = (path, state.st_mtime_ns, state.st_size, state.st_ino)
+    if _last.get("version") != version:
+        _last.update(version=version, entries=_read(path))
+    entries: dict[str, Entry] = _last["entries"]
+    return entries
+
+
+_last: dict[str, Any] = {}
+
+
+def _read(path: Path) -> dict[str, Entry]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):

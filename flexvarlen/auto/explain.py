@@ -76,8 +76,10 @@ def explain(
     head_dim: int,
     causal: bool = True,
     window: int | tuple[int, int] | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    return_lse: bool = False,
     needs_grad: bool = True,
     deterministic: bool | None = None,
     batch_invariant: bool | None = None,
@@ -94,7 +96,9 @@ def explain(
     Args:
         layout: the documents, on the device of the calls.
         dtype, num_heads, num_kv_heads, head_dim, sinks: of the calls' tensors.
-        causal, window, softcap, deterministic, batch_invariant: as in `packed_attention`.
+        causal, window, chunk, softcap, return_lse, deterministic, batch_invariant: as in
+            `packed_attention`, whose prefixes and `layout_k` are measured at their first eager call
+            alone.
         needs_grad: whether a backward follows; timed with it, then.
         measure: False takes what is known already, else the static order.
 
@@ -114,7 +118,7 @@ def explain(
     >>> explain(layout, dtype=torch.float32, **heads).chosen
     'sdpa'
     """
-    mask = DocumentMask.of(layout, causal=causal, window=window)
+    mask = DocumentMask.of(layout, causal=causal, window=window, chunk=chunk)
     request = AttentionRequest(
         device=layout.device,
         dtype=dtype,
@@ -127,9 +131,12 @@ def explain(
         needs_grad=needs_grad,
         deterministic=promised(DETERMINISTIC, deterministic),
         batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
+        return_lse=return_lse,
     )
     to_time = mask if measure else None
-    decision = auto.decide(request, sizes(mask), to_time, "measure=False was asked for")
+    decision = auto.decide(
+        request, sizes(mask), to_time, "measure=False was asked for", only_look=not measure
+    )
     timings = decision.timings
     found = [_candidate(name, request, decision) for name in BACKENDS]
     found.sort(key=lambda c: (c.timing is None, timings[c.name].ms_p50 if c.timing else 0.0))

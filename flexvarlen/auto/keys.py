@@ -11,13 +11,20 @@ from functools import cache
 from importlib import metadata
 
 import torch
-import torch.nn.attention
 from packaging.version import Version
 
 from flexvarlen.backends import AttentionRequest
+from flexvarlen.environment import flash_attention_impl
 from flexvarlen.mask import DocumentMask
 
-_KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-cu13")
+_KERNEL_PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 
 _HINTS = Version(torch.__version__) >= Version("2.13")  # where Dynamo traces optimization_hint
 
@@ -64,13 +71,7 @@ def bucket(sizes: Sizes) -> Bucket:
 
 def torch_state() -> tuple[object, ...]:
     """torch's own switches that decide what kernels can serve, and which one `varlen` runs."""
-    return torch.are_deterministic_algorithms_enabled(), _flash_implementation()
-
-
-def _flash_implementation() -> str | None:
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    name = None if current is None else current()
-    return None if name is None else str(name)
+    return torch.are_deterministic_algorithms_enabled(), flash_attention_impl()
 
 
 def describe(request: AttentionRequest) -> str:

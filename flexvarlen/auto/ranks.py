@@ -17,6 +17,9 @@ import torch.distributed as dist
 BEGIN_S = 60.0
 """How long a rank waits for rank 0 to come to such a call at all."""
 
+AGAIN_S = 1.0
+"""The same for a rank that has waited in vain before: its calls are not those of rank 0."""
+
 FINISH_S = 600.0
 """How long it waits once rank 0 has begun: it may have to compile every candidate."""
 
@@ -35,6 +38,7 @@ class Run:
     def __init__(self, group: Any) -> None:
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self.several = group is not None and dist.get_world_size() > 1
+        self._waited_in_vain = False
 
     def is_of(self, group: Any) -> bool:
         """Whether this is still the run."""
@@ -65,6 +69,14 @@ class Run:
             store.set(_decided(kind), chosen)
         return chosen
 
+    def told(self, kind: str) -> str | None:
+        """What rank 0 has decided already, or None; waits for nothing."""
+        store = _store()
+        if store is None or not store.check([_decided(kind)]):
+            return None
+        chosen = str(store.get(_decided(kind)).decode())
+        return None if chosen == _NONE else chosen
+
     def ask(self, kind: str) -> str | None:
         """On the other ranks: what rank 0 decided; None, with a warning, if it does not say."""
         store = _store()
@@ -73,7 +85,9 @@ class Run:
         begin = time.monotonic()
         while not store.check([_decided(kind)]):
             waited = time.monotonic() - begin
-            if waited > FINISH_S or (waited > BEGIN_S and not store.check([_begun(kind)])):
+            patience = AGAIN_S if self._waited_in_vain else BEGIN_S
+            if waited > FINISH_S or (waited > patience and not store.check([_begun(kind)])):
+                self._waited_in_vain = True
                 warnings.warn(
                     f"flexvarlen: rank 0 has not chosen a backend for {kind} within {waited:.0f} "
                     "s, so this rank takes the static order's; call fv.explain() for such calls "
@@ -82,8 +96,7 @@ class Run:
                 )
                 return None
             time.sleep(_POLL_S)
-        chosen = str(store.get(_decided(kind)).decode())
-        return None if chosen == _NONE else chosen
+        return self.told(kind)
 
 
 def _store() -> Any:

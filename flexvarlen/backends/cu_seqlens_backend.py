@@ -110,6 +110,10 @@ class CuSeqlensBackend:
         if 0 < mask.spec.chunk < bound_q:
             cu_q = cu_k = chunk_boundaries(cu_q, mask.spec.chunk, layout.total_tokens)
             bound_q = bound_k = mask.spec.chunk
+        if batch_invariant:
+            # Kernels take a window that no document fills for none, by these bounds, and sum in
+            # other pieces then.
+            bound_q, bound_k = max(bound_q, mask.spec.right + 2), max(bound_k, mask.spec.left + 2)
         dead_T = layout.padding
         if layout_k is not layout and layout_k.padding is not None:
             lo, hi = mask.bounds()
@@ -132,6 +136,7 @@ class CuSeqlensBackend:
             torch.compiler.is_compiling()
             or _may_have_tail(mask.layout)
             or (spec.cross and _may_have_tail(mask.layout_k))
+            or _is_first(q_THD)
         )
         out_THD, lse_HT = cu_seqlens_op.attend(
             self.name,
@@ -156,6 +161,8 @@ class CuSeqlensBackend:
             out_THD = torch.where(plan.dead_T[:, None, None], 0, out_THD)
         if not options.return_lse:
             return out_THD, None
+        if torch.is_grad_enabled() and out_THD.requires_grad:
+            lse_HT = cu_seqlens_op.lse_without_gradient(lse_HT, q_THD, self.name)
         if plan.dead_T is not None:
             lse_HT = torch.where(plan.dead_T, float("-inf"), lse_HT)
         return out_THD, lse_HT
@@ -166,3 +173,18 @@ def _may_have_tail(layout: PackedLayout) -> bool:
     return layout.has_padding is not False or (
         layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     )
+
+
+_seen: set[tuple[torch.dtype, torch.device]] = set()
+
+
+def _is_first(x: Tensor) -> bool:
+    """Whether tails of this kind were never zeroed: a kernel loads at its first launch.
+
+    A CUDA graph forces that launch, even after a warm-up without padding, and may not load.
+    """
+    kind = (x.dtype, x.device)
+    if kind in _seen:
+        return False
+    _seen.add(kind)
+    return True

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+LEAST_SINK = -1e30  # as good as -inf, which minus itself is NaN where a query sees no key
 MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
 
 
@@ -104,6 +105,11 @@ def attend(
         or v_THD.requires_grad
         or (sinks_H is not None and sinks_H.requires_grad)
     ):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"{kernel} is not made for the transforms of torch.func; use backend='reference', "
+                "or torch.autograd.grad."
+            )
         result = _EagerAttention.apply(kernel, *tensors, numbers)  # type: ignore[no-untyped-call]
     else:
         result = _forward(kernel, *tensors, *numbers)
@@ -143,10 +149,9 @@ def _forward(
         # FA2 gives a query that sees no key +inf.
         lse_HT.masked_fill_(lse_HT == float("inf"), float("-inf"))
         if may_have_tail:
-            tokens = torch.arange(out_THD.shape[0], device=out_THD.device, dtype=torch.int32)
-            lse_HT.masked_fill_(tokens >= cu_seqlens_q[-1], float("-inf"))
+            lse_HT.masked_fill_(_tail(out_THD, cu_seqlens_q), float("-inf"))
     if sinks_H is not None:
-        out_THD.mul_(torch.sigmoid(lse_HT - sinks_H.float()[:, None]).T[..., None])
+        out_THD.mul_(torch.sigmoid(lse_HT - _finite(sinks_H)[:, None]).T[..., None])
     if may_have_tail:
         _zero_tail(cu_seqlens_q, out_THD)
     return out_THD, lse_HT
@@ -182,8 +187,13 @@ def _backward(
     if sinks_H is None:
         dsinks_H = q_THD.new_empty(0)
     else:
-        lse_HT = torch.logaddexp(lse_HT, sinks_H.float()[:, None])
-        dsinks_H = _sink_gradient(grad_THD, out_THD, lse_HT, sinks_H)
+        lse_HT = torch.logaddexp(lse_HT, _finite(sinks_H)[:, None])
+        grad_dot_out_HT = _row_dot(grad_THD, out_THD)
+        if may_have_tail:  # where the output is 0, and the incoming gradient anything
+            grad_dot_out_HT.masked_fill_(_tail(q_THD, cu_seqlens_q), 0)
+        # The sink is a key of its own with probability exp(sink - lse) and a value of 0.
+        probability_HT = (_finite(sinks_H)[:, None] - lse_HT).exp()
+        dsinks_H = -(probability_HT * grad_dot_out_HT).sum(1).to(sinks_H.dtype)
     grads = KERNELS[kernel].backward(
         grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, cu_seqlens_q, cu_seqlens_k, settings
     )
@@ -206,20 +216,23 @@ def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
         zero_tail_(x, cu_seqlens)
 
 
-def _sink_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
-    """Gradient of the sinks, `[H]`; the LSE has them in it.
+def _tail(x_THD: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Which rows lie past the last boundary, bool `[T]`."""
+    tokens = torch.arange(x_THD.shape[0], device=x_THD.device, dtype=torch.int32)
+    return tokens >= cu_seqlens[-1]
 
-    The sink is a key of its own with probability `exp(sink - lse)` and a value of 0, so the
-    gradient of its score is that probability times `0 - grad · out`.
-    """
-    if grad_THD.device.type == "cpu":
-        grad_dot_out = (grad_THD.float() * out_THD.float()).sum(-1).T
-    else:
-        from flexvarlen.kernels.row_dot import row_dot
 
-        grad_dot_out = row_dot(grad_THD, out_THD)
-    probability_HT = (sinks_H.float()[:, None] - lse_HT).exp()
-    return -(probability_HT * grad_dot_out).sum(1).to(sinks_H.dtype)
+def _finite(sinks_H: Tensor) -> Tensor:
+    return sinks_H.float().clamp(min=LEAST_SINK)
+
+
+def _row_dot(a_THD: Tensor, b_THD: Tensor) -> Tensor:
+    """`(a * b).sum(-1)` in fp32, `[H, T]`."""
+    if a_THD.device.type == "cpu":
+        return (a_THD.float() * b_THD.float()).sum(-1).T.contiguous()
+    from flexvarlen.kernels.row_dot import row_dot
+
+    return row_dot(a_THD, b_THD)
 
 
 cu_seqlens_forward = torch.library.custom_op(
@@ -259,6 +272,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.kernel, ctx.numbers = kernel, numbers
     ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(lse_HT)
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(backward: Any, ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
@@ -293,4 +307,33 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(
+                f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
+            )
         return *_differentiate(_backward, ctx, grad_THD), None
+
+
+@torch.library.custom_op("flexvarlen::lse_without_gradient", mutates_args=())
+def lse_without_gradient(lse_HT: Tensor, q_THD: Tensor, kernel: str) -> Tensor:
+    """The LSE as a function of q whose gradient raises: dropped, it would be silently wrong."""
+    return lse_HT.clone()
+
+
+@lse_without_gradient.register_fake
+def _(lse_HT: Tensor, q_THD: Tensor, kernel: str) -> Tensor:
+    return torch.empty_like(lse_HT)
+
+
+def _refuse_gradient(ctx: Any, grad_HT: Tensor) -> tuple[None, None, None]:
+    raise NotImplementedError(
+        f"{ctx.kernel} gives the LSE no gradient; use backend='flex' or 'reference', or "
+        "lse.detach()."
+    )
+
+
+def _keep_name(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.kernel = inputs[2]
+
+
+lse_without_gradient.register_autograd(_refuse_gradient, setup_context=_keep_name)

@@ -17,7 +17,7 @@ from flexvarlen.backends.cu_seqlens_op import Settings
 from flexvarlen.backends.protocol import AttentionRequest
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention."
-_NO_DETERMINISTIC_HEAD_DIM = 192  # the widest tile with an ordered backward
+_WIDEST_ORDERED_HEAD_DIM = 192  # above it the kernel refuses an ordered backward
 
 
 class FlashAttention3Backend(CuSeqlensBackend):
@@ -42,19 +42,25 @@ class FlashAttention3Backend(CuSeqlensBackend):
 
     def why_not_this(self, request: AttentionRequest) -> str | None:
         """Softcap is left out of some builds; no ordered backward for the widest heads."""
+        if request.softcap is not None and torch.cuda.is_current_stream_capturing():
+            return "fa3 cannot be asked about softcap in a CUDA graph; make one such call before."
         if request.softcap is not None and not _built_with_softcap(request.device):
             return (
                 "fa3 is built without softcap here; build it without "
                 "FLASH_ATTENTION_DISABLE_SOFTCAP, or use backend='fa4' or 'flex'."
             )
         ordered = request.deterministic or request.batch_invariant
-        if ordered and request.needs_grad and request.head_dim > _NO_DETERMINISTIC_HEAD_DIM:
-            return (
-                "fa3's backward is not deterministic for head_dim above "
-                f"{_NO_DETERMINISTIC_HEAD_DIM}, got {request.head_dim}; use backend='fa2' or "
-                "'flex'."
-            )
-        return None
+        return order_refusal(self.name, request) if ordered and request.needs_grad else None
+
+
+def order_refusal(name: str, request: AttentionRequest) -> str | None:
+    """Where FlashAttention-3 has no backward that sums in one order."""
+    if request.head_dim > _WIDEST_ORDERED_HEAD_DIM:
+        return (
+            f"{name} has no deterministic backward for head_dim above {_WIDEST_ORDERED_HEAD_DIM}, "
+            f"got {request.head_dim}; use backend='fa2'."
+        )
+    return None
 
 
 @cache

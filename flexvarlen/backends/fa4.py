@@ -34,24 +34,36 @@ class FlashAttention4Backend(CuSeqlensBackend):
 
     def why_not_this(self, request: AttentionRequest) -> str | None:
         """Head dimensions differ by GPU; gradients want multiples of 32."""
-        if torch.cuda.get_device_capability(request.device)[0] in _BLACKWELL and not (
-            request.head_dim <= 128 or request.head_dim == 256
-        ):
+        fits_blackwell = request.head_dim <= 128 or request.head_dim == 256
+        if not fits_blackwell and not _is_hopper(request.device):
             return (
                 "fa4 needs head_dim of at most 128, or 256, on Blackwell, got "
                 f"{request.head_dim}; use backend='flex'."
             )
-        return self.gradient_refusal(request)
-
-    def gradient_refusal(self, request: AttentionRequest) -> str | None:
-        """Measured on an H200 with 4.0.0b36, packed: at head_dim 8, 16, 40 and 80 dq, dk and dv are
-        wrong by their own size, at 32, 64, 96, 128, 160, 192 and 256 they are right."""
-        if request.needs_grad and request.head_dim % 32:
+        if request.batch_invariant and request.head_dim == 256 and not _is_hopper(request.device):
             return (
-                f"{self.name} gives wrong gradients unless head_dim is a multiple of 32, got "
-                f"{request.head_dim}; use backend='fa3' or 'flex'."
+                "fa4 chooses kernels by the number of documents for head_dim 256 on Blackwell, and "
+                "is not batch invariant there; use backend='fa2'."
             )
-        return None
+        return gradient_refusal(self.name, request)
+
+
+def gradient_refusal(name: str, request: AttentionRequest) -> str | None:
+    """Where FlashAttention-4's gradients are wrong.
+
+    Measured on an H200 with 4.0.0b36, packed: at head_dim 8, 16, 40 and 80 dq, dk and dv are wrong
+    by their own size, at 32, 64, 96, 128, 160, 192 and 256 they are right.
+    """
+    if request.needs_grad and request.head_dim % 32:
+        return (
+            f"{name} gives wrong gradients on FlashAttention-4 unless head_dim is a multiple of "
+            f"32, got {request.head_dim}; use backend='fa3' or 'flex'."
+        )
+    return None
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in _HOPPER
 
 
 @cache

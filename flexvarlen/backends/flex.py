@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexvarlen.backends.block_borders import Arrangement, arrange
+from flexvarlen.backends.cu_seqlens_op import LEAST_SINK
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.block_mask import block_mask_of
 from flexvarlen.mask import DocumentMask
@@ -59,13 +60,13 @@ class FlexBackend:
         if request.mask.prefix or request.mask.cross:
             return (
                 "flex has neither prefixes nor layout_k where it is batch invariant; use "
-                "backend='sdpa', or 'fa3' for layout_k."
+                "backend='fa3' for layout_k, or, without gradients or softcap, 'sdpa'."
             )
         if request.needs_grad:
             return (
                 "flex is batch invariant in its outputs alone: in its backward, inductor makes the "
                 "kernel that sums grad * out anew for other shapes, and it sums in another order; "
-                "use backend='fa3' or 'fa2', or torch.no_grad()."
+                "use backend='fa3' or 'fa2', in half precision, or torch.no_grad()."
             )
         return None
 
@@ -83,6 +84,12 @@ class FlexBackend:
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents and heads; K and V are never repeated for GQA."""
+        if options.batch_invariant is isinstance(plan, BlockMask):
+            raise ValueError(
+                "a plan of flex must be made for the promise that the call asks for, got one for "
+                f"batch_invariant={not options.batch_invariant}; make it with get_backend('flex')."
+                f"plan(mask, batch_invariant={options.batch_invariant}), or leave plan= out."
+            )
         if isinstance(plan, BlockMask):
             return self._attend(q_THD, k_THD, v_THD, mask, plan, options)
         q_AHD, k_AHD, v_AHD = plan.enter(q_THD), plan.enter(k_THD), plan.enter(v_THD)
@@ -108,8 +115,9 @@ class FlexBackend:
             q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
         q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
         with_lse = options.return_lse or options.sinks_H is not None
+        same_bits = options.deterministic or options.batch_invariant
         if torch.compiler.is_compiling():
-            if options.deterministic and q.device.type == "cuda":
+            if same_bits and q.device.type == "cuda":
                 _require_fixed_choices()
             out, lse = _flex(
                 q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
@@ -120,16 +128,18 @@ class FlexBackend:
             call = _compiled(
                 (
                     q.device.type,
+                    q.device.index,
                     self.kernel,
                     q.dtype,
                     *heads,
                     mask.spec.ends_at_query,
                     mask.spec.cross,
                     options.softcap,
+                    options.scale,
                     with_lse,
                     own_T,
                 ),
-                options.deterministic,
+                same_bits,
             )
             out, lse = call(
                 q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
@@ -137,7 +147,7 @@ class FlexBackend:
         out_THD = out[0].transpose(0, 1)
         lse_HT = None if lse is None else lse[0]
         if options.sinks_H is not None and lse_HT is not None:
-            keep_HT = torch.sigmoid(lse_HT - options.sinks_H.float()[:, None])
+            keep_HT = torch.sigmoid(lse_HT - options.sinks_H.float().clamp(min=LEAST_SINK)[:, None])
             out_THD = (out_THD * keep_HT.T[..., None]).to(q_THD.dtype)
         return out_THD, lse_HT if options.return_lse else None
 
@@ -210,26 +220,26 @@ def _require_fixed_choices() -> bool:
         return True
     raise NotImplementedError(
         "flex gives the same bits in every compilation only under torch._inductor.config."
-        f"{FIXED_CHOICES}, which is off; set it to True (TORCHINDUCTOR_DETERMINISTIC=1), or use "
-        "backend='fa3' or 'fa2'."
+        f"{FIXED_CHOICES}, which is off; set it there (TORCHINDUCTOR_DETERMINISTIC=1), not in "
+        "options= of torch.compile, or use backend='fa3' or 'fa2'."
     )
 
 
 @cache
 def _compiled(
-    static: tuple[object, ...], deterministic: bool
+    static: tuple[object, ...], same_bits: bool
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The compiled kernel of one kind of call, in which only T varies.
 
     Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
     each kind gets its own.
     """
-    name = "flex_" + "_".join(map(str, (*static, deterministic)))
+    name = "flex_" + "_".join(map(str, (*static, same_bits)))
     own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
     # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
     # kind.
     dynamic = False if static[0] == "cpu" else None
-    options: Any = {FIXED_CHOICES: True} if deterministic else None
+    options: Any = {FIXED_CHOICES: True} if same_bits else None
     return torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)
 
 

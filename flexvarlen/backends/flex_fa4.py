@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from flexvarlen.backends.cu_seqlens_backend import HALF
 from flexvarlen.backends.fa4 import cute_refusal
 from flexvarlen.backends.flex import FlexBackend
@@ -39,6 +41,11 @@ class FlexFlashBackend(FlexBackend):
             return (
                 "flex_fa4 has no LSE to rely on, and so no sinks (torch 2.11 and 2.12 give it off "
                 "by ln 2); use backend='flex' or 'fa4'."
+            )
+        if request.needs_grad and torch.are_deterministic_algorithms_enabled():
+            return (
+                "flex_fa4 has no backward under torch.use_deterministic_algorithms(True); use "
+                "backend='fa4' or 'flex'."
             )
         if request.deterministic or request.batch_invariant:
             return (

@@ -18,7 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from flexvarlen.backends.cu_seqlens_backend import HALF
 from flexvarlen.backends.cu_seqlens_op import KERNELS, MIN_BOUND, Settings
 from flexvarlen.backends.fa2 import ampere_refusal
+from flexvarlen.backends.fa4 import gradient_refusal
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
+from flexvarlen.environment import flash_attention_impl
 from flexvarlen.mask import DocumentMask
 
 MAX_HEAD_DIM = 256
@@ -52,6 +54,8 @@ class NestedBackend:
                 "nested promises neither determinism nor batch invariance; use backend='fa3', "
                 "'fa2' or 'varlen'."
             )
+        if flash_attention_impl() == "FA4" and gradient_refusal(self.name, request) is not None:
+            return gradient_refusal(self.name, request)
         return ampere_refusal(self.name, request.device)
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:

@@ -34,9 +34,10 @@ class SdpaBackend:
                 "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or "
                 "'reference'."
             )
-        ordered = request.deterministic or (request.batch_invariant and request.needs_grad)
-        if ordered and request.device.type == "cuda":
-            return "sdpa's backward is not deterministic on a GPU; use backend='flex' or 'fa3'."
+        ordered = request.deterministic or request.batch_invariant
+        if ordered and request.needs_grad and request.device.type == "cuda":
+            others = "'fa3', 'fa2' or 'fa4' in half precision, 'reference' in any for deterministic"
+            return f"sdpa's backward is not deterministic on a GPU; use backend={others}."
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:

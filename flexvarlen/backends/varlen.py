@@ -16,7 +16,10 @@ from torch import Tensor
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import Settings
 from flexvarlen.backends.fa2 import ampere_refusal, one_split
+from flexvarlen.backends.fa3 import order_refusal
+from flexvarlen.backends.fa4 import gradient_refusal
 from flexvarlen.backends.protocol import AttentionRequest
+from flexvarlen.environment import flash_attention_impl
 
 SWITCH = "torch.use_deterministic_algorithms(True)"
 
@@ -35,8 +38,15 @@ class VarlenBackend(CuSeqlensBackend):
         return ampere_refusal(self.name, device)
 
     def why_not_this(self, request: AttentionRequest) -> str | None:
-        """Its backward is deterministic only as torch is as a whole."""
-        ordered = request.deterministic or (request.batch_invariant and request.needs_grad)
+        """A backward in one order only as torch has it as a whole; what the kernel behind lacks."""
+        if not request.needs_grad:
+            return None
+        ordered = request.deterministic or request.batch_invariant
+        behind = flash_attention_impl()
+        if behind == "FA4" and (lacks := gradient_refusal(self.name, request)) is not None:
+            return lacks
+        if behind == "FA3" and ordered and (lacks := order_refusal(self.name, request)) is not None:
+            return lacks
         if ordered and not torch.are_deterministic_algorithms_enabled():
             return (
                 f"varlen is deterministic only under {SWITCH}; call it, or use backend='fa3', "
