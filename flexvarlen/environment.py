@@ -20,6 +20,7 @@ _PACKAGES = {
     "torch": "torch",
     "triton": "triton",
     "transformers": "transformers",
+    "accelerate": "accelerate",
     "flash_attn": "flash-attn",
     "flash_attn_3": "flash-attn-3",
     "flash_attn_4": "flash-attn-4",

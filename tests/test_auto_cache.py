@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -162,3 +163,29 @@ def test_concurrent_writers_lose_answers(tmp_path):
     in_processes(write_many, [(path, name) for name in "ab"])
     assert len(cache_file.read_entries(path)) == 100
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_user_without_a_home_has_a_cache_all_the_same(monkeypatch):
+    """In some containers the user has no entry, and HOME is not set."""
+    for name in ("HOME", "XDG_CACHE_HOME", switches.CACHE):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert switches.cache_folder().name == "flexvarlen"
+
+
+def test_file_that_has_not_changed_is_read_again(two, monkeypatch):
+    """Some callers ask in each forward: reentrant checkpoints, for one."""
+    attend()
+    reads = []
+    text = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **options: reads.append(path) or text(path, **options)
+    )
+    for _ in range(3):
+        auto.forget()
+        attend()
+    assert len(reads) <= 1

@@ -136,7 +136,11 @@ def rank(folder, rank, delays, asks, answers):
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = [explain(a_layout(*lengths, bound=bound)) for lengths, bound in asks]
+            found = [
+                explain(a_layout(*lengths, bound=bound), **options)
+                for lengths, bound, *rest in asks
+                for options in (rest or [{}])
+            ]
         dist.barrier()
         dist.destroy_process_group()
         answers.put(
@@ -166,6 +170,19 @@ def test_ranks_decide_apart(tmp_path):
     assert one[0] == [("fast", "decided by rank 0")] * 2
     assert one[1] == [0, 0]
     assert zero[2] == one[2] == []
+
+
+def test_looking_at_what_auto_knows_decides_for_the_whole_run(tmp_path):
+    """`measure=False` on rank 0 leaves nothing behind, and on another waits for nobody."""
+    asks = [((30, 34), 64, {"measure": False}, {})]
+    delays = {"slow": SLOW_S, "fast": FAST_S}
+    zero, one = in_processes(rank, [(tmp_path, 0, delays, asks), (tmp_path, 1, delays, asks)])
+    assert zero[0] == [
+        ("sdpa", "static order, because measure=False was asked for"),
+        ("fast", "measured"),
+    ]
+    assert one[0][1] == ("fast", "decided by rank 0")
+    assert one[2] == []  # no warning that it waited in vain
 
 
 def test_kernel_of_rank_0_that_this_rank_lacks_taken(candidates, monkeypatch):

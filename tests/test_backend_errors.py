@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flexvarlen import PackedLayout, packed_attention, why_not
+from flexvarlen.backends import AttentionRequest
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
 GPU_ONLY = ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
@@ -82,6 +84,25 @@ def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
     assert f"{name} needs" in reason
     assert package in reason
     assert re.search(remedy, reason)
+
+
+@pytest.mark.parametrize(
+    ("behind", "kind", "reason"),
+    [
+        ("FA4", {"head_dim": 40}, "wrong gradients on FlashAttention-4 unless.* multiple of 32"),
+        ("FA3", {"head_dim": 256, "deterministic": True}, "no deterministic backward for head_dim"),
+    ],
+)
+def test_what_the_kernel_behind_varlen_lacks(monkeypatch, behind, kind, reason):
+    """torch.nn.attention.activate_flash_attention_impl changes it."""
+    from flexvarlen.backends import varlen
+
+    request = AttentionRequest(torch.device("cuda"), torch.bfloat16, 4, 2, **kind)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert varlen.BACKEND.why_not_this(request) is None
+    monkeypatch.setattr(varlen, "flash_attention_impl", lambda: behind)
+    assert re.search(reason, varlen.BACKEND.why_not_this(request))
+    assert varlen.BACKEND.why_not_this(replace(request, needs_grad=False)) is None
 
 
 @pytest.mark.gpu
