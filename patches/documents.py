@@ -52,12 +52,12 @@ class PackedForward:
     one_a_row: Tensor | None = None
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
-        """Where the layers of a kind go.
+        """Where the layers of a kind go; anew where "auto" was resolved for other calls.
 
         What is made inside a compiled graph is not kept: it lives in that graph.
         """
         found = self.routes.get(kind)
-        if found is not None:
+        if found is not None and found.serves(dtype, needs_grad):
             return found
         made = self.make_route(kind, dtype, needs_grad, tuple(self.routes.items()))
         if not torch.compiler.is_compiling():
@@ -77,30 +77,29 @@ class PackedForward:
             NotImplementedError: no candidate of "auto" can serve the kind.
         """
         backend = chosen_for(self.backend, kind.layer_type)
+        asked: dict[str, Any] = {}
         if backend == "auto":
+            asked = {"dtype": dtype, "needs_grad": needs_grad}
             try:
                 backend = resolve_backend(
                     "auto",
                     DocumentMask(self.layout, kind.spec),
-                    dtype=dtype,
                     num_heads=kind.num_heads,
                     num_kv_heads=kind.num_kv_heads,
                     head_dim=kind.head_dim,
-                    needs_grad=needs_grad,
                     softcap=kind.softcap,
                     sinks=kind.sinks,
                     deterministic=self.deterministic,
                     batch_invariant=self.batch_invariant,
+                    **asked,
                 )
             except NotImplementedError as refusal:
                 raise NotImplementedError(f"The {kind.layer_type} layers: {refusal}") from refusal
         for other, route in others:
             if route.backend == backend and other[1:3] == kind[1:3]:  # of the same mask
-                return route
-        return Route(
-            backend,
-            make_plan(backend, self.layout, kind.spec, batch_invariant=self.batch_invariant),
-        )
+                return Route(backend, route.plan, **asked)
+        plan = make_plan(backend, self.layout, kind.spec, batch_invariant=self.batch_invariant)
+        return Route(backend, plan, **asked)
 
 
 def make_plan(

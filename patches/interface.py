@@ -4,6 +4,9 @@ A patched model hands each layer a `PackedForward`. Without it (the name alone, 
 layer finds the boundaries in what reaches it: position_ids, cu_seq_lens and 2D padding masks, but
 not masks of document ids, which transformers turns to booleans, nor labels.
 
+A patched model that is pickled keeps the name and loses `patch_model`'s wrapper: its layers know,
+and raise.
+
 Decoding is not packed: fewer queries than keys, or a 4D mask, go to transformers' own sdpa, with
 its own mask. With several documents in a row, in the new tokens or in the cache, it raises; but by
 the name alone a cache of several is not noticed if a compiled forward filled it, if all its layers
@@ -33,6 +36,7 @@ from flexvarlen.patches.one_document import check_one_document
 from flexvarlen.patches.one_forward import first_unpacked, shared_between_layers
 from flexvarlen.patches.packed_cache import refuse_packed_keys, set_apart
 from flexvarlen.patches.routing import LayerKind, layer_type_of, refusal_of_layers
+from flexvarlen.patches.wrapped_forward import refuse_lost_patch
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 IMPLEMENTATIONS = {
@@ -77,6 +81,8 @@ def _attention_function(backend: str) -> Attention:
     ) -> tuple[Tensor, None]:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
+        if handed is None:
+            refuse_lost_patch(module)
         packed = handed if isinstance(handed, PackedForward) else None
         compiling = torch.compiler.is_compiling()
         if not compiling:
@@ -128,7 +134,7 @@ def _attention_function(backend: str) -> Attention:
         route = packed.route(kind, q_THD.dtype, torch.is_grad_enabled() or module.training)
         if compiling and route.backend not in SIZELESS:
             layout = packed.layout
-            note_sizes(kind, layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
+            note_sizes(module, kind, layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
         try:
             out_THD = packed_attention(
                 q_THD,

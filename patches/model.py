@@ -26,7 +26,7 @@ from flexvarlen.patches.documents import (
 )
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
-from flexvarlen.patches.one_document import check_one_document
+from flexvarlen.patches.one_document import check_one_document, why_not_whole_rows
 from flexvarlen.patches.packed_cache import (
     mark_cache,
     note_documents,
@@ -38,6 +38,7 @@ from flexvarlen.patches.routing import (
     BackendChoice,
     check_choice,
     check_machine,
+    dtype_of_queries,
     kinds_of,
     names_in,
 )
@@ -50,7 +51,13 @@ from flexvarlen.patches.shared_config import (
     name_of,
     wrapped_modules,
 )
-from flexvarlen.patches.wrapped_forward import has_forward_of_class, unwrap_forward, wrap_forward
+from flexvarlen.patches.wrapped_forward import (
+    has_forward_of_class,
+    mark_layers,
+    unmark_layers,
+    unwrap_forward,
+    wrap_forward,
+)
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -79,8 +86,12 @@ def patch_model(
     or `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
 
     Decoding (a non-empty cache) goes to transformers' own sdpa; from a cache that a packed batch
-    filled it raises, and so do several documents in the new tokens of a row. Training makes no
-    cache unless `use_cache=True` is passed.
+    filled it raises, and so do several documents in the new tokens of a row. Training, and a
+    compiled model in any mode (also one compiled layer by layer: with a cache each layer would get
+    a graph of its own), makes no cache unless `use_cache=True` is passed.
+
+    A deep copy is patched as the model is. A pickle (torch.save of the model, a spawned process)
+    leaves the wrapper out: the loaded model raises until `patch_model` is called on it again.
 
     Args:
         model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile
@@ -106,12 +117,13 @@ def patch_model(
             is for on this machine.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
-    patched model or before it is patched), other documents compile nothing anew as long as
-    `capacity` and `max_seqlen_bound` stay. Where they do not (a layout has those it was made with,
-    by default powers of two), Dynamo compiles once more when the one first changes and once more
-    when the other does, and then for any; under dynamic=False for each pair, of which a warning
-    tells. Each form of a batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and
-    gradients on and off have a graph of their own.
+    patched model or before it is patched; what it returns keeps its own promises and mapping, so to
+    patch again, patch that), other documents compile nothing anew as long as `capacity` and
+    `max_seqlen_bound` stay. Where they do not (a layout has those it was made with, by default
+    powers of two), Dynamo compiles once more when the one first changes and once more when the
+    other does, and then for any; under dynamic=False for each pair, of which a warning tells. Each
+    form of a batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and gradients on
+    and off have a graph of their own.
 
     Gradient checkpointing runs attention again in the backward. To keep its outputs, name its
     operator: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
@@ -152,6 +164,7 @@ def patch_model(
         if ATTRIBUTE not in module.__dict__ or has_forward_of_class(module):
             wrap_forward(module, _before_forward, _after_forward)
         setattr(module, ATTRIBUTE, patch)
+    mark_layers(inner)
     keep_tables(inner.base_model)
     join_sharers(inner)
     return model
@@ -176,6 +189,7 @@ def unpatch_model(model: Model) -> Model:
     for module in wrapped_modules(inner):
         module.__dict__.pop(ATTRIBUTE, None)
         unwrap_forward(module)
+    unmark_layers(inner)
     forget_tables(inner.base_model)
     leave_sharers(inner, patch)
     return model
@@ -258,7 +272,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         )
     given = {name: inputs.pop(name, None) for name in EXPLICIT}
     explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
-    not_whole_rows = _why_not_whole_rows(cache, attention_mask, row_tokens)
+    not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
     if not_whole_rows is not None:
         if explicit:
             raise ValueError(
@@ -334,27 +348,14 @@ def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pa
     dtype = (
         torch.get_autocast_dtype(device_type)
         if torch.is_autocast_enabled(device_type)
-        else next(module.parameters()).dtype
+        else dtype_of_queries(module)
     )
+    # As in the layers: a reentrant checkpoint runs a training forward without gradients first.
+    needs_grad = torch.is_grad_enabled() or module.training
     for kind in patch.kinds:
         others = tuple(packed.routes.items())
-        packed.routes[kind] = packed.make_route(kind, dtype, torch.is_grad_enabled(), others)
+        packed.routes[kind] = packed.make_route(kind, dtype, needs_grad, others)
     return packed
-
-
-def _why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str | None:
-    """Why the forward's keys are not just its own tokens under a 2D mask, or None if they are."""
-    if attention_mask is not None and (
-        not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2
-    ):
-        return "a 4D attention_mask"
-    if cache is None:
-        return None
-    for layer in range(max(len(cache.layers), 1)):  # one that slides may have no room, others some
-        keys, _ = cache.get_mask_sizes(row_tokens, layer)
-        if keys != row_tokens:
-            return "a cache that holds, or makes room for, other tokens"
-    return None
 
 
 def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:

@@ -94,3 +94,18 @@ def _real_tokens(mask: Tensor, row_tokens: int, seen: int | Tensor | None) -> Te
     # Padding never sees further than the tokens before it; if it does, the mask is another kind.
     further = last[:, 1:] > last.cummax(dim=-1).values[:, :-1]
     return real | torch.nn.functional.pad(further, (1, 0))
+
+
+def why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str | None:
+    """Why the forward's keys are not just its own tokens under a 2D mask, or None if they are."""
+    if attention_mask is not None and (
+        not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2
+    ):
+        return "a 4D attention_mask"
+    if cache is None:
+        return None
+    for layer in range(max(len(cache.layers), 1)):  # one that slides may have no room, others some
+        keys, _ = cache.get_mask_sizes(row_tokens, layer)
+        if keys != row_tokens:
+            return "a cache that holds, or makes room for, other tokens"
+    return None

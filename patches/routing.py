@@ -48,10 +48,24 @@ class LayerKind(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where the layers of one kind go: the backend's name, and its plan of this forward."""
+    """Where the layers of one kind go.
+
+    Attributes:
+        backend: its name.
+        plan: its plan of this forward.
+        dtype, needs_grad: of the calls that "auto" was resolved for; None where it was not asked.
+    """
 
     backend: str
     plan: Any
+    dtype: torch.dtype | None = None
+    needs_grad: bool | None = None
+
+    def serves(self, dtype: torch.dtype, needs_grad: bool) -> bool:
+        """Whether it was made for such calls: what serves with gradients serves without."""
+        if self.dtype is None:
+            return True
+        return self.dtype == dtype and (bool(self.needs_grad) or not needs_grad)
 
 
 def layer_type_of(layer: nn.Module, window: int | None) -> str:
@@ -82,6 +96,24 @@ def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
         )
         kinds[kind] = None
     return tuple(kinds)
+
+
+_COMPUTED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def dtype_of_queries(module: nn.Module) -> torch.dtype:
+    """That of the first attention projection, whatever the embedding is kept in.
+
+    A guess where weights are quantized or cast on the way; a layer that gets other queries resolves
+    "auto" anew.
+    """
+    layers: Any = module.base_model.layers  # type: ignore[union-attr]
+    attention: list[nn.Module] = [layers[0].self_attn] if len(layers) else []
+    for part in (*attention, module):
+        for parameter in part.parameters():
+            if parameter.dtype in _COMPUTED_IN:  # not what weights are packed in
+                return parameter.dtype
+    return torch.get_default_dtype()
 
 
 def check_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> None:
@@ -117,8 +149,19 @@ def _check_name(name: object) -> None:
 
 
 def chosen_for(choice: BackendChoice, layer_type: str) -> str:
-    """The name chosen for layers of this type, "auto" not resolved; "auto" where none is."""
-    return choice if isinstance(choice, str) else choice.get(layer_type, "auto")
+    """The name chosen for layers of this type, "auto" not resolved.
+
+    Raises:
+        ValueError: the choice has none: the layer was not there, or of another type, when patched.
+    """
+    if isinstance(choice, str):
+        return choice
+    if layer_type not in choice:
+        raise ValueError(
+            f"backend must name one for each layer type of the model, got {dict(choice)!r} and a "
+            f"layer of type {layer_type!r}; call patch_model again, with this type as a key too."
+        )
+    return choice[layer_type]
 
 
 def names_in(choice: BackendChoice) -> list[str]:

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 OURS = "_flexvarlen_wraps"  # on our function: where its module keeps the `forward` it wraps
 PLACE = "_flexvarlen_forward_"  # and a number: somebody may wrap ours, and we that
+MARK = "_flexvarlen_wrapped"  # on the attention layers below a wrapped module
 
 
 class _InstanceForward:
@@ -81,6 +83,8 @@ def wrap_forward(
     setattr(forward, OURS, place)
     setattr(module, place, _InstanceForward.of(module))
     module.forward = MethodType(forward, module)
+    if _refuse_forward_of_another not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_refuse_forward_of_another)
 
 
 def unwrap_forward(module: nn.Module) -> None:
@@ -92,8 +96,84 @@ def unwrap_forward(module: nn.Module) -> None:
     own: Callable[..., Any] | None = module.__dict__.pop(place).on(module)
     if own is not None:
         module.forward = own
+    if not any(name.startswith(PLACE) for name in vars(module)):
+        _remove_hook(module)
 
 
 def has_forward_of_class(module: nn.Module) -> bool:
     """Whether no wrapper is there: a pickle leaves it out."""
     return bool(module.forward == MethodType(type(module).forward, module))
+
+
+def _remove_hook(module: nn.Module) -> None:
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _refuse_forward_of_another]:
+        del hooks[key]
+
+
+def _refuse_forward_of_another(module: nn.Module, args: Any) -> None:
+    """Raise if the module's wrapped `forward` is another's, of other submodules.
+
+    A hook is the only one to know which module was called: the wrapper sees the other alone.
+    """
+    if torch.compiler.is_compiling():
+        return
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, MethodType) or not hasattr(forward, OURS):
+        return
+    other: Any = forward.__self__
+    if other is module or other._modules is module._modules:  # copy.copy runs the same layers
+        return
+    raise RuntimeError(
+        "a patched model must run its own layers, got a copy whose forward runs the model that it "
+        "was made of: compile_regions of accelerate before 1.15 makes such a copy, and would run "
+        "the uncompiled model; install accelerate>=1.15, or call compile_regions before "
+        "patch_model. So does DataParallel; use DistributedDataParallel."
+    )
+
+
+class _Mark:
+    """That a forward reaches a layer through our wrapper, as long as nobody pickles the layer.
+
+    A deep copy keeps the wrapper and gets the same mark; what a pickle makes of it says lost.
+    """
+
+    def __init__(self, lost: bool = False) -> None:
+        self.lost = lost
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[bool]]:
+        return _Mark, (True,)
+
+
+_KEPT = _Mark()
+
+
+def mark_layers(model: nn.Module) -> None:
+    """Let the attention layers know that the model is wrapped."""
+    for layer in model.modules():
+        if "is_causal" in layer.__dict__:
+            layer.__dict__[MARK] = _KEPT
+
+
+def unmark_layers(model: nn.Module) -> None:
+    """Undo `mark_layers`."""
+    for layer in model.modules():
+        layer.__dict__.pop(MARK, None)
+
+
+def refuse_lost_patch(layer: nn.Module) -> None:
+    """Raise if a pickle has left out the wrapper that should have handed the layer its documents.
+
+    Raises:
+        ValueError: it has. Not where a layer that is patched is called on its own.
+    """
+    mark: _Mark | None = layer.__dict__.get(MARK)
+    if mark is not None and mark.lost:
+        raise ValueError(
+            "this model was patched when it was pickled, and a pickle leaves the wrapper out, and "
+            "with it the promises, the mapping and the masked labels; call patch_model on the "
+            "loaded model, or unpatch_model to attend without."
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
 from functools import partial
 from types import MethodType
@@ -9,6 +11,7 @@ from types import MethodType
 import pytest
 import torch
 from accelerate.utils import compile_regions
+from torch._dynamo.comptime import ComptimeContext
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -149,6 +152,41 @@ def test_regions_of_a_model_with_a_method_of_the_instance_are_compiled():
     assert counter.frame_count == PARTS + 1
 
 
+def regions_of_old(model, **settings):
+    """As accelerate before 1.15: the copy's `forward` stays bound to the original."""
+    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
+    compiled = compile_regions(model, **settings)
+    for made, original in ((compiled, model), (compiled.model, model.model)):
+        if forwards[id(original)] is not None:
+            made.forward = forwards[id(original)]
+    return compiled
+
+
+def test_regions_that_run_the_uncompiled_model_raise():
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = regions_of_old(model, backend=counter, fullgraph=True)
+    for part in (compiled, compiled.model):
+        with pytest.raises(
+            RuntimeError, match=r"install accelerate>=1\.15, or call compile_regions"
+        ):
+            part(BATCH.ids)
+    assert counter.frame_count == 0
+    model(**inputs_of("position_ids"))  # the original is as it was
+    shallow = copy.copy(model)  # runs the same layers as it
+    assert shallow(**inputs_of("position_ids")).logits.isfinite().all()
+    before = new_model("llama")
+    compiled = fv.patch_model(regions_of_old(before, backend=counter, fullgraph=True), "sdpa")
+    check_right("llama", compiled, compiled(**inputs_of("position_ids")))
+    assert counter.frame_count == PARTS + 1
+
+
+def test_unpatching_leaves_no_hook():
+    model = new_model("llama")
+    fv.unpatch_model(fv.patch_model(fv.patch_model(model, "sdpa"), "reference"))
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
 # ---- once a form ----
 
 
@@ -218,6 +256,52 @@ def test_graphs_for_many_sizes_are_told_of(how, told):
     assert "5 sizes of a packed batch of 256 tokens" in told()[0]
     assert "(4, 128), (4, 256), (16, 64), (32, 64), (64, 256)" in told()[0]
     assert "capacity= and max_seqlen_bound=" in told()[0]
+
+
+@pytest.mark.parametrize("apart_by", ["model", "reset"])
+@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+def test_sizes_of_other_models_or_of_dropped_graphs_do_not_count(how, apart_by, told):
+    model = new_model("llama")
+    compiled, _ = compiled_model(how, model, backend="flex", dynamic=False)
+    for number, size in enumerate(SIZES[:6]):
+        if number == 3 and apart_by == "reset":
+            torch._dynamo.reset()
+        elif number == 3:
+            compiled, _ = compiled_model(how, new_model("llama"), backend="flex", dynamic=False)
+        with torch.no_grad():
+            compiled(**inputs_of("layout", lengths_of(*size)))
+    assert told() == []
+
+
+def test_a_model_that_is_gone_is_forgotten(told):
+    compiled, _ = compiled_model("whole", new_model("llama"), backend="flex")
+    with torch.no_grad():
+        compiled(**inputs_of("layout"))
+    assert compile_warnings._sizes
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert not compile_warnings._sizes
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, TypeError])
+def test_another_torch_without_comptime_compiles(error, told, monkeypatch):
+    """What comptime hands out is private to torch."""
+    of_torch, asked = ComptimeContext.get_local, []
+
+    def get_local(self, name, **kwargs):
+        if name == "val":  # torch asks for one itself
+            return of_torch(self, name, **kwargs)
+        asked.append(name)
+        raise error(name)
+
+    monkeypatch.setattr(ComptimeContext, "get_local", get_local)
+    compiled, _ = compiled_model("whole", new_model("llama"), backend="flex", dynamic=False)
+    with torch.no_grad():
+        for size in SIZES[:5]:
+            assert compiled(**inputs_of("layout", lengths_of(*size))).logits.isfinite().all()
+    assert told() == []
+    assert asked
 
 
 @pytest.mark.parametrize("how", ["whole", "patch_then_regions"])

@@ -234,20 +234,70 @@ def test_a_deep_copy_uses_its_own_weights(expected):
 
 
 @pytest.mark.parametrize("of_instance", [False, True])
-def test_a_pickled_model_loads_by_the_name_alone(of_instance, expected):
+def test_a_pickled_model_says_so_until_it_is_patched_again(of_instance, expected):
     """Pickle leaves out what is bound to the instance, our wrapper or another."""
     model = new_model("llama")
     if of_instance:
         model.forward = lambda *args, _forward=model.forward, **kwargs: _forward(*args, **kwargs)
     fv.patch_model(model, "sdpa")
     loaded = pickle.loads(pickle.dumps(model))
-    close(logits_of(loaded)[0], expected)
+    # copies and pickles of it are as patched, or as lost, as it is
+    for lost in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        with pytest.raises(ValueError, match=r"pickled, .* call patch_model on the loaded model"):
+            logits_of(lost)
+    close(logits_of(model)[0], expected)
     for unpatched_between in (False, True):
         fv.patch_model(loaded, "sdpa")
         out = logits_of(loaded, input_ids=BATCH.ids, attention_mask=BATCH.document_ids)
         close(out[0], expected)
         fv.unpatch_model(loaded)
         assert loaded.config._attn_implementation == "sdpa", unpatched_between
+        logits_of(loaded)
+
+
+PICKLED_CALLS = {
+    "labels": PACKED,  # they would not be masked
+    "document_ids": {"input_ids": BATCH.ids, "attention_mask": BATCH.document_ids},  # would leak
+    "embeddings": {"inputs_embeds": torch.zeros(1, 8, 48)},
+    "decoding": {"input_ids": BATCH.ids[:, :3], "attention_mask": torch.ones(1, 1, 3, 3).bool()},
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("call", PICKLED_CALLS)
+@pytest.mark.parametrize("part", ["model", "base", "peft"])
+def test_a_pickled_model_refuses_every_forward(part, call, compiled):
+    if part == "base" and call == "labels":
+        pytest.skip("a base model takes none")
+    torch._dynamo.reset()
+    model = new_model("llama")
+    patched = fv.patch_model(model.model if part == "base" else model, deterministic=True)
+    loaded = pickle.loads(pickle.dumps(_lora(patched) if part == "peft" else patched))
+    run = torch.compile(loaded, backend="eager", fullgraph=True) if compiled else loaded
+    error = Exception if compiled else ValueError  # Dynamo's own, with the sentence in it
+    with pytest.raises(error, match="pickled"), torch.no_grad():
+        run(**PICKLED_CALLS[call])
+
+
+def test_an_unpatched_pickle_attends_without_us():
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    loaded = fv.unpatch_model(pickle.loads(pickle.dumps(model)))
+    assert torch.equal(logits_of(loaded), logits_of(new_model("llama")))
+    pickled = pickle.loads(pickle.dumps(fv.unpatch_model(model)))
+    assert torch.equal(logits_of(pickled), logits_of(loaded))
+
+
+@pytest.mark.parametrize("how", ["model", "deep_copy"])
+def test_a_model_that_was_not_pickled_decodes_and_lends_its_layers(how):
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    if how == "deep_copy":
+        pickle.dumps(model)
+        model = copy.deepcopy(model)
+    model.generate(BATCH.ids[:, :5], max_new_tokens=3, do_sample=False)
+    hidden = torch.randn(1, 8, 48)
+    tables = model.model.rotary_emb(hidden, torch.arange(8)[None])
+    layer = model.model.layers[0]  # on its own it attends by the name alone
+    assert layer(hidden, position_embeddings=tables)[0].isfinite().all()
 
 
 # ---- wrappers ----

@@ -67,18 +67,135 @@ def test_mixed_backends_make_one_graph(kind):
 
 
 def test_auto_is_resolved_by_kind_of_layer(attended, monkeypatch):
-    asked = []
-
-    def resolve(backend, mask, **call):
-        asked.append((backend, mask.spec.left, call["num_heads"], call["num_kv_heads"]))
-        return "sdpa" if mask.spec.left == -1 else "reference"
-
-    monkeypatch.setattr(documents, "resolve_backend", resolve)
+    asked = asked_of_auto(monkeypatch)
     model = fv.patch_model(new_model("qwen3_windows", num_hidden_layers=4), "auto")
     with torch.no_grad():
         model(**PACKED)
-    assert asked == [("auto", -1, 6, 2), ("auto", 8, 6, 2)]  # once a kind, not once a layer
+    # once a kind, not once a layer
+    assert [(call["left"], call["num_heads"], call["num_kv_heads"]) for call in asked] == [
+        (-1, 6, 2),
+        (8, 6, 2),
+    ]
     assert [name for name, *_ in attended] == ["sdpa", "reference", "reference", "reference"]
+
+
+def asked_of_auto(monkeypatch):
+    """What "auto" is resolved for, call by call: sdpa for full layers, reference for sliding."""
+    asked = []
+
+    def resolve(backend, mask, **call):
+        assert backend == "auto"
+        asked.append({"left": mask.spec.left, **call})
+        return "sdpa" if mask.spec.left == -1 else "reference"
+
+    monkeypatch.setattr(documents, "resolve_backend", resolve)
+    return asked
+
+
+# dtype of the model, autocast's, mode, gradients: dtype and needs_grad that auto is asked for
+CALLS = {
+    "plain": (torch.float32, None, "eval", True, torch.float32, True),
+    "no_grad": (torch.float32, None, "eval", False, torch.float32, False),
+    # a reentrant checkpoint runs a training forward without gradients first
+    "training_no_grad": (torch.float32, None, "train", False, torch.float32, True),
+    "bf16": (torch.bfloat16, None, "eval", False, torch.bfloat16, False),
+    "autocast": (torch.float32, torch.bfloat16, "eval", True, torch.bfloat16, True),
+}
+
+
+@pytest.mark.parametrize("promises", [(None, None), (True, False), (False, True)])
+@pytest.mark.parametrize("call", CALLS)
+def test_auto_is_asked_for_what_the_layers_call(call, promises, monkeypatch):
+    dtype, autocast, mode, grad, expected_dtype, expected_grad = CALLS[call]
+    asked = asked_of_auto(monkeypatch)
+    model = new_model("llama").to(dtype).train(mode == "train")
+    fv.patch_model(model, "auto", deterministic=promises[0], batch_invariant=promises[1])
+    with (
+        torch.set_grad_enabled(grad),
+        torch.autocast("cpu", autocast, enabled=autocast is not None),
+    ):
+        model(**PACKED)
+    [only] = asked  # what was found before the layers serves them
+    assert only["dtype"] == expected_dtype
+    assert only["needs_grad"] is expected_grad
+    assert (only["deterministic"], only["batch_invariant"]) == promises
+
+
+def bf16_but_for_the_embedding():
+    """As bitsandbytes and some trainers leave it; the outputs are cast by a hook."""
+    model = new_model("qwen3_windows").to(torch.bfloat16)
+    model.model.embed_tokens.float()
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: out.bfloat16())
+    return model
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_auto_is_resolved_for_the_dtype_of_the_queries_not_of_the_embedding(how, monkeypatch):
+    torch._dynamo.reset()
+    asked = asked_of_auto(monkeypatch)
+    model = fv.patch_model(bf16_but_for_the_embedding(), "auto")
+    if how == "compiled":
+        model = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        model(**PACKED)
+    assert [(call["left"], call["dtype"]) for call in asked] == [
+        (-1, torch.bfloat16),
+        (8, torch.bfloat16),
+    ]
+
+
+def test_auto_is_resolved_anew_for_queries_of_another_dtype(attended, monkeypatch):
+    """Weights in fp32 that are cast on the way: no parameter tells."""
+    asked = asked_of_auto(monkeypatch)
+    model = new_model("qwen3_windows", num_hidden_layers=4)
+    for layer in model.model.layers:
+        # v too: q and k leave the rotation in bf16, as its tables are cast to them
+        for name in ("q_norm", "k_norm", "v_proj"):
+            getattr(layer.self_attn, name).register_forward_hook(
+                lambda module, args, out: out.bfloat16()
+            )
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: args[0].float())
+    model.model.rotary_emb.register_forward_hook(
+        lambda module, args, out: tuple(x.bfloat16() for x in out)
+    )
+    fv.patch_model(model, "auto")
+    with torch.no_grad():
+        model(**PACKED)
+    kinds = [(-1, torch.float32), (8, torch.float32), (-1, torch.bfloat16), (8, torch.bfloat16)]
+    assert [(call["left"], call["dtype"]) for call in asked] == kinds
+    assert [name for name, *_ in attended] == ["sdpa"] + ["reference"] * 3
+
+
+def test_a_route_without_gradients_is_not_taken_for_calls_with():
+    packed = documents.PackedForward(fv.PackedLayout.from_lengths([5, 7]), "auto")
+    kind = routing.LayerKind("full_attention", True, None, 6, 2, 16)
+    without = packed.route(kind, torch.float32, False)
+    having = packed.route(kind, torch.float32, True)
+    assert (without.needs_grad, having.needs_grad) == (False, True)
+    assert packed.route(kind, torch.float32, False) is having  # and it serves both
+    named = documents.PackedForward(packed.layout, "sdpa")
+    assert named.route(kind, torch.float32, False) is named.route(kind, torch.bfloat16, True)
+
+
+def test_a_layer_type_that_the_mapping_misses_is_a_sentence():
+    """It was "auto" in silence."""
+    with pytest.raises(ValueError, match=r"layer of type 'chunked_attention'; call patch_model"):
+        routing.chosen_for(MIXED, "chunked_attention")
+    model = fv.patch_model(new_model("qwen3_windows"), MIXED)
+    model.model.layers[1].self_attn.layer_type = "chunked_attention"
+    with pytest.raises(ValueError, match=r"layer of type 'chunked_attention'"), torch.no_grad():
+        model(**PACKED)
+
+
+def test_a_kind_is_asked_about_with_its_window(monkeypatch):
+    windows = []
+
+    def why_not(backend, **call):
+        windows.append((backend, call["causal"], call["window"]))
+
+    monkeypatch.setattr(routing, "why_not", why_not)
+    fv.patch_model(new_model("qwen3_windows"), MIXED)
+    assert windows == [("sdpa", True, None), ("reference", True, 9)]
 
 
 def test_auto_for_one_type_of_layers(attended):

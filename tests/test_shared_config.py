@@ -7,6 +7,7 @@ from itertools import permutations
 
 import pytest
 import torch
+import torch._dynamo.testing
 from transformers import LlamaForCausalLM
 
 import flexvarlen as fv
