@@ -7,10 +7,11 @@
 | `model_run.py` | one such run: oracle, variants, timing, other packings |
 | `cases.py` | `Case`, model geometries, log-normal documents |
 | `variants.py` | the attention variants of one model, all sharing its weights |
-| `utilisation.py` | FLOPs of a step, the GPU's peak, what "auto" resolves to |
+| `utilisation.py` | FLOPs of a step, the GPU's peak, what "auto" takes |
 | `compile_time.py` | `python -m bench.compile_time`: compiling whole and by layer, cold and warm |
 | `compile_time_child.py` | what its processes do |
 | `small_inference.py` | `python -m bench.small_inference`: latency on a few short documents |
+| `small_inference_inputs.py` | its packings, and the tensors that a variant gets them in |
 | `report_compile.py` | tables of these two suites |
 | `accuracy.py` | per-document reference outputs and gradients, and the error against them |
 | `leaks.py` | `python -m bench.leaks`: what leaks in plain transformers, and what here |
@@ -21,6 +22,12 @@
 | `mask_build_check.py` | whether two BlockMasks list the same blocks; the memory one holds |
 | `mask_build_accuracy.py` | documents of a long row, each alone in fp64 |
 | `report_mask_build.py`, `figure_mask_build.py` | tables and figure of that suite |
+| `kernels.py` | `python -m bench.kernels`: each backend beside the raw kernel that it wraps |
+| `kernels_cells.py`, `kernels_run.py`, `kernels_cell.py` | its cells; one run; one cell of it |
+| `kernels_accuracy.py` | fp64 on sampled documents, and variants against one another |
+| `raw_kernels.py` | the kernels as their own users call them |
+| `report_kernels.py`, `figure_kernels.py` | tables and figure of that suite |
+| `capabilities.py` | `python -m bench.capabilities`: what each backend can do, rows and table |
 | `markdown.py` | Markdown tables |
 | `report.py` | `python -m bench.report`: rows to Markdown tables and figures |
 """

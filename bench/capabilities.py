@@ -44,6 +44,7 @@ def measure(device: str, commit: str | None) -> list[Row]:
     environment = run_environment(torch.device(device), commit)
     rows = []
     for name in BACKENDS:
+        case = {"backend": name, **BASE}
 
         def ask(name: str = name, **options: Any) -> str | None:
             asked = {"device": device, "dtype": torch.bfloat16, **BASE, **options}
@@ -51,9 +52,7 @@ def measure(device: str, commit: str | None) -> list[Row]:
 
         missing = ask(needs_grad=False)
         if missing is not None:
-            rows.append(
-                Row(SUITE, {"backend": name}, "unsupported", missing, environment=environment)
-            )
+            rows.append(Row(SUITE, case, "unsupported", missing, environment=environment))
             continue
         trains = ask() is None
         reasons = {
@@ -68,13 +67,30 @@ def measure(device: str, commit: str | None) -> list[Row]:
         ]
         dims = [d for d in HEAD_DIMS if ask(head_dim=d, needs_grad=trains) is None]
         measures = {"why_not": reasons, "dtypes": dtypes, "head_dims": dims}
-        rows.append(Row(SUITE, {"backend": name}, "ok", None, measures, environment))
+        rows.append(Row(SUITE, case, "ok", None, measures, environment))
     return rows
 
 
 def capabilities_section(rows: Sequence[Row]) -> str:
-    """The table, its reasons below."""
-    environment = rows[0].environment
+    """A table for each machine, of its latest run."""
+    machines: dict[str, list[Row]] = {}
+    for row in rows:
+        machines.setdefault(_machine(row), []).append(row)
+    return "\n".join(_table(_latest(own)) for own in machines.values())
+
+
+def _machine(row: Row) -> str:
+    return row.environment.get("gpu") or "CPU"
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    started = [row.environment.get("started_utc") or "" for row in rows]
+    return [row for row, start in zip(rows, started, strict=True) if start == max(started)]
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """One run's table, its reasons below."""
+    environment, case = rows[0].environment, rows[0].case
     notes: dict[str, int] = {}
     lines = []
     for row in rows:
@@ -96,8 +112,9 @@ def capabilities_section(rows: Sequence[Row]) -> str:
         )
         lines.append([f"`{name}`", *cells, _ranges(row.measures["head_dims"]), dtypes])
     heading = (
-        f"{environment['gpu'] or 'CPU'}, torch {environment['torch']}{commit_of(environment)}; 32 "
-        "query heads over 8 KV heads of 128:"
+        f"{_machine(rows[0])}, torch {environment['torch']}{commit_of(environment)}; "
+        f"{case['num_heads']} query heads over {case['num_kv_heads']} KV heads of "
+        f"{case['head_dim']}:"
     )
     body = markdown(["backend", *FEATURES, "head_dim", "dtypes"], lines)
     reasons = "\n\n".join(f"({number}) {reason}" for reason, number in notes.items())

@@ -2,7 +2,7 @@
 
 Each compilation has a process of its own: cold, with an empty cache folder (inductor's and
 Triton's), and then warm, with what the cold one left there. A last process takes the compiled steps
-of both ways in turns, after holding their outputs against each document alone.
+of both ways in turns, after holding their outputs and gradients against each document alone.
 
 Compile time is the wall time of the first step (forward and backward) less that of the fastest of
 the next three: whatever a user waits for, in Dynamo, AOTAutograd, inductor and Triton.

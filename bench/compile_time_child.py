@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 import flexvarlen as fv
-from bench.accuracy import Answer, errors_of, per_document, wider
+from bench.accuracy import errors_of, packed_answer, per_document, wider
 from bench.cases import GEOMETRIES, log_normal_lengths
 from bench.utilisation import peak_tflops, resolved_auto, step_tflop, utilisation
 from flexvarlen.equivalence.oracle import share
@@ -32,6 +32,16 @@ def by_layer(model: nn.Module, compiler: str) -> tuple[Callable[..., Any], str]:
             layer.compile(**settings)
         return model, "module.compile() of each layer"
     return compile_regions(model, **settings), "accelerate.utils.compile_regions"
+
+
+def nothing_compiled(graphs: int, how: str) -> str | None:
+    """The sentence for steps that ran eagerly though they were to be compiled, else None."""
+    if graphs > 0:
+        return None
+    return (
+        f"nothing was compiled ({how}), so the steps ran eagerly; accelerate before 1.15 compiles "
+        "nothing of a model that was patched first: use a newer one, or compile_regions first."
+    )
 
 
 class Child:
@@ -72,7 +82,9 @@ class Child:
             first = self.seconds(call)
         with watch_compilation() as after:
             rest = [self.seconds(call) for _ in range(STEPS_AFTER)]
-        return {
+        reason = nothing_compiled(stats.compilations, how)
+        found = {} if reason is None else {"status": "failed", "reason": reason}
+        return found | {
             "compile_wall_s": first - min(rest),
             "first_step_s": first,
             "step_s": min(rest),
@@ -84,19 +96,24 @@ class Child:
         }
 
     def steady(self) -> dict[str, Any]:
-        """Interleaved steps of both ways, once both are known to be right."""
+        """Interleaved steps of both ways, once outputs and gradients of both are right."""
         calls, found, steps = {}, {}, {}
         for scope in ("whole", "layer"):
             _, calls[scope], how = self.compiled(scope)
             found[scope] = {"how": how}
         row = (self.base, self.ids, self.lengths, self.cotangent)
-        oracle = per_document(*row, dtype=wider(self.base.dtype), gradients=False)
-        alone = per_document(*row, dtype=self.base.dtype, gradients=False)
-        peer = errors_of(alone, oracle)
+        oracle = per_document(*row, dtype=wider(self.base.dtype))
+        peer = errors_of(per_document(*row, dtype=self.base.dtype), oracle)
         for scope, call in calls.items():
-            outputs = self.step(call)
-            error = errors_of(Answer(outputs.detach()[0], {}), oracle)
-            found[scope] |= {"error": error.outputs, "peer_error": peer.outputs}
+            with watch_compilation() as stats:
+                outputs = self.step(call)
+            error = errors_of(packed_answer(self.base, outputs), oracle)  # parameters are shared
+            found[scope] |= {"error": error.outputs, "grad_error": error.gradients}
+            found[scope] |= {"peer_error": peer.outputs, "peer_grad_error": peer.gradients}
+            reason = nothing_compiled(stats.compilations, found[scope]["how"])
+            if reason is not None:
+                found[scope] |= {"status": "failed", "reason": reason}
+                continue
             reason = error.why_wrong(peer, self.base.dtype)
             if reason is not None:
                 found[scope] |= {"status": "wrong", "reason": reason}

@@ -68,13 +68,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--subset", choices=sorted(SUBSETS), help="default: grid; with --quick: quick")
     add("--cells", metavar="REGEX", help="only cells whose name this finds")
-    add("--only", nargs="+", metavar="BACKEND", help="only these, each with its raw kernel")
+    add(
+        "--only",
+        nargs="+",
+        metavar="BACKEND",
+        help="only these, each with its raw kernel; a later run of some variants replaces the "
+        "cell's others in the report, which shows a cell as its latest run has it",
+    )
     add("--list", action="store_true", help="print the cells' names and stop")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--until", type=float, default=float("inf"), metavar="S", help="begin no cell later")
     add("--cell-seconds", type=float, default=3.0, help="of timing a cell, about; sets repeats")
     add("--auto-cache", type=Path, help="folder of auto's answers; default: a fresh one")
-    add("--again", action="store_true", help="measure cells whose rows are in --out too")
+    add(
+        "--again",
+        action="store_true",
+        help="measure cells whose rows are in --out too, but for variants that killed the device",
+    )
     add("--commit", help="recorded in place of what git finds here")
     add("--out", type=Path, help="JSON lines to append to")
     add("--quick", action="store_true", help="tiny cells on the CPU, to see that all works")

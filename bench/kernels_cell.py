@@ -20,7 +20,7 @@ from bench.kernels_accuracy import Oracle
 from bench.kernels_cells import Cell
 from bench.mask_build_accuracy import Answer
 from bench.mask_build_run import ERRORS, Wrong
-from bench.raw_kernels import RAW, Inputs, Prepared
+from bench.raw_kernels import RAW, Inputs, Prepared, behind_varlen
 from bench.rows import Status, one_line
 from bench.variants import Unsupported
 from flexvarlen.backends import BACKENDS, get_backend, why_not
@@ -148,6 +148,8 @@ class MeasuredCell:
             prepared, measures = self.raw(variant.removeprefix(RAW_PREFIX))
         else:
             prepared, measures = self.ours(variant)
+        if variant in ("varlen", RAW_PREFIX + "varlen"):
+            measures |= behind_varlen(self.run.device, raw=variant != "varlen")
         needs_grad = prepared.leaves[0].requires_grad
         begin = time.perf_counter()
         out = prepared.forward()
@@ -271,7 +273,11 @@ class MeasuredCell:
                 self._time(device_time_only=False)
         except ERRORS as error:  # OutOfMemoryError is a RuntimeError
             if self._device_is_dead():
-                raise SystemExit(f"timing killed the device: {one_line(error)}") from error
+                # Which of them it was is not known: none is tried again in this cell.
+                reason = f"timing killed the device: {one_line(error)}"
+                for live in self.lives:
+                    self.give_up(live.variant, "failed", reason, live.measures | {"fatal": True})
+                raise SystemExit(f"{reason}; run again to go on with other cells") from error
             status: Status = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
             for live in self.lives:
                 self.give_up(live.variant, status, one_line(error), live.measures)

@@ -30,7 +30,7 @@ class Run:
         self.on_gpu = self.device.type == "cuda"
         self.environment = run_environment(self.device, args.commit)
         self.variants: list[str] = args.variants
-        self.done = {} if args.again or args.out is None else self._rows_of(args)
+        self.before = {} if args.out is None else self._rows_of(args)
 
     def _rows_of(self, args: argparse.Namespace) -> dict[str, Row]:
         rows = read_rows([args.out]) if args.out.exists() else []
@@ -39,9 +39,9 @@ class Run:
         return {_key(row.case): row for row in own}
 
     def is_done(self, cell: Cell) -> bool:
-        """Whether every wanted variant has its rows."""
-        return all(
-            _key(case_of(cell, variant, pass_)) in self.done
+        """Whether every wanted variant has its rows, and they are not asked for again."""
+        return not self.args.again and all(
+            _key(case_of(cell, variant, pass_)) in self.before
             for variant in self.variants
             for pass_ in PASSES
         )
@@ -88,8 +88,8 @@ class Run:
             self.clean()
 
     def killed_by(self, cell: Cell, variant: str) -> Outcome | None:
-        """What an earlier run says of the variant that ended it, so that none dies of it again."""
-        row = self.done.get(_key(case_of(cell, variant, "forward")))
+        """What an earlier run says of a variant that ended it, so that none dies of it again."""
+        row = self.before.get(_key(case_of(cell, variant, "forward")))
         if row is None or not row.measures.get("fatal"):
             return None
         return Outcome(row.status, row.reason, row.measures)

@@ -20,7 +20,7 @@ from transformers import AutoModel
 from bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
 from bench.cases import GEOMETRIES, Case, log_normal_lengths
 from bench.rows import Row, Status, append_row, one_line, run_environment
-from bench.utilisation import peak_tflops, step_tflop, utilisation
+from bench.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
 from bench.variants import Sizes, Unsupported, Variant, make_variant
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import (
@@ -148,18 +148,22 @@ class Run:
         """The first eager and the first compiled step; why either is wrong, or None."""
         inputs = live.variant.inputs(self.packings[0])
         # Before anything is compiled: "auto" measures here, as it would at an eager first step.
-        live.measures["attends"] = live.variant.resolved(self.packings[0])
+        attends = live.variant.resolved(self.packings[0])
+        live.measures["attends"] = attends
         if self.args.eager:
-            error = self.errors(live, live.variant.model, inputs)
+            with noting_auto() as chosen:
+                error = self.errors(live, live.variant.model, inputs)
+            live.measures["attends_eager"] = ", ".join(dict.fromkeys(chosen)) or attends
             live.measures |= {"error_eager": error.outputs, "grad_error_eager": error.gradients}
             reason = error.why_wrong(self.peer, self.dtype)
             if reason is not None:
                 return f"eager: {reason}"
             live.eager_s = self.seconds(lambda: self.step(live.variant.model, inputs))
         begin = time.perf_counter()
-        with watch_compilation() as stats, self.fresh_cache():
+        with watch_compilation() as stats, self.fresh_cache(), noting_auto() as chosen:
             error = self.errors(live, live.compiled, inputs)
         live.measures |= {
+            "attends": ", ".join(dict.fromkeys(chosen)) or attends,
             "error": error.outputs,
             "grad_error": error.gradients,
             "peer_error": self.peer.outputs,

@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.variants import Unsupported
+from flexvarlen.environment import flash_attention_impl
 
 # Evaluated pair by pair, an eager create_block_mask takes about 10 bytes a pair: 11 GB here.
 MOST_EAGER_TOKENS = 32_768
@@ -145,6 +146,23 @@ def torch_varlen(inputs: Inputs, needs_grad: bool) -> Prepared:
         leaves,
         inputs.cotangent,
     )
+
+
+def behind_varlen(device: torch.device, *, raw: bool) -> dict[str, Any]:
+    """What torch runs for `varlen`, for its rows.
+
+    `flash_attention_impl` None: the kernel that torch ships. The raw call may take cuDNN's instead
+    (torch 2.14 and later, where cuDNN can serve it); ours never does.
+    """
+    from torch.nn.attention import varlen
+
+    prefers_cudnn = getattr(varlen, "_should_use_cudnn", None)
+    asks = raw and device.type == "cuda" and prefers_cudnn is not None
+    index = torch.cuda.current_device() if asks and device.index is None else device.index
+    return {
+        "flash_attention_impl": flash_attention_impl(),
+        "prefers_cudnn": bool(asks and prefers_cudnn(index)),
+    }
 
 
 def flex(backend: str, inputs: Inputs, needs_grad: bool) -> Prepared:

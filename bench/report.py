@@ -96,7 +96,9 @@ def model_table(rows: Sequence[Row]) -> str:
     for row in rows:
         name, m = _shown(row.case["variant"]), row.measures
         if row.case["variant"].startswith("auto") and m.get("attends"):
-            name += f" ({m['attends']})"
+            eager = m.get("attends_eager") or m["attends"]
+            also = "" if eager == m["attends"] else f"; eagerly {eager}"
+            name += f" ({m['attends']}{also})"
         if row.status != "ok":
             reasons.append(f"{name} {row.status}: {row.reason}")
             lines.append([name, f"{row.status} ({len(reasons)})", *[""] * (len(header) - 2)])

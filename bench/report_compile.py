@@ -63,7 +63,12 @@ def _compile_table(rows: Sequence[Row]) -> str:
     header = ["compiled", "cold s", "warm s", "graphs", "graph breaks", "step ms (p20–p80)", "MFU"]
     reasons, lines = _Reasons(), []
     for scope, name in SCOPE_NAMES.items():
-        line = [name]
+        own = (row for row in rows if row.case["scope"] == scope)
+        how = next((row.measures["how"] for row in own if "how" in row.measures), None)
+        version = rows[0].environment.get("accelerate")
+        if how is not None and "accelerate" in how and version:
+            how += f" {version}"
+        line = [name if how is None else f"{name} ({how})"]
         for part in ("cold", "warm"):
             row = found.get((scope, part))
             line.append(_seconds(row, reasons))
@@ -86,7 +91,7 @@ def _compile_table(rows: Sequence[Row]) -> str:
         f"{case['dtype']}, {case['passes']}; {_where(rows[0])}:\n\n{markdown(header, lines)}"
         f"{reasons.text()}\n\nSeconds: the first step of a new process less a later one, with an "
         "empty cache folder (cold) and with the one that the cold process left (warm). Steps: both "
-        "ways in turns, in one process."
+        "ways in turns, in one process, outputs and gradients checked before."
     )
 
 
@@ -143,12 +148,19 @@ def _small_table(rows: Sequence[Row]) -> str:
         f"under no_grad; {_where(rows[0])}:\n\n{markdown(header, lines)}{reasons.text()}\n\n"
         "Medians of the time from an idle device to the end of the call's work, the host's own "
         "included (CUDA events). CUDA graphs: torch.compile's `reduce-overhead`, other documents "
-        "copied into the same tensors and checked before timing."
+        "copied into the same tensors and checked before timing. Told their documents, if not said "
+        "otherwise: flexvarlen by a PackedLayout made ahead, transformers by position_ids."
     )
 
 
 def _name(variant: str, own: Sequence[Row | None]) -> str:
+    kind, _, form = variant.partition("@")
+    told = f", boundaries from {form}" if form else ""
     if variant.startswith("transformers:"):
-        return f"transformers `{variant.removeprefix('transformers:')}`"
-    attends = next((r.measures["attends"] for r in own if r and r.measures.get("attends")), None)
-    return f"flexvarlen `{variant}`" + (f" ({attends})" if variant == "auto" and attends else "")
+        return f"transformers `{kind.removeprefix('transformers:')}`{told}"
+    took = {r.case["mode"]: r.measures["attends"] for r in own if r and r.measures.get("attends")}
+    names = list(dict.fromkeys(took.values()))
+    if len(names) > 1:
+        names = [f"{mode}: {name}" for mode, name in took.items()]
+    shown = f" ({'; '.join(names)})" if kind == "auto" and names else ""
+    return f"flexvarlen `{kind}`{told}{shown}"

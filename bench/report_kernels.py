@@ -195,6 +195,9 @@ def overhead_table(cells: Sequence[Measured]) -> str:
         "forward and backward (in brackets: the raw one's), p50; one call on an idle device to "
         "the end of its device work, host time included"
     )
+    raw = (each.rows.get((f"{RAW_PREFIX}varlen", pass_)) for each in small for pass_ in PASSES)
+    if any(row is not None and row.measures.get("prefers_cudnn") for row in raw):
+        said += "; torch's own `varlen` takes cuDNN's kernel where that can serve it, ours never"
     return f"{said}:\n\n{markdown(header, lines)}"
 
 
@@ -280,26 +283,31 @@ def _spread(each: Measured, variant: str, pass_: str, clock: str) -> str:
 def accuracy_sentence(cells: Sequence[Measured]) -> str:
     """How far off what was timed is, as multiples of the peer's error; and what was not timed."""
     worst = {"out": 0.0, "gradients": 0.0}
-    bad = []
+    bad, timed = [], 0
     for each in cells:
         for (variant, pass_), row in each.rows.items():
             if row.status in ("wrong", "failed", "oom"):
                 bad.append(f"{each.cell.name} {variant} {pass_}: {row.status}, {row.reason}")
             if row.status != "ok":
                 continue
+            timed += 1
             for name in ("out", "dq", "dk", "dv"):
                 peer = row.measures.get(f"peer_error_{name}")
                 if peer:
                     what = "out" if name == "out" else "gradients"
                     ratio = row.measures[f"error_{name}"] / peer
                     worst[what] = max(worst[what], ratio)
-    said = (
-        "All that was timed is right on sampled documents against fp64; the largest errors are "
-        f"{worst['out']:.2f} (outputs) and {worst['gradients']:.2f} (gradients) times those of a "
-        "document alone in plain low-precision torch."
-    )
+    said = "Nothing was timed."
+    if timed:
+        said = (
+            "All that was timed is right on sampled documents against fp64; the largest errors are "
+            f"{worst['out']:.2f} (outputs) and {worst['gradients']:.2f} (gradients) times those of "
+            "a document alone in plain low-precision torch."
+        )
     if bad:
         said += "\n\nNot timed:\n\n" + "\n".join(f"- {line}" for line in bad[:MOST_MISSES])
+    if len(bad) > MOST_MISSES:
+        said += f"\n\nAnd {len(bad) - MOST_MISSES} more, in the rows."
     return said
 
 

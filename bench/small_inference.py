@@ -8,6 +8,12 @@ graphs (`mode="reduce-overhead"`), ours beside transformers' own, in one run und
                  copied into the same tensors: a graph that kept the first is wrong, and not timed
     3. timing    all that is right, interleaved: CUDA events around the call on an idle device, so
                  that the host's time counts where the device waits for it (on the CPU: a clock)
+
+2 and 3 mode by mode; the rows of a mode are written as soon as they are known.
+
+After an "@" stands how a variant is told its documents. Without: ours by a `PackedLayout` made
+ahead, transformers' by position_ids, which its layers read back. `@position_ids`: ours by the same.
+`@cu_seq_lens`: transformers' FlashAttention by boundaries and longest document made ahead.
 """
 
 from __future__ import annotations
@@ -28,16 +34,26 @@ import flexvarlen as fv
 from bench.accuracy import Answer, Errors, errors_of, per_document, wider
 from bench.cases import GEOMETRIES
 from bench.rows import Row, Status, append_row, one_line, run_environment
-from bench.utilisation import resolved_auto
+from bench.small_inference_inputs import Inputs, other_packing
+from bench.utilisation import noting_auto, resolved_auto
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.equivalence.variants import Unsupported, set_transformers
-from flexvarlen.measure import Timing, time_interleaved, watch_compilation
+from flexvarlen.measure import time_interleaved, watch_compilation
 
 SUITE = "small-inference"
 MODES = ("eager", "compiled", "cuda graphs")
-OURS = ("auto", "fa3", "fa4", "fa2", "varlen", "flex")
-THEIRS = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+OURS = ("auto", "auto@position_ids", "fa3", "fa4", "fa2", "varlen", "flex")
+THEIRS = (
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+    "flash_attention_2@cu_seq_lens",
+    "flash_attention_3@cu_seq_lens",
+)
 DEFAULT_VARIANTS = (*OURS, *(f"transformers:{name}" for name in THEIRS))
+FORMS = {True: ("position_ids", "cu_seq_lens"), False: ("packed_layout", "position_ids")}
+"""How documents can be told, by whether the variant is transformers' own; the default first."""
 
 # What kernels, compilers and transformers raise; anything else is a mistake of this script.
 ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
@@ -69,55 +85,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def other_packing(lengths: list[int]) -> list[int]:
-    """Other documents that make as many tokens, in no more slots than `slots_for` gives.
-
-    >>> other_packing([128, 64]), other_packing([64, 64]), other_packing([9])
-    ([64, 128], [42, 86], [3, 6])
-    """
-    if lengths[::-1] != lengths:
-        return lengths[::-1]
-    third = sum(lengths) // 3
-    return [third, sum(lengths) - third]
-
-
-def slots_for(lengths: list[int]) -> int:
-    """Document slots for both packings."""
-    return max(4, len(lengths))
-
-
-class Inputs:
-    """The tensors of a variant, always the same ones; `fill` writes other documents into them."""
-
-    def __init__(self, ids: Tensor, lengths: list[int], theirs: bool) -> None:
-        self.ids, self.theirs = ids, theirs
-        self.slots = slots_for(lengths)
-        self.layout = self.layout_of(lengths)
-        self.position_ids = self.layout.position_ids()[None].clone()
-
-    def layout_of(self, lengths: list[int]) -> fv.PackedLayout:
-        """Documents in fixed shapes."""
-        tokens = self.ids.shape[1]
-        return fv.PackedLayout.from_lengths(
-            lengths, device=self.ids.device, capacity=self.slots, max_seqlen_bound=tokens
-        )
-
-    def fill(self, lengths: list[int]) -> None:
-        """Other documents, where the graphs look for them."""
-        self.layout.copy_(self.layout_of(lengths))
-        self.position_ids.copy_(self.layout.position_ids()[None])
-
-    def arguments(self) -> dict[str, Any]:
-        """What the model is called with."""
-        if self.theirs:
-            return {
-                "input_ids": self.ids,
-                "position_ids": self.position_ids,
-                "use_cache": False,
-            }
-        return {"input_ids": self.ids, "packed_layout": self.layout}
-
-
 def compiled(model: PreTrainedModel, mode: str, compiler: str, fullgraph: bool) -> Any:
     """The model under torch.compile, with a compiler object of its own.
 
@@ -137,6 +104,19 @@ def compiled(model: PreTrainedModel, mode: str, compiler: str, fullgraph: bool) 
         return compile_fx(graph, inputs, config_patches=patches)
 
     return torch.compile(model, backend=inductor, fullgraph=fullgraph)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A model over the shared parameters, and how it is told its documents."""
+
+    name: str
+    model: PreTrainedModel
+    form: str
+
+    @property
+    def theirs(self) -> bool:
+        return self.name.startswith("transformers:")
 
 
 @dataclasses.dataclass
@@ -176,44 +156,48 @@ class Run:
         return per_document(self.base, self.ids, lengths, none, dtype=dtype, gradients=False)
 
     def run(self) -> None:
-        lives = []
-        for name in self.args.variants:
-            try:
-                model, theirs, attends = self.variant(name)
-            except (Unsupported, NotImplementedError, ImportError) as error:
-                plain = isinstance(error, Unsupported)
-                for mode in self.args.modes:
-                    reason = str(error) if plain else one_line(error)
-                    self.write(self.case(name, mode), "unsupported", reason)
-                continue
-            for mode in self.args.modes:
-                live = self.prepare(name, mode, model, theirs)
-                if live is not None:
-                    live.measures["attends"] = attends
-                    lives.append(live)
-        with watch_compilation() as stats:
-            timings = self.time(lives)
-        for live, timing in zip(lives, timings, strict=True):
-            live.measures |= dataclasses.asdict(timing)
-            live.measures["compilations_while_timing_all"] = stats.compilations
-            self.write(live.case, "ok", None, live.measures)
+        variants = [found for name in self.args.variants if (found := self.variant(name))]
+        for mode in self.args.modes:
+            lives = [live for each in variants if (live := self.prepare(each, mode)) is not None]
+            if lives:
+                self.time(lives)
 
-    def variant(self, name: str) -> tuple[PreTrainedModel, bool, str | None]:
-        """A model over the shared parameters, whether it is transformers' own, what attends."""
+    def variant(self, name: str) -> Variant | None:
+        """A variant by its name; None if its rows say why there is none."""
+        kind, _, form = name.partition("@")
+        theirs = kind.startswith("transformers:")
+        if form not in ("", *FORMS[theirs]):
+            raise ValueError(
+                f"after @ in a variant of {kind} must stand {' or '.join(FORMS[theirs])}, got "
+                f"{name!r}"
+            )
+        form = form or FORMS[theirs][0]
         model = share(self.base)
-        if name.startswith("transformers:"):
-            set_transformers(model, name.removeprefix("transformers:"))
-            return model, True, None
-        fv.patch_model(model, name)
-        if name != "auto":
-            return model, False, name
-        layout = Inputs(self.ids, self.packings[0], theirs=False).layout
-        with torch.no_grad():  # measures, if it has not, before anything is compiled
-            found = resolved_auto(model, layout, self.dtype, needs_grad=False)
-        return model, False, ", ".join(dict.fromkeys(found.values()))
+        status: Status = "unsupported"
+        try:
+            if theirs:
+                set_transformers(model, kind.removeprefix("transformers:"))
+            else:
+                fv.patch_model(model, kind)
+            if kind == "auto" and form == "packed_layout":
+                # Measures, if it has not, before anything is compiled.
+                layout = Inputs(self.ids, self.packings[0], form).layout
+                with torch.no_grad():
+                    resolved_auto(model, layout, self.dtype, needs_grad=False)
+            return Variant(name, model, form)
+        except Unsupported as error:
+            reason = str(error)
+        except (NotImplementedError, ImportError) as error:
+            reason = one_line(error)
+        except ERRORS as error:
+            status, reason = "failed", one_line(error)
+        for mode in self.args.modes:
+            self.write(self.case(name, mode), status, reason)
+        return None
 
-    def prepare(self, name: str, mode: str, model: PreTrainedModel, theirs: bool) -> Live | None:
+    def prepare(self, variant: Variant, mode: str) -> Live | None:
         """Run on both packings; None if a row says why it will not be timed."""
+        name, model = variant.name, variant.model
         case = self.case(name, mode)
         if time.perf_counter() - self.begin > self.args.start_until:
             self.write(case, "skipped", f"not begun within {self.args.start_until:g} s of the run")
@@ -221,9 +205,9 @@ class Run:
         if mode == "cuda graphs" and self.device.type != "cuda":
             self.write(case, "unsupported", f"there are no CUDA graphs on {self.device.type}")
             return None
-        inputs = Inputs(self.ids, self.packings[0], theirs)
+        inputs = Inputs(self.ids, self.packings[0], variant.form)
         how = self.args.compiler
-        run = model if mode == "eager" else compiled(model, mode, how, fullgraph=not theirs)
+        run = model if mode == "eager" else compiled(model, mode, how, fullgraph=not variant.theirs)
 
         def call() -> Tensor:
             if mode == "cuda graphs":
@@ -233,7 +217,8 @@ class Run:
             return outputs
 
         try:
-            measures, reason = self.check(call, inputs)
+            with noting_auto() as chosen:
+                measures, reason = self.check(call, inputs)
         except (NotImplementedError, ImportError) as error:
             self.write(case, "unsupported", one_line(error))
         except torch.OutOfMemoryError as error:
@@ -241,6 +226,8 @@ class Run:
         except ERRORS as error:
             self.write(case, "failed", one_line(error))
         else:
+            if not variant.theirs:  # a named backend asks "auto" nothing
+                measures["attends"] = ", ".join(dict.fromkeys(chosen)) or name.partition("@")[0]
             if reason is None:
                 self.say(f"{name}, {mode}: right, {measures}")
                 return Live(case, call, measures)
@@ -283,19 +270,28 @@ class Run:
     def error(self, outputs: Tensor, packing: int) -> Errors:
         return errors_of(Answer(outputs[0], {}), self.oracles[packing])
 
-    def time(self, lives: list[Live]) -> list[Timing]:
-        calls: dict[str, Callable[[], object]] = {
-            f"{live.case['variant']} {live.case['mode']}": live.call for live in lives
-        }
-        found = time_interleaved(
-            calls,
-            device=self.device,
-            warmup=5,
-            repeats=self.args.repeats,
-            flush_l2=False,
-            lead_in=2,
-        )
-        return list(found.values())
+    def time(self, lives: list[Live]) -> None:
+        """Times of one mode, interleaved, and its rows; what raises while timed is a row too."""
+        calls: dict[str, Callable[[], object]] = {live.case["variant"]: live.call for live in lives}
+        try:
+            with watch_compilation() as stats:
+                timings = time_interleaved(
+                    calls,
+                    device=self.device,
+                    warmup=5,
+                    repeats=self.args.repeats,
+                    flush_l2=False,
+                    lead_in=2,
+                )
+        except ERRORS as error:
+            reason = f"right, but timing this mode raised {one_line(error)}"
+            for live in lives:
+                self.write(live.case, "failed", reason, live.measures)
+            return
+        for live in lives:
+            live.measures |= dataclasses.asdict(timings[live.case["variant"]])
+            live.measures["compilations_while_timing_all"] = stats.compilations
+            self.write(live.case, "ok", None, live.measures)
 
     def case(self, name: str, mode: str) -> dict[str, Any]:
         args = self.args

@@ -7,40 +7,50 @@ and attention's unmasked pairs of query and key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
+from flexvarlen import auto
 from flexvarlen.attention import resolve_backend
 from flexvarlen.patches.routing import kinds_of
 
 PEAK_TFLOPS = {
-    "H200": 989.4,
-    "H100 PCIe": 756.5,
-    "H100 NVL": 835.5,
-    "H100": 989.4,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "B200": 2250.0,
+    "GB200": 2500.0,  # GB200 NVL72 data sheet: 360 PFLOPS with sparsity over 72 GPUs
+    "B200": 2250.0,  # HGX B200: 36 PFLOPS with sparsity over 8 GPUs
+    "H200 NVL": 835.5,  # H200 data sheet: 1,671 with sparsity
+    "H200": 989.4,  # H200 data sheet, SXM: 1,979 with sparsity
+    "GH200": 989.4,  # GH200 data sheet: 1,979 with sparsity
+    "H100 PCIe": 756.5,  # H100 data sheet of 2022: 1,513 with sparsity
+    "H100 NVL": 835.5,  # H100 data sheet: 1,671 with sparsity
+    "H100": 989.4,  # H100 data sheet, SXM: 1,979 with sparsity
+    "A100": 312.0,  # A100 data sheet: 624 with sparsity
+    "L40S": 362.0,  # L40S data sheet: 733 with sparsity, 362.05 without
 }
-"""Dense bf16 and fp16 peak by a part of the GPU's name, in 1e12 operations a second; the first part
-found counts. Source: NVIDIA's data sheets, whose figures "with sparsity" are halved."""
+"""Dense bf16 and fp16 peak by words of the GPU's name, in 1e12 operations a second; the first words
+found count, so what is longer stands before what is in it. Source: NVIDIA's data sheets, whose
+figures "with sparsity" are halved."""
 
 
 def peak_tflops(gpu: str | None, dtype: str) -> float | None:
-    """The GPU's peak for a dtype, or None where the table has none.
+    """The GPU's peak for a dtype, or None where the table has none (nor of a MIG slice).
 
     >>> peak_tflops("NVIDIA H200", "bfloat16")
     989.4
     >>> peak_tflops("NVIDIA H200", "float32") is None
     True
     """
-    if gpu is None or dtype not in ("bfloat16", "float16"):
+    if gpu is None or "MIG" in gpu.split() or dtype not in ("bfloat16", "float16"):
         return None
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in gpu), None)
+    found = (peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", gpu))
+    return next(found, None)
 
 
 def step_tflop(model: PreTrainedModel, lengths: Sequence[int], *, backward: bool = True) -> float:
@@ -51,18 +61,19 @@ def step_tflop(model: PreTrainedModel, lengths: Sequence[int], *, backward: bool
     work = (6 if backward else 2) * products * sum(lengths)
     config = model.config
     layout = fv.PackedLayout.from_lengths(lengths)
-    pairs: dict[int | None, int] = {}
+    pairs: dict[tuple[bool, int | None], int] = {}
     for layer in model.modules():
         if "is_causal" not in layer.__dict__:
             continue
         window = getattr(layer, "sliding_window", None)
-        if window not in pairs:
-            mask = fv.DocumentMask.of(layout, causal=bool(layer.is_causal), window=window)
-            pairs[window] = mask.num_pairs()
+        which = (bool(layer.is_causal), window)
+        if which not in pairs:
+            mask = fv.DocumentMask.of(layout, causal=which[0], window=window)
+            pairs[which] = mask.num_pairs()
         head_dim = getattr(layer, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
-        forward = 4 * pairs[window] * head_dim * config.num_attention_heads
+        forward = 4 * pairs[which] * head_dim * config.num_attention_heads
         work += forward * 7 // 2 if backward else forward  # backward: 2.5 times forward
     return work / 1e12
 
@@ -92,3 +103,28 @@ def resolved_auto(
         )
         for kind in kinds_of(model)
     }
+
+
+@contextmanager
+def noting_auto() -> Iterator[list[str]]:
+    """What "auto" takes inside the block, call by call, eagerly or while a graph is traced.
+
+    A graph takes what is known for its own sizes, which need not be those of the eager call: where
+    only the device knows the documents, the sizes are patch_model's defaults.
+    """
+    chosen: list[str] = []
+    choose, decide = auto.choose, auto.decide
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **options: Any) -> Any:
+            found = call(*args, **options)
+            chosen.append(found if isinstance(found, str) else found.backend)
+            return found
+
+        return noting
+
+    with (
+        mock.patch.object(auto, "choose", noted(choose)),
+        mock.patch.object(auto, "decide", noted(decide)),
+    ):
+        yield chosen

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import flexvarlen as fv
 from bench import model, model_run, report
 from bench import rows as bench_rows
 from bench.accuracy import Errors
@@ -71,6 +72,27 @@ def test_ours_compiles_once_and_is_right(rows):
     assert m["ms_p20"] <= m["ms_p50"] <= m["ms_p80"]
     assert m["eager_ms_p50"] > 0
     assert m["compile_s"] > 0
+
+
+def test_what_attends_is_what_the_graph_took(tmp_path, monkeypatch, capsys):
+    """From position_ids a graph's sizes are not the layout's: "auto" may take another kernel."""
+    decide = fv.auto.decide
+
+    def by_mode(request, sizes, mask, *args, **options):
+        found = decide(request, sizes, mask, *args, **options)
+        return found if mask is not None else dataclasses.replace(found, backend="reference")
+
+    monkeypatch.setattr(fv.auto, "decide", by_mode)
+    fv.auto.forget()
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--quick", "--device", "cpu", "--out", str(out), "--packings", "1"]
+    model.main([*arguments, "--variants", "auto@position_ids"])
+    fv.auto.forget()
+    (row,) = read_rows([out])
+    assert row.status == "ok"
+    assert row.measures["attends"] == "reference"
+    assert row.measures["attends_eager"] == "sdpa"
+    assert "from position_ids (reference; eagerly sdpa)" in report.model_section([row])
 
 
 def test_a_variant_that_leaks_is_wrong_and_not_timed(tmp_path, monkeypatch):

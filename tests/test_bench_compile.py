@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 import torch
 
 import flexvarlen as fv
-from bench import compile_time, report, small_inference
+from bench import (
+    compile_time,
+    compile_time_child,
+    report,
+    small_inference,
+    small_inference_inputs,
+    utilisation,
+)
 from bench.cases import GEOMETRIES, Case
 from bench.compile_time_child import Child
 from bench.rows import Row, append_row, read_rows
-from bench.utilisation import peak_tflops, step_tflop, utilisation
+from bench.utilisation import noting_auto, peak_tflops, step_tflop
 from bench.variants import DEFAULT_VARIANTS
 from flexvarlen.plotstyle import style_of
 
@@ -42,6 +50,35 @@ def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
     assert found["compile_wall_s"] > found["step_s"] > 0
 
 
+def test_layers_that_ran_eagerly_are_no_compile_time(monkeypatch):
+    """accelerate before 1.15, and patch_model first: each layer keeps its eager forward."""
+    monkeypatch.setattr(compile_time_child, "by_layer", lambda model, _: (model, "nothing at all"))
+    one = child("--scope", "layer", "--repeats", "1")
+    found = one.compile()
+    assert found["status"] == "failed"
+    assert "nothing was compiled (nothing at all)" in found["reason"]
+    steady = one.steady()
+    assert steady["layer"]["status"] == "failed"
+    assert "ms_p50" not in steady["layer"]
+    assert steady["whole"]["repeats"] == 1
+
+
+def test_wrong_gradients_are_not_timed(monkeypatch):
+    one = child("--repeats", "1")
+    step = one.step
+
+    def forgetful(call):
+        outputs = step(call)
+        one.base.layers[0].self_attn.q_proj.weight.grad.mul_(1.1)
+        return outputs
+
+    monkeypatch.setattr(one, "step", forgetful)
+    found = one.steady()
+    for scope in ("whole", "layer"):
+        assert found[scope]["status"] == "wrong"
+        assert "gradients" in found[scope]["reason"]
+
+
 def test_both_ways_are_right_before_they_are_timed(monkeypatch):
     one = child("--repeats", "2")
     found = one.steady()
@@ -67,7 +104,8 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
         if part == "steady":
             return {"whole": timing, "layer": {"status": "wrong", "reason": "it leaks"}}
         assert self.backend == "sdpa"
-        return {"compile_wall_s": 9.0, "graphs": 1, "graph_breaks": 0}
+        how = "accelerate.utils.compile_regions" if scope == "layer" else "torch.compile"
+        return {"compile_wall_s": 9.0, "graphs": 1, "graph_breaks": 0, "how": how}
 
     monkeypatch.setattr(compile_time.Parent, "child", answer)
     out = tmp_path / "rows.jsonl"
@@ -85,8 +123,10 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
     ]
     report.main([str(out)])
     text = capsys.readouterr().out
-    assert "| the whole model | 9.0 | 9.0 | 1 | 0 | 2.0 (1.0–3.0) | 50% |" in text
-    assert "| layer by layer | 9.0 | 9.0 | 1 | 0 | wrong (1) | – |" in text
+    version = rows[0].environment["accelerate"]
+    by = "accelerate.utils.compile_regions" + (f" {version}" if version else "")
+    assert "| the whole model (torch.compile) | 9.0 | 9.0 | 1 | 0 | 2.0 (1.0–3.0) | 50% |" in text
+    assert f"| layer by layer ({by}) | 9.0 | 9.0 | 1 | 0 | wrong (1) | – |" in text
     assert "(1) it leaks" in text
 
 
@@ -135,6 +175,65 @@ def test_small_inference_rows(tmp_path, capsys):
     assert "4 documents of 128, 64, 40, 24 tokens" in capsys.readouterr().out
 
 
+def test_defaults_hold_each_sides_other_form():
+    ours = {"auto", "auto@position_ids"}
+    theirs = {f"transformers:flash_attention_{n}" for n in (2, 3)}
+    fast = {f"{name}@cu_seq_lens" for name in theirs}
+    assert set(small_inference.DEFAULT_VARIANTS) >= ours | theirs | fast
+    assert set(DEFAULT_VARIANTS) >= ours | {"transformers:flash_attention_3@cu_seq_lens"}
+    with pytest.raises(ValueError, match="after @"):
+        small_inference.main([*QUICK, "--variants", "auto@cu_seq_lens"])
+
+
+def test_ours_from_position_ids_is_right_and_says_what_ran_in_each_mode(tmp_path, capsys):
+    out, rows = small(tmp_path, "auto@position_ids", "transformers:flash_attention_3@cu_seq_lens")
+    for mode in ("eager", "compiled"):
+        measures = rows["auto@position_ids", mode].measures
+        assert measures["attends"] == "sdpa"
+        assert measures["graph_breaks"] == 0
+        assert measures["recompilations"] == 0
+        assert rows["transformers:flash_attention_3@cu_seq_lens", mode].status == "unsupported"
+    report.main([str(out)])
+    text = capsys.readouterr().out
+    assert "| flexvarlen `auto`, boundaries from position_ids (sdpa) | " in text
+    assert "| transformers `flash_attention_3`, boundaries from cu_seq_lens | " in text
+
+
+def test_rows_of_other_modes_stay_if_timing_raises(tmp_path, monkeypatch):
+    timed = small_inference.time_interleaved
+
+    def second_raises(calls, **options):
+        monkeypatch.setattr(small_inference, "time_interleaved", raises)
+        return timed(calls, **options)
+
+    def raises(calls, **options):
+        raise RuntimeError("CUDA error: out of patience")
+
+    monkeypatch.setattr(small_inference, "time_interleaved", second_raises)
+    _, rows = small(tmp_path, "sdpa", "transformers:sdpa")
+    for variant in ("sdpa", "transformers:sdpa"):
+        assert rows[variant, "eager"].status == "ok"
+        assert rows[variant, "compiled"].status == "failed"
+        assert "out of patience" in rows[variant, "compiled"].reason
+        assert rows[variant, "compiled"].measures["graphs"] > 0
+
+
+def test_rows_of_a_mode_stay_if_the_run_is_killed(tmp_path, monkeypatch):
+    prepare = small_inference.Run.prepare
+
+    def killed(self, variant, mode):
+        if mode == "compiled":
+            raise KeyboardInterrupt
+        return prepare(self, variant, mode)
+
+    monkeypatch.setattr(small_inference.Run, "prepare", killed)
+    out = tmp_path / "small.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        small_inference.main([*QUICK, "--out", str(out), "--variants", "sdpa"])
+    (row,) = read_rows([out])
+    assert (row.case["mode"], row.status) == ("eager", "ok")
+
+
 def test_a_graph_that_keeps_the_first_documents_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(small_inference.Inputs, "fill", lambda self, lengths: None)
     _, rows = small(tmp_path, "sdpa")
@@ -150,7 +249,23 @@ def test_the_other_packing_fits_the_same_shapes(lengths):
     other = small_inference.other_packing(lengths)
     assert other != lengths
     assert sum(other) == sum(lengths)
-    assert len(other) <= small_inference.slots_for(lengths)
+    assert len(other) <= small_inference_inputs.slots_for(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[128, 64, 40, 24], [64, 64], [9]])
+def test_their_fast_form_gets_boundaries_made_ahead_that_fit_both_packings(lengths):
+    ids = torch.zeros((1, sum(lengths)), dtype=torch.long)
+    inputs = small_inference_inputs.Inputs(ids, lengths, "cu_seq_lens")
+    given = inputs.arguments()
+    ends, other = given["cu_seq_lens_q"], small_inference.other_packing(lengths)
+    assert ends is given["cu_seq_lens_k"]
+    assert ends.dtype == torch.int32
+    assert ends.tolist()[: len(lengths) + 1] == [0, *itertools.accumulate(lengths)]
+    inputs.fill(other)
+    assert inputs.arguments()["cu_seq_lens_q"] is ends  # where a graph looks for them
+    assert ends.tolist()[: len(other) + 1] == [0, *itertools.accumulate(other)]
+    assert set(ends.tolist()[len(other) + 1 :]) <= {sum(lengths)}
+    assert given["max_length_q"] == given["max_length_k"] == max(*lengths, *other)
 
 
 # ---- utilisation ----
@@ -174,8 +289,49 @@ def test_an_unknown_gpu_has_no_utilisation():
     assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4
     assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.5
     assert peak_tflops("Some GPU", "bfloat16") is None
+    assert peak_tflops("NVIDIA RTX A1000", "bfloat16") is None
+    assert peak_tflops("NVIDIA H200 MIG 1g.18gb", "bfloat16") is None
     assert peak_tflops(None, "bfloat16") is None
-    assert utilisation(1.0, 1.0, None) is None
+    assert utilisation.utilisation(1.0, 1.0, None) is None
+
+
+def test_a_longer_name_is_not_taken_for_a_shorter_one():
+    assert peak_tflops("NVIDIA H200 NVL", "bfloat16") == 835.5
+    assert peak_tflops("NVIDIA GB200", "bfloat16") == 2500.0
+    assert peak_tflops("NVIDIA B200", "bfloat16") == 2250.0
+    assert peak_tflops("NVIDIA GH200 480GB", "bfloat16") == 989.4
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312.0
+
+
+def test_layers_that_differ_in_their_causal_mask_alone_are_counted_apart():
+    from transformers import AutoModel
+
+    model = AutoModel.from_config(GEOMETRIES["qwen3-tiny"](2))
+    causal = step_tflop(model, [8], backward=False)
+    model.layers[1].self_attn.is_causal = False
+    more = (8 * 8 - 8 * 9 // 2) * 4 * 16 * 4
+    assert (step_tflop(model, [8], backward=False) - causal) * 1e12 == pytest.approx(more)
+
+
+def test_what_auto_takes_is_seen_in_calls_and_in_graphs(monkeypatch):
+    layout = fv.PackedLayout.from_lengths([3, 5])
+    q = torch.randn(8, 2, 16)
+    with noting_auto() as chosen:
+        fv.packed_attention(q, q, q, layout)
+    assert set(chosen) == {"sdpa"}
+
+    def other(request):
+        return "reference"
+
+    monkeypatch.setattr(fv.auto, "choose_backend", other)  # as a graph's own sizes may have it
+    fv.auto.forget()
+    call = torch.compile(
+        lambda q: fv.packed_attention(q, q, q, layout), fullgraph=True, backend="eager"
+    )
+    with noting_auto() as chosen:
+        call(q)
+    assert set(chosen) == {"reference"}
+    fv.auto.forget()
 
 
 def test_the_table_of_the_model_shows_utilisation_and_what_auto_chose(tmp_path):

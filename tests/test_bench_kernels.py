@@ -15,7 +15,7 @@ from bench.kernels_accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
 from bench.kernels_cells import SUBSETS, Cell
 from bench.mask_build_accuracy import Answer
 from bench.mask_build_accuracy import alone as by_autograd
-from bench.raw_kernels import RAW, Inputs
+from bench.raw_kernels import RAW, Inputs, behind_varlen
 from bench.rows import Row, append_row, read_rows
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
@@ -271,6 +271,40 @@ def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch)
     assert statuses(rows, "auto") == {"forward": "ok", "backward": "ok"}
 
 
+def test_timing_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch):
+    def dies(self, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    out = tmp_path / "rows.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels_cell.MeasuredCell, "_time", dies)
+        patch.setattr(kernels_cell.MeasuredCell, "_device_is_dead", lambda self: True)
+        with pytest.raises(SystemExit, match="timing killed the device"):
+            run(out, cells="t256")
+    rows = run(out, cells="t256")  # this cell, which is not tried again, and another
+    cells = {Cell.of(row.case) for row in rows}
+    assert len(cells) > 1
+    dead = [row for row in rows if row.status == "failed"]
+    assert {Cell.of(row.case).name for row in dead} == {Cell.of(dead[0].case).name}
+    assert len(dead) == 6
+    assert all(row.measures["fatal"] for row in dead)
+    assert {row.status for row in rows if row not in dead} == {"ok"}
+
+
+def test_what_killed_the_device_is_not_tried_again_by_again_either(tmp_path, monkeypatch):
+    def attend(self, *args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(ReferenceBackend, "attend", attend)
+    monkeypatch.setattr(kernels_cell.MeasuredCell, "_device_is_dead", lambda self: True)
+    with pytest.raises(SystemExit, match="reference killed the device"):
+        run(out)
+    rows = run(out, "--again")
+    assert statuses(rows, "reference") == {"forward": "failed", "backward": "failed"}
+    assert statuses(rows, "auto") == {"forward": "ok", "backward": "ok"}
+
+
 # --- raw kernels ---------------------------------------------------------------------------------
 
 
@@ -304,6 +338,19 @@ def test_raw_kernels_get_tight_boundaries_and_are_judged(tmp_path, monkeypatch, 
     assert set(map(repr, seen)) == {
         repr(([0, *itertools.accumulate(lengths)], max(lengths), cell.causal))
     }
+
+
+def test_rows_of_varlen_say_what_torch_runs_for_it(monkeypatch):
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: index == 3, raising=False)
+    gpu = torch.device("cuda", 3)
+    assert behind_varlen(gpu, raw=True)["prefers_cudnn"]
+    assert not behind_varlen(gpu, raw=False)["prefers_cudnn"]  # it calls the flash kernel itself
+    assert not behind_varlen(CPU, raw=True)["prefers_cudnn"]
+    monkeypatch.delattr(varlen, "_should_use_cudnn")
+    found = {"flash_attention_impl": None, "prefers_cudnn": False}
+    assert behind_varlen(gpu, raw=True) == found
 
 
 def test_every_wrapped_backend_has_its_raw_kernel_beside_it():
@@ -377,6 +424,20 @@ def test_misses_are_listed(gpu_rows):
     assert len(causal) == 2 * (cells - 1)  # one of them is without a causal mask
     assert "+3.0%" in misses[0]
     assert text.count("| `fa3` 24,000 | 1.050 |") == cells - 1
+
+
+def test_what_was_not_timed_is_counted_where_it_is_not_listed(gpu_rows):
+    bad = [
+        Row(row.suite, row.case, "failed", f"reason {i}", {}, row.environment)
+        for i, row in enumerate(gpu_rows)
+    ]
+    said = report_kernels.accuracy_sentence(report_kernels.measured_cells(bad))
+    assert said.startswith("Nothing was timed.")
+    assert said.count("\n- ") == report_kernels.MOST_MISSES
+    assert f"And {len(bad) - report_kernels.MOST_MISSES} more, in the rows." in said
+    one = report_kernels.accuracy_sentence(report_kernels.measured_cells(gpu_rows))
+    assert "All that was timed is right" in one
+    assert "more, in the rows" not in one
 
 
 def test_rows_of_two_runs_are_never_compared(gpu_rows):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.capabilities import FEATURES, capabilities_section, measure
+from bench.capabilities import BASE, FEATURES, capabilities_section, measure
+from bench.rows import Row
 from flexvarlen import BACKENDS, why_not
 
 
@@ -21,3 +22,18 @@ def test_every_backend_has_a_row_and_a_refusal_its_reason():
     answers = dict(zip(FEATURES, cells, strict=False))
     assert answers["sliding window"] == "yes"
     assert f"{answers['softcap']} {why_not('sdpa', softcap=30.0)}" in text
+
+
+def test_each_machine_has_a_table_of_its_latest_run():
+    def row(backend, started, gpu, **heads):
+        case = {"backend": backend, **BASE, **heads}
+        where = {"gpu": gpu, "torch": "2.13", "started_utc": started}
+        return Row("capabilities", case, "unsupported", f"no {backend}", {}, where)
+
+    rows = [row("gone", "1", "A"), row("fa3", "2", "A"), row("fa3", "1", "B", head_dim=64)]
+    text = capabilities_section(rows)
+    assert "A, torch 2.13; 32 query heads over 8 KV heads of 128:" in text
+    assert "B, torch 2.13; 32 query heads over 8 KV heads of 64:" in text
+    assert text.count("| `fa3` |") == 2
+    assert text.count("(1) no fa3") == 2
+    assert "gone" not in text
