@@ -40,45 +40,47 @@ class PlainKernel:
     def __init__(self):
         self.forwards = 0
 
-    def _documents(self, cu_seqlens_q, cu_seqlens_k, settings):
+    def _documents(self, call):
         spans_q, spans_k = (
             list(zip(cu.tolist(), cu.tolist()[1:], strict=False))
-            for cu in (cu_seqlens_q, cu_seqlens_k)
+            for cu in (call.cu_seqlens_q, call.cu_seqlens_k)
         )
         for (a, b), (c, d) in zip(spans_q, spans_k, strict=True):
-            assert b - a <= settings.max_seqlen_q
-            assert d - c <= settings.max_seqlen_k
-            window = (settings.left, settings.right)
+            assert b - a <= call.max_seqlen_q
+            assert d - c <= call.max_seqlen_k
+            window = (call.left, call.right)
             yield slice(a, b), slice(c, d), oracle.seen(b - a, d - c, causal=False, window=window)
 
-    def _probabilities(self, q, k, seen, lse, settings):
-        scores = torch.einsum("qhd,khd->hqk", q, k) * settings.scale
+    def _probabilities(self, q, k, seen, lse, call):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
         scores = scores.masked_fill(~seen, float("-inf"))
         if lse is None:
             lse = scores.logsumexp(-1)
             lse = torch.where(lse.isneginf(), float("inf"), lse)
         return (scores - lse[..., None]).exp(), lse
 
-    def forward(self, q, k, v, cu_seqlens_q, cu_seqlens_k, settings):
+    def forward(self, call):
         self.forwards += 1
+        q, k, v = call[:3]
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         out = torch.full_like(q, float("nan"))
         lse = q.new_full((q.shape[1], q.shape[0]), float("nan"))
-        for rows, keys, seen in self._documents(cu_seqlens_q, cu_seqlens_k, settings):
-            p, lse[:, rows] = self._probabilities(q[rows], k[keys], seen, None, settings)
+        for rows, keys, seen in self._documents(call):
+            p, lse[:, rows] = self._probabilities(q[rows], k[keys], seen, None, call)
             out[rows] = torch.einsum("hqk,khd->qhd", p, v[keys])
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, settings):
+    def backward(self, call, grad, out, lse):
+        q, k, v = call[:3]
         groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
-        for rows, keys, seen in self._documents(cu_seqlens_q, cu_seqlens_k, settings):
-            p, _ = self._probabilities(q[rows], k[keys], seen, lse[:, rows], settings)
+        for rows, keys, seen in self._documents(call):
+            p, _ = self._probabilities(q[rows], k[keys], seen, lse[:, rows], call)
             dv[keys] = torch.einsum("hqk,qhd->khd", p, grad[rows])
             delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
-            ds = p * (torch.einsum("qhd,khd->hqk", grad[rows], v[keys]) - delta) * settings.scale
+            ds = p * (torch.einsum("qhd,khd->hqk", grad[rows], v[keys]) - delta) * call.scale
             dq[rows] = torch.einsum("hqk,khd->qhd", ds, k[keys])
             dk[keys] = torch.einsum("hqk,qhd->khd", ds, q[rows])
         return dq, *(x.unflatten(1, (groups, repeats)).sum(2) for x in (dk, dv))

@@ -29,9 +29,17 @@ LEAST_SINK = -1e30  # as good as -inf, which minus itself is NaN where a query s
 MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
 
 
-class Settings(NamedTuple):
-    """Everything but tensors that a kernel is told; `left`, `right` are FlashAttention's window."""
+class KernelCall(NamedTuple):
+    """What a kernel is told: q `[T, H, D]`, k and v `[Tk, Hkv, D]`, cu_seqlens int32 `[N + 1]`.
 
+    `left` and `right` are FlashAttention's window: keys on each side, -1 for no limit.
+    """
+
+    q_THD: Tensor
+    k_THD: Tensor
+    v_THD: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
     left: int
@@ -46,33 +54,21 @@ class Settings(NamedTuple):
         """Whether no key after the query is seen."""
         return self.right == 0
 
+    def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Contiguous tensors for dq, dk and dv."""
+        q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self[:3])
+        return q, k, v
+
 
 class CuSeqlensKernel(Protocol):
-    """A forward and a backward over cu_seqlens, int32 `[N + 1]`, of queries and of keys."""
+    """A forward and a backward over cu_seqlens."""
 
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Output `[T, H, D]` and LSE fp32 `[H, T]`."""
         ...
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
+        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         ...
@@ -135,12 +131,22 @@ def _forward(
     may_have_tail: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    settings = Settings(
-        max_seqlen_q, max_seqlen_k, left, right, scale, softcap, deterministic, batch_invariant
+    call = KernelCall(
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        left,
+        right,
+        scale,
+        softcap,
+        deterministic,
+        batch_invariant,
     )
-    out_THD, lse_HT = KERNELS[kernel].forward(
-        q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_k, settings
-    )
+    out_THD, lse_HT = KERNELS[kernel].forward(call)
     if not out_THD.is_contiguous():
         out_THD = out_THD.contiguous()
     if not lse_HT.is_contiguous():
@@ -179,8 +185,20 @@ def _backward(
     may_have_tail: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    settings = Settings(
-        max_seqlen_q, max_seqlen_k, left, right, scale, softcap, deterministic, batch_invariant
+    call = KernelCall(
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        left,
+        right,
+        scale,
+        softcap,
+        deterministic,
+        batch_invariant,
     )
     if not grad_THD.is_contiguous():
         grad_THD = grad_THD.contiguous()
@@ -194,9 +212,7 @@ def _backward(
         # The sink is a key of its own with probability exp(sink - lse) and a value of 0.
         probability_HT = (_finite(sinks_H)[:, None] - lse_HT).exp()
         dsinks_H = -(probability_HT * grad_dot_out_HT).sum(1).to(sinks_H.dtype)
-    grads = KERNELS[kernel].backward(
-        grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, cu_seqlens_q, cu_seqlens_k, settings
-    )
+    grads = KERNELS[kernel].backward(call, grad_THD, out_THD, lse_HT)
     dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in grads)
     if may_have_tail:
         _zero_tail(cu_seqlens_q, dq)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.cu_seqlens_op import KernelCall
 
 INSTALL = "install it with: pip install 'flexvarlen[fa2]' --no-build-isolation."
 
@@ -45,90 +45,73 @@ def ampere_refusal(name: str, device: torch.device) -> str | None:
 
 
 class _FlashAttention2Kernel:
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out_THD, lse_HT, *_ = _flash_attn_varlen_forward(
-            q_THD,
-            k_THD,
-            v_THD,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            settings.max_seqlen_q,
-            settings.max_seqlen_k,
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             0.0,
-            settings.scale,
-            causal=settings.causal,
-            window_size_left=settings.left,
-            window_size_right=settings.right,
-            softcap=settings.softcap,
+            call.scale,
+            causal=call.causal,
+            window_size_left=call.left,
+            window_size_right=call.right,
+            softcap=call.softcap,
         )
         return out_THD, lse_HT
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
+        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
-        if settings.batch_invariant:
-            cu_seqlens_q, cu_seqlens_k = one_split(q_THD, cu_seqlens_q, cu_seqlens_k)
-        dq, dk, dv = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD)
-        )
+        if call.batch_invariant:
+            call = one_split(call)
+        dq, dk, dv = call.empty_gradients()
         _flash_attn_varlen_backward(
             grad_THD,
-            q_THD,
-            k_THD,
-            v_THD,
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
             out_THD,
             lse_HT,
             dq,
             dk,
             dv,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            settings.max_seqlen_q,
-            settings.max_seqlen_k,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             0.0,
-            settings.scale,
-            settings.causal,
-            settings.left,
-            settings.right,
-            settings.softcap,
+            call.scale,
+            call.causal,
+            call.left,
+            call.right,
+            call.softcap,
             None,
-            settings.deterministic,
+            call.deterministic,
         )
         return dq, dk, dv
 
 
-def one_split(q_THD: Tensor, *cu_seqlens: Tensor) -> tuple[Tensor, ...]:
-    """The boundaries with so many empty documents behind that dq is summed in one order always.
+def one_split(call: KernelCall) -> KernelCall:
+    """The call with so many empty documents behind that dq is summed in one order always.
 
     FlashAttention-2's deterministic backward splits the sum over keys into
     ceil(processors / (documents x heads)) parts: one, if there are enough documents.
     """
-    processors = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
-    slots = -(-processors // q_THD.shape[1])
-    return tuple(
-        torch.cat([cu, cu[-1:].expand(max(0, slots + 1 - cu.shape[0]))]) for cu in cu_seqlens
+    processors = torch.cuda.get_device_properties(call.q_THD.device).multi_processor_count
+    slots = -(-processors // call.q_THD.shape[1])
+    longer_q, longer_k = (
+        torch.cat([cu, cu[-1:].expand(max(0, slots + 1 - cu.shape[0]))])
+        for cu in (call.cu_seqlens_q, call.cu_seqlens_k)
     )
+    return call._replace(cu_seqlens_q=longer_q, cu_seqlens_k=longer_k)
 
 
 def installed_version() -> str | None:

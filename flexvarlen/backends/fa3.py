@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.cu_seqlens_op import KernelCall
 from flexvarlen.backends.protocol import AttentionRequest
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention."
@@ -68,9 +68,10 @@ def _built_with_softcap(device: torch.device) -> bool:
     """Ask the kernel, once: a build does not tell."""
     q_THD = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    settings = Settings(2, 2, -1, 0, 1.0, 1.0, deterministic=False, batch_invariant=False)
+    qkv, cu_seqlens_qk = (q_THD, q_THD, q_THD), (cu_seqlens, cu_seqlens)
+    call = KernelCall(*qkv, *cu_seqlens_qk, 2, 2, -1, 0, 1.0, 1.0, False, False)
     try:
-        _KERNEL.forward(q_THD, q_THD, q_THD, cu_seqlens, cu_seqlens, settings)
+        _KERNEL.forward(call)
     except RuntimeError as error:
         if "softcap" not in str(error):
             raise
@@ -79,67 +80,48 @@ def _built_with_softcap(device: torch.device) -> bool:
 
 
 class _FlashAttention3Kernel:
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out_THD, lse_HT, *_ = torch.ops.flash_attn_3.fwd(
-            _rows(q_THD),
-            _rows(k_THD),
-            _rows(v_THD),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=settings.max_seqlen_q,
-            max_seqlen_k=settings.max_seqlen_k,
-            softmax_scale=settings.scale,
-            is_causal=settings.causal,
-            window_size_left=settings.left,
-            window_size_right=settings.right,
-            softcap=settings.softcap,
+            _rows(call.q_THD),
+            _rows(call.k_THD),
+            _rows(call.v_THD),
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            softmax_scale=call.scale,
+            is_causal=call.causal,
+            window_size_left=call.left,
+            window_size_right=call.right,
+            softcap=call.softcap,
             num_splits=1,  # more are for decoding, and would depend on the batch
         )
         return out_THD, lse_HT
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
+        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD)
-        )
+        dq, dk, dv = call.empty_gradients()
         torch.ops.flash_attn_3.bwd(
             grad_THD,
-            _rows(q_THD),
-            _rows(k_THD),
-            _rows(v_THD),
+            _rows(call.q_THD),
+            _rows(call.k_THD),
+            _rows(call.v_THD),
             out_THD,
             lse_HT,
             dq,
             dk,
             dv,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=settings.max_seqlen_q,
-            max_seqlen_k=settings.max_seqlen_k,
-            softmax_scale=settings.scale,
-            is_causal=settings.causal,
-            window_size_left=settings.left,
-            window_size_right=settings.right,
-            softcap=settings.softcap,
-            deterministic=settings.deterministic,
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            softmax_scale=call.scale,
+            is_causal=call.causal,
+            window_size_left=call.left,
+            window_size_right=call.right,
+            softcap=call.softcap,
+            deterministic=call.deterministic,
         )
         return dq, dk, dv
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.cu_seqlens_op import KernelCall
 from flexvarlen.backends.protocol import AttentionRequest
 
 INSTALL = "install it with: pip install 'flexvarlen[fa4]'."
@@ -93,66 +93,49 @@ def cute_refusal(name: str, device: torch.device) -> str | None:
 
 
 class _FlashAttention4Kernel:
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
         out_THD, lse_HT, *_ = _flash_attn_fwd(
-            q_THD,
-            k_THD,
-            v_THD,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=settings.max_seqlen_q,
-            max_seqlen_k=settings.max_seqlen_k,
-            softmax_scale=settings.scale,
-            causal=settings.causal,
-            softcap=settings.softcap or None,
-            window_size_left=_side(settings.left),
-            window_size_right=_side(settings.right),
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            softcap=call.softcap or None,
+            window_size_left=_side(call.left),
+            window_size_right=_side(call.right),
             num_splits=1,  # more are for decoding, and would depend on the batch
             return_lse=True,
         )
         return out_THD, lse_HT
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
+        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
         dq, dk, dv = _flash_attn_bwd(
-            q_THD,
-            k_THD,
-            v_THD,
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
             out_THD,
             grad_THD,
             lse_HT,
-            settings.scale,
-            settings.causal,
-            settings.softcap,
-            window_size_left=_side(settings.left),
-            window_size_right=_side(settings.right),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=settings.max_seqlen_q,
-            max_seqlen_k=settings.max_seqlen_k,
-            deterministic=settings.deterministic,
+            call.scale,
+            call.causal,
+            call.softcap,
+            window_size_left=_side(call.left),
+            window_size_right=_side(call.right),
+            cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+            max_seqlen_q=call.max_seqlen_q,
+            max_seqlen_k=call.max_seqlen_k,
+            deterministic=call.deterministic,
         )
         return dq, dk, dv
 

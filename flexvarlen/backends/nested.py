@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.backends.cu_seqlens_backend import HALF
-from flexvarlen.backends.cu_seqlens_op import KERNELS, MIN_BOUND, Settings
+from flexvarlen.backends.cu_seqlens_op import KERNELS, MIN_BOUND, KernelCall
 from flexvarlen.backends.fa2 import ampere_refusal
 from flexvarlen.backends.fa4 import gradient_refusal
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
@@ -165,13 +165,11 @@ def nested_backward(
     """
     heads, groups = q_THD.shape[1], k_THD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(heads // groups, 1) for x in (k_THD, v_THD))
-    settings = Settings(max_seqlen, max_seqlen, -1, 0 if causal else -1, scale, 0.0, False, False)
     cu_seqlens = offsets.to(torch.int32)
+    tensors, window = (q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens), (-1, 0 if causal else -1)
+    call = KernelCall(*tensors, max_seqlen, max_seqlen, *window, scale, 0.0, False, False)
     flash = KERNELS["varlen"]
-    saved = flash.forward(q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, settings)
-    grads = flash.backward(
-        grad_THD.contiguous(), q_THD, k_THD, v_THD, *saved, cu_seqlens, cu_seqlens, settings
-    )
+    grads = flash.backward(call, grad_THD.contiguous(), *flash.forward(call))
     tail = (torch.arange(grad_THD.shape[0], device=grad_THD.device) >= offsets[-1])[:, None, None]
     dq, dk, dv = (x.masked_fill(tail, 0) for x in grads)
     dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import Settings
+from flexvarlen.backends.cu_seqlens_op import KernelCall
 from flexvarlen.backends.fa2 import ampere_refusal, one_split
 from flexvarlen.backends.fa3 import order_refusal
 from flexvarlen.backends.fa4 import gradient_refusal
@@ -63,78 +63,61 @@ def _one_split() -> dict[str, Any]:
 
 
 class _VarlenKernel:
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD,
-            k_THD,
-            v_THD,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            settings.max_seqlen_q,
-            settings.max_seqlen_k,
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             0.0,
-            _plainly_causal(settings),
+            _plainly_causal(call),
             False,
-            scale=settings.scale,
-            window_size_left=settings.left,
-            window_size_right=settings.right,
-            **(_one_split() if settings.batch_invariant else {}),
+            scale=call.scale,
+            window_size_left=call.left,
+            window_size_right=call.right,
+            **(_one_split() if call.batch_invariant else {}),
         )
         return out_THD, lse_HT
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
+        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if settings.deterministic and not torch.are_deterministic_algorithms_enabled():
+        if call.deterministic and not torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 f"varlen was asked for a deterministic backward, and {SWITCH} no longer holds; "
                 "leave it on until the backward has run."
             )
-        if settings.batch_invariant:
-            cu_seqlens_q, cu_seqlens_k = one_split(q_THD, cu_seqlens_q, cu_seqlens_k)
+        if call.batch_invariant:
+            call = one_split(call)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_THD,
-            q_THD,
-            k_THD,
-            v_THD,
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
             out_THD,
             lse_HT,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            settings.max_seqlen_q,
-            settings.max_seqlen_k,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             0.0,
-            _plainly_causal(settings),
+            _plainly_causal(call),
             torch.zeros(
-                2, dtype=torch.uint64, device=q_THD.device
+                2, dtype=torch.uint64, device=call.q_THD.device
             ),  # dropout's random state, of which there is none
-            torch.empty(0, device=q_THD.device),
-            scale=settings.scale,
-            window_size_left=settings.left,
-            window_size_right=settings.right,
+            torch.empty(0, device=call.q_THD.device),
+            scale=call.scale,
+            window_size_left=call.left,
+            window_size_right=call.right,
         )
         return dq, dk, dv
 
 
-def _plainly_causal(settings: Settings) -> bool:
-    return settings.right == 0 and settings.left < 0
+def _plainly_causal(call: KernelCall) -> bool:
+    return call.right == 0 and call.left < 0
 
 
 class CudnnBackend(CuSeqlensBackend):
@@ -168,43 +151,26 @@ class CudnnBackend(CuSeqlensBackend):
 
 
 class _CudnnKernel:
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward(
-            q_THD,
-            k_THD,
-            v_THD,
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
             None,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            settings.max_seqlen_q,
-            settings.max_seqlen_k,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             True,
             0.0,
-            settings.causal,
+            call.causal,
             False,
-            scale=settings.scale,
+            scale=call.scale,
         )
         return out_THD, lse_TH1[..., 0].T
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_THD: Tensor,
-        out_THD: Tensor,
-        lse_HT: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        settings: Settings,
+        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError("cudnn is forward only; use backend='varlen'.")
 
