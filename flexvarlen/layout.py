@@ -22,6 +22,11 @@ from flexvarlen.boundaries import (
 )
 from flexvarlen.positions import compute_position_ids, traced_position_ids
 
+SHORT_ROW = 2048
+"""Rows of at most so many tokens are launched for their bounds: their time is the host's."""
+
+_SHIFT = 2**20
+
 
 class PackedLayout:
     """The documents of one packed row of T tokens; `cu_seqlens[i]:cu_seqlens[i + 1]` is document i.
@@ -70,6 +75,8 @@ class PackedLayout:
         self.max_seqlen = max_seqlen
         self.padding = None if padding is None else padding.contiguous()
         self.has_padding = has_padding
+        self._fixed_launch = False
+        self._note_launch_sizes()
 
     # ---- making one ----
 
@@ -345,7 +352,7 @@ class PackedLayout:
         cu_seqlens = self.cu_seqlens.to(device)
         if cu_seqlens is self.cu_seqlens:
             return self
-        return PackedLayout(
+        moved = PackedLayout(
             cu_seqlens,
             cu_seqlens_host=self.cu_seqlens_host,
             total_tokens=self.total_tokens,
@@ -355,6 +362,7 @@ class PackedLayout:
             padding=None if self.padding is None else self.padding.to(device),
             has_padding=self.has_padding,
         )
+        return moved.fix_launch_sizes() if self._fixed_launch else moved
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
         """Take over the documents of `other` in the same storage, as a CUDA graph needs. No sync.
@@ -393,7 +401,51 @@ class PackedLayout:
             other.max_seqlen,
             other.has_padding,
         )
+        self._note_launch_sizes()
         return self
+
+    # ---- what kernels are launched for ----
+
+    def launch_sizes(self) -> tuple[int, int]:
+        """Documents and longest document that kernels over cu_seqlens are launched for.
+
+        FlashAttention's time grows with both, so: the row's own where the host knows them and the
+        row has more than `SHORT_ROW` tokens; else `capacity` and `max_seqlen_bound`. In a compiled
+        graph they are numbers that vary from the start: other documents recompile nothing.
+        """
+        if self._sizes is None:
+            return self.capacity, self.max_seqlen_bound
+        documents, longest, _ = self._sizes.shape
+        return documents - _SHIFT, longest - 2 * _SHIFT
+
+    def fix_launch_sizes(self) -> PackedLayout:
+        """Launch kernels for `capacity` and `max_seqlen_bound`, whatever the documents; itself.
+
+        For `torch.compile(mode="reduce-overhead")` on rows of more than `SHORT_ROW` tokens, which
+        would record a CUDA graph for each pair of launch sizes. Other captured graphs are made for
+        the bounds in any case.
+        """
+        self._fixed_launch = True
+        self._note_launch_sizes()
+        return self
+
+    def _note_launch_sizes(self) -> None:
+        """Keep the sizes as the shape of an empty tensor, marked as varying for Dynamo.
+
+        Shifted, as Dynamo makes graphs of their own for sizes 0 and 1, and for equal ones.
+        """
+        self._sizes: Tensor | None = None
+        if (
+            self._fixed_launch
+            or self.num_docs is None
+            or self.max_seqlen is None
+            or self.total_tokens <= SHORT_ROW
+            or torch.compiler.is_compiling()
+        ):
+            return
+        shape = (self.num_docs + _SHIFT, self.max_seqlen + 2 * _SHIFT, 0)
+        self._sizes = torch.empty(shape, dtype=torch.bool, device=self.device)
+        torch._dynamo.maybe_mark_dynamic(self._sizes, [0, 1])
 
     def __repr__(self) -> str:
         docs = "?" if self.num_docs is None else self.num_docs

@@ -13,11 +13,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from flexvarlen import DocumentMask
+from flexvarlen import DocumentMask, PackedLayout
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import KERNELS
 from flexvarlen.backends.protocol import AttentionOptions
 from flexvarlen.chunks import chunk_boundaries
+from flexvarlen.layout import SHORT_ROW
+from flexvarlen.measure import watch_compilation
 from tests import oracle
 from tests.mask_cases import slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
@@ -95,6 +97,24 @@ def backend():
     kernel = PlainKernel()
     yield PlainBackend(kernel)
     del KERNELS["plain"]
+
+
+@pytest.fixture
+def told(backend):
+    """What the kernel is told, call by call."""
+    kernel, calls = KERNELS["plain"], []
+    forward, backward = kernel.forward, kernel.backward
+
+    def noting_forward(call):
+        calls.append(call)
+        return forward(call)
+
+    def noting_backward(call, *rest):
+        calls.append(call)
+        return backward(call, *rest)
+
+    kernel.forward, kernel.backward = noting_forward, noting_backward
+    return calls
 
 
 def attend(backend, layout, *, sinks=None, return_lse=False, layout_k=None, **kind):
@@ -185,7 +205,8 @@ def test_operators_pass_opcheck(backend):
     layout = layout_of(DOCUMENTS["padded_tail"])
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
     sinks = torch.randn(6)
-    boundaries = (layout.cu_seqlens, layout.cu_seqlens, TOKENS, TOKENS)
+    sizes = (layout.num_docs, TOKENS, TOKENS, TOKENS, TOKENS)
+    boundaries = (layout.cu_seqlens, layout.cu_seqlens, *sizes)
     settings = (*boundaries, -1, 0, 0.25, 0.0, False, False, True, True)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     ops = torch.ops.flexvarlen
@@ -290,14 +311,62 @@ def test_transforms_of_torch_func_are_refused(backend):
         torch.func.grad(lambda *x: run(*x)[0].sum())(*qkv)
 
 
-def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend):
-    """Batch invariant: by its bounds a kernel takes a window that nothing fills for none."""
-    layout = layout_of(DOCUMENTS["no_padding"])
+def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend, told):
+    """Batch invariant: by the longest document a kernel takes a window nothing fills for none."""
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
     for kind in ({"window": 1000}, {"causal": False, "window": (1000, 900)}):
-        mask = DocumentMask.of(layout, **kind)
-        plan = backend.plan(mask, batch_invariant=True)
-        assert plan.max_seqlen_k - 1 > mask.spec.left
-        assert plan.max_seqlen_q - 1 > mask.spec.right
+        mask = DocumentMask.of(layout_of(DOCUMENTS["no_padding"]), **kind)
+        options = AttentionOptions(scale=0.25, batch_invariant=True)
+        backend.attend(q, k, v, mask, backend.plan(mask, batch_invariant=True), options)
+        assert told[-1].max_seqlen_k - 1 > mask.spec.left
+        assert told[-1].max_seqlen_q - 1 > mask.spec.right
+
+
+LONG = SHORT_ROW + 100
+MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5]]
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_kernels_are_launched_for_the_documents_that_there_are(backend, told, compiler):
+    """Other documents recompile nothing; a short row, or one that is told to, keeps its bounds."""
+    q = torch.randn(LONG, 2, 8, requires_grad=True)
+
+    def run(layout):
+        mask = DocumentMask.of(layout)
+        options = AttentionOptions(scale=0.25)
+        return backend.attend(q * 2, q, q, mask, backend.plan(mask), options)[0]
+
+    torch._dynamo.reset()
+    called = torch.compile(run, fullgraph=True, backend=compiler) if compiler else run
+    with watch_compilation() as stats:
+        for lengths in MANY:
+            told.clear()
+            layout = PackedLayout.from_lengths(
+                lengths, total_tokens=LONG, capacity=8, max_seqlen_bound=LONG
+            )
+            called(layout).sum().backward()
+            assert len(told) == 2  # forward and backward
+            for call in told:
+                assert call.cu_seqlens_q.tolist() == layout.cu_seqlens[: len(lengths) + 1].tolist()
+                assert call.max_seqlen_q == call.max_seqlen_k == max(lengths)
+    assert stats.compilations == (1 if compiler else 0)
+    told.clear()
+    run(layout.fix_launch_sizes())
+    run(layout.copy_(PackedLayout.from_lengths([9], total_tokens=LONG, capacity=8)))
+    for call in told:
+        assert (call.cu_seqlens_q.shape[0], call.max_seqlen_q) == (9, LONG)
+
+
+def test_documents_copied_into_a_layout_are_launched_for(backend, told):
+    q = torch.randn(LONG, 2, 8)
+    layout = PackedLayout.from_lengths([9, 9, 9], total_tokens=LONG, capacity=8)
+    other = PackedLayout.from_lengths([3] * 7, total_tokens=LONG, capacity=8)
+    options, mask = AttentionOptions(scale=0.25), DocumentMask.of(layout)
+    for lengths in ([9, 9, 9], [3] * 7):
+        backend.attend(q, q, q, mask, backend.plan(mask), options)
+        assert told[-1].cu_seqlens_q.diff().tolist() == lengths
+        assert told[-1].max_seqlen_q == lengths[0]
+        layout.copy_(other)
 
 
 def test_chunks_beyond_the_row_overflow_nowhere():

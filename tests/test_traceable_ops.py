@@ -52,7 +52,8 @@ def test_cu_seqlens_operators(kernel, window, with_sinks):
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
     sinks = torch.randn(6, device=device) if with_sinks else None
     bound = layout.max_seqlen_bound
-    boundaries = (layout.cu_seqlens, layout.cu_seqlens, bound, bound)
+    sizes = (layout.num_docs, layout.max_seqlen, layout.max_seqlen, bound, bound)
+    boundaries = (layout.cu_seqlens, layout.cu_seqlens, *sizes)
     settings = (*boundaries, *window, 0.125, 0.0, True, False, True, True)
     # The backward is asked to be deterministic, and torch's own made so: opcheck compares runs.
     torch.use_deterministic_algorithms(True)

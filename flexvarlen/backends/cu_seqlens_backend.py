@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends import cu_seqlens_op
-from flexvarlen.backends.cu_seqlens_op import MIN_BOUND, CuSeqlensKernel
+from flexvarlen.backends.cu_seqlens_op import CuSeqlensKernel
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.chunks import chunk_boundaries
 from flexvarlen.layout import PackedLayout
@@ -25,14 +25,14 @@ class Boundaries(NamedTuple):
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`.
-        max_seqlen_q, max_seqlen_k: bounds on their lengths.
+        bound_q, bound_k: no document ever has more tokens.
         dead_T: queries whose output is zero though they lie before the last boundary, bool `[T]`.
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    bound_q: int
+    bound_k: int
     dead_T: Tensor | None
 
 
@@ -107,18 +107,14 @@ class CuSeqlensBackend:
         layout, layout_k = mask.layout, mask.layout_k
         cu_q, cu_k = layout.cu_seqlens, layout_k.cu_seqlens
         bound_q, bound_k = layout.max_seqlen_bound, layout_k.max_seqlen_bound
-        if 0 < mask.spec.chunk < bound_q:
+        if _is_chunked(mask):
             cu_q = cu_k = chunk_boundaries(cu_q, mask.spec.chunk, layout.total_tokens)
             bound_q = bound_k = mask.spec.chunk
-        if batch_invariant:
-            # Kernels take a window that no document fills for none, by these bounds, and sum in
-            # other pieces then.
-            bound_q, bound_k = max(bound_q, mask.spec.right + 2), max(bound_k, mask.spec.left + 2)
         dead_T = layout.padding
         if layout_k is not layout and layout_k.padding is not None:
             lo, hi = mask.bounds()
             dead_T = lo >= hi
-        return Boundaries(cu_q, cu_k, max(bound_q, MIN_BOUND), max(bound_k, MIN_BOUND), dead_T)
+        return Boundaries(cu_q, cu_k, bound_q, bound_k, dead_T)
 
     def attend(
         self,
@@ -146,8 +142,9 @@ class CuSeqlensBackend:
             options.sinks_H,
             plan.cu_seqlens_q,
             plan.cu_seqlens_k,
-            plan.max_seqlen_q,
-            plan.max_seqlen_k,
+            *_launch_sizes(mask, plan),
+            plan.bound_q,
+            plan.bound_k,
             spec.left,
             spec.right,
             options.scale,
@@ -166,6 +163,22 @@ class CuSeqlensBackend:
         if plan.dead_T is not None:
             lse_HT = torch.where(plan.dead_T, float("-inf"), lse_HT)
         return out_THD, lse_HT
+
+
+def _is_chunked(mask: DocumentMask) -> bool:
+    return 0 < mask.spec.chunk < mask.layout.max_seqlen_bound
+
+
+def _launch_sizes(mask: DocumentMask, plan: Boundaries) -> tuple[int, int, int]:
+    """Documents, and tokens of the longest and of its keys, to launch for.
+
+    Not in the plan: a compiled layer that is handed it would take its numbers for constants.
+    """
+    if _is_chunked(mask):
+        return plan.cu_seqlens_q.shape[0] - 1, plan.bound_q, plan.bound_k
+    documents, longest_q = mask.layout.launch_sizes()
+    longest_k = mask.layout_k.launch_sizes()[1] if mask.spec.cross else longest_q
+    return documents, longest_q, longest_k
 
 
 def _may_have_tail(layout: PackedLayout) -> bool:

@@ -90,7 +90,9 @@ def attend(
     """Output and LSE by a registered kernel; differentiable, but for the LSE.
 
     The LSE is that of the scores, without the sinks, and is right at real tokens only unless
-    `with_lse`. `numbers` are the rest of `_forward`'s arguments, in order.
+    `with_lse`. `numbers` are the rest of `_forward`'s arguments, in order: `documents` slots are
+    used, of at most `longest_q` and `longest_k` tokens; a captured CUDA graph is made for all slots
+    and documents of at most `bound_q` and `bound_k`.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -120,8 +122,11 @@ def _forward(
     sinks_H: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    documents: int,
+    longest_q: int,
+    longest_k: int,
+    bound_q: int,
+    bound_k: int,
     left: int,
     right: int,
     scale: float,
@@ -131,16 +136,13 @@ def _forward(
     may_have_tail: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    call = KernelCall(
-        q_THD,
-        k_THD,
-        v_THD,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        left,
-        right,
+    call = _kernel_call(
+        (q_THD, k_THD, v_THD),
+        (cu_seqlens_q, cu_seqlens_k),
+        documents,
+        (longest_q, longest_k),
+        (bound_q, bound_k),
+        (left, right),
         scale,
         softcap,
         deterministic,
@@ -174,8 +176,11 @@ def _backward(
     lse_HT: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    documents: int,
+    longest_q: int,
+    longest_k: int,
+    bound_q: int,
+    bound_k: int,
     left: int,
     right: int,
     scale: float,
@@ -185,16 +190,13 @@ def _backward(
     may_have_tail: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = KernelCall(
-        q_THD,
-        k_THD,
-        v_THD,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        left,
-        right,
+    call = _kernel_call(
+        (q_THD, k_THD, v_THD),
+        (cu_seqlens_q, cu_seqlens_k),
+        documents,
+        (longest_q, longest_k),
+        (bound_q, bound_k),
+        (left, right),
         scale,
         softcap,
         deterministic,
@@ -218,6 +220,37 @@ def _backward(
         _zero_tail(cu_seqlens_q, dq)
         _zero_tail(cu_seqlens_k, dk, dv)
     return dq, dk, dv, dsinks_H
+
+
+def _kernel_call(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: tuple[Tensor, Tensor],
+    documents: int,
+    longest: tuple[int, int],
+    bounds: tuple[int, int],
+    window: tuple[int, int],
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    batch_invariant: bool,
+) -> KernelCall:
+    """What the kernel is told: of its documents alone, or in a CUDA graph of any that may come.
+
+    The backward of FlashAttention launches blocks for slots x longest document, used or not.
+    """
+    if qkv[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        longest = bounds
+    elif documents + 1 < cu_seqlens[0].shape[0]:
+        cu_seqlens = (cu_seqlens[0][: documents + 1], cu_seqlens[1][: documents + 1])
+    least_q = least_k = MIN_BOUND
+    if batch_invariant:
+        # Kernels take a window that no document fills for none, by the longest document, and sum
+        # in other pieces then.
+        least_q, least_k = max(MIN_BOUND, window[1] + 2), max(MIN_BOUND, window[0] + 2)
+    max_seqlens = (max(longest[0], least_q), max(longest[1], least_k))
+    return KernelCall(
+        *qkv, *cu_seqlens, *max_seqlens, *window, scale, softcap, deterministic, batch_invariant
+    )
 
 
 def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
