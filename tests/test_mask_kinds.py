@@ -12,6 +12,7 @@ import torch
 
 from flexvarlen import PackedLayout, packed_attention, why_not
 from flexvarlen.block_mask import block_mask_of, document_block_mask
+from flexvarlen.layout import SHORT_ROW
 from tests import oracle
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
@@ -192,15 +193,27 @@ def packings_of(tokens):
 @pytest.mark.parametrize(
     "kernel", [x for x in kernels("flex", *FLASH, cpu=False) if x.id.endswith("bfloat16")]
 )
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 64}, {"chunk": 48}], ids=str)
-def test_a_captured_step_replays_on_other_documents(kernel, options):
-    """Masks are built, and tails zeroed, inside the CUDA graph, from what `copy_` wrote since."""
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (512, {}),
+        (512, {"causal": False}),
+        (512, {"window": 64}),
+        (512, {"chunk": 48}),
+        (SHORT_ROW + 500, {}),
+    ],
+    ids=str,
+)
+def test_a_captured_step_replays_on_other_documents(kernel, tokens, options):
+    """Masks are built, and tails zeroed, inside the CUDA graph, from what `copy_` wrote since.
+
+    Of a long row too it is launched for any documents, not for the short ones it is captured on.
+    """
     name = kernel[0]
     options = options | {"deterministic": name not in ("flex", "varlen")}
-    tokens = 512
     q, k, v, grad = random_qkv(tokens, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    first, *others = packings_of(tokens)
+    *others, first = packings_of(tokens)
 
     def step(layout):
         out = packed_attention(*leaves, layout, backend=name, **options)
@@ -220,7 +233,8 @@ def test_a_captured_step_replays_on_other_documents(kernel, options):
         first.copy_(layout)
         graph.replay()
         for mine, theirs in zip(captured, expected, strict=True):
-            if name == "varlen":  # its dq has other bits every time
+            # varlen's dq has other bits every time, fa2's for another number of slots.
+            if name == "varlen" or (name == "fa2" and tokens > SHORT_ROW):
                 torch.testing.assert_close(mine, theirs, atol=2e-2, rtol=2e-2)
             else:
                 assert torch.equal(mine, theirs)

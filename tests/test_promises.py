@@ -117,26 +117,28 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fixed", [True, False])
-def test_flex_is_deterministic_in_a_graph_if_inductor_is(fixed):
+def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
     """Inductor chooses a kernel of its backward by timing: other bits in another process."""
-    from torch._inductor import config
-
     made, layout, _ = document_in(ROWS["alone"], 320, (32, 8), 128, torch.bfloat16, "cuda")
     *qkv, grad = made
 
     def ours(q, k, v):
         return packed_attention(q, k, v, layout, backend="flex", deterministic=True)
 
-    torch._dynamo.reset()
-    with config.patch({"deterministic": fixed}):  # before torch.compile, which keeps what it finds
-        compiled = torch.compile(ours, fullgraph=True)
-        if not fixed:
-            with pytest.raises(Exception, match="TORCHINDUCTOR_DETERMINISTIC=1"):
-                compiled(*qkv)
-            return
-        first = differentiate(compiled, qkv, grad)
+    results = []
+    for _ in range(2):
         torch._dynamo.reset()
-        second = differentiate(torch.compile(ours, fullgraph=True), qkv, grad)
+        torch.use_deterministic_algorithms(fixed)
+        try:
+            compiled = torch.compile(ours, fullgraph=True)
+            if not fixed:
+                with pytest.raises(Exception, match="use_deterministic_algorithms"):
+                    compiled(*qkv)
+                return
+            results.append(differentiate(compiled, qkv, grad))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    first, second = results
     for x, y in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
         assert torch.equal(x, y)
 

@@ -81,6 +81,8 @@ def _built_with_softcap(device: torch.device) -> bool:
 
 class _FlashAttention3Kernel:
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        import flash_attn_interface  # noqa: F401
+
         out_THD, lse_HT, *_ = torch.ops.flash_attn_3.fwd(
             _rows(call.q_THD),
             _rows(call.k_THD),
@@ -101,6 +103,8 @@ class _FlashAttention3Kernel:
     def backward(
         self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        import flash_attn_interface  # noqa: F401
+
         dq, dk, dv = call.empty_gradients()
         torch.ops.flash_attn_3.bwd(
             grad_THD,

@@ -213,15 +213,19 @@ two compilations of one call gave other bits of dq and dk.
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require_fixed_choices() -> bool:
-    """Refuse to promise equal bits in a graph that the user compiles, unless inductor's do too."""
+    """Refuse to promise equal bits in a graph that the user compiles, unless inductor's do too.
+
+    torch's own switch brings inductor's. That one alone does not last: Dynamo puts torch's back
+    after the first graph, and inductor's with it, before the backward is compiled.
+    """
     from torch._inductor import config
 
-    if getattr(config, FIXED_CHOICES) or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and getattr(config, FIXED_CHOICES):
         return True
     raise NotImplementedError(
-        "flex gives the same bits in every compilation only under torch._inductor.config."
-        f"{FIXED_CHOICES}, which is off; set it there (TORCHINDUCTOR_DETERMINISTIC=1), not in "
-        "options= of torch.compile, or use backend='fa3' or 'fa2'."
+        "flex gives the same bits in every compilation only under "
+        "torch.use_deterministic_algorithms(True), which is off; call it and leave it on, or use "
+        "backend='fa3' or 'fa2'."
     )
 
 
