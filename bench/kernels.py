@@ -5,11 +5,10 @@
 
 For each cell, in one run: inputs; each variant's output and gradients held against fp64 on sampled
 documents, and against one another on the whole row; what is right is timed, forward and backward
-alone, interleaved, with two clocks:
+alone, interleaved, behind 2 ms of other work for the device, which evicts its L2 cache:
 
-    device   on a busy stream, L2 evicted: what the kernels take, the host's time hidden
-    latency  one call on an idle device to the end of its device work, the host's time included
-             (not where the fastest takes 2 ms or more: there the host's time is hidden anyway)
+    device  what the kernels take, back to back: what counts in a compiled graph
+    host    until the call returns: Python and launches; eagerly the slower of the two decides
 
 A row a cell, variant and pass. A cell whose rows are in `--out` is not measured again, so a run
 that was cut short goes on where it ended. Variants: a backend's name, or "raw:" and that name.

@@ -25,7 +25,7 @@ from bench.rows import Status, one_line
 from bench.variants import Unsupported
 from flexvarlen.backends import BACKENDS, get_backend, why_not
 from flexvarlen.mask import DocumentMask
-from flexvarlen.measure import Timing, time_interleaved
+from flexvarlen.measure import time_host_and_device
 
 if TYPE_CHECKING:
     from bench.kernels_run import Run
@@ -34,10 +34,9 @@ PASSES = ("forward", "backward")
 RAW_PREFIX = "raw:"
 
 MAX_REPEATS, MIN_REPEATS = 30, 5
-LATENCY_LEAD_IN = 2  # untimed calls before a timed one: other variants' drove its code from caches
-BUSY_MS = 2.2  # what device_time_only puts before each call
-# Host time hides behind longer device work, and 2% of it exceeds the 10 µs that a layer may cost.
-LATENCY_BELOW_MS = 2.0
+LEAD_IN = 1  # an untimed call before a timed one: other variants' drove its code from caches
+LEAD_IN_BELOW_MS = 2.0  # longer device work hides the host's time
+BUSY_MS = 2.2  # what time_host_and_device puts before each call
 
 
 @dataclass
@@ -215,7 +214,7 @@ class MeasuredCell:
             self.run.synchronize()
             measures["auto_s"] = time.perf_counter() - begin
             resolved = self.chosen_by_auto(leaves)
-            measures["resolved"] = resolved
+            measures |= {"resolved": resolved, "resolved_compiled": self.chosen_in_a_graph()}
         plan = get_backend(resolved).plan(self.mask)
         if plan is not None:
             measures["plan_ms"] = 1e3 * self.seconds(lambda: get_backend(resolved).plan(self.mask))
@@ -253,6 +252,19 @@ class MeasuredCell:
             self.packed("auto", leaves, None)
         return called[0]
 
+    def chosen_in_a_graph(self) -> str:
+        """What "auto" takes for such calls inside a compiled graph."""
+        cell = self.cell
+        return fv.explain(
+            self.layout,
+            dtype=self.inputs.q.dtype,
+            num_heads=cell.num_heads,
+            num_kv_heads=cell.num_kv_heads,
+            head_dim=cell.head_dim,
+            causal=cell.causal,
+            measure=False,
+        ).compiled
+
     def seconds(self, call: Callable[[], object]) -> float:
         """Wall seconds of one call, to the end of its device work."""
         self.run.synchronize()
@@ -264,13 +276,11 @@ class MeasuredCell:
     # --- timing ----------------------------------------------------------------------------------
 
     def time_all(self) -> None:
-        """Device time of everything alive, interleaved; latency of what is short."""
+        """Device and host time of everything alive, interleaved."""
         if not self.lives:
             return
         try:
-            self._time(device_time_only=True)
-            if self.run.on_gpu:  # on the CPU there is one clock
-                self._time(device_time_only=False)
+            self._time()
         except ERRORS as error:  # OutOfMemoryError is a RuntimeError
             if self._device_is_dead():
                 # Which of them it was is not known: none is tried again in this cell.
@@ -288,54 +298,28 @@ class MeasuredCell:
                 timed["tflops"] = self.flops[pass_] / (milliseconds * 1e9)
                 self.outcomes[live.variant, pass_] = Outcome("ok", None, live.measures | timed)
 
-    def _time(self, *, device_time_only: bool) -> None:
+    def _time(self) -> None:
         calls, total_ms = {}, 0.0
-        lead_in = 0 if device_time_only or not self.run.on_gpu else LATENCY_LEAD_IN
-        for pass_ in PASSES:
-            own = {live.variant: live for live in self.lives if pass_ in live.calls}
-            if not own:
-                continue
-            if not device_time_only and not self._is_short(own, pass_):
-                continue
-            for name, live in own.items():
-                calls[f"{name} {pass_}"] = live.calls[pass_]
-                busy = BUSY_MS if device_time_only and self.run.on_gpu else 0.0
-                total_ms += live.seconds[pass_] * 1e3 * (lead_in + 1) + busy
-        if not calls:
-            return
-        budget_ms = 500 * self.run.args.cell_seconds  # half a cell's time for each clock
-        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(budget_ms / total_ms)))
-        timings = self._interleaved(calls, repeats, lead_in, device_time_only)
-        prefix = "device_" if device_time_only else "latency_"
+        shortest_s = min(x for live in self.lives for x in live.seconds.values())
+        lead_in = LEAD_IN if self.run.on_gpu and shortest_s * 1e3 < LEAD_IN_BELOW_MS else 0
         for live in self.lives:
-            for pass_ in PASSES:
-                timing = timings.get(f"{live.variant} {pass_}")
-                if timing is not None:
-                    named = {prefix + key: x for key, x in dataclasses.asdict(timing).items()}
-                    live.timed.setdefault(pass_, {}).update(named)
-
-    def _is_short(self, lives: Mapping[str, Live], pass_: str) -> bool:
-        device = (live.timed[pass_]["device_ms_p50"] for live in lives.values())
-        return min(device) < LATENCY_BELOW_MS
-
-    def _interleaved(
-        self,
-        calls: Mapping[str, Callable[[], object]],
-        repeats: int,
-        lead_in: int,
-        device_time_only: bool,
-    ) -> dict[str, Timing]:
+            for pass_, call in live.calls.items():
+                calls[f"{live.variant} {pass_}"] = call
+                total_ms += live.seconds[pass_] * 1e3 * (lead_in + 1)
+                total_ms += BUSY_MS if self.run.on_gpu else 0.0
+        budget_ms = 1e3 * self.run.args.cell_seconds
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(budget_ms / total_ms)))
         with _no_collection():
-            return time_interleaved(
-                calls,
-                device=self.run.device,
-                warmup=1,
-                repeats=repeats,
-                # A write to L2 would hide the host's time behind it.
-                flush_l2=device_time_only,
-                lead_in=lead_in,
-                device_time_only=device_time_only,
+            timings = time_host_and_device(
+                calls, device=self.run.device, warmup=1, repeats=repeats, lead_in=lead_in
             )
+        for live in self.lives:
+            for pass_ in live.calls:
+                both = timings[f"{live.variant} {pass_}"]
+                timed = {f"device_{key}": x for key, x in dataclasses.asdict(both.device).items()}
+                if self.run.on_gpu:  # on the CPU there is one clock
+                    timed |= {f"host_{key}": x for key, x in dataclasses.asdict(both.host).items()}
+                live.timed[pass_] = timed
 
     def summary(self) -> str:
         """Statuses, and what "auto" took, for the log."""
@@ -344,7 +328,8 @@ class MeasuredCell:
         auto = next((live for live in self.lives if live.variant == "auto"), None)
         if auto is not None and "resolved" in auto.measures:
             took = auto.measures["auto_s"]
-            said.append(f"auto takes {auto.measures['resolved']} ({took:.1f} s)")
+            names = dict.fromkeys(auto.measures[x] for x in ("resolved_compiled", "resolved"))
+            said.append(f"auto takes {', eagerly '.join(names)} ({took:.1f} s)")
         return "; ".join(said)
 
 

@@ -26,7 +26,13 @@ from bench.mask_build_builders import prepare_kind, theirs
 from bench.mask_build_run import ERRORS, PackedRow, Run, Wrong
 from bench.rows import one_line
 from bench.variants import Unsupported
-from flexvarlen.measure import Timing, summarize, time_interleaved, watch_compilation
+from flexvarlen.measure import (
+    Timing,
+    summarize,
+    time_host_and_device,
+    time_interleaved,
+    watch_compilation,
+)
 
 OURS, THEIRS = "flexvarlen", "create_block_mask"
 
@@ -224,9 +230,7 @@ class Attention:
                 calls[f"{name} backward"] = live.backward
         repeats = 3 if self.run.args.quick else 40
         try:
-            timings = time_interleaved(
-                calls, device=self.run.device, repeats=repeats, device_time_only=True
-            )
+            timings = time_host_and_device(calls, device=self.run.device, repeats=repeats)
         except ERRORS as error:
             for live in lives.values():
                 self.run.write(live.case, "failed", one_line(error), live.measures)
@@ -234,7 +238,7 @@ class Attention:
         for name, live in lives.items():
             for pass_ in ("forward", "backward"):
                 if f"{name} {pass_}" in timings:
-                    live.measures |= named(f"{pass_}_", timings[f"{name} {pass_}"])
+                    live.measures |= named(f"{pass_}_", timings[f"{name} {pass_}"].device)
             self.run.write(live.case, "ok", None, live.measures)
 
 

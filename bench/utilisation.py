@@ -118,7 +118,7 @@ def noting_auto() -> Iterator[list[str]]:
     def noted(call: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **options: Any) -> Any:
             found = call(*args, **options)
-            chosen.append(found if isinstance(found, str) else found.backend)
+            chosen.append(found if isinstance(found, str) else found.compiled)
             return found
 
         return noting

@@ -278,7 +278,7 @@ def _choose_constant(
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     call = (device, dtype, *heads, MaskSpec.from_ints(spec), *asked)
     if backend == "auto":
-        return auto.decide(AttentionRequest(*call), sizes, None).backend
+        return auto.decide(AttentionRequest(*call), sizes, None).compiled
     return _checked(backend, call, torch_state())
 
 

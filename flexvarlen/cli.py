@@ -199,20 +199,21 @@ def _print_explanation(explanation: Explanation) -> None:
     console.print(f"\n{explanation.call}; {explanation.layout}:", markup=False, highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("backend")
-    table.add_column("ms p50 (p20–p80)", justify="right")
+    table.add_column("device ms p50 (p20–p80)", justify="right")
+    table.add_column("host ms", justify="right")
     table.add_column("why it was not timed")
     for candidate in explanation.candidates:
-        chosen = candidate.name == explanation.chosen
+        chosen = candidate.name in (explanation.chosen, explanation.compiled)
+        timing = candidate.timing
         table.add_row(
             candidate.name,
-            "" if candidate.timing is None else milliseconds(candidate.timing),
+            "" if timing is None else milliseconds(timing.device),
+            "" if timing is None else milliseconds(timing.host),
             escape(candidate.reason or ""),
             style="bold green" if chosen else "" if candidate.can else "dim",
         )
     console.print(table)
-    console.print(
-        f"auto takes {explanation.chosen}: {explanation.why}.", markup=False, highlight=False
-    )
+    console.print(explanation.sentence(), markup=False, highlight=False)
 
 
 @contextmanager

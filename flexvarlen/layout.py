@@ -418,6 +418,11 @@ class PackedLayout:
         documents, longest, _ = self._sizes.shape
         return documents - _SHIFT, longest - 2 * _SHIFT
 
+    @property
+    def launches_own_sizes(self) -> bool:
+        """Whether `launch_sizes` are those of the documents that there are."""
+        return self._sizes is not None
+
     def fix_launch_sizes(self) -> PackedLayout:
         """Launch kernels for `capacity` and `max_seqlen_bound`, whatever the documents; itself.
 

@@ -25,11 +25,13 @@ from flexvarlen.environment import environment
 
 __all__ = [
     "CompileStats",
+    "HostAndDevice",
     "Timing",
     "environment",
     "memory_meaning",
     "peak_memory_mib",
     "summarize",
+    "time_host_and_device",
     "time_interleaved",
     "watch_compilation",
 ]
@@ -73,6 +75,32 @@ def summarize(samples_ms: Sequence[float]) -> Timing:
     return Timing(percentile(0.2), percentile(0.5), percentile(0.8), len(ordered))
 
 
+@dataclass(frozen=True)
+class HostAndDevice:
+    """A call's two times.
+
+    Attributes:
+        host: until the call returns: Python, launches, guards.
+        device: of the work that it leaves to the device, back to back.
+    """
+
+    host: Timing
+    device: Timing
+
+    @property
+    def eager_ms(self) -> float:
+        """Milliseconds, median, of a call among others in a program that is not compiled.
+
+        The host runs ahead of the device: the slower of the two decides.
+        """
+        return max(self.host.ms_p50, self.device.ms_p50)
+
+    @property
+    def compiled_ms(self) -> float:
+        """The same in a compiled graph or a captured one, where Python costs nothing."""
+        return self.device.ms_p50
+
+
 def time_interleaved(
     variants: Mapping[str, Callable[[], object]],
     *,
@@ -81,7 +109,6 @@ def time_interleaved(
     repeats: int | Mapping[str, int] = 20,
     flush_l2: bool = True,
     lead_in: int = 0,
-    device_time_only: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
     """Time several variants of one computation against each other, fairly.
@@ -101,9 +128,6 @@ def time_interleaved(
         flush_l2: on CUDA, evict the L2 cache before each timed call.
         lead_in: untimed calls right before each timed one: a hot GPU's clocks follow the power
             that the last half second drew, so that a step after a lighter variant runs faster.
-        device_time_only: on CUDA, keep the stream busy for about 2 ms before each timed call, so
-            that host time shorter than that does not count: for calls that would be all launch on
-            an idle device.
         progress: called with a variant's name before each of its timed calls.
 
     Returns:
@@ -113,15 +137,54 @@ def time_interleaved(
         ValueError: repeats below 1. What a variant raises passes through.
     """
     device = torch.device(device)
+    clock = _wall if device.type != "cuda" else _Events(device, writes=1 if flush_l2 else 0)
+    samples = _interleaved(variants, clock, warmup, repeats, lead_in, progress)
+    return {name: summarize([ms for _, ms in found]) for name, found in samples.items()}
+
+
+def time_host_and_device(
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device | str,
+    warmup: int = 3,
+    repeats: int | Mapping[str, int] = 20,
+    lead_in: int = 0,
+) -> dict[str, HostAndDevice]:
+    """Time the host's part and the device's part of short calls apart.
+
+    As `time_interleaved`, but on CUDA the stream is kept busy for about 2 ms before each timed call
+    (which also evicts the L2 cache): host time below that falls into no gap of the device, and no
+    device time into the host's. On the CPU both are the wall clock's.
+    """
+    device = torch.device(device)
+    clock = _wall if device.type != "cuda" else _Events(device, writes=32)
+    samples = _interleaved(variants, clock, warmup, repeats, lead_in)
+    return {
+        name: HostAndDevice(*(summarize(ms) for ms in zip(*found, strict=True)))
+        for name, found in samples.items()
+    }
+
+
+_Clock = Callable[[Callable[[], object]], tuple[float, float]]
+"""Runs a call and gives its milliseconds on the host and on the device."""
+
+
+def _interleaved(
+    variants: Mapping[str, Callable[[], object]],
+    clock: _Clock,
+    warmup: int,
+    repeats: int | Mapping[str, int],
+    lead_in: int,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, list[tuple[float, float]]]:
     wanted = {name: repeats if isinstance(repeats, int) else repeats[name] for name in variants}
     for name, count in wanted.items():
         if count < 1:
             raise ValueError(f"repeats of {name!r} must be at least 1, got {count}; raise it")
-    clock = _clock(device, flush_l2, device_time_only)
     for call in variants.values():
         for _ in range(warmup):
             call()
-    samples: dict[str, list[float]] = {name: [] for name in variants}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     rounds = max(wanted.values(), default=0)
     order = random.Random(0)
     for index in range(rounds):
@@ -134,40 +197,40 @@ def time_interleaved(
             for _ in range(lead_in):
                 variants[name]()
             samples[name].append(clock(variants[name]))
-    return {name: summarize(samples[name]) for name in variants}
+    return samples
 
 
-def _clock(
-    device: torch.device, flush_l2: bool, device_time_only: bool
-) -> Callable[[Callable[[], object]], float]:
-    """A function that runs one call and gives its milliseconds."""
-    if device.type != "cuda":
+def _wall(call: Callable[[], object]) -> tuple[float, float]:
+    begin = time.perf_counter()
+    call()
+    spent_ms = (time.perf_counter() - begin) * 1e3
+    return spent_ms, spent_ms
 
-        def wall(call: Callable[[], object]) -> float:
-            begin = time.perf_counter()
-            call()
-            return (time.perf_counter() - begin) * 1e3
 
-        return wall
+class _Events:
+    """CUDA events around a call, behind so many writes of 256 MiB on an idle device.
 
-    large = flush_l2 or device_time_only
-    scratch = torch.empty(_L2_FLUSH_BYTES // 4 if large else 1, dtype=torch.int32, device=device)
-    writes = 32 if device_time_only else 1
+    The stream is busy with each write for about 60 us: the first event does not wait for the host.
+    """
 
-    def events(call: Callable[[], object]) -> float:
+    def __init__(self, device: torch.device, writes: int) -> None:
+        self.device, self.writes = device, writes
+        elements = _L2_FLUSH_BYTES // 4 if writes else 1
+        self.scratch = torch.empty(elements, dtype=torch.int32, device=device)
+
+    def __call__(self, call: Callable[[], object]) -> tuple[float, float]:
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        for _ in range(writes):
-            scratch.zero_()
-        # The stream is busy with each write for about 60 us: the event does not wait for the host.
+        torch.cuda.synchronize(self.device)
+        for _ in range(max(1, self.writes)):
+            self.scratch.zero_()
         begin.record()
+        called = time.perf_counter()
         call()
+        host_s = time.perf_counter() - called
         end.record()
-        torch.cuda.synchronize(device)
-        return float(begin.elapsed_time(end))
-
-    return events
+        torch.cuda.synchronize(self.device)
+        return host_s * 1e3, float(begin.elapsed_time(end))
 
 
 # --- compilation ---------------------------------------------------------------------------------

@@ -114,22 +114,27 @@ def test_corrupt_cache_file_raises_or_is_silent(two, damage):
         assert explain().why.startswith("from the cache file")
 
 
+GOOD = {"host": [1, 1, 1, 1], "device": [1, 1, 1, 1]}
+
+
 @pytest.mark.parametrize(
     "entry",
     [
         None,
-        {"backend": "fast"},
-        {"backend": "flex", "ms_p20_p50_p80_repeats": {"flex": [1, 1, 1, 1]}, "failed": {}},
-        {"backend": "fast", "ms_p20_p50_p80_repeats": {}, "failed": {}},
-        {"backend": "fast", "ms_p20_p50_p80_repeats": {"fast": [1]}, "failed": {}},
-        {"backend": ["fast"], "ms_p20_p50_p80_repeats": {"fast": [1, 1, 1, 1]}, "failed": {}},
+        {},
+        {"ms_p20_p50_p80_repeats": {"flex": GOOD}, "failed": {}},
+        {"ms_p20_p50_p80_repeats": {"fast": GOOD}},
+        {"ms_p20_p50_p80_repeats": {}, "failed": {}},
+        {"ms_p20_p50_p80_repeats": {"fast": GOOD["host"]}, "failed": {}},
+        {"ms_p20_p50_p80_repeats": {"fast": {"host": GOOD["host"]}}, "failed": {}},
+        {"ms_p20_p50_p80_repeats": {"fast": GOOD | {"device": [1]}}, "failed": {}},
     ],
     ids=str,
 )
 def test_damaged_answer_taken(two, entry):
     assert explain().why == "measured"
     [key] = entries()
-    cache_file.cache_path().write_text(json.dumps({"format": 1, "entries": {key: entry}}))
+    cache_file.cache_path().write_text(json.dumps({"format": 2, "entries": {key: entry}}))
     auto.forget()
     with pytest.warns(UserWarning, match="measured anew"):
         assert explain().why == "measured"

@@ -19,6 +19,7 @@ from flexvarlen import auto
 from flexvarlen.attention import resolve_backend
 from flexvarlen.auto import keys, ranks
 from flexvarlen.mask import DocumentMask
+from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401
     FAST_S,
     HEADS,
@@ -85,6 +86,44 @@ def test_compiled_first_call_measures(two):
     torch.testing.assert_close(compiled(*qkv), plain)  # the static order's
     assert [backend.calls for backend in two] == [0, 0]
     torch.testing.assert_close(attend_same(qkv, layout), 3.0 * plain)  # eager: measured
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("known", ["memory", "file"])
+def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known):
+    """A kernel with much Python around it: the best where none of that runs."""
+
+    def times(host_ms, device_ms):
+        return HostAndDevice(Timing(*[host_ms] * 3, 5), Timing(*[device_ms] * 3, 5))
+
+    found = {"slow": times(0.1, 0.2), "fast": times(0.3, 0.1)}
+    monkeypatch.setattr(auto, "time_candidates", lambda *args: (found, {}))
+    explanation = explain(needs_grad=False)
+    assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
+    assert "auto takes slow, and fast in a compiled graph: measured." in str(explanation)
+    if known == "file":
+        auto.forget()
+    qkv, layout = tensors(), a_layout()
+    plain = fv.packed_attention(*qkv, layout, backend="sdpa")
+    torch.testing.assert_close(attend_same(qkv, layout), 2.0 * plain)
+    compiled = torch.compile(attend_same, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(qkv, layout), 3.0 * plain)
+
+
+def test_ranks_take_both_choices(two, monkeypatch):
+    class RankOne(ranks.Run):
+        decides = False
+
+        def __init__(self):
+            super().__init__(None)
+            self.several = True
+
+        def ask(self, kind):
+            return "slow fast"
+
+    monkeypatch.setattr(auto._memory, "run", RankOne())
+    explanation = explain()
+    assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
 
 
 def attend_same(qkv, layout):
@@ -200,10 +239,10 @@ def test_kernel_of_rank_0_that_this_rank_lacks_taken(candidates, monkeypatch):
             self.several = True
 
         def ask(self, kind):
-            return "fast"
+            return "fast fast"
 
     monkeypatch.setattr(auto._memory, "run", RankOne())
-    with pytest.warns(UserWarning, match=r"rank 0 takes fast, which cannot .*not here"):
+    with pytest.warns(UserWarning, match=r"rank 0 takes what cannot .*fast: not here"):
         assert explain().chosen == "sdpa"
 
 

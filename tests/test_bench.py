@@ -80,7 +80,7 @@ def test_what_attends_is_what_the_graph_took(tmp_path, monkeypatch, capsys):
 
     def by_mode(request, sizes, mask, *args, **options):
         found = decide(request, sizes, mask, *args, **options)
-        return found if mask is not None else dataclasses.replace(found, backend="reference")
+        return found if mask is not None else dataclasses.replace(found, compiled="reference")
 
     monkeypatch.setattr(fv.auto, "decide", by_mode)
     fv.auto.forget()

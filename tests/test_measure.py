@@ -14,6 +14,7 @@ from flexvarlen.measure import (
     memory_meaning,
     peak_memory_mib,
     summarize,
+    time_host_and_device,
     time_interleaved,
     watch_compilation,
 )
@@ -65,6 +66,12 @@ def test_each_round_has_an_order_of_its_own_and_slow_variants_join_fewer():
     rounds = [calls[3:5], calls[5:8], calls[8:10], calls[10:13]]
     assert [sorted(names) for names in rounds] == [list("ac"), list("abc")] * 2
     assert rounds[1] != rounds[3] or rounds[0] != rounds[2]
+
+
+def test_host_and_device_are_one_on_the_cpu():
+    found = time_host_and_device({"a": lambda: time.sleep(0.002)}, device="cpu", repeats=3)["a"]
+    assert found.host == found.device
+    assert found.eager_ms == found.compiled_ms == found.device.ms_p50 >= 2
 
 
 def test_repeats_below_one_are_refused():
@@ -148,6 +155,22 @@ def test_peak_memory_sees_a_large_allocation():
         pytest.skip("this system cannot reset or read the peak of resident memory")
     assert 60 <= peak < 200
     assert "lower bound" in memory_meaning("cpu")
+
+
+@pytest.mark.gpu
+def test_host_time_is_no_device_time():
+    x, large = (torch.randn(n, n, device="cuda") for n in (64, 8192))
+
+    def much_python():
+        time.sleep(0.001)
+        return x @ x
+
+    timings = time_host_and_device(
+        {"much_python": much_python, "large": lambda: large @ large}, device="cuda", repeats=10
+    )
+    mine, theirs = timings["much_python"], timings["large"]
+    assert mine.device.ms_p50 < 0.2 < 1 <= mine.host.ms_p50 == mine.eager_ms
+    assert theirs.host.ms_p50 < 0.5 < 2 < theirs.device.ms_p50 == theirs.eager_ms
 
 
 @pytest.mark.gpu

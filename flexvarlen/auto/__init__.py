@@ -14,7 +14,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_en
 from flexvarlen.auto.timing import OUT_OF_MEMORY, time_candidates
 from flexvarlen.backends import BACKENDS, AttentionRequest, choose_backend, refusal
 from flexvarlen.mask import DocumentMask
-from flexvarlen.measure import Timing
+from flexvarlen.measure import HostAndDevice, Timing
 from flexvarlen.switches import AUTO, auto_is_static
 
 CANDIDATES: dict[str, tuple[str, ...]] = {
@@ -44,7 +44,8 @@ class Decision:
     """What "auto" takes for a kind of call.
 
     Attributes:
-        backend: its name.
+        backend: its name, for eager calls.
+        compiled: for those inside a compiled graph, where the host's time counts for nothing.
         why: how it came to be chosen: "measured", "from the cache file ...", "static order, ...".
         timings: of the candidates that ran, if any were timed.
         failed: why each other one that was tried did not run.
@@ -52,8 +53,9 @@ class Decision:
     """
 
     backend: str
+    compiled: str
     why: str
-    timings: Mapping[str, Timing] = field(default_factory=dict)
+    timings: Mapping[str, HostAndDevice] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     lasting: bool = True
 
@@ -150,7 +152,7 @@ def _remembered(
     only_look: bool = False,
 ) -> Decision:
     if 0 in sizes:
-        return _static(request, "a size is 0, or not known inside the compiled graph")
+        return _static(request, None, "a size is 0, or not known inside the compiled graph")
     bucket = keys.bucket(sizes)
     key = (request, bucket, keys.torch_state())
     known = _memory.decisions.get(key)
@@ -168,40 +170,59 @@ def _among_ranks(
     run = _memory.run
     names = candidates(request)
     if request.device.type not in CANDIDATES:
-        return _static(request, f"nothing is timed on {request.device.type}", lasting=True)
+        return _static(request, bucket, f"nothing is timed on {request.device.type}", lasting=True)
     if not names:
-        return _static(request, "no kernel that is timed can serve it", lasting=True)
+        return _static(request, bucket, "no kernel that is timed can serve it", lasting=True)
     if auto_is_static():
-        return _static(request, f"{AUTO}=static", lasting=True)
+        return _static(request, bucket, f"{AUTO}=static", lasting=True)
     if not run.several:
         return _alone(request, names, bucket, mask)
     kind = keys.kind_key(request, bucket)
     if only_look:
         seen = run.told(kind)
-        if seen is not None and refusal(seen, request) is None:
-            return Decision(seen, "decided earlier in this run")
+        if seen is not None and _why_not_both(seen, request, names) is None:
+            return _published(seen, "decided earlier in this run")
         return _alone(request, names, bucket, mask)
     if not run.decides:
         told = run.ask(kind)
-        if told is None or (told not in names and refusal(told, request) is not None):
+        problem = "" if told is None else _why_not_both(told, request, names)
+        if told is None or problem is not None:
             if told is not None:
                 warnings.warn(
-                    f"flexvarlen: rank 0 takes {told}, which cannot serve the call on this rank "
-                    f"({refusal(told, request)}); install the same kernels on all.",
+                    f"flexvarlen: rank 0 takes what cannot serve the call here ({problem}); "
+                    "install the same kernels on all.",
                     stacklevel=2,
                 )
-            return _static(request, "rank 0's choice is not known or not usable", lasting=True)
-        return Decision(told, "decided by rank 0")
+            return _static(
+                request, bucket, "rank 0's choice is not known or not usable", lasting=True
+            )
+        return _published(told, "decided by rank 0")
     own: list[Decision] = []
 
     def decide_here() -> str:
         own.append(_alone(request, names, bucket, mask))
-        return own[0].backend
+        return f"{own[0].backend} {own[0].compiled}"
 
     published = run.publish(kind, decide_here)
     if own:
         return Decision(**{**vars(own[0]), "lasting": True})  # one decision for the whole run
-    return Decision(published, "decided earlier in this run")
+    return _published(published, "decided earlier in this run")
+
+
+def _published(names: str, why: str) -> Decision:
+    """The decision that rank 0 left: its choices, for eager and for compiled calls."""
+    eager, compiled = names.split()
+    return Decision(eager, compiled, why)
+
+
+def _why_not_both(
+    published: str, request: AttentionRequest, candidates: tuple[str, ...]
+) -> str | None:
+    """Why this rank cannot take what rank 0 left, or None."""
+    for name in dict.fromkeys(published.split()):
+        if name not in candidates and (reason := refusal(name, request)) is not None:
+            return f"{name}: {reason}"
+    return None
 
 
 def _alone(
@@ -212,7 +233,7 @@ def _alone(
 ) -> Decision:
     """The decision of a process that asks no other."""
     if len(names) == 1:
-        return Decision(names[0], "the only kernel here that can serve it")
+        return Decision(names[0], names[0], "the only kernel here that can serve it")
     path = cache_path()
     key = keys.answer_key(request, names, bucket)
     entries = read_entries(path)
@@ -220,7 +241,7 @@ def _alone(
     if kept is not None:
         return kept
     if isinstance(mask, str):
-        return _static(request, mask)
+        return _static(request, bucket, mask)
     timings, failed = time_candidates(request, mask, names)
     for name, reason in failed.items():
         warnings.warn(
@@ -229,17 +250,28 @@ def _alone(
             stacklevel=2,
         )
     if not timings:
-        still = _static(request, "every candidate failed when timed")
-        return Decision(still.backend, still.why, failed=failed)
-    best = min(timings, key=lambda name: timings[name].ms_p50)
+        still = _static(request, bucket, "every candidate failed when timed")
+        return Decision(still.backend, still.compiled, still.why, failed=failed)
     if OUT_OF_MEMORY not in failed.values():  # the next process may have the memory
-        write_entry(path, key, _as_entry(best, timings, failed))
-    return Decision(best, "measured", timings, failed)
+        write_entry(path, key, _as_entry(timings, failed))
+    return Decision(*_fastest(timings), "measured", timings, failed)
 
 
-def _static(request: AttentionRequest, because: str, *, lasting: bool = False) -> Decision:
+def _fastest(timings: Mapping[str, HostAndDevice]) -> tuple[str, str]:
+    """Eagerly, and in a compiled graph."""
+    return (
+        min(timings, key=lambda name: timings[name].eager_ms),
+        min(timings, key=lambda name: timings[name].compiled_ms),
+    )
+
+
+def _static(
+    request: AttentionRequest, bucket: keys.Bucket | None, because: str, *, lasting: bool = False
+) -> Decision:
     why = f"static order, because {because}"
-    return Decision(choose_backend(request), why, lasting=lasting)
+    wasteful = bucket is not None and keys.is_wasteful(bucket)
+    chosen = choose_backend(request, wasteful=wasteful)
+    return Decision(chosen, chosen, why, lasting=lasting)
 
 
 def _why_not_now(mask: DocumentMask) -> str | None:
@@ -256,25 +288,29 @@ def _why_not_now(mask: DocumentMask) -> str | None:
 # ---- answers as the file holds them ----
 
 
-def _as_entry(best: str, timings: Mapping[str, Timing], failed: Mapping[str, str]) -> Entry:
-    ms = {n: [t.ms_p20, t.ms_p50, t.ms_p80, t.repeats] for n, t in timings.items()}
-    return {"backend": best, "ms_p20_p50_p80_repeats": ms, "failed": dict(failed)}
+def _as_entry(timings: Mapping[str, HostAndDevice], failed: Mapping[str, str]) -> Entry:
+    ms = {
+        name: {part: astuple(t) for part, t in vars(both).items()} for name, both in timings.items()
+    }
+    return {"ms_p20_p50_p80_repeats": ms, "failed": dict(failed)}
 
 
 def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | None:
     """The decision that an entry holds; None, with a warning, if it holds none."""
     try:
-        timings = {n: Timing(*values) for n, values in entry["ms_p20_p50_p80_repeats"].items()}
-        backend, failed = entry["backend"], dict(entry["failed"])
+        timings = {
+            name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})
+            for name, both in entry["ms_p20_p50_p80_repeats"].items()
+        }
+        fastest, failed = _fastest(timings), dict(entry["failed"])
+        problem = None if set(timings) <= set(names) else f"it names {', '.join(timings)}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        backend, problem = None, f"{type(error).__name__}: {error}"
-    else:
-        problem = f"it names {backend!r}"
-    if backend not in names or backend not in timings:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
         warnings.warn(
             f"flexvarlen: an answer in {path} is no answer ({problem}); kernels are measured anew. "
             "Delete the file if this comes back.",
             stacklevel=2,
         )
         return None
-    return Decision(backend, f"from the cache file {path}", timings, failed)
+    return Decision(*fastest, f"from the cache file {path}", timings, failed)

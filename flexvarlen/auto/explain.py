@@ -11,7 +11,7 @@ from flexvarlen.auto.keys import describe, sizes
 from flexvarlen.backends import BACKENDS, AttentionRequest, refusal
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask
-from flexvarlen.measure import Timing
+from flexvarlen.measure import HostAndDevice, Timing
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 
@@ -21,13 +21,13 @@ class Candidate:
 
     Attributes:
         name: of the backend.
-        timing: milliseconds of a call, or None if it was not timed.
+        timing: of a call, on the host and on the device, or None if it was not timed.
         reason: one sentence why it was not timed, or None if it was.
         can: whether it can serve the call.
     """
 
     name: str
-    timing: Timing | None
+    timing: HostAndDevice | None
     reason: str | None
     can: bool
 
@@ -39,27 +39,37 @@ class Explanation:
     Attributes:
         call: the kind of call in words.
         layout: the documents in words.
-        chosen: the backend that "auto" takes.
+        chosen: the backend that "auto" takes for eager calls.
+        compiled: for calls inside a compiled graph.
         why: "measured", "from the cache file ...", "static order, because ...", and the like.
-        candidates: every backend: those that were timed, fastest first, then the others.
+        candidates: every backend: first those that were timed, by device time.
     """
 
     call: str
     layout: str
     chosen: str
+    compiled: str
     why: str
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.call}; {self.layout}", f"auto takes {self.chosen}: {self.why}."]
+        lines = [f"{self.call}; {self.layout}", self.sentence()]
         width = max(len(candidate.name) for candidate in self.candidates)
         for candidate in self.candidates:
-            mark = "*" if candidate.name == self.chosen else " "
+            mark = "*" if candidate.name in (self.chosen, self.compiled) else " "
             text = candidate.reason
-            if candidate.timing is not None:
-                text = f"{milliseconds(candidate.timing)} ms"
+            if (timing := candidate.timing) is not None:
+                parts = (milliseconds(timing.device), milliseconds(timing.host))
+                text = "{} ms on the device, {} on the host".format(*parts)
             lines.append(f"{mark} {candidate.name:{width}}  {text}")
         return "\n".join(lines)
+
+    def sentence(self) -> str:
+        """What "auto" takes, and why."""
+        taken = self.chosen
+        if self.compiled != self.chosen:
+            taken += f", and {self.compiled} in a compiled graph"
+        return f"auto takes {taken}: {self.why}."
 
 
 def milliseconds(timing: Timing) -> str:
@@ -139,11 +149,12 @@ def explain(
     )
     timings = decision.timings
     found = [_candidate(name, request, decision) for name in BACKENDS]
-    found.sort(key=lambda c: (c.timing is None, timings[c.name].ms_p50 if c.timing else 0.0))
+    found.sort(key=lambda c: (c.timing is None, timings[c.name].compiled_ms if c.timing else 0.0))
     return Explanation(
         call=describe(request),
         layout=repr(layout),
         chosen=decision.backend,
+        compiled=decision.compiled,
         why=decision.why,
         candidates=tuple(found),
     )

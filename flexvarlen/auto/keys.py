@@ -1,7 +1,8 @@
 """What an answer of "auto" holds for: the kind of call, the machine, and a bucket of sizes.
 
-A bucket knows only what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound), so
-that eager and compiled calls share answers, and other documents of the same sizes ask nothing anew.
+A bucket knows only what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound, and
+what kernels are launched for), so that eager and compiled calls share answers, and other documents
+of the same sizes ask nothing anew.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from packaging.version import Version
 
 from flexvarlen.backends import AttentionRequest
 from flexvarlen.environment import flash_attention_impl
+from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask
 
 _KERNEL_PACKAGES = (
@@ -29,17 +31,26 @@ _KERNEL_PACKAGES = (
 _HINTS = Version(torch.__version__) >= Version("2.13")  # where Dynamo traces optimization_hint
 
 Sizes = tuple[int, ...]
-"""total_tokens, capacity and max_seqlen_bound; in cross-attention those of the keys too."""
+"""total_tokens, capacity, max_seqlen_bound, and `_OWN` or `_BOUNDS`: whether kernels are launched
+for the documents that there are. In cross-attention those of the keys too."""
+
+_OWN, _BOUNDS = 1, 2
+_FIELDS = 4
+_WASTEFUL = 7  # measured at 32,768 tokens: 256 times the launch took fa3 from 3.8 ms a layer to 11
 
 Bucket = tuple[int, ...]
-"""Powers of two (their exponents) of tokens, tokens a slot and bound, as `bucket` makes them."""
+"""Powers of two (their exponents) of tokens, tokens a slot and bound, and what is launched for."""
 
 
 def sizes(mask: DocumentMask) -> Sizes:
     """The sizes of the mask's layouts. Reads nothing that varies with the documents; traces."""
     q, k = mask.layout, mask.layout_k
-    own = (q.total_tokens, q.capacity, q.max_seqlen_bound)
-    return (*own, k.total_tokens, k.capacity, k.max_seqlen_bound) if mask.spec.cross else own
+    return (*_of_layout(q), *_of_layout(k)) if mask.spec.cross else _of_layout(q)
+
+
+def _of_layout(layout: PackedLayout) -> Sizes:
+    launch = _OWN if layout.launches_own_sizes else _BOUNDS
+    return layout.total_tokens, layout.capacity, layout.max_seqlen_bound, launch
 
 
 def sizes_in_graph(mask: DocumentMask) -> Sizes:
@@ -56,17 +67,26 @@ def sizes_in_graph(mask: DocumentMask) -> Sizes:
 
 
 def bucket(sizes: Sizes) -> Bucket:
-    """The exponents of the powers of two at or above T, T / capacity and the bound.
+    """The exponents of the powers of two at or above T, T / capacity and the bound; the launch.
 
-    >>> bucket((4096, 8, 1000))
-    (12, 9, 10)
+    >>> bucket((4096, 8, 1000, 1))
+    (12, 9, 10, 1)
     """
     found: list[int] = []
-    for i in range(0, len(sizes), 3):
-        tokens, capacity, bound = sizes[i : i + 3]
+    for i in range(0, len(sizes), _FIELDS):
+        tokens, capacity, bound, launch = sizes[i : i + _FIELDS]
         found += ((tokens - 1).bit_length(), ((tokens - 1) // capacity).bit_length())
-        found.append((bound - 1).bit_length())
+        found += ((bound - 1).bit_length(), launch)
     return tuple(found)
+
+
+def is_wasteful(bucket: Bucket) -> bool:
+    """Whether kernels over cu_seqlens would be launched for far more than the row holds.
+
+    So it is where only a compiled graph sees the documents of a long row: any may be the longest.
+    """
+    _, tokens_a_slot, bound, launch = bucket[:_FIELDS]
+    return launch == _BOUNDS and bound - tokens_a_slot >= _WASTEFUL
 
 
 def torch_state() -> tuple[object, ...]:

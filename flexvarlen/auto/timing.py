@@ -6,8 +6,9 @@ D = head_dim.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend
 from flexvarlen.mask import DocumentMask
-from flexvarlen.measure import Timing, summarize, time_interleaved
+from flexvarlen.measure import HostAndDevice, time_host_and_device
 
-BUDGET_S = 1.0
+BUDGET_S = 1.5
 """Timed calls of all candidates take about so long; loading and compiling them comes on top."""
 
-_MOST_REPEATS = 100
-_HOPELESS = 1.5  # a first timed call this many times the fastest one's: not worth many more
-_HOPELESS_REPEATS = 5
+_HEATS = ((1, math.inf), (3, 1.5), (5, 1.06))
+"""Heats: fewest rounds, and how many times slower than the fastest of the heat before one may be to
+take part. A third of the budget each."""
+
+_MOST_ROUNDS = 100
 
 Failure = str
 
@@ -32,7 +35,7 @@ OUT_OF_MEMORY: Failure = "out of memory"
 
 def time_candidates(
     request: AttentionRequest, mask: DocumentMask, names: Sequence[str]
-) -> tuple[dict[str, Timing], dict[str, Failure]]:
+) -> tuple[dict[str, HostAndDevice], dict[str, Failure]]:
     """Time each candidate once compiled: forward, and backward if the request needs it.
 
     Args:
@@ -41,7 +44,8 @@ def time_candidates(
         names: candidates that can serve the request.
 
     Returns:
-        The times of those that ran, in milliseconds, interleaved; and why each other one failed.
+        The times of those that ran, interleaved, those near the fastest longest; and why each other
+        one failed.
 
     What the calling thread has set (grad mode, autocast, dispatch modes, hooks on saved tensors, as
     in gradient checkpointing) neither changes the times nor sees the calls: they run in a thread of
@@ -51,7 +55,7 @@ def time_candidates(
     device = request.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def work() -> tuple[dict[str, Timing], dict[str, Failure]]:
+    def work() -> tuple[dict[str, HostAndDevice], dict[str, Failure]]:
         with ExitStack() as stack:
             if stream is not None:
                 stack.enter_context(torch.cuda.device(device))
@@ -73,7 +77,7 @@ def time_candidates(
 
 def _time(
     request: AttentionRequest, mask: DocumentMask, names: Sequence[str]
-) -> tuple[dict[str, Timing], dict[str, Failure]]:
+) -> tuple[dict[str, HostAndDevice], dict[str, Failure]]:
     failed: dict[str, Failure] = {}
 
     def guarded(name: str, call: Callable[[], object]) -> Callable[[], object]:
@@ -92,23 +96,27 @@ def _time(
     calls = {name: guarded(name, _Call(name, request, mask, tensors)) for name in names}
     for call in calls.values():
         call()  # loads, compiles, tunes
-    seconds = {name: _seconds(call, request.device) for name, call in calls.items()}
-    seconds = {name: spent for name, spent in seconds.items() if name not in failed}
-    if not seconds:
-        return {}, failed
-    fastest = min(seconds.values())
-    near = [name for name, spent in seconds.items() if spent <= _HOPELESS * fastest]
-    rounds = min(_MOST_REPEATS, int(BUDGET_S / sum(seconds[name] for name in near)))
-    if rounds < 2:  # a row so long that one call each is the budget
-        return {name: summarize([spent * 1e3]) for name, spent in seconds.items()}, failed
-    few = min(rounds, _HOPELESS_REPEATS)
-    timings = time_interleaved(
-        {name: calls[name] for name in seconds},
-        device=request.device,
-        warmup=1,
-        repeats={name: rounds if name in near else few for name in seconds},
-    )
+    timings: dict[str, HostAndDevice] = {}
+    for least, slack in _HEATS:
+        alive = [name for name in calls if name not in failed and _is_near(name, timings, slack)]
+        if len(alive) < 2 and timings:
+            break
+        spent_s = sum(_seconds(calls[name], request.device) for name in alive)
+        rounds = max(least, min(_MOST_ROUNDS, int(BUDGET_S / len(_HEATS) / max(spent_s, 1e-6))))
+        timings |= time_host_and_device(
+            {name: calls[name] for name in alive}, device=request.device, warmup=0, repeats=rounds
+        )
     return {name: timings[name] for name in timings if name not in failed}, failed
+
+
+def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float) -> bool:
+    """Whether a candidate may still turn out the fastest, eagerly or in a compiled graph."""
+    if not timings:
+        return True
+    mine = timings[name]
+    return mine.eager_ms <= slack * min(
+        t.eager_ms for t in timings.values()
+    ) or mine.compiled_ms <= slack * min(t.compiled_ms for t in timings.values())
 
 
 class _Tensors:

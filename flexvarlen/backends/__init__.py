@@ -54,6 +54,10 @@ BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa",)}
 """`backend="auto"` where it has not measured: the first usable of these, by device type."""
 
+WASTEFUL_ORDER = {"cuda": ("flex", "fa3", "fa2", "varlen", "sdpa")}
+"""The same where kernels over cu_seqlens would be launched for far more than the row holds: in a
+compiled graph that alone sees the documents (position_ids, document ids) of a long row."""
+
 
 def get_backend(name: str) -> Backend:
     """The backend of that name.
@@ -74,14 +78,15 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     return get_backend(name).why_not(request)
 
 
-def choose_backend(request: AttentionRequest) -> str:
-    """The backend that `"auto"` takes: the first usable in `AUTO_ORDER`.
+def choose_backend(request: AttentionRequest, *, wasteful: bool = False) -> str:
+    """The backend that `"auto"` takes: the first usable in `AUTO_ORDER`, or `WASTEFUL_ORDER`.
 
     Raises:
         NotImplementedError: none is usable; the sentence gives each one's reason.
     """
     reasons = []
-    for name in AUTO_ORDER.get(request.device.type, ("sdpa",)):
+    order = AUTO_ORDER | WASTEFUL_ORDER if wasteful else AUTO_ORDER
+    for name in order.get(request.device.type, ("sdpa",)):
         reason = refusal(name, request)
         if reason is None:
             return name
