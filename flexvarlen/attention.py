@@ -96,13 +96,16 @@ def packed_attention(
     plain = layout_k is None and prefix is None and type(layout) is PackedLayout
     if plain and not torch.compiler.is_compiling():
         key = (
-            (q_THD.shape, k_THD.shape, v_THD.shape, None if sinks is None else sinks.shape),
-            (q_THD.dtype, k_THD.dtype, v_THD.dtype),
-            (q_THD.device, k_THD.device, v_THD.device, None if sinks is None else sinks.device),
-            (layout.total_tokens, layout.device),
-            (type(causal), type(window), type(chunk)),  # 1, 1.0 and True are one key
-            (causal, window, chunk, align, softcap, scale),
-            (backend, deterministic, batch_invariant, return_lse, needs_grad, torch_state()),
+            *(q_THD.shape, k_THD.shape, v_THD.shape, layout.total_tokens),
+            *(q_THD.dtype, k_THD.dtype, v_THD.dtype),
+            *(q_THD.device, k_THD.device, v_THD.device, layout.cu_seqlens.device),
+            *(causal, window, chunk, align, softcap, scale),
+            *(backend, deterministic, batch_invariant, return_lse, needs_grad),
+            None if sinks is None else (sinks.shape, sinks.device),
+            # 1, 1.0 and True are one key
+            None if window is chunk is None else (type(window), type(chunk)),
+            type(causal),
+            torch_state(),
         )
         served = _served(key)
         if served is not None:

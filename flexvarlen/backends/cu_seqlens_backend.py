@@ -156,7 +156,7 @@ class CuSeqlensBackend:
         )
         if plan.dead_T is not None:
             out_THD = torch.where(plan.dead_T[:, None, None], 0, out_THD)
-        if not options.return_lse:
+        if not options.return_lse or lse_HT is None:
             return out_THD, None
         if torch.is_grad_enabled() and out_THD.requires_grad:
             lse_HT = cu_seqlens_op.lse_without_gradient(lse_HT, q_THD, self.name)

@@ -86,17 +86,17 @@ def attend(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *numbers: Any,
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE by a registered kernel; differentiable, but for the LSE.
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, `with_lse`, the LSE by a registered kernel; differentiable, but for the LSE.
 
-    The LSE is that of the scores, without the sinks, and is right at real tokens only unless
-    `with_lse`. `numbers` are the rest of `_forward`'s arguments, in order: `documents` slots are
-    used, of at most `longest_q` and `longest_k` tokens; a captured CUDA graph is made for all slots
-    and documents of at most `bound_q` and `bound_k`.
+    The LSE is that of the scores, without the sinks. `numbers` are the rest of `_forward`'s
+    arguments, in order: `documents` slots are used, of at most `longest_q` and `longest_k` tokens;
+    a captured CUDA graph is made for all slots and documents of at most `bound_q` and `bound_k`.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
+    result: Any
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        result: tuple[Tensor, Tensor] = cu_seqlens_forward(kernel, *tensors, *numbers)
+        result = cu_seqlens_forward(kernel, *tensors, *numbers)
     elif torch.is_grad_enabled() and (
         q_THD.requires_grad
         or k_THD.requires_grad
@@ -111,7 +111,7 @@ def attend(
         result = _EagerAttention.apply(kernel, *tensors, numbers)  # type: ignore[no-untyped-call]
     else:
         result = _forward(kernel, *tensors, *numbers)
-    return result
+    return (result, None) if isinstance(result, Tensor) else result
 
 
 def _forward(
@@ -137,12 +137,18 @@ def _forward(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     call = _kernel_call(
-        (q_THD, k_THD, v_THD),
-        (cu_seqlens_q, cu_seqlens_k),
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_q,
+        cu_seqlens_k,
         documents,
-        (longest_q, longest_k),
-        (bound_q, bound_k),
-        (left, right),
+        longest_q,
+        longest_k,
+        bound_q,
+        bound_k,
+        left,
+        right,
         scale,
         softcap,
         deterministic,
@@ -191,12 +197,18 @@ def _backward(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _kernel_call(
-        (q_THD, k_THD, v_THD),
-        (cu_seqlens_q, cu_seqlens_k),
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_q,
+        cu_seqlens_k,
         documents,
-        (longest_q, longest_k),
-        (bound_q, bound_k),
-        (left, right),
+        longest_q,
+        longest_k,
+        bound_q,
+        bound_k,
+        left,
+        right,
         scale,
         softcap,
         deterministic,
@@ -223,12 +235,18 @@ def _backward(
 
 
 def _kernel_call(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    cu_seqlens: tuple[Tensor, Tensor],
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     documents: int,
-    longest: tuple[int, int],
-    bounds: tuple[int, int],
-    window: tuple[int, int],
+    longest_q: int,
+    longest_k: int,
+    bound_q: int,
+    bound_k: int,
+    left: int,
+    right: int,
     scale: float,
     softcap: float,
     deterministic: bool,
@@ -238,18 +256,28 @@ def _kernel_call(
 
     The backward of FlashAttention launches blocks for slots x longest document, used or not.
     """
-    if qkv[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        longest = bounds
-    elif documents + 1 < cu_seqlens[0].shape[0]:
-        cu_seqlens = (cu_seqlens[0][: documents + 1], cu_seqlens[1][: documents + 1])
-    least_q = least_k = MIN_BOUND
+    if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
+        longest_q, longest_k = bound_q, bound_k
+    elif documents + 1 < cu_seqlens_q.shape[0]:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[: documents + 1], cu_seqlens_k[: documents + 1]
     if batch_invariant:
         # Kernels take a window that no document fills for none, by the longest document, and sum
         # in other pieces then.
-        least_q, least_k = max(MIN_BOUND, window[1] + 2), max(MIN_BOUND, window[0] + 2)
-    max_seqlens = (max(longest[0], least_q), max(longest[1], least_k))
+        longest_q, longest_k = max(longest_q, right + 2), max(longest_k, left + 2)
     return KernelCall(
-        *qkv, *cu_seqlens, *max_seqlens, *window, scale, softcap, deterministic, batch_invariant
+        q_THD,
+        k_THD,
+        v_THD,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max(longest_q, MIN_BOUND),
+        max(longest_k, MIN_BOUND),
+        left,
+        right,
+        scale,
+        softcap,
+        deterministic,
+        batch_invariant,
     )
 
 
@@ -343,19 +371,34 @@ cu_seqlens_forward.register_autograd(_traced_backward, setup_context=_save_for_b
 class _EagerAttention(torch.autograd.Function):
     """The same forward and backward, called plainly.
 
-    For the host's time the numbers are one argument, and there is no `setup_context`, for which
-    torch would look at the signature in each call.
+    For the host's time the numbers are one argument, an LSE that nobody wants is no output, and
+    there is no `setup_context`, for which torch would look at the signature in each call.
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *first, numbers = inputs
-        output = _forward(*first, *numbers)
-        _save_for_backward(ctx, (*first, *numbers), output)
-        return output
+    def forward(
+        ctx: Any,
+        kernel: str,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        sinks_H: Tensor | None,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        numbers: tuple[Any, ...],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        boundaries = (cu_seqlens_q, cu_seqlens_k)
+        out_THD, lse_HT = _forward(kernel, q_THD, k_THD, v_THD, sinks_H, *boundaries, *numbers)
+        ctx.kernel, ctx.numbers = kernel, numbers
+        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, *boundaries)
+        if not numbers[-1]:
+            return out_THD
+        ctx.mark_non_differentiable(lse_HT)
+        ctx.set_materialize_grads(False)
+        return out_THD, lse_HT
 
     @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_THD: Tensor, *grad_lse: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
             raise NotImplementedError(
                 f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."

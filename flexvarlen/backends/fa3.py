@@ -83,7 +83,7 @@ class _FlashAttention3Kernel:
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         import flash_attn_interface  # noqa: F401
 
-        out_THD, lse_HT, *_ = torch.ops.flash_attn_3.fwd(
+        out_THD, lse_HT, *_ = torch.ops.flash_attn_3.fwd.default(
             _rows(call.q_THD),
             _rows(call.k_THD),
             _rows(call.v_THD),
@@ -106,7 +106,7 @@ class _FlashAttention3Kernel:
         import flash_attn_interface  # noqa: F401
 
         dq, dk, dv = call.empty_gradients()
-        torch.ops.flash_attn_3.bwd(
+        torch.ops.flash_attn_3.bwd.default(
             grad_THD,
             _rows(call.q_THD),
             _rows(call.k_THD),

@@ -64,7 +64,7 @@ def _one_split() -> dict[str, Any]:
 
 class _VarlenKernel:
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward.default(
             call.q_THD,
             call.k_THD,
             call.v_THD,
@@ -92,7 +92,7 @@ class _VarlenKernel:
             )
         if call.batch_invariant:
             call = one_split(call)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
             grad_THD,
             call.q_THD,
             call.k_THD,
@@ -152,7 +152,7 @@ class CudnnBackend(CuSeqlensBackend):
 
 class _CudnnKernel:
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward(
+        out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward.default(
             call.q_THD,
             call.k_THD,
             call.v_THD,
