@@ -1,8 +1,11 @@
 """`python -m bench.compile_time`: what compiling a patched model costs, whole and layer by layer.
 
+By layer as accelerate does it, which compiles what surrounds the layers too, and the decoder layers
+alone, which is one graph.
+
 Each compilation has a process of its own: cold, with an empty cache folder (inductor's and
 Triton's), and then warm, with what the cold one left there. A last process takes the compiled steps
-of both ways in turns, after holding their outputs and gradients against each document alone.
+of all ways in turns, after holding their outputs and gradients against each document alone.
 
 Compile time is the wall time of the first step (forward and backward) less that of the fastest of
 the next three: whatever a user waits for, in Dynamo, AOTAutograd, inductor and Triton.
@@ -26,7 +29,7 @@ from bench.cases import GEOMETRIES
 from bench.rows import Row, Status, append_row, run_environment
 
 SUITE = "compile"
-SCOPES = ("whole", "layer")
+SCOPES = ("whole", "layer", "decoder")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

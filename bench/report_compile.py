@@ -8,7 +8,11 @@ from typing import Any
 from bench.markdown import markdown
 from bench.rows import Row, commit_of
 
-SCOPE_NAMES = {"whole": "the whole model", "layer": "layer by layer"}
+SCOPE_NAMES = {
+    "whole": "the whole model",
+    "layer": "layer by layer",
+    "decoder": "decoder layers alone",
+}
 
 
 def _runs(rows: Sequence[Row], *differ: str) -> list[list[Row]]:
@@ -90,7 +94,7 @@ def _compile_table(rows: Sequence[Row]) -> str:
         f" one row of {case['tokens']:,} tokens, documents of mean {case['mean_doc']:,}; "
         f"{case['dtype']}, {case['passes']}; {_where(rows[0])}:\n\n{markdown(header, lines)}"
         f"{reasons.text()}\n\nSeconds: the first step of a new process less a later one, with an "
-        "empty cache folder (cold) and with the one that the cold process left (warm). Steps: both "
+        "empty cache folder (cold) and with the one that the cold process left (warm). Steps: all "
         "ways in turns, in one process, outputs and gradients checked before."
     )
 

@@ -42,7 +42,7 @@ def child(*more):
     return Child(compile_time.parse([*QUICK, "--backend", "sdpa", *more]))
 
 
-@pytest.mark.parametrize(("scope", "graphs"), [("whole", 1), ("layer", 4)])
+@pytest.mark.parametrize(("scope", "graphs"), [("whole", 1), ("layer", 4), ("decoder", 1)])
 def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
     found = child("--scope", scope).compile()
     assert (found["graphs"], found["graph_breaks"], found["graphs_later"]) == (graphs, 0, 0)
@@ -52,7 +52,8 @@ def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
 
 def test_layers_that_ran_eagerly_are_no_compile_time(monkeypatch):
     """accelerate before 1.15, and patch_model first: each layer keeps its eager forward."""
-    monkeypatch.setattr(compile_time_child, "by_layer", lambda model, _: (model, "nothing at all"))
+    nothing = {"layer": lambda model, _: (model, "nothing at all")}
+    monkeypatch.setattr(compile_time_child, "BY_LAYER", compile_time_child.BY_LAYER | nothing)
     one = child("--scope", "layer", "--repeats", "1")
     found = one.compile()
     assert found["status"] == "failed"
@@ -74,21 +75,21 @@ def test_wrong_gradients_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(one, "step", forgetful)
     found = one.steady()
-    for scope in ("whole", "layer"):
+    for scope in compile_time.SCOPES:
         assert found[scope]["status"] == "wrong"
         assert "gradients" in found[scope]["reason"]
 
 
-def test_both_ways_are_right_before_they_are_timed(monkeypatch):
+def test_all_ways_are_right_before_they_are_timed(monkeypatch):
     one = child("--repeats", "2")
     found = one.steady()
-    for scope in ("whole", "layer"):
+    for scope in compile_time.SCOPES:
         assert found[scope]["error"] <= 2 * (found[scope]["peer_error"] + 2e-7)
         assert found[scope]["repeats"] == 2
     torch._dynamo.reset()
     one.layout = fv.PackedLayout.from_lengths([256])  # one document: everything leaks
     found = one.steady()
-    assert [found[scope]["status"] for scope in ("whole", "layer")] == ["wrong", "wrong"]
+    assert {found[scope]["status"] for scope in compile_time.SCOPES} == {"wrong"}
     assert "ms_p50" not in found["whole"]
 
 
@@ -102,7 +103,8 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
             return {"backend": "sdpa"}
         timing = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 3.0, "mfu": 0.5}
         if part == "steady":
-            return {"whole": timing, "layer": {"status": "wrong", "reason": "it leaks"}}
+            wrong = {"status": "wrong", "reason": "it leaks"}
+            return {"whole": timing, "layer": wrong, "decoder": timing}
         assert self.backend == "sdpa"
         how = "accelerate.utils.compile_regions" if scope == "layer" else "torch.compile"
         return {"compile_wall_s": 9.0, "graphs": 1, "graph_breaks": 0, "how": how}
@@ -112,14 +114,15 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
     compile_time.main([*QUICK, "--out", str(out)])
     assert started == [
         ("resolve", "whole", "resolve"),  # what "auto" compiles must not warm a cache
-        *[("compile", scope, scope) for scope in ("whole", "whole", "layer", "layer")],
+        *[("compile", scope, scope) for scope in compile_time.SCOPES for _ in range(2)],
         ("steady", "whole", "whole"),
     ]
     rows = read_rows([out])
     assert [(row.case["scope"], row.case["part"], row.status) for row in rows] == [
-        *[(scope, part, "ok") for scope in ("whole", "layer") for part in ("cold", "warm")],
+        *[(scope, part, "ok") for scope in compile_time.SCOPES for part in ("cold", "warm")],
         ("whole", "steady", "ok"),
         ("layer", "steady", "wrong"),
+        ("decoder", "steady", "ok"),
     ]
     report.main([str(out)])
     text = capsys.readouterr().out
