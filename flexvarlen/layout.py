@@ -406,51 +406,54 @@ class PackedLayout:
 
     # ---- what kernels are launched for ----
 
-    def launch_sizes(self) -> tuple[int, int]:
-        """Documents and longest document that kernels over cu_seqlens are launched for.
+    def launch_sizes(self) -> tuple[int, int, int]:
+        """Documents and longest document that kernels over cu_seqlens are launched for, and tail.
 
         FlashAttention's time grows with both, so: the row's own where the host knows them and the
-        row has more than `SHORT_ROW` tokens; else `capacity` and `max_seqlen_bound`. In a compiled
-        graph they are numbers that vary from the start: other documents recompile nothing.
+        row has more than `SHORT_ROW` tokens; else `capacity` and `max_seqlen_bound`. The tail is 0
+        if no padding has to be zeroed, else 1. In a compiled graph these are numbers that vary from
+        the start: other documents recompile nothing.
         """
-        if self._sizes is None:
-            return self.capacity, self.max_seqlen_bound
-        documents, longest, _ = self._sizes.shape
-        return documents - _SHIFT, longest - 2 * _SHIFT
+        if not torch.compiler.is_compiling():
+            return self._launch_sizes
+        if self._launch_shape is None:
+            return self.capacity, self.max_seqlen_bound, 1
+        documents, longest, tail, _ = self._launch_shape.shape
+        return documents - _SHIFT, longest - 2 * _SHIFT, tail - 3 * _SHIFT
 
     @property
     def launches_own_sizes(self) -> bool:
-        """Whether `launch_sizes` are those of the documents that there are."""
-        return self._sizes is not None
+        """Whether kernels are launched for the documents that there are."""
+        return self._launches_own_sizes
 
     def fix_launch_sizes(self) -> PackedLayout:
-        """Launch kernels for `capacity` and `max_seqlen_bound`, whatever the documents; itself.
+        """Launch kernels for `capacity`, `max_seqlen_bound` and a tail, whatever the documents.
 
-        For `torch.compile(mode="reduce-overhead")` on rows of more than `SHORT_ROW` tokens, which
-        would record a CUDA graph for each pair of launch sizes. Other captured graphs are made for
-        the bounds in any case.
+        For `torch.compile(mode="reduce-overhead")`, which else records a CUDA graph for a row with
+        and one without padding, and, above `SHORT_ROW` tokens, for each number of documents and
+        longest one. Other captured graphs are made for any documents anyway. Returns itself.
         """
         self._fixed_launch = True
         self._note_launch_sizes()
         return self
 
     def _note_launch_sizes(self) -> None:
-        """Keep the sizes as the shape of an empty tensor, marked as varying for Dynamo.
+        """Keep the sizes as numbers, and as the shape of an empty tensor, which Dynamo lets vary.
 
-        Shifted, as Dynamo makes graphs of their own for sizes 0 and 1, and for equal ones.
+        Shifted there, as Dynamo makes graphs of their own for sizes 0 and 1, and for equal ones.
         """
-        self._sizes: Tensor | None = None
-        if (
-            self._fixed_launch
-            or self.num_docs is None
-            or self.max_seqlen is None
-            or self.total_tokens <= SHORT_ROW
-            or torch.compiler.is_compiling()
-        ):
-            return
-        shape = (self.num_docs + _SHIFT, self.max_seqlen + 2 * _SHIFT, 0)
-        self._sizes = torch.empty(shape, dtype=torch.bool, device=self.device)
-        torch._dynamo.maybe_mark_dynamic(self._sizes, [0, 1])
+        documents, longest = self.num_docs, self.max_seqlen
+        fixed = self._fixed_launch or documents is None or longest is None
+        self._launches_own_sizes = not fixed and self.total_tokens > SHORT_ROW
+        if documents is None or longest is None or not self._launches_own_sizes:
+            documents, longest = self.capacity, self.max_seqlen_bound
+        tail = 0 if self.has_padding is False and not fixed else 1
+        self._launch_sizes = (documents, longest, tail)
+        self._launch_shape: Tensor | None = None
+        if not fixed and not torch.compiler.is_compiling():
+            shape = (documents + _SHIFT, longest + 2 * _SHIFT, tail + 3 * _SHIFT, 0)
+            self._launch_shape = torch.empty(shape, dtype=torch.bool, device=self.device)
+            torch._dynamo.maybe_mark_dynamic(self._launch_shape, [0, 1, 2])
 
     def __repr__(self) -> str:
         docs = "?" if self.num_docs is None else self.num_docs

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from flexvarlen import DocumentMask, PackedLayout
+from flexvarlen.backends import cu_seqlens_op
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import KERNELS
 from flexvarlen.backends.protocol import AttentionOptions
@@ -207,7 +208,7 @@ def test_operators_pass_opcheck(backend):
     sinks = torch.randn(6)
     sizes = (layout.num_docs, TOKENS, TOKENS, TOKENS, TOKENS)
     boundaries = (layout.cu_seqlens, layout.cu_seqlens, *sizes)
-    settings = (*boundaries, -1, 0, 0.25, 0.0, False, False, True, True)
+    settings = (*boundaries, -1, 0, 0.25, 0.0, False, False, 1, True)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     ops = torch.ops.flexvarlen
     for given in (None, sinks, sinks.clone().requires_grad_()):
@@ -355,6 +356,43 @@ def test_kernels_are_launched_for_the_documents_that_there_are(backend, told, co
     run(layout.copy_(PackedLayout.from_lengths([9], total_tokens=LONG, capacity=8)))
     for call in told:
         assert (call.cu_seqlens_q.shape[0], call.max_seqlen_q) == (9, LONG)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, LONG])
+def test_a_tail_is_zeroed_where_there_is_one(backend, monkeypatch, tokens):
+    """In a compiled graph too, which is not made anew for it."""
+    zeroed = []
+
+    def zero(cu_seqlens, *tensors):
+        zeroed.append(cu_seqlens[-1].item())
+        for x in tensors:
+            x[cu_seqlens[-1] :] = 0
+
+    monkeypatch.setattr(cu_seqlens_op, "_zero_tail", zero)
+    q = torch.randn(tokens, 2, 8, requires_grad=True)
+    cu_seqlens_op._is_first(q)
+
+    def run(layout):
+        mask = DocumentMask.of(layout)
+        return backend.attend(q, q, q, mask, backend.plan(mask), AttentionOptions(scale=0.25))[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with watch_compilation() as stats:
+        for called in (run, compiled):
+            for lengths in ([tokens], [tokens - 9], [9, tokens - 9], [5]):
+                zeroed.clear()
+                layout = PackedLayout.from_lengths(
+                    lengths, total_tokens=tokens, capacity=2, max_seqlen_bound=tokens
+                )
+                out = called(layout)
+                (grad,) = torch.autograd.grad(out.sum(), q)
+                end = sum(lengths)
+                assert set(zeroed) == ({end} if end < tokens else set()), lengths
+                assert not out[end:].any()
+                assert not grad[end:].any()
+                assert out.isfinite().all()
+    assert stats.compilations == 1
 
 
 def test_documents_copied_into_a_layout_are_launched_for(backend, told):

@@ -14,7 +14,6 @@ from flexvarlen.backends import cu_seqlens_op
 from flexvarlen.backends.cu_seqlens_op import CuSeqlensKernel
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.chunks import chunk_boundaries
-from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask
 
 HALF = (torch.bfloat16, torch.float16)
@@ -127,13 +126,7 @@ class CuSeqlensBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents."""
         spec = mask.spec
-        # Always inside a compiled graph, where a guard on whether there is padding would recompile.
-        may_have_tail = (
-            torch.compiler.is_compiling()
-            or _may_have_tail(mask.layout)
-            or (spec.cross and _may_have_tail(mask.layout_k))
-            or _is_first(q_THD)
-        )
+        documents, longest_q, longest_k, tail = _launch_sizes(mask, plan)
         out_THD, lse_HT = cu_seqlens_op.attend(
             self.name,
             q_THD,
@@ -142,7 +135,9 @@ class CuSeqlensBackend:
             options.sinks_H,
             plan.cu_seqlens_q,
             plan.cu_seqlens_k,
-            *_launch_sizes(mask, plan),
+            documents,
+            longest_q,
+            longest_k,
             plan.bound_q,
             plan.bound_k,
             spec.left,
@@ -151,7 +146,7 @@ class CuSeqlensBackend:
             options.softcap or 0.0,
             options.deterministic or options.batch_invariant,
             options.batch_invariant,
-            may_have_tail,
+            tail,
             options.return_lse,
         )
         if plan.dead_T is not None:
@@ -169,35 +164,16 @@ def _is_chunked(mask: DocumentMask) -> bool:
     return 0 < mask.spec.chunk < mask.layout.max_seqlen_bound
 
 
-def _launch_sizes(mask: DocumentMask, plan: Boundaries) -> tuple[int, int, int]:
-    """Documents, and tokens of the longest and of its keys, to launch for.
+def _launch_sizes(mask: DocumentMask, plan: Boundaries) -> tuple[int, int, int, int]:
+    """Documents, tokens of the longest and of its keys, and tail to launch for.
 
     Not in the plan: a compiled layer that is handed it would take its numbers for constants.
     """
+    documents, longest_q, tail = mask.layout.launch_sizes()
+    longest_k = longest_q
+    if mask.spec.cross:
+        _, longest_k, tail_k = mask.layout_k.launch_sizes()
+        tail = tail + tail_k
     if _is_chunked(mask):
-        return plan.cu_seqlens_q.shape[0] - 1, plan.bound_q, plan.bound_k
-    documents, longest_q = mask.layout.launch_sizes()
-    longest_k = mask.layout_k.launch_sizes()[1] if mask.spec.cross else longest_q
-    return documents, longest_q, longest_k
-
-
-def _may_have_tail(layout: PackedLayout) -> bool:
-    """Whether rows may lie past the last boundary; in a captured graph, of any later documents."""
-    return layout.has_padding is not False or (
-        layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    )
-
-
-_seen: set[tuple[torch.dtype, torch.device]] = set()
-
-
-def _is_first(x: Tensor) -> bool:
-    """Whether tails of this kind were never zeroed: a kernel loads at its first launch.
-
-    A CUDA graph forces that launch, even after a warm-up without padding, and may not load.
-    """
-    kind = (x.dtype, x.device)
-    if kind in _seen:
-        return False
-    _seen.add(kind)
-    return True
+        return plan.cu_seqlens_q.shape[0] - 1, plan.bound_q, plan.bound_k, tail
+    return documents, longest_q, longest_k, tail

@@ -20,6 +20,7 @@ D = head_dim, N = document slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -92,6 +93,7 @@ def attend(
     The LSE is that of the scores, without the sinks. `numbers` are the rest of `_forward`'s
     arguments, in order: `documents` slots are used, of at most `longest_q` and `longest_k` tokens;
     a captured CUDA graph is made for all slots and documents of at most `bound_q` and `bound_k`.
+    A `tail` of 0 promises that no row lies past the last boundary.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     result: Any
@@ -133,10 +135,12 @@ def _forward(
     softcap: float,
     deterministic: bool,
     batch_invariant: bool,
-    may_have_tail: bool,
+    tail: int,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
+    replayed = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
     call = _kernel_call(
+        replayed,
         q_THD,
         k_THD,
         v_THD,
@@ -154,6 +158,7 @@ def _forward(
         deterministic,
         batch_invariant,
     )
+    may_have_tail = tail > 0 or replayed or _is_first(q_THD)
     out_THD, lse_HT = KERNELS[kernel].forward(call)
     if not out_THD.is_contiguous():
         out_THD = out_THD.contiguous()
@@ -193,10 +198,12 @@ def _backward(
     softcap: float,
     deterministic: bool,
     batch_invariant: bool,
-    may_have_tail: bool,
+    tail: int,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    replayed = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
     call = _kernel_call(
+        replayed,
         q_THD,
         k_THD,
         v_THD,
@@ -214,6 +221,7 @@ def _backward(
         deterministic,
         batch_invariant,
     )
+    may_have_tail = tail > 0 or replayed
     if not grad_THD.is_contiguous():
         grad_THD = grad_THD.contiguous()
     if sinks_H is None:
@@ -235,6 +243,7 @@ def _backward(
 
 
 def _kernel_call(
+    replayed: bool,
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
@@ -252,11 +261,11 @@ def _kernel_call(
     deterministic: bool,
     batch_invariant: bool,
 ) -> KernelCall:
-    """What the kernel is told: of its documents alone, or in a CUDA graph of any that may come.
+    """What the kernel is told: of its documents alone, or of any, in a graph that is replayed.
 
     The backward of FlashAttention launches blocks for slots x longest document, used or not.
     """
-    if q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
+    if replayed:
         longest_q, longest_k = bound_q, bound_k
     elif documents + 1 < cu_seqlens_q.shape[0]:
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[: documents + 1], cu_seqlens_k[: documents + 1]
@@ -279,6 +288,21 @@ def _kernel_call(
         deterministic,
         batch_invariant,
     )
+
+
+_seen: set[tuple[torch.dtype, torch.device]] = set()
+
+
+def _is_first(x: Tensor) -> bool:
+    """Whether tails of this kind were never zeroed: a kernel loads at its first launch.
+
+    A CUDA graph forces that launch, even after a warm-up without padding, and may not load.
+    """
+    kind = (x.dtype, x.device)
+    if kind in _seen:
+        return False
+    _seen.add(kind)
+    return True
 
 
 def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
@@ -312,25 +336,12 @@ def _row_dot(a_THD: Tensor, b_THD: Tensor) -> Tensor:
     return row_dot(a_THD, b_THD)
 
 
-cu_seqlens_forward = torch.library.custom_op(
-    "flexvarlen::cu_seqlens_forward", _forward, mutates_args=()
-)
-"""Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
-`torch.ops.flexvarlen.cu_seqlens_forward.default`."""
-
-cu_seqlens_backward = torch.library.custom_op(
-    "flexvarlen::cu_seqlens_backward", _backward, mutates_args=()
-)
-
-
-@cu_seqlens_forward.register_fake
-def _(kernel: str, q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(kernel: str, q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q_THD.shape
     return q_THD.new_empty(q_THD.shape), q_THD.new_empty((heads, tokens), dtype=torch.float32)
 
 
-@cu_seqlens_backward.register_fake
-def _(
+def _fake_backward(
     kernel: str,
     grad_THD: Tensor,
     q_THD: Tensor,
@@ -341,6 +352,25 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q_THD.new_empty(0) if sinks_H is None else sinks_H.new_empty(sinks_H.shape)
     return *(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD)), dsinks  # type: ignore[return-value]
+
+
+_library = torch.library.Library("flexvarlen", "FRAGMENT")
+
+
+def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The function as an operator; `torch.library.custom_op` would take twice the host's time."""
+    schema = torch.library.infer_schema(function, mutates_args=())
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexvarlen::{name}", fake, lib=_library)
+    return getattr(torch.ops.flexvarlen, name).default
+
+
+cu_seqlens_forward = _operator("cu_seqlens_forward", _forward, _fake_forward)
+"""Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
+`torch.ops.flexvarlen.cu_seqlens_forward.default`."""
+
+cu_seqlens_backward = _operator("cu_seqlens_backward", _backward, _fake_backward)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -365,7 +395,12 @@ def _traced_backward(
     return *_differentiate(cu_seqlens_backward, ctx, grad_THD), *(None for _ in ctx.numbers)
 
 
-cu_seqlens_forward.register_autograd(_traced_backward, setup_context=_save_for_backward)
+torch.library.register_autograd(
+    "flexvarlen::cu_seqlens_forward",
+    _traced_backward,
+    setup_context=_save_for_backward,
+    lib=_library,
+)
 
 
 class _EagerAttention(torch.autograd.Function):
