@@ -149,7 +149,7 @@ def times_table(cells: Sequence[Measured]) -> str:
                 line += [f"`{took}`" if took else "–", f"{total / fastest[1]:.3f}"]
         lines.append(line)
     runs = dict.fromkeys(where_of(row) for each in cells for row in each.rows.values())
-    said = ("auto in a graph", "÷ best", "auto eagerly", "÷ best")
+    said = ("auto chose for graphs", "÷ best", "auto eagerly", "÷ best")
     header = [*CELL_HEADER, *(f"`{name}`" for name in backends), *said]
     return (
         f"Device ms of a forward and a backward, p50, the best of a cell bold; {_dtypes(cells)}; "

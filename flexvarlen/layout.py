@@ -6,7 +6,7 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -418,7 +418,7 @@ class PackedLayout:
             return self._launch_sizes
         if self._launch_shape is None:
             return self.capacity, self.max_seqlen_bound, 1
-        documents, longest, tail, _ = self._launch_shape.shape
+        _, documents, longest, tail = self._launch_shape.shape
         return documents - _SHIFT, longest - 2 * _SHIFT, tail - 3 * _SHIFT
 
     @property
@@ -437,6 +437,10 @@ class PackedLayout:
         self._note_launch_sizes()
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._note_launch_sizes()  # a pickled tensor may have lost Dynamo's mark
+
     def _note_launch_sizes(self) -> None:
         """Keep the sizes as numbers, and as the shape of an empty tensor, which Dynamo lets vary.
 
@@ -447,13 +451,14 @@ class PackedLayout:
         self._launches_own_sizes = not fixed and self.total_tokens > SHORT_ROW
         if documents is None or longest is None or not self._launches_own_sizes:
             documents, longest = self.capacity, self.max_seqlen_bound
+        documents = max(documents, 1)  # kernels refuse a batch of none
         tail = 0 if self.has_padding is False and not fixed else 1
         self._launch_sizes = (documents, longest, tail)
         self._launch_shape: Tensor | None = None
         if not fixed and not torch.compiler.is_compiling():
-            shape = (documents + _SHIFT, longest + 2 * _SHIFT, tail + 3 * _SHIFT, 0)
+            shape = (0, documents + _SHIFT, longest + 2 * _SHIFT, tail + 3 * _SHIFT)
             self._launch_shape = torch.empty(shape, dtype=torch.bool, device=self.device)
-            torch._dynamo.maybe_mark_dynamic(self._launch_shape, [0, 1, 2])
+            torch._dynamo.maybe_mark_dynamic(self._launch_shape, [1, 2, 3])
 
     def __repr__(self) -> str:
         docs = "?" if self.num_docs is None else self.num_docs

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import flexvarlen as fv
 from flexvarlen import auto, backends, switches
 from flexvarlen.attention import resolve_backend
-from flexvarlen.auto import cache_file, keys
+from flexvarlen.auto import cache_file, keys, timing
 from flexvarlen.layout import SHORT_ROW
 from flexvarlen.mask import DocumentMask
+from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401
     FAST_S,
     HEADS,
@@ -151,6 +152,34 @@ def test_close_candidates_are_timed_no_longer_than_hopeless_ones(candidates):
     assert nearly.calls >= 10
 
 
+def test_loser_of_a_cool_heat_wins_over_hotter_finalists(candidates, monkeypatch):
+    """A GPU slows down as it heats: times of two heats are not to be compared."""
+    candidates(StandIn("a", 0), StandIn("b", 0), StandIn("lost", 0), StandIn("broken", 0))
+    heats = [
+        {"a": 1.0, "b": 1.0, "lost": 1.08, "broken": 0.001},
+        {"a": 1.0, "b": 1.0, "lost": 1.08},
+        {"a": 1.12, "b": 1.10},
+    ]
+    asked = []
+
+    def timed(calls, **options):
+        asked.append(set(calls))
+        if len(asked) == 1:
+            backends._REGISTRY["broken"].fails = RuntimeError("no more")
+            calls["broken"]()
+        ms = heats[len(asked) - 1]
+        times = {name: Timing(*[ms[name]] * 3, 5) for name in calls}
+        return {name: HostAndDevice(one, one) for name, one in times.items()}
+
+    monkeypatch.setattr(timing, "time_host_and_device", timed)
+    with pytest.warns(UserWarning, match="broken failed"):
+        explanation = explain()
+    assert asked == [set(heat) for heat in heats]
+    assert (explanation.chosen, explanation.compiled) == ("b", "b")
+    auto.forget()
+    assert explain().chosen == "b"  # from the file
+
+
 def test_kernels_are_launched_for_the_longest_that_may_come():
     """A graph that alone sees the documents of a long row: flex, whose time does not grow so."""
     request = auto.AttentionRequest(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
@@ -161,6 +190,12 @@ def test_kernels_are_launched_for_the_longest_that_may_come():
     }
     assert seen == {keys._OWN: False, keys._BOUNDS: True}
     assert not keys.is_wasteful(keys.bucket((tokens, slots, 1024, keys._BOUNDS)))
+    assert keys.is_wasteful(keys.bucket((8, 8, 8, keys._OWN, tokens, slots, tokens, keys._BOUNDS)))
+    of_both = {
+        keys.kind_key(request, keys.bucket((tokens, slots, tokens, launch)))
+        for launch in (keys._OWN, keys._BOUNDS)
+    }
+    assert len(of_both) == 2  # what rank 0 measured for one is no answer for the other
     assert not keys.is_wasteful(keys.bucket((2048, 64, 2048, keys._BOUNDS)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "refusal", lambda name, request: None)

@@ -117,17 +117,24 @@ def test_corrupt_cache_file_raises_or_is_silent(two, damage):
 GOOD = {"host": [1, 1, 1, 1], "device": [1, 1, 1, 1]}
 
 
+def entry_of(times, finalists=("fast",)):
+    return {"ms_p20_p50_p80_repeats": times, "finalists": list(finalists), "failed": {}}
+
+
 @pytest.mark.parametrize(
     "entry",
     [
         None,
         {},
-        {"ms_p20_p50_p80_repeats": {"flex": GOOD}, "failed": {}},
-        {"ms_p20_p50_p80_repeats": {"fast": GOOD}},
-        {"ms_p20_p50_p80_repeats": {}, "failed": {}},
-        {"ms_p20_p50_p80_repeats": {"fast": GOOD["host"]}, "failed": {}},
-        {"ms_p20_p50_p80_repeats": {"fast": {"host": GOOD["host"]}}, "failed": {}},
-        {"ms_p20_p50_p80_repeats": {"fast": GOOD | {"device": [1]}}, "failed": {}},
+        entry_of({"flex": GOOD}, finalists=["flex"]),
+        entry_of({"fast": GOOD}, finalists=["slow"]),
+        entry_of({"fast": GOOD}, finalists=[]),
+        {"ms_p20_p50_p80_repeats": {"fast": GOOD}, "failed": {}},
+        {"ms_p20_p50_p80_repeats": {"fast": GOOD}, "finalists": ["fast"]},
+        entry_of({}),
+        entry_of({"fast": GOOD["host"]}),
+        entry_of({"fast": {"host": GOOD["host"]}}),
+        entry_of({"fast": GOOD | {"device": [1]}}),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ import flexvarlen as fv
 from flexvarlen import auto
 from flexvarlen.attention import resolve_backend
 from flexvarlen.auto import keys, ranks
+from flexvarlen.auto.timing import Race
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401
@@ -97,7 +98,7 @@ def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known)
         return HostAndDevice(Timing(*[host_ms] * 3, 5), Timing(*[device_ms] * 3, 5))
 
     found = {"slow": times(0.1, 0.2), "fast": times(0.3, 0.1)}
-    monkeypatch.setattr(auto, "time_candidates", lambda *args: (found, {}))
+    monkeypatch.setattr(auto, "time_candidates", lambda *args: Race(found, tuple(found), {}))
     explanation = explain(needs_grad=False)
     assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
     assert "auto takes slow, and fast in a compiled graph: measured." in str(explanation)

@@ -5,8 +5,12 @@ Shape legend: T = tokens of the row, H = num_heads, D = head_dim, L = tokens of 
 
 from __future__ import annotations
 
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -14,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from flexvarlen import DocumentMask, PackedLayout
+from flexvarlen import layout as layout_module
 from flexvarlen.backends import cu_seqlens_op
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import KERNELS
@@ -91,6 +96,12 @@ class PlainKernel:
 
 class PlainBackend(CuSeqlensBackend):
     name = "plain"
+
+
+@pytest.fixture(autouse=True, params=[SHORT_ROW, 0], ids=["short_rows", "long_rows"])
+def _launch(request, monkeypatch):
+    """Rows of the tests are launched for their bounds, or for their own documents."""
+    monkeypatch.setattr(layout_module, "SHORT_ROW", request.param)
 
 
 @pytest.fixture
@@ -324,7 +335,7 @@ def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend, told
 
 
 LONG = SHORT_ROW + 100
-MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5]]
+MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
@@ -348,8 +359,9 @@ def test_kernels_are_launched_for_the_documents_that_there_are(backend, told, co
             called(layout).sum().backward()
             assert len(told) == 2  # forward and backward
             for call in told:
-                assert call.cu_seqlens_q.tolist() == layout.cu_seqlens[: len(lengths) + 1].tolist()
-                assert call.max_seqlen_q == call.max_seqlen_k == max(lengths)
+                slots = max(1, len(lengths))  # kernels refuse a batch of none
+                assert call.cu_seqlens_q.tolist() == layout.cu_seqlens[: slots + 1].tolist()
+                assert call.max_seqlen_q == call.max_seqlen_k == max([2, *lengths])
     assert stats.compilations == (1 if compiler else 0)
     told.clear()
     run(layout.fix_launch_sizes())
@@ -393,6 +405,60 @@ def test_a_tail_is_zeroed_where_there_is_one(backend, monkeypatch, tokens):
                 assert not grad[end:].any()
                 assert out.isfinite().all()
     assert stats.compilations == 1
+
+
+@pytest.mark.parametrize("trace", ["export", "strict export", "make_fx"])
+@pytest.mark.parametrize("tokens", [TOKENS, LONG])
+def test_a_program_that_outlives_its_call_is_made_for_any_documents(backend, tokens, trace):
+    """What it was traced on is a constant to it; `copy_` writes others into the same tensors."""
+    sizes = {"total_tokens": tokens, "capacity": 8, "max_seqlen_bound": tokens}
+    layout = PackedLayout.from_lengths([70, tokens - 70], **sizes)
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            mask = DocumentMask.of(layout)
+            options = AttentionOptions(scale=0.25)
+            return backend.attend(q, q, q, mask, backend.plan(mask), options)[0]
+
+    q = torch.randn(tokens, 2, 8)
+    if trace == "make_fx":
+        program = make_fx(Model())(q)
+    else:
+        program = torch.export.export(Model(), (q,), strict=trace == "strict export").module()
+    for lengths in ([1, tokens - 11, 4], [30] * 7):
+        layout.copy_(PackedLayout.from_lengths(lengths, **sizes))
+        torch.testing.assert_close(program(q), Model()(q))
+
+
+def test_a_pickled_layout_still_recompiles_nothing(backend):
+    sizes = {"total_tokens": LONG, "capacity": 8, "max_seqlen_bound": LONG}
+    q = torch.randn(LONG, 2, 8)
+
+    def run(layout):
+        mask = DocumentMask.of(layout)
+        return backend.attend(q, q, q, mask, backend.plan(mask), AttentionOptions(scale=0.25))[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    with watch_compilation() as stats:
+        for lengths in ([LONG], [9, 50, 3]):
+            # As DataLoader's workers hand a layout over: tensors lose what Dynamo wrote on them.
+            dumped = ForkingPickler.dumps(PackedLayout.from_lengths(lengths, **sizes))
+            compiled(pickle.loads(dumped))
+    assert stats.compilations == 1
+
+
+def test_documents_that_one_side_does_not_know_are_launched_for(backend, told):
+    """Cross-attention: slots past the known ones hold keys all the same."""
+    known = PackedLayout.from_lengths([5, 6], total_tokens=LONG, capacity=4)
+    keys = PackedLayout.from_lengths([5, 6, 7, 8], total_tokens=LONG, capacity=4)
+    keys.num_docs = keys.max_seqlen = None
+    keys._note_launch_sizes()
+    mask = DocumentMask.of(known, layout_k=keys)
+    q = torch.randn(LONG, 2, 8)
+    backend.attend(q, q, q, mask, backend.plan(mask), AttentionOptions(scale=0.25))
+    assert told[-1].cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
+    assert told[-1].cu_seqlens_q.shape == told[-1].cu_seqlens_k.shape
 
 
 def test_documents_copied_into_a_layout_are_launched_for(backend, told):

@@ -125,7 +125,7 @@ def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
     def ours(q, k, v):
         return packed_attention(q, k, v, layout, backend="flex", deterministic=True)
 
-    results = []
+    results, before = [], torch.are_deterministic_algorithms_enabled()
     for _ in range(2):
         torch._dynamo.reset()
         torch.use_deterministic_algorithms(fixed)
@@ -137,7 +137,7 @@ def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
                 return
             results.append(differentiate(compiled, qkv, grad))
         finally:
-            torch.use_deterministic_algorithms(False)
+            torch.use_deterministic_algorithms(before)
     first, second = results
     for x, y in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
         assert torch.equal(x, y)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flexvarlen.auto import keys, ranks
 from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_entry
-from flexvarlen.auto.timing import OUT_OF_MEMORY, time_candidates
+from flexvarlen.auto.timing import OUT_OF_MEMORY, Race, time_candidates
 from flexvarlen.backends import BACKENDS, AttentionRequest, choose_backend, refusal
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -242,26 +242,26 @@ def _alone(
         return kept
     if isinstance(mask, str):
         return _static(request, bucket, mask)
-    timings, failed = time_candidates(request, mask, names)
-    for name, reason in failed.items():
+    race = time_candidates(request, mask, names)
+    for name, reason in race.failed.items():
         warnings.warn(
             f"flexvarlen: {name} failed while auto timed it ({reason}), so auto leaves it out for "
             f"{keys.describe(request)}; run it by name to see the error.",
             stacklevel=2,
         )
-    if not timings:
+    if not race.finalists:
         still = _static(request, bucket, "every candidate failed when timed")
-        return Decision(still.backend, still.compiled, still.why, failed=failed)
-    if OUT_OF_MEMORY not in failed.values():  # the next process may have the memory
-        write_entry(path, key, _as_entry(timings, failed))
-    return Decision(*_fastest(timings), "measured", timings, failed)
+        return Decision(still.backend, still.compiled, still.why, failed=race.failed)
+    if OUT_OF_MEMORY not in race.failed.values():  # the next process may have the memory
+        write_entry(path, key, _as_entry(race))
+    return Decision(*_fastest(race), "measured", race.timings, race.failed)
 
 
-def _fastest(timings: Mapping[str, HostAndDevice]) -> tuple[str, str]:
+def _fastest(race: Race) -> tuple[str, str]:
     """Eagerly, and in a compiled graph."""
     return (
-        min(timings, key=lambda name: timings[name].eager_ms),
-        min(timings, key=lambda name: timings[name].compiled_ms),
+        min(race.finalists, key=lambda name: race.timings[name].eager_ms),
+        min(race.finalists, key=lambda name: race.timings[name].compiled_ms),
     )
 
 
@@ -269,7 +269,8 @@ def _static(
     request: AttentionRequest, bucket: keys.Bucket | None, because: str, *, lasting: bool = False
 ) -> Decision:
     why = f"static order, because {because}"
-    wasteful = bucket is not None and keys.is_wasteful(bucket)
+    # FlashAttention's backward alone: its forward finds its work on the device.
+    wasteful = request.needs_grad and bucket is not None and keys.is_wasteful(bucket)
     chosen = choose_backend(request, wasteful=wasteful)
     return Decision(chosen, chosen, why, lasting=lasting)
 
@@ -288,11 +289,13 @@ def _why_not_now(mask: DocumentMask) -> str | None:
 # ---- answers as the file holds them ----
 
 
-def _as_entry(timings: Mapping[str, HostAndDevice], failed: Mapping[str, str]) -> Entry:
+def _as_entry(race: Race) -> Entry:
     ms = {
-        name: {part: astuple(t) for part, t in vars(both).items()} for name, both in timings.items()
+        name: {part: astuple(timing) for part, timing in vars(both).items()}
+        for name, both in race.timings.items()
     }
-    return {"ms_p20_p50_p80_repeats": ms, "failed": dict(failed)}
+    failed = dict(race.failed)
+    return {"ms_p20_p50_p80_repeats": ms, "finalists": list(race.finalists), "failed": failed}
 
 
 def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | None:
@@ -302,7 +305,8 @@ def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | 
             name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})
             for name, both in entry["ms_p20_p50_p80_repeats"].items()
         }
-        fastest, failed = _fastest(timings), dict(entry["failed"])
+        race = Race(timings, tuple(entry["finalists"]), dict(entry["failed"]))
+        fastest = _fastest(race)
         problem = None if set(timings) <= set(names) else f"it names {', '.join(timings)}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -313,4 +317,4 @@ def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | 
             stacklevel=2,
         )
         return None
-    return Decision(*fastest, f"from the cache file {path}", timings, failed)
+    return Decision(*fastest, f"from the cache file {path}", race.timings, race.failed)

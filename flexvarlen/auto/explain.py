@@ -100,7 +100,9 @@ def explain(
     Also the way to measure ahead of a compiled run: inside a compiled graph nothing is timed, so
     the first compilation takes the static order unless the answer is in the cache. Call this first,
     with a layout of the run's total_tokens, capacity and max_seqlen_bound (their powers of two are
-    what an answer holds for), once for training and once with `needs_grad=False`; in a run of
+    what an answer holds for), once for training and once with `needs_grad=False`. Where the graph
+    alone sees the documents of a long row (position_ids, document ids), call `fix_launch_sizes()`
+    on the layout first: kernels are launched for its bounds there. In a run of
     several ranks on every rank, as rank 0 decides for all.
 
     Args:

@@ -1,8 +1,8 @@
 """What an answer of "auto" holds for: the kind of call, the machine, and a bucket of sizes.
 
 A bucket knows only what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound, and
-what kernels are launched for), so that eager and compiled calls share answers, and other documents
-of the same sizes ask nothing anew.
+what kernels are launched for), so that eager and compiled calls on a layout share answers, and
+other documents of the same sizes ask nothing anew.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ def is_wasteful(bucket: Bucket) -> bool:
 
     So it is where only a compiled graph sees the documents of a long row: any may be the longest.
     """
-    _, tokens_a_slot, bound, launch = bucket[:_FIELDS]
-    return launch == _BOUNDS and bound - tokens_a_slot >= _WASTEFUL
+    return any(
+        bucket[i + 3] == _BOUNDS and bucket[i + 2] - bucket[i + 1] >= _WASTEFUL
+        for i in range(0, len(bucket), _FIELDS)
+    )
 
 
 def torch_state() -> tuple[object, ...]:
@@ -122,8 +124,10 @@ def answer_key(request: AttentionRequest, candidates: Iterable[str], bucket: Seq
 
 
 def kind_key(request: AttentionRequest, bucket: Sequence[int]) -> str:
-    """What all ranks of a run ask alike: the kind of call, and the power of two of T."""
-    return f"{describe(request)}, {' '.join(map(str, torch_state()))}, tokens 2^{bucket[0]}"
+    """What all ranks of a run ask alike: the kind of call, the power of two of T, the launch."""
+    tokens, *_, launch = bucket[:_FIELDS]
+    state = " ".join(map(str, torch_state()))
+    return f"{describe(request)}, {state}, tokens 2^{tokens}, launch {launch}"
 
 
 def _hardware(device: torch.device) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +34,21 @@ Failure = str
 OUT_OF_MEMORY: Failure = "out of memory"
 
 
-def time_candidates(
-    request: AttentionRequest, mask: DocumentMask, names: Sequence[str]
-) -> tuple[dict[str, HostAndDevice], dict[str, Failure]]:
+class Race(NamedTuple):
+    """What came of timing candidates.
+
+    Attributes:
+        timings: of each that ran, of the last heat that it took part in.
+        finalists: those of the last heat; only their times are of the same minute.
+        failed: why each other one failed.
+    """
+
+    timings: dict[str, HostAndDevice]
+    finalists: tuple[str, ...]
+    failed: dict[str, Failure]
+
+
+def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
     """Time each candidate once compiled: forward, and backward if the request needs it.
 
     Args:
@@ -44,8 +57,7 @@ def time_candidates(
         names: candidates that can serve the request.
 
     Returns:
-        The times of those that ran, interleaved, those near the fastest longest; and why each other
-        one failed.
+        The times of those that ran, interleaved, and why each other one failed.
 
     What the calling thread has set (grad mode, autocast, dispatch modes, hooks on saved tensors, as
     in gradient checkpointing) neither changes the times nor sees the calls: they run in a thread of
@@ -55,7 +67,7 @@ def time_candidates(
     device = request.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def work() -> tuple[dict[str, HostAndDevice], dict[str, Failure]]:
+    def work() -> Race:
         with ExitStack() as stack:
             if stream is not None:
                 stack.enter_context(torch.cuda.device(device))
@@ -69,15 +81,13 @@ def time_candidates(
         with ThreadPoolExecutor(1, thread_name_prefix="flexvarlen-auto") as thread:
             return thread.submit(work).result()
     except torch.OutOfMemoryError as error:  # of the random tensors themselves
-        return {}, dict.fromkeys(names, _reason(error))
+        return Race({}, (), dict.fromkeys(names, _reason(error)))
     finally:
         if stream is not None:
             torch.cuda.empty_cache()  # what it used goes back to where the caller found it
 
 
-def _time(
-    request: AttentionRequest, mask: DocumentMask, names: Sequence[str]
-) -> tuple[dict[str, HostAndDevice], dict[str, Failure]]:
+def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
     failed: dict[str, Failure] = {}
 
     def guarded(name: str, call: Callable[[], object]) -> Callable[[], object]:
@@ -97,16 +107,22 @@ def _time(
     for call in calls.values():
         call()  # loads, compiles, tunes
     timings: dict[str, HostAndDevice] = {}
+    alive = list(calls)
     for least, slack in _HEATS:
-        alive = [name for name in calls if name not in failed and _is_near(name, timings, slack)]
-        if len(alive) < 2 and timings:
+        ran = {name: timings[name] for name in alive if name in timings and name not in failed}
+        alive = [name for name in alive if name not in failed and _is_near(name, ran, slack)]
+        if len(alive) < 2 and ran:
             break
         spent_s = sum(_seconds(calls[name], request.device) for name in alive)
         rounds = max(least, min(_MOST_ROUNDS, int(BUDGET_S / len(_HEATS) / max(spent_s, 1e-6))))
         timings |= time_host_and_device(
             {name: calls[name] for name in alive}, device=request.device, warmup=0, repeats=rounds
         )
-    return {name: timings[name] for name in timings if name not in failed}, failed
+    return Race(
+        {name: timings[name] for name in timings if name not in failed},
+        tuple(name for name in alive if name not in failed),
+        failed,
+    )
 
 
 def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float) -> bool:

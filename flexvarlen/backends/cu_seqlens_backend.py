@@ -47,6 +47,8 @@ class CuSeqlensBackend:
     """The head dimension must be a multiple of the first and at most the second."""
     has_windows = True
     has_softcap = True
+    launches_own_sizes = True
+    """Whether it may be launched for the row's own documents: its time grows with the bounds."""
 
     def __init__(self, kernel: CuSeqlensKernel) -> None:
         cu_seqlens_op.KERNELS[self.name] = kernel
@@ -126,7 +128,7 @@ class CuSeqlensBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents."""
         spec = mask.spec
-        documents, longest_q, longest_k, tail = _launch_sizes(mask, plan)
+        documents, longest_q, longest_k, tail = self._launch_sizes(mask, plan)
         out_THD, lse_HT = cu_seqlens_op.attend(
             self.name,
             q_THD,
@@ -159,21 +161,33 @@ class CuSeqlensBackend:
             lse_HT = torch.where(plan.dead_T, float("-inf"), lse_HT)
         return out_THD, lse_HT
 
+    def _launch_sizes(self, mask: DocumentMask, plan: Boundaries) -> tuple[int, int, int, int]:
+        """Documents, tokens of the longest and of its keys, and tail to launch for.
+
+        Not in the plan: a compiled layer that is handed it would take its numbers for constants.
+        """
+        slots = plan.cu_seqlens_q.shape[0] - 1
+        if _outlives_the_call():
+            return slots, plan.bound_q, plan.bound_k, 1
+        documents, longest_q, tail = mask.layout.launch_sizes()
+        longest_k = longest_q
+        if mask.spec.cross:
+            documents_k, longest_k, tail_k = mask.layout_k.launch_sizes()
+            documents, tail = max(documents, documents_k), tail + tail_k
+        if _is_chunked(mask) or not self.launches_own_sizes:
+            return slots, plan.bound_q, plan.bound_k, tail
+        return documents, longest_q, longest_k, tail
+
 
 def _is_chunked(mask: DocumentMask) -> bool:
     return 0 < mask.spec.chunk < mask.layout.max_seqlen_bound
 
 
-def _launch_sizes(mask: DocumentMask, plan: Boundaries) -> tuple[int, int, int, int]:
-    """Documents, tokens of the longest and of its keys, and tail to launch for.
-
-    Not in the plan: a compiled layer that is handed it would take its numbers for constants.
-    """
-    documents, longest_q, tail = mask.layout.launch_sizes()
-    longest_k = longest_q
-    if mask.spec.cross:
-        _, longest_k, tail_k = mask.layout_k.launch_sizes()
-        tail = tail + tail_k
-    if _is_chunked(mask):
-        return plan.cu_seqlens_q.shape[0] - 1, plan.bound_q, plan.bound_k, tail
-    return documents, longest_q, longest_k, tail
+def _outlives_the_call() -> bool:
+    """Whether what is traced keeps numbers as constants, and is run on other documents later."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return (
+        torch._C._len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(proxy) is not None
+    )

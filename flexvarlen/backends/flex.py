@@ -223,9 +223,9 @@ def _require_fixed_choices() -> bool:
     if torch.are_deterministic_algorithms_enabled() and getattr(config, FIXED_CHOICES):
         return True
     raise NotImplementedError(
-        "flex gives the same bits in every compilation only under "
-        "torch.use_deterministic_algorithms(True), which is off; call it and leave it on, or use "
-        "backend='fa3' or 'fa2'."
+        "flex gives the same bits in every compilation only while torch's deterministic switch is "
+        "on, and inductor's with it; call torch.use_deterministic_algorithms(True) and leave both "
+        "on, or use backend='fa3' or 'fa2'."
     )
 
 

@@ -125,6 +125,7 @@ class CudnnBackend(CuSeqlensBackend):
 
     name = "cudnn"
     head_dims = (8, 128)
+    launches_own_sizes = False  # cuDNN builds and keeps a plan for each size
     has_windows = False
     has_softcap = False
 
