@@ -126,7 +126,6 @@ def test_one_graph_for_any_documents_in_inductor(backend, form):
         ("fa2", "cu_seq_lens"),
         ("fa3", "layout"),
         ("fa4", "layout"),
-        ("cudnn", "layout"),
     ],
 )
 def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flexvarlen import PackedLayout, packed_attention, why_not
+from flexvarlen import layout as layout_module
 from flexvarlen.block_mask import block_mask_of, document_block_mask
 from flexvarlen.layout import SHORT_ROW
 from tests import oracle
