@@ -20,12 +20,8 @@ from flexvarlen.boundaries import (
     host_int32,
     safe_boundaries,
 )
+from flexvarlen.launch import LaunchSizes
 from flexvarlen.positions import compute_position_ids, traced_position_ids
-
-SHORT_ROW = 2048
-"""Rows of at most so many tokens are launched for their bounds: their time is the host's."""
-
-_SHIFT = 2**20
 
 
 class PackedLayout:
@@ -47,6 +43,7 @@ class PackedLayout:
         padding: bool `[T]`, True at tokens of padding runs inside the row, or None when there are
             none. Each run is a slot of its own in `cu_seqlens`; its tokens attend to nothing, and
             their outputs are zero.
+        launch: what kernels over cu_seqlens are launched for.
     """
 
     def __init__(
@@ -406,59 +403,32 @@ class PackedLayout:
 
     # ---- what kernels are launched for ----
 
-    def launch_sizes(self) -> tuple[int, int, int]:
-        """Documents and longest document that kernels over cu_seqlens are launched for, and tail.
-
-        FlashAttention's time grows with both, so: the row's own where the host knows them and the
-        row has more than `SHORT_ROW` tokens; else `capacity` and `max_seqlen_bound`. The tail is 0
-        if no padding has to be zeroed, else 1. In a compiled graph these are numbers that vary from
-        the start: other documents recompile nothing.
-        """
-        if not torch.compiler.is_compiling():
-            return self._launch_sizes
-        if self._launch_shape is None:
-            return self.capacity, self.max_seqlen_bound, 1
-        _, documents, longest, tail = self._launch_shape.shape
-        return documents - _SHIFT, longest - 2 * _SHIFT, tail - 3 * _SHIFT
-
-    @property
-    def launches_own_sizes(self) -> bool:
-        """Whether kernels are launched for the documents that there are."""
-        return self._launches_own_sizes
-
     def fix_launch_sizes(self) -> PackedLayout:
         """Launch kernels for `capacity`, `max_seqlen_bound` and a tail, whatever the documents.
 
         For `torch.compile(mode="reduce-overhead")`, which else records a CUDA graph for a row with
-        and one without padding, and, above `SHORT_ROW` tokens, for each number of documents and
-        longest one. Other captured graphs are made for any documents anyway. Returns itself.
+        and one without padding, and, above 2,048 tokens, for each number of documents and longest
+        one. Other captured graphs are made for any documents anyway. Returns itself.
         """
         self._fixed_launch = True
         self._note_launch_sizes()
         return self
 
+    def _note_launch_sizes(self) -> None:
+        self.launch = LaunchSizes(
+            self.num_docs,
+            self.max_seqlen,
+            capacity=self.capacity,
+            bound=self.max_seqlen_bound,
+            total_tokens=self.total_tokens,
+            may_have_tail=self.has_padding is not False,
+            fixed=self._fixed_launch,
+            device=self.device,
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._note_launch_sizes()  # a pickled tensor may have lost Dynamo's mark
-
-    def _note_launch_sizes(self) -> None:
-        """Keep the sizes as numbers, and as the shape of an empty tensor, which Dynamo lets vary.
-
-        Shifted there, as Dynamo makes graphs of their own for sizes 0 and 1, and for equal ones.
-        """
-        documents, longest = self.num_docs, self.max_seqlen
-        fixed = self._fixed_launch or documents is None or longest is None
-        self._launches_own_sizes = not fixed and self.total_tokens > SHORT_ROW
-        if documents is None or longest is None or not self._launches_own_sizes:
-            documents, longest = self.capacity, self.max_seqlen_bound
-        documents = max(documents, 1)  # kernels refuse a batch of none
-        tail = 0 if self.has_padding is False and not fixed else 1
-        self._launch_sizes = (documents, longest, tail)
-        self._launch_shape: Tensor | None = None
-        if not fixed and not torch.compiler.is_compiling():
-            shape = (0, documents + _SHIFT, longest + 2 * _SHIFT, tail + 3 * _SHIFT)
-            self._launch_shape = torch.empty(shape, dtype=torch.bool, device=self.device)
-            torch._dynamo.maybe_mark_dynamic(self._launch_shape, [1, 2, 3])
 
     def __repr__(self) -> str:
         docs = "?" if self.num_docs is None else self.num_docs

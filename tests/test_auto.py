@@ -20,7 +20,7 @@ import flexvarlen as fv
 from flexvarlen import auto, backends, switches
 from flexvarlen.attention import resolve_backend
 from flexvarlen.auto import cache_file, keys, timing
-from flexvarlen.layout import SHORT_ROW
+from flexvarlen.launch import SHORT_ROW
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
-from flexvarlen import layout as layout_module
+from flexvarlen import launch
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_peer, new_model
 
@@ -129,7 +129,7 @@ def test_one_graph_for_any_documents_in_inductor(backend, form):
     ],
 )
 def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
-    monkeypatch.setattr(layout_module, "SHORT_ROW", 0)  # layouts are launched for as in long rows
+    monkeypatch.setattr(launch, "SHORT_ROW", 0)  # layouts are launched for as in long rows
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
     call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
     reason = None if backend == "auto" else fv.why_not(backend, window=9, **call)

@@ -10,10 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from flexvarlen import PackedLayout, packed_attention, why_not
-from flexvarlen import layout as layout_module
+from flexvarlen import PackedLayout, launch, packed_attention, why_not
 from flexvarlen.block_mask import block_mask_of, document_block_mask
-from flexvarlen.layout import SHORT_ROW
+from flexvarlen.launch import SHORT_ROW
 from tests import oracle
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
@@ -137,7 +136,7 @@ def test_flash_kernels_under_every_kind(kernel, row, kind, monkeypatch):
 
     Launched for the documents that there are, as in long rows.
     """
-    monkeypatch.setattr(layout_module, "SHORT_ROW", 0)
+    monkeypatch.setattr(launch, "SHORT_ROW", 0)
     case = case_of(row, kind)
     words = {w for w in ("prefix", "chunk", "window") if w in case.options}
     words |= {"cross"} if case.keys is not None else set()

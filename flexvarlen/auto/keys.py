@@ -49,7 +49,7 @@ def sizes(mask: DocumentMask) -> Sizes:
 
 
 def _of_layout(layout: PackedLayout) -> Sizes:
-    launch = _OWN if layout.launches_own_sizes else _BOUNDS
+    launch = _OWN if layout.launch.own else _BOUNDS
     return layout.total_tokens, layout.capacity, layout.max_seqlen_bound, launch
 
 

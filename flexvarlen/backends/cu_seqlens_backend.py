@@ -169,10 +169,10 @@ class CuSeqlensBackend:
         slots = plan.cu_seqlens_q.shape[0] - 1
         if _outlives_the_call():
             return slots, plan.bound_q, plan.bound_k, 1
-        documents, longest_q, tail = mask.layout.launch_sizes()
+        documents, longest_q, tail = mask.layout.launch.read()
         longest_k = longest_q
         if mask.spec.cross:
-            documents_k, longest_k, tail_k = mask.layout_k.launch_sizes()
+            documents_k, longest_k, tail_k = mask.layout_k.launch.read()
             documents, tail = max(documents, documents_k), tail + tail_k
         if _is_chunked(mask) or not self.launches_own_sizes:
             return slots, plan.bound_q, plan.bound_k, tail

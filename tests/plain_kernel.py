@@ -1,0 +1,91 @@
+"""A stand-in for FlashAttention's kernels over cu_seqlens that runs anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
+from flexvarlen.backends.cu_seqlens_op import KERNELS
+from tests import oracle
+
+
+class PlainKernel:
+    """As FlashAttention behaves: tails unwritten, +inf where nothing is seen, sinks unknown."""
+
+    def __init__(self):
+        self.forwards = 0
+
+    def _documents(self, call):
+        spans_q, spans_k = (
+            list(zip(cu.tolist(), cu.tolist()[1:], strict=False))
+            for cu in (call.cu_seqlens_q, call.cu_seqlens_k)
+        )
+        for (a, b), (c, d) in zip(spans_q, spans_k, strict=True):
+            assert b - a <= call.max_seqlen_q
+            assert d - c <= call.max_seqlen_k
+            window = (call.left, call.right)
+            yield slice(a, b), slice(c, d), oracle.seen(b - a, d - c, causal=False, window=window)
+
+    def _probabilities(self, q, k, seen, lse, call):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if lse is None:
+            lse = scores.logsumexp(-1)
+            lse = torch.where(lse.isneginf(), float("inf"), lse)
+        return (scores - lse[..., None]).exp(), lse
+
+    def forward(self, call):
+        self.forwards += 1
+        q, k, v = call[:3]
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        out = torch.full_like(q, float("nan"))
+        lse = q.new_full((q.shape[1], q.shape[0]), float("nan"))
+        for rows, keys, seen in self._documents(call):
+            p, lse[:, rows] = self._probabilities(q[rows], k[keys], seen, None, call)
+            out[rows] = torch.einsum("hqk,khd->qhd", p, v[keys])
+        return out, lse
+
+    def backward(self, call, grad, out, lse):
+        q, k, v = call[:3]
+        groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+        for rows, keys, seen in self._documents(call):
+            p, _ = self._probabilities(q[rows], k[keys], seen, lse[:, rows], call)
+            dv[keys] = torch.einsum("hqk,qhd->khd", p, grad[rows])
+            delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
+            ds = p * (torch.einsum("qhd,khd->hqk", grad[rows], v[keys]) - delta) * call.scale
+            dq[rows] = torch.einsum("hqk,khd->qhd", ds, k[keys])
+            dk[keys] = torch.einsum("hqk,qhd->khd", ds, q[rows])
+        return dq, *(x.unflatten(1, (groups, repeats)).sum(2) for x in (dk, dv))
+
+
+class PlainBackend(CuSeqlensBackend):
+    name = "plain"
+
+
+@pytest.fixture
+def backend():
+    kernel = PlainKernel()
+    yield PlainBackend(kernel)
+    del KERNELS["plain"]
+
+
+@pytest.fixture
+def told(backend):
+    """What the kernel is told, call by call."""
+    kernel, calls = KERNELS["plain"], []
+    forward, backward = kernel.forward, kernel.backward
+
+    def noting_forward(call):
+        calls.append(call)
+        return forward(call)
+
+    def noting_backward(call, *rest):
+        calls.append(call)
+        return backward(call, *rest)
+
+    kernel.forward, kernel.backward = noting_forward, noting_backward
+    return calls
