@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends import cu_seqlens_op
-from flexvarlen.backends.cu_seqlens_op import CuSeqlensKernel
+from flexvarlen.backends.cu_seqlens_op import CuSeqlensKernel, Numbers
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.chunks import chunk_boundaries
 from flexvarlen.mask import DocumentMask
@@ -129,14 +129,7 @@ class CuSeqlensBackend:
         """One call for all documents."""
         spec = mask.spec
         documents, longest_q, longest_k, tail = self._launch_sizes(mask, plan)
-        out_THD, lse_HT = cu_seqlens_op.attend(
-            self.name,
-            q_THD,
-            k_THD,
-            v_THD,
-            options.sinks_H,
-            plan.cu_seqlens_q,
-            plan.cu_seqlens_k,
+        numbers = Numbers(
             documents,
             longest_q,
             longest_k,
@@ -150,6 +143,10 @@ class CuSeqlensBackend:
             options.batch_invariant,
             tail,
             options.return_lse,
+        )
+        boundaries = (plan.cu_seqlens_q, plan.cu_seqlens_k)
+        out_THD, lse_HT = cu_seqlens_op.attend(
+            self.name, q_THD, k_THD, v_THD, options.sinks_H, *boundaries, numbers
         )
         if plan.dead_T is not None:
             out_THD = torch.where(plan.dead_T[:, None, None], 0, out_THD)

@@ -21,7 +21,7 @@ D = head_dim, N = document slots.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
@@ -30,10 +30,40 @@ LEAST_SINK = -1e30  # as good as -inf, which minus itself is NaN where a query s
 MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
 
 
+class Numbers(NamedTuple):
+    """The arguments of attention that are no tensors.
+
+    Attributes:
+        documents: how many slots are used.
+        longest_q, longest_k: no document, and no document's keys, have more tokens.
+        bound_q, bound_k: none ever has: what a captured CUDA graph is made for, and for all slots.
+        left, right: FlashAttention's window, keys on each side; -1 for no limit.
+        scale: factor on the scores.
+        softcap: as in `packed_attention`, 0 for none.
+        deterministic, batch_invariant: promises.
+        tail: 0 if no row lies past the last boundary.
+        with_lse: whether the LSE is asked for.
+    """
+
+    documents: int
+    longest_q: int
+    longest_k: int
+    bound_q: int
+    bound_k: int
+    left: int
+    right: int
+    scale: float
+    softcap: float
+    deterministic: bool
+    batch_invariant: bool
+    tail: int
+    with_lse: bool
+
+
 class KernelCall(NamedTuple):
     """What a kernel is told: q `[T, H, D]`, k and v `[Tk, Hkv, D]`, cu_seqlens int32 `[N + 1]`.
 
-    `left` and `right` are FlashAttention's window: keys on each side, -1 for no limit.
+    The numbers as in `Numbers`.
     """
 
     q_THD: Tensor
@@ -86,14 +116,11 @@ def attend(
     sinks_H: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    *numbers: Any,
+    numbers: Numbers,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, `with_lse`, the LSE by a registered kernel; differentiable, but for the LSE.
 
-    The LSE is that of the scores, without the sinks. `numbers` are the rest of `_forward`'s
-    arguments, in order: `documents` slots are used, of at most `longest_q` and `longest_k` tokens;
-    a captured CUDA graph is made for all slots and documents of at most `bound_q` and `bound_k`.
-    A `tail` of 0 promises that no row lies past the last boundary.
+    The LSE is that of the scores, without the sinks.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     result: Any
@@ -112,7 +139,7 @@ def attend(
             )
         result = _EagerAttention.apply(kernel, *tensors, numbers)  # type: ignore[no-untyped-call]
     else:
-        result = _forward(kernel, *tensors, *numbers)
+        result = _forward(kernel, *tensors, numbers)
     return (result, None) if isinstance(result, Tensor) else result
 
 
@@ -124,47 +151,17 @@ def _forward(
     sinks_H: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    documents: int,
-    longest_q: int,
-    longest_k: int,
-    bound_q: int,
-    bound_k: int,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    batch_invariant: bool,
-    tail: int,
-    with_lse: bool,
+    numbers: Numbers,
 ) -> tuple[Tensor, Tensor]:
     replayed = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
-    call = _kernel_call(
-        replayed,
-        q_THD,
-        k_THD,
-        v_THD,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        documents,
-        longest_q,
-        longest_k,
-        bound_q,
-        bound_k,
-        left,
-        right,
-        scale,
-        softcap,
-        deterministic,
-        batch_invariant,
-    )
-    may_have_tail = tail > 0 or replayed or _is_first(q_THD)
+    call = _kernel_call(replayed, q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_k, numbers)
+    may_have_tail = numbers.tail > 0 or replayed or _is_first(q_THD)
     out_THD, lse_HT = KERNELS[kernel].forward(call)
     if not out_THD.is_contiguous():
         out_THD = out_THD.contiguous()
     if not lse_HT.is_contiguous():
         lse_HT = lse_HT.contiguous()
-    if sinks_H is not None or with_lse:
+    if sinks_H is not None or numbers.with_lse:
         # FA2 gives a query that sees no key +inf.
         lse_HT.masked_fill_(lse_HT == float("inf"), float("-inf"))
         if may_have_tail:
@@ -187,41 +184,11 @@ def _backward(
     lse_HT: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    documents: int,
-    longest_q: int,
-    longest_k: int,
-    bound_q: int,
-    bound_k: int,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    batch_invariant: bool,
-    tail: int,
-    with_lse: bool,
+    numbers: Numbers,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     replayed = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
-    call = _kernel_call(
-        replayed,
-        q_THD,
-        k_THD,
-        v_THD,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        documents,
-        longest_q,
-        longest_k,
-        bound_q,
-        bound_k,
-        left,
-        right,
-        scale,
-        softcap,
-        deterministic,
-        batch_invariant,
-    )
-    may_have_tail = tail > 0 or replayed
+    call = _kernel_call(replayed, q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_k, numbers)
+    may_have_tail = numbers.tail > 0 or replayed
     if not grad_THD.is_contiguous():
         grad_THD = grad_THD.contiguous()
     if sinks_H is None:
@@ -249,30 +216,19 @@ def _kernel_call(
     v_THD: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    documents: int,
-    longest_q: int,
-    longest_k: int,
-    bound_q: int,
-    bound_k: int,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    batch_invariant: bool,
+    numbers: Numbers,
 ) -> KernelCall:
-    """What the kernel is told: of its documents alone, or of any, in a graph that is replayed.
-
-    The backward of FlashAttention launches blocks for slots x longest document, used or not.
-    """
+    """What the kernel is told: of its documents alone, or of any, in a graph that is replayed."""
+    ends, longest_q, longest_k = numbers.documents + 1, numbers.longest_q, numbers.longest_k
     if replayed:
-        longest_q, longest_k = bound_q, bound_k
-    elif documents + 1 < cu_seqlens_q.shape[0]:
-        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[: documents + 1], cu_seqlens_k[: documents + 1]
-    if batch_invariant:
+        longest_q, longest_k = numbers.bound_q, numbers.bound_k
+    elif ends < cu_seqlens_q.shape[0]:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[:ends], cu_seqlens_k[:ends]
+    if numbers.batch_invariant:
         # Kernels take a window that no document fills for none, by the longest document, and sum
         # in other pieces then.
-        longest_q, longest_k = max(longest_q, right + 2), max(longest_k, left + 2)
+        longest_q = max(longest_q, numbers.right + 2)
+        longest_k = max(longest_k, numbers.left + 2)
     return KernelCall(
         q_THD,
         k_THD,
@@ -281,12 +237,12 @@ def _kernel_call(
         cu_seqlens_k,
         max(longest_q, MIN_BOUND),
         max(longest_k, MIN_BOUND),
-        left,
-        right,
-        scale,
-        softcap,
-        deterministic,
-        batch_invariant,
+        numbers.left,
+        numbers.right,
+        numbers.scale,
+        numbers.softcap,
+        numbers.deterministic,
+        numbers.batch_invariant,
     )
 
 
@@ -336,12 +292,52 @@ def _row_dot(a_THD: Tensor, b_THD: Tensor) -> Tensor:
     return row_dot(a_THD, b_THD)
 
 
-def _fake_forward(kernel: str, q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+_library = torch.library.Library("flexvarlen", "FRAGMENT")
+_SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool"}
+
+
+def _operator(name: str, tensors: str, results: str, function: Callable[..., Any]) -> Any:
+    """The function as an operator; `torch.library.custom_op` would take twice the host's time.
+
+    Its schema is the kernel's name, `tensors` and the fields of `Numbers`.
+    """
+    fields = get_type_hints(Numbers)
+    numbers = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
+    schema = f"{name}(str kernel, {tensors}, {numbers}) -> ({results})"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def flat(*arguments: Any) -> Any:
+        return function(*arguments[: -len(fields)], Numbers(*arguments[-len(fields) :]))
+
+    _library.impl(name, flat, "CompositeExplicitAutograd")
+    return getattr(torch.ops.flexvarlen, name).default
+
+
+_QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
+_CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+
+cu_seqlens_forward = _operator(
+    "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
+)
+"""Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
+`torch.ops.flexvarlen.cu_seqlens_forward.default`."""
+
+cu_seqlens_backward = _operator(
+    "cu_seqlens_backward",
+    f"Tensor grad_THD, {_QKV}, Tensor out_THD, Tensor lse_HT, {_CU_SEQLENS}",
+    "Tensor, Tensor, Tensor, Tensor",
+    _backward,
+)
+
+
+@torch.library.register_fake("flexvarlen::cu_seqlens_forward", lib=_library)  # type: ignore[untyped-decorator]
+def _(kernel: str, q_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q_THD.shape
     return q_THD.new_empty(q_THD.shape), q_THD.new_empty((heads, tokens), dtype=torch.float32)
 
 
-def _fake_backward(
+@torch.library.register_fake("flexvarlen::cu_seqlens_backward", lib=_library)  # type: ignore[untyped-decorator]
+def _(
     kernel: str,
     grad_THD: Tensor,
     q_THD: Tensor,
@@ -354,25 +350,6 @@ def _fake_backward(
     return *(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD)), dsinks  # type: ignore[return-value]
 
 
-_library = torch.library.Library("flexvarlen", "FRAGMENT")
-
-
-def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The function as an operator; `torch.library.custom_op` would take twice the host's time."""
-    schema = torch.library.infer_schema(function, mutates_args=())
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flexvarlen::{name}", fake, lib=_library)
-    return getattr(torch.ops.flexvarlen, name).default
-
-
-cu_seqlens_forward = _operator("cu_seqlens_forward", _forward, _fake_forward)
-"""Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
-`torch.ops.flexvarlen.cu_seqlens_forward.default`."""
-
-cu_seqlens_backward = _operator("cu_seqlens_backward", _backward, _fake_backward)
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     kernel, q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k, *numbers = inputs
     out_THD, lse_HT = output
@@ -382,17 +359,20 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(backward: Any, ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    backward: Any, ctx: Any, grad_THD: Tensor, *numbers: Any
+) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: checkpointing hands each out once
     sinks_H = saved[3]
-    dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *ctx.numbers)
+    dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *numbers)
     return None, dq, dk, dv, None if sinks_H is None else dsinks_H, None, None
 
 
 def _traced_backward(
     ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return *_differentiate(cu_seqlens_backward, ctx, grad_THD), *(None for _ in ctx.numbers)
+    grads = _differentiate(cu_seqlens_backward, ctx, grad_THD, *ctx.numbers)
+    return *grads, *(None for _ in ctx.numbers)
 
 
 torch.library.register_autograd(
@@ -420,13 +400,13 @@ class _EagerAttention(torch.autograd.Function):
         sinks_H: Tensor | None,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
-        numbers: tuple[Any, ...],
+        numbers: Numbers,
     ) -> Tensor | tuple[Tensor, Tensor]:
         boundaries = (cu_seqlens_q, cu_seqlens_k)
-        out_THD, lse_HT = _forward(kernel, q_THD, k_THD, v_THD, sinks_H, *boundaries, *numbers)
+        out_THD, lse_HT = _forward(kernel, q_THD, k_THD, v_THD, sinks_H, *boundaries, numbers)
         ctx.kernel, ctx.numbers = kernel, numbers
         ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, *boundaries)
-        if not numbers[-1]:
+        if not numbers.with_lse:
             return out_THD
         ctx.mark_non_differentiable(lse_HT)
         ctx.set_materialize_grads(False)
@@ -438,7 +418,7 @@ class _EagerAttention(torch.autograd.Function):
             raise NotImplementedError(
                 f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
             )
-        return *_differentiate(_backward, ctx, grad_THD), None
+        return *_differentiate(_backward, ctx, grad_THD, ctx.numbers), None
 
 
 @torch.library.custom_op("flexvarlen::lse_without_gradient", mutates_args=())

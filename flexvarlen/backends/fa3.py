@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,15 +88,7 @@ class _FlashAttention3Kernel:
             _rows(call.q_THD),
             _rows(call.k_THD),
             _rows(call.v_THD),
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_k,
-            softmax_scale=call.scale,
-            is_causal=call.causal,
-            window_size_left=call.left,
-            window_size_right=call.right,
-            softcap=call.softcap,
+            **_keywords(call),
             num_splits=1,  # more are for decoding, and would depend on the batch
         )
         return out_THD, lse_HT
@@ -116,18 +109,25 @@ class _FlashAttention3Kernel:
             dq,
             dk,
             dv,
-            cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
-            max_seqlen_q=call.max_seqlen_q,
-            max_seqlen_k=call.max_seqlen_k,
-            softmax_scale=call.scale,
-            is_causal=call.causal,
-            window_size_left=call.left,
-            window_size_right=call.right,
-            softcap=call.softcap,
+            **_keywords(call),
             deterministic=call.deterministic,
         )
         return dq, dk, dv
+
+
+def _keywords(call: KernelCall) -> dict[str, Any]:
+    """What forward and backward are told alike, as their operators name it."""
+    return {
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "max_seqlen_q": call.max_seqlen_q,
+        "max_seqlen_k": call.max_seqlen_k,
+        "softmax_scale": call.scale,
+        "is_causal": call.causal,
+        "window_size_left": call.left,
+        "window_size_right": call.right,
+        "softcap": call.softcap,
+    }
 
 
 def _rows(x_THD: Tensor) -> Tensor:
