@@ -5,7 +5,8 @@
 | `rows.py` | `Row`: written whole or not at all, read back by the report; where a run ran |
 | `model.py` | `python -m bench.model`: steps of a whole model, ours beside transformers' own |
 | `model_run.py` | one such run: oracle, variants, timing, other packings |
-| `cases.py` | `Case`, model geometries, log-normal documents |
+| `bench_run.py` | `BenchRun`: what a run of any suite has: device, environment, clock, file of rows |
+| `cases.py` | `Case`, model geometries and models of them, log-normal documents |
 | `variants.py` | the attention variants of one model, all sharing its weights |
 | `utilisation.py` | FLOPs of a step, the GPU's peak, what "auto" takes |
 | `compile_time.py` | `python -m bench.compile_time`: compiling whole and by layer, cold and warm |

@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModel,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,19 @@ GEOMETRIES = {
     "llama-3.2-1b": llama_3_2_1b,
     "qwen3-tiny": tiny_qwen3,
 }
+
+
+def new_base_model(
+    geometry: str, layers: int | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """A base model of a geometry with random weights; `layers`: None for the model's own number."""
+    with torch.device(device):
+        config = GEOMETRIES[geometry](layers)
+        model: PreTrainedModel = AutoModel.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    model.to(device)
+    return model
 
 
 def log_normal_lengths(total_tokens: int, mean: float, sigma: float, seed: int) -> list[int]:

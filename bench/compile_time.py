@@ -19,14 +19,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.bench_run import BenchRun
 from bench.cases import GEOMETRIES
-from bench.rows import Row, Status, append_row, run_environment
+from bench.rows import Status
 
 SUITE = "compile"
 SCOPES = ("whole", "layer", "decoder")
@@ -63,13 +63,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Parent:
+class Parent(BenchRun):
     """Starts the processes, one after another, and writes their rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.begin = time.perf_counter()
-        self.environment = run_environment(torch.device(args.device), args.commit)
+        super().__init__(SUITE, args)
         self.backend = args.backend
         self.layers = args.layers or GEOMETRIES[args.geometry](None).num_hidden_layers
 
@@ -143,14 +141,8 @@ class Parent:
         reason = found.get("reason")
         measures = {k: v for k, v in found.items() if k not in ("status", "reason")}
         measures["attends"] = self.backend
-        print(
-            f"{time.perf_counter() - self.begin:6.1f} s  {scope} {part}: {status} "
-            f"{reason or measures}",
-            file=sys.stderr,
-            flush=True,
-        )
-        if args.out is not None:
-            append_row(args.out, Row(SUITE, case, status, reason, measures, self.environment))
+        self.say(f"{scope} {part}: {status} {reason or measures}")
+        self.append(case, status, reason, measures)
 
 
 def forwarded(args: argparse.Namespace) -> list[str]:

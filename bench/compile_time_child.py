@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 
 import flexvarlen as fv
 from bench.accuracy import errors_of, packed_answer, per_document, wider
-from bench.cases import GEOMETRIES, log_normal_lengths
+from bench.cases import log_normal_lengths, new_base_model
 from bench.compile_time import SCOPES
 from bench.utilisation import peak_tflops, resolved_auto, step_tflop, utilisation
 from flexvarlen.equivalence.oracle import share
@@ -59,10 +58,8 @@ class Child:
         self.device = torch.device(args.device)
         dtype: torch.dtype = getattr(torch, args.dtype)
         torch.manual_seed(args.seed)
-        with torch.device(self.device):
-            config = GEOMETRIES[args.geometry](args.layers)
-            self.base = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        self.base.to(self.device).train()
+        self.base = new_base_model(args.geometry, args.layers, dtype, self.device).train()
+        config = self.base.config
         shape = (1, args.tokens)
         self.ids = torch.randint(config.vocab_size, shape, device=self.device)
         self.cotangent = torch.randn((*shape, config.hidden_size), device=self.device, dtype=dtype)

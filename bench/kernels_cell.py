@@ -224,17 +224,14 @@ class MeasuredCell:
     def refusal(self, name: str, *, needs_grad: bool) -> str | None:
         if name not in BACKENDS:
             return f"flexvarlen has no backend {name}"
+        return why_not(name, device=self.run.device, needs_grad=needs_grad, **self.kind_of_call())
+
+    def kind_of_call(self) -> dict[str, Any]:
+        """The cell as `why_not` and `explain` take it."""
         cell = self.cell
-        return why_not(
-            name,
-            device=self.run.device,
-            dtype=self.inputs.q.dtype,
-            num_heads=cell.num_heads,
-            num_kv_heads=cell.num_kv_heads,
-            head_dim=cell.head_dim,
-            causal=cell.causal,
-            needs_grad=needs_grad,
-        )
+        heads = {"num_heads": cell.num_heads, "num_kv_heads": cell.num_kv_heads}
+        size = {"head_dim": cell.head_dim, "dtype": self.inputs.q.dtype}
+        return {**heads, **size, "causal": cell.causal}
 
     def packed(self, backend: str, leaves: list[Tensor], plan: Any) -> Tensor:
         out = fv.packed_attention(
@@ -254,16 +251,7 @@ class MeasuredCell:
 
     def chosen_in_a_graph(self) -> str:
         """What "auto" takes for such calls inside a compiled graph."""
-        cell = self.cell
-        return fv.explain(
-            self.layout,
-            dtype=self.inputs.q.dtype,
-            num_heads=cell.num_heads,
-            num_kv_heads=cell.num_kv_heads,
-            head_dim=cell.head_dim,
-            causal=cell.causal,
-            measure=False,
-        ).compiled
+        return fv.explain(self.layout, measure=False, **self.kind_of_call()).compiled
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Wall seconds of one call, to the end of its device work."""

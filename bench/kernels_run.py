@@ -6,29 +6,26 @@ import argparse
 import contextlib
 import gc
 import json
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from bench.bench_run import BenchRun
 from bench.kernels_cell import PASSES, MeasuredCell, Outcome
 from bench.kernels_cells import Cell
-from bench.rows import Row, append_row, read_rows, run_environment
+from bench.rows import Row, read_rows
 
 SUITE = "kernels"
 
 
-class Run:
+class Run(BenchRun):
     """The shared state of one run: device, environment, clock, file, what is done already."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.begin = time.perf_counter()
-        self.device = torch.device(args.device)
+        super().__init__(SUITE, args)
         self.on_gpu = self.device.type == "cuda"
-        self.environment = run_environment(self.device, args.commit)
         self.variants: list[str] = args.variants
         self.before = {} if args.out is None else self._rows_of(args)
 
@@ -45,9 +42,6 @@ class Run:
             for variant in self.variants
             for pass_ in PASSES
         )
-
-    def say(self, text: str) -> None:
-        print(f"{time.perf_counter() - self.begin:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -66,7 +60,7 @@ class Run:
         left = [cell for cell in cells if not self.is_done(cell)]
         self.say(f"{len(left)} cells to measure, {len(cells) - len(left)} done before")
         for index, cell in enumerate(left):
-            if time.perf_counter() - self.begin > self.args.until:
+            if self.seconds_since_begin() > self.args.until:
                 self.say(f"time is up: {len(left) - index} cells left; run again to go on")
                 return
             self.measure_cell(cell)
@@ -96,9 +90,7 @@ class Run:
 
     def _write(self, cell: Cell, variant: str, pass_: str, outcome: Outcome) -> None:
         case, measures = case_of(cell, variant, pass_), _of_pass(pass_, outcome.measures)
-        row = Row(SUITE, case, outcome.status, outcome.reason, measures, self.environment)
-        if self.args.out is not None:
-            append_row(self.args.out, row)
+        self.append(case, outcome.status, outcome.reason, measures)
         if outcome.status in ("wrong", "failed", "oom"):
             self.say(f"  {variant} {pass_}: {outcome.status}, {outcome.reason}")
 

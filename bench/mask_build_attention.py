@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import AutoModel
 
 import flexvarlen as fv
-from bench.cases import GEOMETRIES
+from bench.cases import GEOMETRIES, new_base_model
 from bench.mask_build_accuracy import Answer, disagreement, sampled_errors, why_apart, why_wrong
 from bench.mask_build_builders import prepare_kind, theirs
 from bench.mask_build_run import ERRORS, PackedRow, Run, Wrong
@@ -112,10 +111,8 @@ def layer_ms(run: Run, row: PackedRow, geometry: str) -> dict[str, Any]:
 
 def one_model(run: Run, geometry: str, layers: int) -> Callable[..., Any]:
     """The base model with random weights, patched with `flex` and compiled."""
-    with torch.device(run.device):
-        config = GEOMETRIES[geometry](layers)
-        model = AutoModel.from_config(config, dtype=run.dtype, attn_implementation="sdpa")
-    model.to(run.device).eval().requires_grad_(False)
+    model = new_base_model(geometry, layers, run.dtype, run.device)
+    model.eval().requires_grad_(False)
     fv.patch_model(model, backend="flex")
     return torch.compile(model, backend="inductor" if run.on_gpu else "aot_eager", fullgraph=True)
 

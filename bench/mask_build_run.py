@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
+from bench.bench_run import BenchRun
 from bench.cases import log_normal_lengths
-from bench.rows import Row, Status, append_row, one_line, run_environment
+from bench.rows import Status, one_line
 from bench.variants import Unsupported
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE
@@ -86,22 +86,16 @@ class PackedRow:
         }
 
 
-class Run:
+class Run(BenchRun):
     """The shared state of one run: device, environment, clock, file."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.begin = time.perf_counter()
-        self.device = torch.device(args.device)
+        super().__init__(SUITE, args)
         self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self.environment = run_environment(self.device, args.commit)
 
     def row(self, tokens: int, mean_doc: int) -> PackedRow:
         return PackedRow.of(tokens, mean_doc, self.device)
-
-    def say(self, text: str) -> None:
-        print(f"{time.perf_counter() - self.begin:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def write(
         self,
@@ -113,9 +107,7 @@ class Run:
         same = ("sigma", "seed", "block_size")  # in every row
         named = ", ".join(f"{value}" for key, value in case.items() if key not in same)
         self.say(f"{named}: {status}{'' if reason is None else ', ' + reason}")
-        row = Row(SUITE, case, status, reason, measures or {}, self.environment)
-        if self.args.out is not None:
-            append_row(self.args.out, row)
+        self.append(case, status, reason, measures or {})
 
     def attempt(
         self, case: dict[str, Any], work: Callable[[], Result], *, begun: bool = False
@@ -124,7 +116,7 @@ class Run:
 
         `begun` says that some of the case is measured already: then it is never too late.
         """
-        if not begun and time.perf_counter() - self.begin > self.args.start_until:
+        if not begun and self.seconds_since_begin() > self.args.start_until:
             self.write(case, "skipped", f"not begun within {self.args.start_until:g} s of the run")
             return None
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel
 
 from bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
-from bench.cases import GEOMETRIES, Case, log_normal_lengths
-from bench.rows import Row, Status, append_row, one_line, run_environment
+from bench.bench_run import BenchRun
+from bench.cases import Case, log_normal_lengths, new_base_model
+from bench.rows import Status, one_line
 from bench.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
 from bench.variants import Sizes, Unsupported, Variant, make_variant
 from flexvarlen.boundaries import round_up_to_power_of_two
@@ -49,20 +48,15 @@ class Live:
     compiled_s: float = 0.0
 
 
-class Run:
+class Run(BenchRun):
     """The shared state of one run: model, packings, oracle, file."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.begin = time.perf_counter()
-        self.device = torch.device(args.device)
+        super().__init__(SUITE, args)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
-        self.environment = run_environment(self.device, args.commit)
         torch.manual_seed(args.seed)
-        with torch.device(self.device):
-            config = GEOMETRIES[args.geometry](args.layers)
-            self.base = AutoModel.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
-        self.base.to(self.device).train()
+        self.base = new_base_model(args.geometry, args.layers, self.dtype, self.device).train()
+        config = self.base.config
         hidden = (1, args.tokens, config.hidden_size)
         self.input_ids = torch.randint(config.vocab_size, (1, args.tokens), device=self.device)
         self.cotangent = torch.randn(hidden, device=self.device, dtype=self.dtype)
@@ -78,16 +72,11 @@ class Run:
         )
         self.caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
-    def say(self, text: str) -> None:
-        print(f"{time.perf_counter() - self.begin:6.1f} s  {text}", file=sys.stderr, flush=True)
-
     def write(
         self, case: Case, status: Status, reason: str | None, measures: dict[str, Any] | None = None
     ) -> None:
         self.say(f"{case.variant}: {status}{'' if reason is None else ', ' + reason}")
-        row = Row(SUITE, case.data(), status, reason, measures or {}, self.environment)
-        if self.args.out is not None:
-            append_row(self.args.out, row)
+        self.append(case.data(), status, reason, measures or {})
 
     # --- 1. oracle -------------------------------------------------------------------------------
 
@@ -122,7 +111,7 @@ class Run:
             dtype=args.dtype,
             compiler=args.compiler,
         )
-        if time.perf_counter() - self.begin > args.start_until:
+        if self.seconds_since_begin() > args.start_until:
             self.write(case, "skipped", f"not begun within {args.start_until:g} s of the run")
             return None
         try:
@@ -281,7 +270,7 @@ class Run:
         last, reason, done = None, None, 0
         with watch_compilation() as stats:
             for lengths in self.packings[1:]:
-                if time.perf_counter() - self.begin > self.args.packings_until:
+                if self.seconds_since_begin() > self.args.packings_until:
                     break
                 try:
                     last = self.step(live.compiled, live.variant.inputs(lengths))

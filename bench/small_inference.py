@@ -20,20 +20,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from bench.accuracy import Answer, Errors, errors_of, per_document, wider
-from bench.cases import GEOMETRIES
-from bench.rows import Row, Status, append_row, one_line, run_environment
+from bench.bench_run import BenchRun
+from bench.cases import GEOMETRIES, new_base_model
+from bench.rows import Status, one_line
 from bench.small_inference_inputs import Inputs, other_packing
 from bench.utilisation import noting_auto, resolved_auto
 from flexvarlen.equivalence.oracle import share
@@ -128,22 +127,16 @@ class Live:
     measures: dict[str, Any]
 
 
-class Run:
+class Run(BenchRun):
     """The shared state of one run: model, packings, oracles, file."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.begin = time.perf_counter()
-        self.device = torch.device(args.device)
+        super().__init__(SUITE, args)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
-        self.environment = run_environment(self.device, args.commit)
         torch.manual_seed(args.seed)
-        with torch.device(self.device):
-            config = GEOMETRIES[args.geometry](args.layers)
-            self.base = AutoModel.from_config(config, dtype=self.dtype, attn_implementation="sdpa")
-        self.base.to(self.device).eval()
+        self.base = new_base_model(args.geometry, args.layers, self.dtype, self.device).eval()
         tokens = sum(args.documents)
-        self.ids = torch.randint(config.vocab_size, (1, tokens), device=self.device)
+        self.ids = torch.randint(self.base.config.vocab_size, (1, tokens), device=self.device)
         self.packings = (args.documents, other_packing(args.documents))
         self.oracles = [self.alone(lengths, wider(self.dtype)) for lengths in self.packings]
         self.peers = [
@@ -199,7 +192,7 @@ class Run:
         """Run on both packings; None if a row says why it will not be timed."""
         name, model = variant.name, variant.model
         case = self.case(name, mode)
-        if time.perf_counter() - self.begin > self.args.start_until:
+        if self.seconds_since_begin() > self.args.start_until:
             self.write(case, "skipped", f"not begun within {self.args.start_until:g} s of the run")
             return None
         if mode == "cuda graphs" and self.device.type != "cuda":
@@ -316,12 +309,7 @@ class Run:
     ) -> None:
         shown = reason or f"{(measures or {}).get('ms_p50', 0):.3f} ms"
         self.say(f"{case['variant']}, {case['mode']}: {status}, {shown}")
-        if self.args.out is not None:
-            row = Row(SUITE, case, status, reason, measures or {}, self.environment)
-            append_row(self.args.out, row)
-
-    def say(self, text: str) -> None:
-        print(f"{time.perf_counter() - self.begin:6.1f} s  {text}", file=sys.stderr, flush=True)
+        self.append(case, status, reason, measures or {})
 
 
 def main(argv: list[str] | None = None) -> None:
