@@ -256,7 +256,8 @@ def test_no_cell_begins_when_time_is_up(tmp_path, capsys):
     assert "1 cells left" in capsys.readouterr().err
 
 
-def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [(), ("--again",)], ids=["on", "again"])
+def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch, more):
     def attend(self, *args):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -266,7 +267,7 @@ def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match="reference killed the device"):
         run(out)
     assert statuses(read_rows([out]), "reference") == {"forward": "failed", "backward": "failed"}
-    rows = run(out)
+    rows = run(out, *more)
     assert statuses(rows, "reference") == {"forward": "failed", "backward": "failed"}
     assert statuses(rows, "auto") == {"forward": "ok", "backward": "ok"}
 
@@ -289,20 +290,6 @@ def test_timing_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch):
     assert len(dead) == 6
     assert all(row.measures["fatal"] for row in dead)
     assert {row.status for row in rows if row not in dead} == {"ok"}
-
-
-def test_what_killed_the_device_is_not_tried_again_by_again_either(tmp_path, monkeypatch):
-    def attend(self, *args):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(ReferenceBackend, "attend", attend)
-    monkeypatch.setattr(kernels_cell.MeasuredCell, "_device_is_dead", lambda self: True)
-    with pytest.raises(SystemExit, match="reference killed the device"):
-        run(out)
-    rows = run(out, "--again")
-    assert statuses(rows, "reference") == {"forward": "failed", "backward": "failed"}
-    assert statuses(rows, "auto") == {"forward": "ok", "backward": "ok"}
 
 
 # --- raw kernels ---------------------------------------------------------------------------------

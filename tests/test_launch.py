@@ -27,15 +27,17 @@ LONG = SHORT_ROW + 100
 MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
 
 
+def attend(backend, q, k, mask):
+    return backend.attend(q, k, k, mask, backend.plan(mask), AttentionOptions(scale=0.25))[0]
+
+
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_kernels_are_launched_for_the_documents_that_there_are(backend, told, compiler):
     """Other documents recompile nothing; a short row, or one that is told to, keeps its bounds."""
     q = torch.randn(LONG, 2, 8, requires_grad=True)
 
     def run(layout):
-        mask = DocumentMask.of(layout)
-        options = AttentionOptions(scale=0.25)
-        return backend.attend(q * 2, q, q, mask, backend.plan(mask), options)[0]
+        return attend(backend, q * 2, q, DocumentMask.of(layout))
 
     torch._dynamo.reset()
     called = torch.compile(run, fullgraph=True, backend=compiler) if compiler else run
@@ -55,6 +57,7 @@ def test_kernels_are_launched_for_the_documents_that_there_are(backend, told, co
     told.clear()
     run(layout.fix_launch_sizes())
     run(layout.copy_(PackedLayout.from_lengths([9], total_tokens=LONG, capacity=8)))
+    assert len(told) == 2
     for call in told:
         assert (call.cu_seqlens_q.shape[0], call.max_seqlen_q) == (9, LONG)
 
@@ -74,8 +77,7 @@ def test_a_tail_is_zeroed_where_there_is_one(backend, monkeypatch, tokens):
     cu_seqlens_op._is_first(q)
 
     def run(layout):
-        mask = DocumentMask.of(layout)
-        return backend.attend(q, q, q, mask, backend.plan(mask), AttentionOptions(scale=0.25))[0]
+        return attend(backend, q, q, DocumentMask.of(layout))
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -105,9 +107,7 @@ def test_a_program_that_outlives_its_call_is_made_for_any_documents(backend, tok
 
     class Model(torch.nn.Module):
         def forward(self, q):
-            mask = DocumentMask.of(layout)
-            options = AttentionOptions(scale=0.25)
-            return backend.attend(q, q, q, mask, backend.plan(mask), options)[0]
+            return attend(backend, q, q, DocumentMask.of(layout))
 
     q = torch.randn(tokens, 2, 8)
     if trace == "make_fx":
@@ -124,8 +124,7 @@ def test_a_pickled_layout_still_recompiles_nothing(backend):
     q = torch.randn(LONG, 2, 8)
 
     def run(layout):
-        mask = DocumentMask.of(layout)
-        return backend.attend(q, q, q, mask, backend.plan(mask), AttentionOptions(scale=0.25))[0]
+        return attend(backend, q, q, DocumentMask.of(layout))
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="eager")
@@ -145,7 +144,7 @@ def test_documents_that_one_side_does_not_know_are_launched_for(backend, told):
     keys._note_launch_sizes()
     mask = DocumentMask.of(known, layout_k=keys)
     q = torch.randn(LONG, 2, 8)
-    backend.attend(q, q, q, mask, backend.plan(mask), AttentionOptions(scale=0.25))
+    attend(backend, q, q, mask)
     assert told[-1].cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
     assert told[-1].cu_seqlens_q.shape == told[-1].cu_seqlens_k.shape
 
@@ -154,9 +153,9 @@ def test_documents_copied_into_a_layout_are_launched_for(backend, told):
     q = torch.randn(LONG, 2, 8)
     layout = PackedLayout.from_lengths([9, 9, 9], total_tokens=LONG, capacity=8)
     other = PackedLayout.from_lengths([3] * 7, total_tokens=LONG, capacity=8)
-    options, mask = AttentionOptions(scale=0.25), DocumentMask.of(layout)
+    mask = DocumentMask.of(layout)
     for lengths in ([9, 9, 9], [3] * 7):
-        backend.attend(q, q, q, mask, backend.plan(mask), options)
+        attend(backend, q, q, mask)
         assert told[-1].cu_seqlens_q.diff().tolist() == lengths
         assert told[-1].max_seqlen_q == lengths[0]
         layout.copy_(other)
