@@ -5,7 +5,7 @@
 | `rows.py` | `Row`: written whole or not at all, read back by the report; where a run ran |
 | `model.py` | `python -m bench.model`: steps of a whole model, ours beside transformers' own |
 | `model_run.py` | one such run: oracle, variants, timing, other packings |
-| `bench_run.py` | `BenchRun`: what a run of any suite has: device, environment, clock, file of rows |
+| `bench_run.py` | `BenchRun`: what a run of any suite has: environment, clock, file of rows |
 | `cases.py` | `Case`, model geometries and models of them, log-normal documents |
 | `variants.py` | the attention variants of one model, all sharing its weights |
 | `utilisation.py` | FLOPs of a step, the GPU's peak, what "auto" takes |

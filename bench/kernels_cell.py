@@ -25,7 +25,7 @@ from bench.rows import Status, one_line
 from bench.variants import Unsupported
 from flexvarlen.backends import BACKENDS, get_backend, why_not
 from flexvarlen.mask import DocumentMask
-from flexvarlen.measure import time_host_and_device
+from flexvarlen.measure import BUSY_MS, time_host_and_device
 
 if TYPE_CHECKING:
     from bench.kernels_run import Run
@@ -36,7 +36,6 @@ RAW_PREFIX = "raw:"
 MAX_REPEATS, MIN_REPEATS = 30, 5
 LEAD_IN = 1  # an untimed call before a timed one: other variants' drove its code from caches
 LEAD_IN_BELOW_MS = 2.0  # longer device work hides the host's time
-BUSY_MS = 2.2  # what time_host_and_device puts before each call
 
 
 @dataclass

@@ -39,6 +39,9 @@ __all__ = [
 # The largest L2 of a GPU we know of is 126 MB (B200): writing twice that leaves no input in it.
 _L2_FLUSH_BYTES = 256 * 2**20
 
+BUSY_MS = 2.2
+"""What `time_host_and_device` puts before each timed call on CUDA, about."""
+
 # Dynamo keeps the last 64 compilations by default; one model with 44 graph breaks makes more.
 _METRICS_LIMIT = 65_536
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend
 from flexvarlen.mask import DocumentMask
-from flexvarlen.measure import HostAndDevice, time_host_and_device
+from flexvarlen.measure import BUSY_MS, HostAndDevice, time_host_and_device
 
 BUDGET_S = 1.5
 """Timed calls of all candidates take about so long; loading and compiling them comes on top."""
@@ -113,8 +113,12 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
         alive = [name for name in alive if name not in failed and _is_near(name, ran, slack)]
         if len(alive) < 2 and ran:
             break
-        spent_s = sum(_seconds(calls[name], request.device) for name in alive)
-        rounds = max(least, min(_MOST_ROUNDS, int(BUDGET_S / len(_HEATS) / max(spent_s, 1e-6))))
+        round_s = sum(
+            ran[name].eager_ms / 1e3 if name in ran else _seconds(calls[name], request.device)
+            for name in alive
+        )
+        round_s += len(alive) * BUSY_MS / 1e3 if request.device.type == "cuda" else 1e-6
+        rounds = max(least, min(_MOST_ROUNDS, int(BUDGET_S / len(_HEATS) / round_s)))
         timings |= time_host_and_device(
             {name: calls[name] for name in alive}, device=request.device, warmup=0, repeats=rounds
         )
