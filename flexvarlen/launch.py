@@ -1,4 +1,4 @@
-"""`LaunchSizes`: the documents of a row that kernels over cu_seqlens are launched for.
+"""What kernels over cu_seqlens are launched for: the documents of the row, or of any row.
 
 FlashAttention launches blocks for each slot up to the longest document, used or not, and its
 backward takes up to twice as long for a bound that is a power of two. So it is told what the row
@@ -6,6 +6,8 @@ holds, where the host knows it.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
@@ -64,3 +66,20 @@ class LaunchSizes:
             return self._sizes
         _, documents, longest, tail = self._shape.shape
         return documents - _SHIFT, longest - 2 * _SHIFT, tail - 3 * _SHIFT
+
+
+def is_replayed(x: Tensor) -> bool:
+    """Whether a call on x is captured into a CUDA graph that may be replayed on other documents.
+
+    Not in inductor's own graphs (`mode="reduce-overhead"`): it records one for each combination of
+    the numbers that it is handed, these sizes among them.
+    """
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return False
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    of_thread = "tree_manager_containers"
+    if trees is None or not (hasattr(trees.local, of_thread) or torch._C._is_key_in_tls(of_thread)):
+        return True
+    manager = trees.get_manager(x.device.index, create_if_none_exists=False)
+    # It records on a stream of its own.
+    return manager is None or torch.cuda.current_stream(x.device) != manager.stream

@@ -330,7 +330,8 @@ class PackedLayout:
 
     def position_ids(self) -> Tensor:
         """int64 `[T]`: each token's place in its document, from 0. No sync; traces."""
-        compute = traced_position_ids if torch.compiler.is_compiling() else compute_position_ids
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        compute = traced_position_ids if traced else compute_position_ids
         return compute(self.cu_seqlens, self.total_tokens)
 
     def real_tokens(self) -> Tensor:

@@ -8,6 +8,10 @@ from torch import Tensor
 
 def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     """int64 `[T]` of the boundaries int32 `[N + 1]`: from 0 in each document. No sync."""
+    if cu_seqlens.is_cuda:
+        from flexvarlen.kernels.position_ids import position_ids
+
+        return position_ids(cu_seqlens.contiguous(), total_tokens)
     tokens = torch.arange(total_tokens, device=cu_seqlens.device)
     slot = torch.searchsorted(cu_seqlens[1:], tokens.to(torch.int32), right=True)
     return tokens - cu_seqlens[slot]

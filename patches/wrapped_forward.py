@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 
 OURS = "_flexvarlen_wraps"  # on our function: where its module keeps the `forward` it wraps
@@ -130,6 +131,10 @@ def _refuse_forward_of_another(module: nn.Module, args: Any) -> None:
         "the uncompiled model; install accelerate>=1.15, or call compile_regions before "
         "patch_model. So does DataParallel; use DistributedDataParallel."
     )
+
+
+# Of a compiled model Dynamo would make a graph of the hook alone, and check its guards each call.
+torch._dynamo.eval_frame.skip_code(_refuse_forward_of_another.__code__)
 
 
 class _Mark:

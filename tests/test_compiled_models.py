@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
@@ -138,6 +138,17 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
     check("qwen3_windows", backend, form, "inductor", train=True, **where)
 
 
+def test_dynamo_compiles_one_frame():
+    """None for our hook, whose guards would be checked in each call."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    torch._dynamo.reset()
+    dynamo_utils.clear_compilation_metrics()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        compiled(input_ids=torch.cat(documents())[None], **inputs_of("layout", LENGTHS, "cpu"))
+    assert len(dynamo_utils.get_compilation_metrics()) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flex", "varlen", "fa2", "fa3"])
 def test_cuda_graphs_see_other_documents(backend):
@@ -153,7 +164,7 @@ def test_cuda_graphs_see_other_documents(backend):
     sizes = {"capacity": CAPACITY, "max_seqlen_bound": T, "device": "cuda", "total_tokens": T}
     layout = fv.PackedLayout.from_lengths(LENGTHS, **sizes)
     ids = torch.cat(documents())[None].cuda()
-    before = counters["inductor"]["cudagraph_skips"]
+    before = dynamo_utils.counters["inductor"]["cudagraph_skips"]
     for lengths in [list(LENGTHS)] * 3 + packings()[:6] + [[100, 50]]:  # padding at the end, too
         layout.copy_(fv.PackedLayout.from_lengths(lengths, **sizes))
         torch.compiler.cudagraph_mark_step_begin()
@@ -163,7 +174,7 @@ def test_cuda_graphs_see_other_documents(backend):
         real = layout.real_tokens()
         assert apart(logits[real], eager[real]) < 0.05, lengths
         assert logits.isfinite().all(), lengths
-    assert counters["inductor"]["cudagraph_skips"] == before
+    assert dynamo_utils.counters["inductor"]["cudagraph_skips"] == before
 
 
 # ---- caches ----

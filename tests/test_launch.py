@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flexvarlen import DocumentMask, PackedLayout
+from flexvarlen import DocumentMask, PackedLayout, packed_attention
 from flexvarlen.backends import cu_seqlens_op
 from flexvarlen.backends.protocol import AttentionOptions
 from flexvarlen.launch import SHORT_ROW
@@ -117,6 +117,53 @@ def test_a_program_that_outlives_its_call_is_made_for_any_documents(backend, tok
     for lengths in ([1, tokens - 11, 4], [30] * 7):
         layout.copy_(PackedLayout.from_lengths(lengths, **sizes))
         torch.testing.assert_close(program(q), Model()(q))
+
+
+@pytest.mark.gpu
+def test_inductors_cuda_graphs_hold_what_the_row_needs(monkeypatch):
+    """`mode="reduce-overhead"` records anew for a tail; a user's own graph is made for any row."""
+    captured = []
+
+    def zero(cu_seqlens, *tensors):
+        captured.append(torch.cuda.is_current_stream_capturing())
+        real(cu_seqlens, *tensors)
+
+    real = cu_seqlens_op._zero_tail
+    monkeypatch.setattr(cu_seqlens_op, "_zero_tail", zero)
+    sizes = {"total_tokens": TOKENS, "capacity": 2, "max_seqlen_bound": TOKENS, "device": "cuda"}
+    full, padded = [TOKENS - 9, 9], [100]
+    layout = PackedLayout.from_lengths(full, **sizes)
+    x = torch.randn(TOKENS, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def run():
+        return packed_attention(x * 2, x, x, layout, backend="varlen")
+
+    def step(called):
+        out = called()
+        return out.detach().clone(), torch.autograd.grad(out.sum(), x)[0].clone()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
+    with watch_compilation() as stats:
+        for lengths, zeroes in ((full, False), (padded, True), (full, False)):
+            layout.copy_(PackedLayout.from_lengths(lengths, **sizes))
+            captured.clear()
+            for _ in range(3):  # warm up, record, replay
+                torch.compiler.cudagraph_mark_step_begin()
+                found = step(compiled)
+            assert any(captured) is zeroes
+            for mine, eager in zip(found, step(run), strict=True):
+                torch.testing.assert_close(mine, eager, atol=2e-2, rtol=2e-2)
+                assert not mine[sum(lengths) :].any()
+    assert stats.compilations == 1
+    captured.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = run()
+    assert captured == [True]
+    layout.copy_(PackedLayout.from_lengths(padded, **sizes))
+    graph.replay()
+    torch.testing.assert_close(out, run(), atol=2e-2, rtol=2e-2)
 
 
 def test_a_pickled_layout_still_recompiles_nothing(backend):

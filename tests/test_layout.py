@@ -39,6 +39,13 @@ def test_tokens_belong_to_the_document_that_holds_them(lengths, tail):
     assert layout.has_padding is (tail > 0)
 
 
+@pytest.mark.gpu
+@given(lengths_of, st.integers(0, 700))
+def test_a_gpu_numbers_positions_alike(lengths, tail):
+    layout = PackedLayout.from_lengths(lengths, total_tokens=sum(lengths) + tail)
+    assert torch.equal(layout.to("cuda").position_ids().cpu(), layout.position_ids())
+
+
 @given(lengths_of, st.integers(0, 50))
 def test_lengths_and_cu_seqlens_make_the_same_layout(lengths, tail):
     total = sum(lengths) + tail

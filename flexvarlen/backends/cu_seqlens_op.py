@@ -26,6 +26,8 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import torch
 from torch import Tensor
 
+from flexvarlen.launch import is_replayed
+
 LEAST_SINK = -1e30  # as good as -inf, which minus itself is NaN where a query sees no key
 MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
 
@@ -137,7 +139,7 @@ def attend(
                 f"{kernel} is not made for the transforms of torch.func; use backend='reference', "
                 "or torch.autograd.grad."
             )
-        result = _EagerAttention.apply(kernel, *tensors, numbers)  # type: ignore[no-untyped-call]
+        result = _apply_eagerly(kernel, *tensors, numbers)  # type: ignore[no-untyped-call]
     else:
         result = _forward(kernel, *tensors, numbers)
     return (result, None) if isinstance(result, Tensor) else result
@@ -153,7 +155,7 @@ def _forward(
     cu_seqlens_k: Tensor,
     numbers: Numbers,
 ) -> tuple[Tensor, Tensor]:
-    replayed = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
+    replayed = is_replayed(q_THD)
     call = _kernel_call(replayed, q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_k, numbers)
     may_have_tail = numbers.tail > 0 or replayed or _is_first(q_THD)
     out_THD, lse_HT = KERNELS[kernel].forward(call)
@@ -186,7 +188,7 @@ def _backward(
     cu_seqlens_k: Tensor,
     numbers: Numbers,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    replayed = q_THD.is_cuda and torch.cuda.is_current_stream_capturing()
+    replayed = is_replayed(q_THD)
     call = _kernel_call(replayed, q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_k, numbers)
     may_have_tail = numbers.tail > 0 or replayed
     if not grad_THD.is_contiguous():
@@ -235,8 +237,8 @@ def _kernel_call(
         v_THD,
         cu_seqlens_q,
         cu_seqlens_k,
-        max(longest_q, MIN_BOUND),
-        max(longest_k, MIN_BOUND),
+        MIN_BOUND if longest_q < MIN_BOUND else longest_q,
+        MIN_BOUND if longest_k < MIN_BOUND else longest_k,
         numbers.left,
         numbers.right,
         numbers.scale,
@@ -419,6 +421,11 @@ class _EagerAttention(torch.autograd.Function):
                 f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
             )
         return *_differentiate(_backward, ctx, grad_THD, ctx.numbers), None
+
+
+# Without the Python around it, which looks for a setup_context and for transforms of torch.func:
+# two microseconds.
+_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply
 
 
 @torch.library.custom_op("flexvarlen::lse_without_gradient", mutates_args=())

@@ -82,9 +82,7 @@ def _built_with_softcap(device: torch.device) -> bool:
 
 class _FlashAttention3Kernel:
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        import flash_attn_interface  # noqa: F401
-
-        out_THD, lse_HT, *_ = torch.ops.flash_attn_3.fwd.default(
+        out_THD, lse_HT, *_ = _operators()[0](
             _rows(call.q_THD),
             _rows(call.k_THD),
             _rows(call.v_THD),
@@ -96,10 +94,8 @@ class _FlashAttention3Kernel:
     def backward(
         self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        import flash_attn_interface  # noqa: F401
-
         dq, dk, dv = call.empty_gradients()
-        torch.ops.flash_attn_3.bwd.default(
+        _operators()[1](
             grad_THD,
             _rows(call.q_THD),
             _rows(call.k_THD),
@@ -113,6 +109,14 @@ class _FlashAttention3Kernel:
             deterministic=call.deterministic,
         )
         return dq, dk, dv
+
+
+@cache
+def _operators() -> tuple[Any, Any]:
+    """Forward and backward, which the package's import registers."""
+    import flash_attn_interface  # noqa: F401
+
+    return torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
 
 
 def _keywords(call: KernelCall) -> dict[str, Any]:
