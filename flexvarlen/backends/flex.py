@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import cache
+from operator import index
 from typing import Any
 
 import torch
@@ -177,6 +178,10 @@ def _flex(
     # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
     # sizes only.
     kernel_options: Any = {"BACKEND": kernel} if q.device.type == "cuda" else None
+    if kernel == "TRITON" and _tiles_are_known(
+        q.device.type, q.device.index, q.dtype, index(q.shape[3])
+    ):
+        kernel_options |= FORWARD_TILES
     result = flex_attention(
         q,
         k,
@@ -226,6 +231,26 @@ def _require_fixed_choices() -> bool:
         "flex gives the same bits in every compilation only while torch's deterministic switch is "
         "on, and inductor's with it; call torch.use_deterministic_algorithms(True) and leave both "
         "on, or use backend='fa3' or 'fa2'."
+    )
+
+
+FORWARD_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
+"""Of the forward on Hopper, in half precision: 1.1 to 3 times as fast as torch's own on an H200."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tiles_are_known(
+    device_type: str, device_index: int | None, dtype: torch.dtype, head_dim: int
+) -> bool:
+    """Whether `FORWARD_TILES` were measured for it, and inductor is not set to search."""
+    from torch._inductor import config
+
+    return (
+        device_type == "cuda"
+        and torch.cuda.get_device_capability(device_index) == (9, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (64, 128)
+        and not config.max_autotune
     )
 
 
