@@ -183,7 +183,8 @@ def _is_chunked(mask: DocumentMask) -> bool:
 def _outlives_the_call() -> bool:
     """Whether what is traced keeps numbers as constants, and is run on other documents later."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        # Not is_exporting(): Dynamo of torch 2.11 takes it for True in every graph.
+        return bool(torch.compiler._is_exporting_flag)
     proxy = torch._C._TorchDispatchModeKey.PROXY
     return (
         torch._C._len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(proxy) is not None
