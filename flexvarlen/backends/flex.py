@@ -117,11 +117,12 @@ class FlexBackend:
         q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
         with_lse = options.return_lse or options.sinks_H is not None
         same_bits = options.deterministic or options.batch_invariant
+        tiles = self._forward_tiles(q, mask, options)
         if torch.compiler.is_compiling():
             if same_bits and q.device.type == "cuda":
                 _require_fixed_choices()
             out, lse = _flex(
-                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
+                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel, tiles
             )
         else:
             own_T = (q.shape[2], k.shape[2]) if q.device.type == "cpu" else None
@@ -138,12 +139,13 @@ class FlexBackend:
                     options.softcap,
                     options.scale,
                     with_lse,
+                    tiles,
                     own_T,
                 ),
                 same_bits,
             )
             out, lse = call(
-                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel
+                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel, tiles
             )
         out_THD = out[0].transpose(0, 1)
         lse_HT = None if lse is None else lse[0]
@@ -151,6 +153,20 @@ class FlexBackend:
             keep_HT = torch.sigmoid(lse_HT - options.sinks_H.float().clamp(min=LEAST_SINK)[:, None])
             out_THD = (out_THD * keep_HT.T[..., None]).to(q_THD.dtype)
         return out_THD, lse_HT if options.return_lse else None
+
+    def _forward_tiles(self, q_BHTD: Tensor, mask: DocumentMask, options: AttentionOptions) -> bool:
+        """Whether `FORWARD_TILES` are the faster ones.
+
+        Batch invariant, this depends on nothing that varies with the row: other tiles, other bits.
+        """
+        if self.kernel != "TRITON" or q_BHTD.device.type != "cuda":
+            return False
+        head_dim = index(q_BHTD.shape[3])
+        short = mask.layout_k.max_seqlen_bound <= LONGEST_OF_TILES
+        if head_dim == 128 and not short and not options.batch_invariant:
+            return False
+        known: bool = _tiles_are_known(q_BHTD.device.index, q_BHTD.dtype, head_dim)
+        return known
 
 
 def _as_BHTD(x_THD: Tensor) -> Tensor:
@@ -174,13 +190,12 @@ def _flex(
     softcap: float | None,
     with_lse: bool,
     kernel: str,
+    tiles: bool,
 ) -> tuple[Tensor, Tensor | None]:
     # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
     # sizes only.
     kernel_options: Any = {"BACKEND": kernel} if q.device.type == "cuda" else None
-    if kernel == "TRITON" and _tiles_are_known(
-        q.device.type, q.device.index, q.dtype, index(q.shape[3])
-    ):
+    if tiles:
         kernel_options |= FORWARD_TILES
     result = flex_attention(
         q,
@@ -235,19 +250,23 @@ def _require_fixed_choices() -> bool:
 
 
 FORWARD_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
-"""Of the forward on Hopper, in half precision: 1.1 to 3 times as fast as torch's own on an H200."""
+"""Of the forward on Hopper, in half precision, in place of torch's 128 queries.
+
+On an H200 up to 2.8 times as fast (bench/results/kernels-h200.jsonl, flex beside raw:flex): less of
+a tile lies outside the documents, and at head_dim 64 torch's own do not fit the registers.
+"""
+
+LONGEST_OF_TILES = 32768
+"""At head_dim 128 torch's tiles are the faster ones for documents of more tokens."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tiles_are_known(
-    device_type: str, device_index: int | None, dtype: torch.dtype, head_dim: int
-) -> bool:
+def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether `FORWARD_TILES` were measured for it, and inductor is not set to search."""
     from torch._inductor import config
 
     return (
-        device_type == "cuda"
-        and torch.cuda.get_device_capability(device_index) == (9, 0)
+        torch.cuda.get_device_capability(device_index) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in (64, 128)
         and not config.max_autotune
