@@ -17,6 +17,7 @@ from typing import Any
 from bench.capabilities import capabilities_section
 from bench.figure_kernels import kernels_figure, kernels_figure_name
 from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
+from bench.host_time import host_time_section
 from bench.markdown import markdown
 from bench.report_compile import compile_section, small_inference_section
 from bench.report_kernels import kernels_groups, kernels_section
@@ -273,6 +274,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "capabilities": capabilities_section,
     "compile": compile_section,
     "small-inference": small_inference_section,
+    "host-time": host_time_section,
 }
 
 # Of a suite: how its rows are grouped, what a group's file is called, how it is drawn.
