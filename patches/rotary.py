@@ -1,7 +1,8 @@
 """Rotary tables computed once a compiled forward.
 
 Inductor would fuse `cos` and `sin` into every layer's rotation, forward and backward: the same
-trigonometry for each head, again and again. An operator it cannot see into keeps the tables.
+trigonometry for each head, again and again. An operator it cannot see into keeps the tables. In
+short rows, whose time is that of launches, reading them takes longer than computing them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from flexvarlen.launch import SHORT_ROW
 
 
 @torch.library.custom_op("flexvarlen::materialize", mutates_args=())
@@ -41,6 +44,9 @@ def forget_tables(base: nn.Module) -> None:
 
 
 def _materialize_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """`output`: cos and sin `[B, S, head_dim]`, or one table for both."""
     if not torch.compiler.is_compiling():
         return output
-    return tuple(materialize(x) for x in output)
+    if isinstance(output, Tensor):
+        return output if output.shape[1] <= SHORT_ROW else materialize(output)
+    return output if output[0].shape[1] <= SHORT_ROW else tuple(map(materialize, output))

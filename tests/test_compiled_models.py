@@ -138,6 +138,26 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
     check("qwen3_windows", backend, form, "inductor", train=True, **where)
 
 
+@pytest.mark.parametrize("tokens", [T, launch.SHORT_ROW + 1])
+def test_rotary_tables_are_kept_in_long_rows(tokens):
+    """Once a forward, not once a layer; in short rows a launch more takes longer."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    layout = fv.PackedLayout.from_lengths([tokens // 3, tokens - tokens // 3])
+    given = {"input_ids": torch.arange(tokens)[None] % VOCABULARY, "packed_layout": layout}
+    found = []
+
+    def compiler(graph, example):
+        found.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend=compiler)(**given).logits
+        torch.testing.assert_close(compiled, model(**given).logits)
+    kept = [target for target in found if target is torch.ops.flexvarlen.materialize.default]
+    assert len(kept) == (0 if tokens == T else 2)
+
+
 def test_dynamo_compiles_one_frame():
     """None for our hook, whose guards would be checked in each call."""
     model = fv.patch_model(new_model("llama"), "sdpa")

@@ -89,8 +89,13 @@ class KernelCall(NamedTuple):
 
     def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Contiguous tensors for dq, dk and dv."""
-        q, k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self[:3])
-        return q, k, v
+        q, k, v = self.q_THD, self.k_THD, self.v_THD
+        form = torch.contiguous_format
+        return (
+            torch.empty_like(q, memory_format=form),
+            torch.empty_like(k, memory_format=form),
+            torch.empty_like(v, memory_format=form),
+        )
 
 
 class CuSeqlensKernel(Protocol):
