@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flexvarlen import auto
 from flexvarlen.auto.keys import sizes_in_graph, torch_state
@@ -51,7 +52,8 @@ def packed_attention(
     Args:
         q_THD: `[T, H, D]`, float, on the layout's device.
         k_THD, v_THD: `[Tk, Hkv, D]`, same dtype and device; H a multiple of Hkv (grouped-query
-            attention; K and V are not repeated).
+            attention; K and V are not repeated). V may have a head_dim of its own, Dv: the smaller
+            of the two is padded with zeros for the kernel.
         layout: the documents.
         layout_k, causal, window, chunk, prefix, align: which keys of its document a query sees; as
             in `DocumentMask.of`.
@@ -69,7 +71,7 @@ def packed_attention(
             BlockMask, for flex), to share it among layers.
 
     Returns:
-        The output `[T, H, D]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf
+        The output `[T, H, Dv]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf
         at padding (differentiable on flex and reference; elsewhere its gradient raises).
 
     Raises:
@@ -112,15 +114,20 @@ def packed_attention(
             mask = DocumentMask(layout, served.spec)
             name = auto.choose(served.call, mask) if backend == "auto" else backend
             return _attend(name, served.options, q_THD, k_THD, v_THD, mask, sinks, plan)
-    mask = DocumentMask.of(
-        layout,
-        causal=causal,
-        window=window,
-        chunk=chunk,
-        prefix=prefix,
-        layout_k=layout_k,
-        align=align,
-    )
+    kind: dict[str, Any] = {
+        "layout_k": layout_k,
+        "causal": causal,
+        "window": window,
+        "chunk": chunk,
+        "prefix": prefix,
+        "align": align,
+    }
+    if v_THD.shape[:-1] == k_THD.shape[:-1] and v_THD.shape[-1] != k_THD.shape[-1]:
+        rest: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "scale": scale}
+        rest |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
+        rest |= {"backend": backend, "return_lse": return_lse, "plan": plan}
+        return _with_other_v_dim(q_THD, k_THD, v_THD, layout, **kind, **rest)
+    mask = DocumentMask.of(layout, **kind)
     _check_tensors(q_THD, k_THD, v_THD, mask, sinks)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(
@@ -144,6 +151,22 @@ def packed_attention(
     if key is not None:
         _remember(key, _Served(mask.spec, call, options))
     return _attend(name, options, q_THD, k_THD, v_THD, mask, sinks, plan)
+
+
+def _with_other_v_dim(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *args: Any, scale: float | None, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`packed_attention` with the smaller head_dim padded: zeros change neither scores nor sums."""
+    dim, v_dim = q_THD.shape[-1], v_THD.shape[-1]
+    if v_dim < dim:
+        v_THD = pad(v_THD, (0, dim - v_dim))
+    else:
+        q_THD, k_THD = pad(q_THD, (0, v_dim - dim)), pad(k_THD, (0, v_dim - dim))
+    scale = dim**-0.5 if scale is None else scale
+    result = packed_attention(q_THD, k_THD, v_THD, *args, scale=scale, **options)
+    if isinstance(result, tuple):
+        return result[0][..., :v_dim], result[1]
+    return result[..., :v_dim]
 
 
 class _Served(NamedTuple):

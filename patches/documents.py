@@ -29,6 +29,10 @@ EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "
 """The keywords of a forward that give its documents outright."""
 
 
+CONTEXT = "flexvarlen"
+"""The keyword under which the layers of a patched model get their `PackedForward`."""
+
+
 @dataclass
 class PackedForward:
     """What every layer of one forward shares.
@@ -38,6 +42,8 @@ class PackedForward:
     Attributes:
         backend: a backend's name, or one for each type of layers; "auto" is resolved by kind.
         deterministic, batch_invariant: as in `packed_attention`.
+        chunk_size: tokens of a chunk, in the layers that have chunks.
+        has_temperature: whether layers scale queries by their place in the row.
         routes: by kind; made before the first layer, or where a layer of another kind asks.
         several_a_row: documents, as the host knows, of a forward that may fill a cache.
         one_a_row: bool 0-dim, the same as a graph knows it.
@@ -47,6 +53,8 @@ class PackedForward:
     backend: BackendChoice
     deterministic: bool | None = None
     batch_invariant: bool | None = None
+    chunk_size: int | None = None
+    has_temperature: bool = False
     routes: dict[LayerKind, Route] = field(default_factory=dict)
     several_a_row: bool = False
     one_a_row: Tensor | None = None
@@ -96,7 +104,7 @@ class PackedForward:
             except NotImplementedError as refusal:
                 raise NotImplementedError(f"The {kind.layer_type} layers: {refusal}") from refusal
         for other, route in others:
-            if route.backend == backend and other[1:3] == kind[1:3]:  # of the same mask
+            if route.backend == backend and other.spec == kind.spec:  # of the same mask
                 return Route(backend, route.plan, **asked)
         plan = make_plan(backend, self.layout, kind.spec, batch_invariant=self.batch_invariant)
         return Route(backend, plan, **asked)

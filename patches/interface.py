@@ -7,11 +7,11 @@ not masks of document ids, which transformers turns to booleans, nor labels.
 A patched model that is pickled keeps the name and loses `patch_model`'s wrapper: its layers know,
 and raise.
 
-Decoding is not packed: fewer queries than keys, or a 4D mask, go to transformers' own sdpa, with
-its own mask. With several documents in a row, in the new tokens or in the cache, it raises; but by
-the name alone a cache of several is not noticed if a compiled forward filled it, if all its layers
-have a sliding window, or if it keeps no keys as they came (quantized). A patched model notices
-these too, but on its own cache only, not on one rebuilt from its tensors.
+Fewer queries than keys, or a 4D mask, is decoding, which is not packed: it goes to `decoding.py`.
+With several documents in a row, in the new tokens or in the cache, it raises; but by the name alone
+a cache of several is not noticed if a compiled forward filled it, if all its layers have a sliding
+window, or if it keeps no keys as they came (quantized). A patched model notices these too, but on
+its own cache only, not on one rebuilt from its tensors.
 
 Shapes: B rows of S tokens; H = num_heads, Hkv = num_kv_heads, D = head_dim; T = B·S.
 """
@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS
 from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes, warn_if_fallen_back
-from flexvarlen.patches.documents import EXPLICIT, PackedForward, Unpacked
+from flexvarlen.patches.decoding import attend_to_cache
+from flexvarlen.patches.documents import CONTEXT, EXPLICIT, PackedForward, Unpacked
 from flexvarlen.patches.families import require_verified
-from flexvarlen.patches.one_document import check_one_document
-from flexvarlen.patches.one_forward import first_unpacked, shared_between_layers
-from flexvarlen.patches.packed_cache import refuse_packed_keys, set_apart
-from flexvarlen.patches.routing import LayerKind, layer_type_of, refusal_of_layers
+from flexvarlen.patches.llama import own_temperature
+from flexvarlen.patches.one_forward import shared_between_layers
+from flexvarlen.patches.packed_cache import set_apart
+from flexvarlen.patches.rotary import refuse_dynamic_rope, refuse_unpatched_longrope
+from flexvarlen.patches.routing import LayerKind, chunk_of, layer_type_of, refusal_of_layers
 from flexvarlen.patches.wrapped_forward import refuse_lost_patch
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
@@ -45,12 +46,6 @@ IMPLEMENTATIONS = {
     for backend in (*BACKENDS, "auto")
 }
 """`attn_implementation` names, and the backend behind each."""
-
-CONTEXT = "flexvarlen"
-"""The keyword under which the layers of a patched model get their `PackedForward`."""
-
-OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
-"""What a layer sees of a forward that is not packed."""
 
 Attention = Callable[..., tuple[Tensor, None]]
 
@@ -95,12 +90,14 @@ def _attention_function(backend: str) -> Attention:
             query.shape[2] != key.shape[2]
             or (attention_mask is not None and attention_mask.ndim == 4)
         ):
-            return _transformers_sdpa(
+            return attend_to_cache(
                 module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
             )
         batch, heads, row_tokens, head_dim = query.shape
         if packed is None:
             require_verified(module.config.model_type)  # type: ignore[union-attr, arg-type]
+            refuse_dynamic_rope(module.config)
+            refuse_unpatched_longrope(module.config)
             packed = shared_between_layers(
                 module,
                 backend,
@@ -121,13 +118,17 @@ def _attention_function(backend: str) -> Attention:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         sinks = kwargs.get("s_aux")
         q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
+        if packed.has_temperature:
+            q_THD = own_temperature(module, q_THD, packed.layout, row_tokens)
+        chunk = chunk_of(module, packed.chunk_size)
         kind = LayerKind(
-            layer_type_of(module, sliding_window),
+            layer_type_of(module, sliding_window, chunk),
             causal,
             sliding_window,
+            chunk,
             heads,
             key.shape[1],
-            head_dim,
+            max(head_dim, value.shape[3]),
             softcap,
             sinks is not None,
         )
@@ -143,6 +144,7 @@ def _attention_function(backend: str) -> Attention:
                 packed.layout,
                 causal=causal,
                 window=sliding_window,
+                chunk=chunk,
                 softcap=softcap,
                 sinks=sinks,
                 scale=scaling,
@@ -167,7 +169,7 @@ def _attention_function(backend: str) -> Attention:
                 )
             ) from refusal
         assert isinstance(out_THD, Tensor)
-        return out_THD.view(batch, row_tokens, heads, head_dim), None
+        return out_THD.reshape(batch, row_tokens, heads, value.shape[3]), None
 
     return flexvarlen_attention
 
@@ -209,42 +211,6 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
             "continuous batching is not supported by flexvarlen's implementations; use "
             "attn_implementation='sdpa' for it."
         )
-
-
-def _transformers_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """Decoding: transformers' own sdpa with transformers' own mask."""
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("packed_layout") is not None:
-        raise ValueError(
-            f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
-            "use_cache=False, and no 4D attention_mask."
-        )
-    refuse_packed_keys(key)
-    checked = kwargs.get(CONTEXT) is Unpacked.CHECKED
-    if not checked and (torch.compiler.is_compiling() or first_unpacked(module)):
-        check_one_document(
-            query.shape[2],
-            position_ids=kwargs.get("position_ids"),
-            attention_mask=attention_mask,
-            with_what=OTHER_KEYS,
-        )
-    if softcap is not None or kwargs.get("s_aux") is not None:
-        raise NotImplementedError(
-            "sdpa has neither softcap nor sinks; use the model's own attention for decoding."
-        )
-    out: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal
-    )
-    return out
 
 
 def _mask_function(

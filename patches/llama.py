@@ -1,3 +1,42 @@
-"""Llama 1 to 3: plain causal attention, grouped-query or not."""
+"""Llama 1 to 3, and the text model of Llama 4.
 
-MODEL_TYPES = ("llama",)
+Llama 4: most layers attend inside chunks of `attention_chunk_size` tokens, which here begin with
+the document. The others have no RoPE; past 8,192 tokens they scale queries by the place of the
+token in the row, which `own_temperature` makes its place in the document.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexvarlen.layout import PackedLayout
+
+MODEL_TYPES = ("llama", "llama4_text")
+
+
+def has_temperature(config: Any) -> bool:
+    """Whether layers without RoPE scale their queries by the token's place."""
+    return bool(config.__dict__.get("attn_temperature_tuning"))
+
+
+def own_temperature(
+    layer: nn.Module, q_THD: Tensor, layout: PackedLayout, row_tokens: int
+) -> Tensor:
+    """Queries that the layer scaled by their place in a row of S tokens, as by that in a document.
+
+    As they are, where no row is long enough for another scale, and in layers with RoPE.
+    """
+    floor_scale: Any = layer.floor_scale
+    if layer.use_rope or row_tokens < floor_scale:
+        return q_THD
+    in_row = torch.arange(layout.total_tokens, device=q_THD.device) % row_tokens
+
+    def scale(place_T: Tensor) -> Tensor:
+        steps = torch.floor((place_T.float() + 1.0) / floor_scale)
+        return torch.log1p(steps) * layer.attn_scale + 1.0  # type: ignore[operator]
+
+    ratio_T = scale(layout.position_ids()) / scale(in_row)
+    return (q_THD * ratio_T[:, None, None]).to(q_THD.dtype)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from flexvarlen.layout import PackedLayout
 from flexvarlen.patches.documents import (
+    CONTEXT,
     EXPLICIT,
     PackedForward,
     Unpacked,
@@ -25,7 +26,7 @@ from flexvarlen.patches.documents import (
     first_tokens,
 )
 from flexvarlen.patches.families import require_verified
-from flexvarlen.patches.interface import CONTEXT, IMPLEMENTATIONS
+from flexvarlen.patches.interface import IMPLEMENTATIONS
 from flexvarlen.patches.one_document import check_one_document, why_not_whole_rows
 from flexvarlen.patches.packed_cache import (
     mark_cache,
@@ -33,14 +34,22 @@ from flexvarlen.patches.packed_cache import (
     one_document_a_row,
     refuse_packed_documents,
 )
-from flexvarlen.patches.rotary import forget_tables, keep_tables
+from flexvarlen.patches.rotary import (
+    check_restarts,
+    has_longrope,
+    own_tables,
+    refuse_dynamic_rope,
+    shared_tables,
+)
 from flexvarlen.patches.routing import (
     BackendChoice,
+    base_of,
     check_choice,
     check_machine,
     dtype_of_queries,
     kinds_of,
     names_in,
+    row_wide,
 )
 from flexvarlen.patches.shared_config import (
     ATTRIBUTE,
@@ -132,11 +141,12 @@ def patch_model(
     """
     inner = _transformers_model(model)
     require_verified(inner.config.model_type)
-    if inner.base_model is not inner and not type(inner).__name__.endswith("ForCausalLM"):
+    if base_of(inner) is not inner and not type(inner).__name__.endswith("ForCausalLM"):
         raise NotImplementedError(
             f"model must be a base model or a ...ForCausalLM, got {type(inner).__name__}: labels "
             "of other heads are not next tokens; patch its base model, and pool by document."
         )
+    refuse_dynamic_rope(inner.config)
     kinds = kinds_of(inner)
     check_choice(backend, kinds)
     check_machine(
@@ -165,7 +175,7 @@ def patch_model(
             wrap_forward(module, _before_forward, _after_forward)
         setattr(module, ATTRIBUTE, patch)
     mark_layers(inner)
-    keep_tables(inner.base_model)
+    own_tables(base_of(inner))
     join_sharers(inner)
     return model
 
@@ -190,7 +200,7 @@ def unpatch_model(model: Model) -> Model:
         module.__dict__.pop(ATTRIBUTE, None)
         unwrap_forward(module)
     unmark_layers(inner)
-    forget_tables(inner.base_model)
+    shared_tables(base_of(inner))
     leave_sharers(inner, patch)
     return model
 
@@ -299,6 +309,8 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         max_seqlen_bound=patch.max_seqlen_bound,
         **given,
     )
+    if position_ids is not None and has_longrope(config):
+        check_restarts(layout, position_ids, row_tokens)
     # Inside a compiled graph nothing that varies with the documents may be asked: it would be
     # guarded on.
     packs = torch.compiler.is_compiling() or layout.num_docs != batch or layout.has_padding
@@ -311,7 +323,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         explicit
         or module.training
         or torch.compiler.is_compiling()
-        or _compiled_by_layer(module.base_model)
+        or _compiled_by_layer(base_of(module))
     )
     if wants_no_cache and inputs.get("use_cache") is None and cache is None:
         inputs["use_cache"] = False
@@ -343,7 +355,8 @@ def _compiled_by_layer(base: Any) -> bool:
 
 
 def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
-    packed = PackedForward(layout, patch.backend, patch.deterministic, patch.batch_invariant)
+    promises = (patch.deterministic, patch.batch_invariant)
+    packed = PackedForward(layout, patch.backend, *promises, **row_wide(module.config))
     device_type = layout.device.type
     dtype = (
         torch.get_autocast_dtype(device_type)

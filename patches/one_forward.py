@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flexvarlen.patches.documents import PackedForward, find_layout
 from flexvarlen.patches.packed_cache import one_document_a_row
+from flexvarlen.patches.routing import row_wide
 
 
 class _LastLayer(threading.local):
@@ -66,7 +67,8 @@ def shared_between_layers(
     if there is padding.
     """
     if torch.compiler.is_compiling():
-        return PackedForward(find_layout(batch, row_tokens, device, **given), backend)
+        layout = find_layout(batch, row_tokens, device, **given)
+        return PackedForward(layout, backend, **row_wide(layer.config))
     begins_forward(layer)  # and if so, nothing is kept any more
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     # Tensors made under inference_mode carry no version.
@@ -83,6 +85,6 @@ def shared_between_layers(
         return _last.packed
     layout = find_layout(batch, row_tokens, device, **given)
     several = not bool(one_document_a_row(layout, batch))
-    packed = PackedForward(layout, backend, several_a_row=several)
+    packed = PackedForward(layout, backend, several_a_row=several, **row_wide(layer.config))
     _last.key, _last.tensors, _last.packed = key, refs, packed
     return packed

@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 
 from flexvarlen.backends import BACKENDS, get_backend, why_not
 from flexvarlen.bounds import MaskSpec
+from flexvarlen.patches.llama import has_temperature
 
 BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # as in transformers' config.layer_types
+# As in transformers' config.layer_types.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 class LayerKind(NamedTuple):
@@ -28,13 +30,15 @@ class LayerKind(NamedTuple):
 
     Attributes:
         layer_type: transformers' name, as in `config.layer_types`.
-        causal, window: as in `MaskSpec.of`.
+        causal, window, chunk: as in `MaskSpec.of`.
+        head_dim: the larger one, where values have their own.
         sinks: whether the layer has attention sinks.
     """
 
     layer_type: str
     causal: bool
     window: int | None
+    chunk: int | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -44,7 +48,7 @@ class LayerKind(NamedTuple):
     @property
     def spec(self) -> MaskSpec:
         """Its mask."""
-        return MaskSpec.of(causal=self.causal, window=self.window)
+        return MaskSpec.of(causal=self.causal, window=self.window, chunk=self.chunk)
 
 
 class Route(NamedTuple):
@@ -68,31 +72,73 @@ class Route(NamedTuple):
         return self.dtype == dtype and (bool(self.needs_grad) or not needs_grad)
 
 
-def layer_type_of(layer: nn.Module, window: int | None) -> str:
-    """transformers' name for the type of an attention layer with this window."""
+def layer_type_of(layer: nn.Module, window: int | None, chunk: int | None = None) -> str:
+    """transformers' name for the type of an attention layer with this window or chunk."""
     # Not getattr: an attribute that a module does not have costs a microsecond.
     named: str | None = layer.__dict__.get("layer_type")
     if named is not None:
         return named
+    if chunk is not None:
+        return CHUNKED
     return FULL if window is None else SLIDING
+
+
+def chunk_size_of(config: Any) -> int | None:
+    """Tokens of a chunk in the layers that have chunks (Llama 4), or None."""
+    size: int | None = config.__dict__.get("attention_chunk_size")
+    return size
+
+
+def row_wide(config: Any) -> dict[str, Any]:
+    """What a `PackedForward` must know of what layers do by a token's place in the row."""
+    return {"chunk_size": chunk_size_of(config), "has_temperature": has_temperature(config)}
+
+
+def chunk_of(layer: nn.Module, chunk_size: int | None) -> int | None:
+    """Tokens of a chunk, which attention of this layer does not cross, or None."""
+    if chunk_size is None:
+        return None
+    types: list[str] = layer.config.layer_types  # type: ignore[union-attr, assignment]
+    return chunk_size if types[layer.layer_idx] == CHUNKED else None  # type: ignore[index]
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that call the attention function, in order."""
+    return [layer for layer in model.modules() if "is_causal" in layer.__dict__]
+
+
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """The model without a head: the one that holds the layers, and RoPE's tables."""
+    base: nn.Module = model.base_model
+    if base is not model or "layers" in model._modules:
+        return base
+    found = (part for part in model.children() if isinstance(part, PreTrainedModel))
+    return next(found, model)  # Llama4ForCausalLM names another prefix than its attribute
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     """The kinds of the model's attention layers, each once, in the order of the layers."""
     config = model.config
     kinds: dict[LayerKind, None] = {}
-    for layer in model.modules():
-        if "is_causal" not in layer.__dict__:
-            continue
+    for layer in attention_layers(model):
         window = getattr(layer, "sliding_window", None)
+        chunk = chunk_of(layer, chunk_size_of(config))
         heads: int = config.num_attention_heads
+        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        head_dim: int = getattr(layer, "head_dim", None) or config.hidden_size // heads
+        if hasattr(layer, "kv_lora_rank"):  # multi-head latent attention: keys of all heads
+            dims: list[Any] = [layer.qk_head_dim, layer.v_head_dim]
+            kv_heads, head_dim = heads, max(dims)
         kind = LayerKind(
-            layer_type=layer_type_of(layer, window),
+            layer_type=layer_type_of(layer, window, chunk),
             causal=bool(layer.is_causal),
             window=window,
+            chunk=chunk,
             num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            softcap=getattr(layer, "attn_logit_softcapping", None),
+            sinks="sinks" in layer._parameters,
         )
         kinds[kind] = None
     return tuple(kinds)
@@ -107,8 +153,8 @@ def dtype_of_queries(module: nn.Module) -> torch.dtype:
     A guess where weights are quantized or cast on the way; a layer that gets other queries resolves
     "auto" anew.
     """
-    layers: Any = module.base_model.layers  # type: ignore[union-attr]
-    attention: list[nn.Module] = [layers[0].self_attn] if len(layers) else []
+    layers: Any = base_of(module)._modules.get("layers")  # type: ignore[arg-type]
+    attention: list[nn.Module] = [layers[0].self_attn] if layers else []
     for part in (*attention, module):
         for parameter in part.parameters():
             if parameter.dtype in _COMPUTED_IN:  # not what weights are packed in
@@ -178,6 +224,7 @@ def why_not_kind(backend: str, kind: LayerKind, **call: Any) -> str | None:
         head_dim=kind.head_dim,
         causal=kind.causal,
         window=kind.window,
+        chunk=kind.chunk,
         softcap=kind.softcap,
         sinks=kind.sinks,
         **call,

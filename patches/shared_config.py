@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.patches.interface import IMPLEMENTATIONS
-from flexvarlen.patches.routing import BackendChoice, LayerKind
+from flexvarlen.patches.routing import BackendChoice, LayerKind, base_of
 
 ATTRIBUTE = "_flexvarlen_patch"
 
@@ -51,7 +51,7 @@ _patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
     """The modules of a model that bear its patch: itself and its base model."""
-    base = inner.base_model
+    base = base_of(inner)
     return [inner] if base is inner else [inner, base]
 
 

@@ -168,7 +168,7 @@ def test_auto_is_resolved_anew_for_queries_of_another_dtype(attended, monkeypatc
 
 def test_a_route_without_gradients_is_not_taken_for_calls_with():
     packed = documents.PackedForward(fv.PackedLayout.from_lengths([5, 7]), "auto")
-    kind = routing.LayerKind("full_attention", True, None, 6, 2, 16)
+    kind = routing.LayerKind("full_attention", True, None, None, 6, 2, 16)
     without = packed.route(kind, torch.float32, False)
     having = packed.route(kind, torch.float32, True)
     assert (without.needs_grad, having.needs_grad) == (False, True)
@@ -354,9 +354,9 @@ def test_the_environment_promises_where_the_argument_does_not_say():
 def test_kinds_of_a_model():
     kinds = routing.kinds_of(new_model("qwen3_windows", num_hidden_layers=4))
     assert kinds == (
-        routing.LayerKind("full_attention", True, None, 6, 2, 16),
-        routing.LayerKind("sliding_attention", True, 9, 6, 2, 16),
+        routing.LayerKind("full_attention", True, None, None, 6, 2, 16),
+        routing.LayerKind("sliding_attention", True, 9, None, 6, 2, 16),
     )
     assert routing.kinds_of(new_model("llama")) == (
-        routing.LayerKind("full_attention", True, None, 6, 2, 16),
+        routing.LayerKind("full_attention", True, None, None, 6, 2, 16),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlamaConfig
 
 import flexvarlen as fv
 from flexvarlen.bounds import MaskSpec
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.layer_idx = index
+        self.layer_idx, self.config = index, LlamaConfig()
 
 
 def found_by(index, positions, *, backend="sdpa", batch=1, **given):
