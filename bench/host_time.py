@@ -42,7 +42,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--commit", help="recorded in place of what git finds here")
     add("--out", type=Path, help="JSON lines to append to")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.rounds < 2:
+        parser.error(f"--rounds must be at least 2, for a spread, got {args.rounds}")
+    return args
 
 
 class Run(BenchRun):
@@ -85,7 +88,8 @@ class Run(BenchRun):
         more = [mine - theirs for mine, theirs in zip(found["ours"], found["raw"], strict=True)]
         measures = {"rounds": self.args.rounds, "calls": self.args.calls}
         for name, values in (found | {"more": more}).items():
-            p20, p50, p80 = (statistics.quantiles(values, n=10)[i] for i in (1, 4, 7))
+            tenths = statistics.quantiles(values, n=10, method="inclusive")
+            p20, p50, p80 = (tenths[i] for i in (1, 4, 7))
             measures |= {f"{name}_us_p20": p20, f"{name}_us_p50": p50, f"{name}_us_p80": p80}
         self.append(case, "ok", None, measures)
         self.say(f"{kernel}, {passes}: {measures['more_us_p50']:+.1f} µs")

@@ -71,8 +71,8 @@ def packed_attention(
             BlockMask, for flex), to share it among layers.
 
     Returns:
-        The output `[T, H, Dv]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`, -inf
-        at padding (differentiable on flex and reference; elsewhere its gradient raises).
+        The output `[T, H, Dv]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`,
+        -inf at padding (differentiable on flex and reference; elsewhere its gradient raises).
 
     Raises:
         ValueError: tensors that do not fit one another or the layout.

@@ -8,6 +8,7 @@ holds, where the host knows it.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -72,14 +73,17 @@ def is_replayed(x: Tensor) -> bool:
     """Whether a call on x is captured into a CUDA graph that may be replayed on other documents.
 
     Not in inductor's own graphs (`mode="reduce-overhead"`): it records one for each combination of
-    the numbers that it is handed, these sizes among them.
+    the numbers that it hands our operators, these sizes among them. Nothing else tells who captures
+    than the Python frames that the call came through.
     """
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return False
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    of_thread = "tree_manager_containers"
-    if trees is None or not (hasattr(trees.local, of_thread) or torch._C._is_key_in_tls(of_thread)):
-        return True
-    manager = trees.get_manager(x.device.index, create_if_none_exists=False)
-    # It records on a stream of its own.
-    return manager is None or torch.cuda.current_stream(x.device) != manager.stream
+    node = getattr(trees, "CUDAGraphNode", None)
+    recording = getattr(getattr(node, "_record", None), "__code__", None)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is recording:
+            return False
+        frame = frame.f_back
+    return True

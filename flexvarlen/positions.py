@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexvarlen.boundaries import HAS_TRITON
+
 
 def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     """int64 `[T]` of the boundaries int32 `[N + 1]`: from 0 in each document. No sync."""
-    if cu_seqlens.is_cuda:
+    if cu_seqlens.is_cuda and HAS_TRITON and type(cu_seqlens) is Tensor:  # no fake one
         from flexvarlen.kernels.position_ids import position_ids
 
         return position_ids(cu_seqlens.contiguous(), total_tokens)

@@ -31,7 +31,7 @@ from flexvarlen.backends import BACKENDS
 from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes, warn_if_fallen_back
 from flexvarlen.patches.decoding import attend_to_cache
 from flexvarlen.patches.documents import CONTEXT, EXPLICIT, PackedForward, Unpacked
-from flexvarlen.patches.families import require_verified
+from flexvarlen.patches.families import require_verified_alone
 from flexvarlen.patches.llama import own_temperature
 from flexvarlen.patches.one_forward import shared_between_layers
 from flexvarlen.patches.packed_cache import set_apart
@@ -95,7 +95,7 @@ def _attention_function(backend: str) -> Attention:
             )
         batch, heads, row_tokens, head_dim = query.shape
         if packed is None:
-            require_verified(module.config.model_type)  # type: ignore[union-attr, arg-type]
+            require_verified_alone(module.config.model_type)  # type: ignore[union-attr, arg-type]
             refuse_dynamic_rope(module.config)
             refuse_unpatched_longrope(module.config)
             packed = shared_between_layers(

@@ -1,8 +1,6 @@
-"""Llama 1 to 3, and the text model of Llama 4.
+"""Llama 4: layers without RoPE scale queries by the place of the token in the row.
 
-Llama 4: most layers attend inside chunks of `attention_chunk_size` tokens, which here begin with
-the document. The others have no RoPE; past 8,192 tokens they scale queries by the place of the
-token in the row, which `own_temperature` makes its place in the document.
+Past 8,192 tokens. Here it must be the place in the document.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout import PackedLayout
-
-MODEL_TYPES = ("llama", "llama4_text")
 
 
 def has_temperature(config: Any) -> bool:

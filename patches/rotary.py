@@ -96,6 +96,9 @@ def own_tables(base: nn.Module) -> None:
     if rotary is None:
         return
     if getattr(rotary, "rope_type", None) == "longrope":
+        # It keeps its long frequencies from the first call on: a graph would be made anew for them.
+        device = rotary.inv_freq.device
+        rotary(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
         rotary.register_forward_hook(_by_document, with_kwargs=True)
     rotary.register_forward_hook(_materialize_outputs)
 
@@ -132,12 +135,16 @@ def _by_document(
 
 
 def _materialize_outputs(rotary: nn.Module, args: Any, output: Any) -> Any:
-    """`output`: cos and sin `[B, S, head_dim]`, or one table for both."""
+    """`output`: cos and sin `[B, S, head_dim]`, or one table for both.
+
+    A graph of any S guards whether B·S is short.
+    """
     if not torch.compiler.is_compiling():
         return output
-    if isinstance(output, Tensor):
-        return output if output.shape[1] <= SHORT_ROW else materialize(output)
-    return output if output[0].shape[1] <= SHORT_ROW else tuple(map(materialize, output))
+    table = output if isinstance(output, Tensor) else output[0]
+    if table.shape[0] * table.shape[1] <= SHORT_ROW:
+        return output
+    return materialize(output) if output is table else tuple(map(materialize, output))
 
 
 _OURS = (_by_document, _materialize_outputs)

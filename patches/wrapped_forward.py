@@ -133,8 +133,11 @@ def _refuse_forward_of_another(module: nn.Module, args: Any) -> None:
     )
 
 
-# Of a compiled model Dynamo would make a graph of the hook alone, and check its guards each call.
-torch._dynamo.eval_frame.skip_code(_refuse_forward_of_another.__code__)
+# Of a compiled model Dynamo would make a graph of the hook alone, in which it refuses nothing, and
+# check its guards each call.
+_skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+if _skip_code is not None:
+    _skip_code(_refuse_forward_of_another.__code__)
 
 
 class _Mark:

@@ -27,8 +27,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser):
-    """`--mask-cases N`: random masks of each kind that are held against brute force."""
+    """`--mask-cases N`: random masks of each kind that are held against brute force.
+
+    `--all-forms`: every form of a batch on every family, not a sample.
+    """
     parser.addoption("--mask-cases", type=int, default=60)
+    parser.addoption("--all-forms", action="store_true")
 
 
 def pytest_collection_modifyitems(items):

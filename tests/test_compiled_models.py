@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
 from flexvarlen import launch
+from flexvarlen.patches import rotary
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_peer, new_model
 
@@ -156,6 +157,17 @@ def test_rotary_tables_are_kept_in_long_rows(tokens):
         torch.testing.assert_close(compiled, model(**given).logits)
     kept = [target for target in found if target is torch.ops.flexvarlen.materialize.default]
     assert len(kept) == (0 if tokens == T else 2)
+
+
+def test_a_rotary_table_that_is_one_tensor():
+    """Llama 4's, complex: kept whole, not row by row."""
+    table = torch.randn(2, launch.SHORT_ROW, 8, dtype=torch.complex64)
+
+    def kept(x):
+        return rotary._materialize_outputs(None, (), x * 1)
+
+    found = torch.compile(kept, fullgraph=True, backend="aot_eager")(table)
+    assert torch.equal(found, table)
 
 
 def test_dynamo_compiles_one_frame():

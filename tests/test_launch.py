@@ -9,6 +9,7 @@ A plain kernel stands in for FlashAttention; see `tests.plain_kernel`.
 from __future__ import annotations
 
 import pickle
+import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -164,6 +165,47 @@ def test_inductors_cuda_graphs_hold_what_the_row_needs(monkeypatch):
     layout.copy_(PackedLayout.from_lengths(padded, **sizes))
     graph.replay()
     torch.testing.assert_close(out, run(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("who", ["another operator inside inductor's graph", "a user beside it"])
+def test_other_captures_are_made_for_any_documents(who):
+    """Numbers that inductor is not handed are constants of its graph, as of a user's own."""
+    sizes = {"total_tokens": LONG, "capacity": 4, "max_seqlen_bound": LONG, "device": "cuda"}
+    layout = PackedLayout.from_lengths([LONG - 9, 9], **sizes)
+    x = torch.randn(LONG, 2, 64, dtype=torch.bfloat16, device="cuda")
+
+    def attention(q):
+        return packed_attention(q, q, q, layout, backend="varlen")
+
+    name = f"flexvarlen_tests::{'opaque' if who.startswith('another') else 'plain'}"
+    schema = "(Tensor q) -> Tensor"
+    opaque = torch.library.custom_op(name, attention, mutates_args=(), schema=schema)
+    opaque.register_fake(torch.empty_like)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: opaque(q * 2), fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):  # warm up, record, replay
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(x)
+    graphs = []
+    if who == "a user beside it":
+        trees = sys.modules["torch._inductor.cudagraph_trees"]
+        stream = trees.get_manager(x.device.index).stream  # of a pool: others get it, too
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                out = attention(x * 2)
+            graphs.append((graph, out))
+    for lengths in ([1, 700, 40, LONG - 741], [LONG], [100]):
+        layout.copy_(PackedLayout.from_lengths(lengths, **sizes))
+        expected = attention(x * 2)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [compiled(x).clone()] if not graphs else []
+        for graph, out in graphs:
+            graph.replay()
+            found.append(out)
+        for out in found:
+            torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_pickled_layout_still_recompiles_nothing(backend):

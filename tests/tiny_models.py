@@ -21,6 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from flexvarlen.patches.families import BY_TYPE
+
 VOCABULARY = 97
 LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the border of two blocks
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}
@@ -34,10 +36,12 @@ KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def config_of(kind: str, head_dim: int = 16, **changes: Any):
-    """The config of two layers, 6 query heads and 2 KV heads.
+    """The config of two layers, 6 query heads and 2 KV heads; of any verified family, too.
 
     Weights ten times as large as usual: else attention is almost uniform, and a leak moves little.
     """
+    if kind not in KINDS:
+        return BY_TYPE[kind].tiny_config(head_dim=head_dim, **changes)
     config_class, extra = KINDS[kind]
     sizes = {
         "vocab_size": VOCABULARY,
@@ -56,14 +60,17 @@ def config_of(kind: str, head_dim: int = 16, **changes: Any):
     return config_class(**{**sizes, **extra, **changes})
 
 
-def new_model(kind: str, *, head_dim: int = 16, implementation: str = "sdpa", **changes: Any):
+def new_model(kind: str, *, head_dim: int = 16, implementation: str | None = None, **changes: Any):
     """A model of its own, always with the same weights, in fp32 and eval mode."""
     torch.manual_seed(0)
     config = config_of(kind, head_dim, **changes)
+    config._experts_implementation = "eager"  # the others have no fp64
+    if implementation is None:  # some have no sdpa
+        implementation = "sdpa" if kind in KINDS else "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # they start at 0
+            if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
                 parameter.normal_(std=0.2)
             # rounded, so that every dtype gets the very same values
             parameter.copy_(parameter.to(torch.bfloat16))

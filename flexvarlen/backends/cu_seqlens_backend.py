@@ -164,7 +164,7 @@ class CuSeqlensBackend:
         Not in the plan: a compiled layer that is handed it would take its numbers for constants.
         """
         slots = plan.cu_seqlens_q.shape[0] - 1
-        if _outlives_the_call():
+        if _outlives_the_call(plan.cu_seqlens_q):
             return slots, plan.bound_q, plan.bound_k, 1
         documents, longest_q, tail = mask.layout.launch.read()
         longest_k = longest_q
@@ -180,11 +180,15 @@ def _is_chunked(mask: DocumentMask) -> bool:
     return 0 < mask.spec.chunk < mask.layout.max_seqlen_bound
 
 
-def _outlives_the_call() -> bool:
-    """Whether what is traced keeps numbers as constants, and is run on other documents later."""
+def _outlives_the_call(x: Tensor) -> bool:
+    """Whether what is traced, or captured, keeps numbers and is run on other documents later."""
     if torch.compiler.is_compiling():
         # Not is_exporting(): Dynamo of torch 2.11 takes it for True in every graph.
-        return bool(torch.compiler._is_exporting_flag)
+        return bool(getattr(torch.compiler, "_is_exporting_flag", True))
+    # Inductor's own CUDA graphs call the operator, not this; so whoever captures here, another
+    # operator inside inductor's graph too, replays these very numbers.
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
     proxy = torch._C._TorchDispatchModeKey.PROXY
     return (
         torch._C._len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(proxy) is not None

@@ -38,7 +38,8 @@ class Numbers(NamedTuple):
     Attributes:
         documents: how many slots are used.
         longest_q, longest_k: no document, and no document's keys, have more tokens.
-        bound_q, bound_k: none ever has: what a captured CUDA graph is made for, and for all slots.
+        bound_q, bound_k: none ever has: what a CUDA graph that a user captures is made for, and for
+            all slots.
         left, right: FlashAttention's window, keys on each side; -1 for no limit.
         scale: factor on the scores.
         softcap: as in `packed_attention`, 0 for none.
@@ -259,7 +260,7 @@ _seen: set[tuple[torch.dtype, torch.device]] = set()
 def _is_first(x: Tensor) -> bool:
     """Whether tails of this kind were never zeroed: a kernel loads at its first launch.
 
-    A CUDA graph forces that launch, even after a warm-up without padding, and may not load.
+    A captured CUDA graph may force that launch, after a warm-up without padding, and may not load.
     """
     kind = (x.dtype, x.device)
     if kind in _seen:

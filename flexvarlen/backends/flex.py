@@ -262,11 +262,16 @@ LONGEST_OF_TILES = 32768
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `FORWARD_TILES` were measured for it, and inductor is not set to search."""
+    """Whether `FORWARD_TILES` were measured for it.
+
+    And inductor is not set to search, by `torch._inductor.config.max_autotune`; what the modes and
+    options of torch.compile say is not known while it traces.
+    """
     from torch._inductor import config
 
     return (
-        torch.cuda.get_device_capability(device_index) == (9, 0)
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device_index) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in (64, 128)
         and not config.max_autotune

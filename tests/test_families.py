@@ -1,0 +1,112 @@
+"""Every verified family: packed equals one by one, compiles whole, generates as before.
+
+A sample of the forms of tests.test_packed_models; `--all-forms` runs them all.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.measure import watch_compilation
+from flexvarlen.patches.families import BY_TYPE
+from tests.oracle import assert_as_accurate
+from tests.test_packed_models import FORMS, check
+from tests.tiny_models import KINDS, LENGTHS, exact_and_peer, new_model, one_row, shared_model
+
+SAMPLE = (
+    "default_use_cache",
+    "cu_seq_lens_alone",
+    "document_id_mask",
+    "two_packed_rows",
+    "left_padding_packed",
+    "checkpointing",
+)
+GPU_BACKENDS = ("flex", "flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
+OTHERS = [name for name in BY_TYPE if name not in KINDS]  # those have tests of their own
+EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
+
+
+def pytest_generate_tests(metafunc):
+    if "form" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--all-forms")
+        metafunc.parametrize("form", FORMS if whole else SAMPLE)
+
+
+def on_the_cpu(name):
+    """The backend that serves all layers of a family there."""
+    return "reference" if name in ("gemma2", "gpt_oss") else "sdpa"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_packed_equals_one_by_one(name, form):
+    check(name, on_the_cpu(name), FORMS[form], grad=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_packed_equals_one_by_one_in_bf16(name, backend, form):
+    where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
+    try:
+        check(name, backend, FORMS[form], grad=True, **where)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+
+
+PATCHED_ONLY = {"phi3": "longrope", "llama4_text": "position_ids"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_by_the_plugin_name_alone(name):
+    """What reaches a layer is enough, or it is refused."""
+    model, batch = shared_model(name), one_row()
+    exact, peer = exact_and_peer(name, batch.order)
+    implementation = {"sdpa": "flexvarlen_doc", "reference": "flexvarlen_reference"}
+    model.set_attn_implementation(implementation[on_the_cpu(name)])
+
+    def run():
+        with torch.no_grad():
+            return model(batch.ids, position_ids=batch.position_ids, use_cache=False).logits[0]
+
+    try:
+        if name in PATCHED_ONLY:
+            with pytest.raises(NotImplementedError, match=f"{PATCHED_ONLY[name]}.*patch_model"):
+                run()
+        else:
+            assert_as_accurate(run(), exact.logits, peer.logits, 2)
+    finally:
+        model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in EXPERTS])
+def test_one_graph_for_any_documents(name):
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model(name), on_the_cpu(name))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = one_row().ids
+    sizes = {"total_tokens": 256, "capacity": 8, "max_seqlen_bound": 256}
+    with watch_compilation() as stats:
+        for lengths in (LENGTHS, (256,), (100, 60, 7)):
+            layout = fv.PackedLayout.from_lengths(lengths, **sizes)
+            with torch.no_grad():
+                found = compiled(input_ids=ids, packed_layout=layout).logits
+                expected = model(input_ids=ids, packed_layout=layout).logits
+            real = layout.real_tokens()
+            torch.testing.assert_close(found[0, real], expected[0, real], atol=1e-3, rtol=1e-3)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_generates_as_the_unpatched_model(name):
+    """Softcap, sinks and windows in decoding too."""
+    model = new_model(name)
+    prompt = one_row().ids[:, :20]
+    how = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    before = model.generate(prompt, output_logits=True, **how)
+    fv.patch_model(model, on_the_cpu(name))
+    after = model.generate(prompt, output_logits=True, **how)
+    assert torch.equal(before.sequences, after.sequences)
+    for a, b in zip(before.logits, after.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
