@@ -16,7 +16,11 @@ from flexvarlen.patches import patch_model, patched, register, unpatch_model
 
 if TYPE_CHECKING:
     from flexvarlen.equivalence.compare import compare
-    from flexvarlen.equivalence.isolation import IsolationError, verify_isolation
+    from flexvarlen.equivalence.isolation import (
+        IsolationError,
+        IsolationReport,
+        verify_isolation,
+    )
 
 register()
 
@@ -27,6 +31,7 @@ __all__ = [
     "DocumentMask",
     "Explanation",
     "IsolationError",
+    "IsolationReport",
     "PackedLayout",
     "available_backends",
     "compare",
@@ -43,8 +48,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """`compare` and its kin, imported when first used: they bring plotting and tables along."""
-    if name in {"IsolationError", "compare", "verify_isolation"}:
-        from flexvarlen import equivalence
+    if name == "compare":
+        from flexvarlen.equivalence.compare import compare
 
-        return getattr(equivalence, name)
+        return compare
+    if name in {"IsolationError", "IsolationReport", "verify_isolation"}:
+        from flexvarlen.equivalence import isolation
+
+        return getattr(isolation, name)
     raise AttributeError(f"module 'flexvarlen' has no attribute {name!r}")

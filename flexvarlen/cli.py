@@ -1,21 +1,26 @@
-"""The command `flexvarlen`: `doctor` and `compare`. Heavy imports happen inside the commands."""
+"""The command `flexvarlen`: `doctor`, `compare`, `verify`. Each imports what is heavy itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from flexvarlen.cli_console import (
+    CPU_MODELS,
+    NOT_RIGHT,
+    console,
+    device_of,
+    dtype_of,
+    sentences,
+)
+from flexvarlen.cli_verify import verify
 
 if TYPE_CHECKING:
     from flexvarlen.auto.explain import Explanation
     from flexvarlen.equivalence import Report
-
-PLAIN_WIDTH = 140  # columns of the whole table, where the output is no terminal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,14 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Packed batches for Hugging Face models: what runs here, how fast, and is it right?",
 )
-console = Console()
-if not console.is_terminal:  # a pipe or a file has room: no cut cells
-    console = Console(width=max(console.width, PLAIN_WIDTH))
-errors = Console(stderr=True)
-
-CPU_MODELS = ("llama", "qwen3")
-USER_ERROR, NOT_RIGHT = 2, 1
-"""Exit codes: bad input; a backend of ours that is wrong or leaks."""
+app.command()(verify)
 
 
 def main() -> None:
@@ -93,7 +91,7 @@ def compare(
     The truth is each document alone, in float64. Ends with exit code 1 if a backend of flexvarlen
     leaks, or is less exact than twice a plain model of the same dtype (three times for gradients).
     """
-    with _sentences():
+    with sentences():
         report = _compare(
             model or list(CPU_MODELS),
             backends,
@@ -161,7 +159,7 @@ def doctor(
         version_problems,
     )
 
-    with _sentences():
+    with sentences():
         num_heads, num_kv_heads = parse_heads(heads)
 
     on_gpu = torch.cuda.is_available()
@@ -186,7 +184,7 @@ def doctor(
     console.print(f"\n{DECODING}", highlight=False)
     if explain:
         asked = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        with _sentences():
+        with sentences():
             for found in explanations(device, dtype, tokens=tokens, mean=mean, **asked):
                 _print_explanation(found)
 
@@ -216,16 +214,6 @@ def _print_explanation(explanation: Explanation) -> None:
     console.print(explanation.sentence(), markup=False, highlight=False)
 
 
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """A user's mistake ends the command with its sentence, not with a traceback."""
-    try:
-        yield
-    except (ValueError, NotImplementedError, OSError) as error:
-        errors.print(str(error), style="red", markup=False, highlight=False)
-        raise typer.Exit(USER_ERROR) from error
-
-
 def _compare(
     models: list[str],
     backends: str,
@@ -249,8 +237,8 @@ def _compare(
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = _device(device_name)
-    dtype = _dtype(dtype_name, device)
+    device = device_of(device_name)
+    dtype = dtype_of(dtype_name, device)
     specs = [parse_model(name) for name in models]  # all mistakes before any work
     variant_names(backends, device)
     read_documents(text)
@@ -293,29 +281,6 @@ def _compare(
             )
             progress.remove_task(task)
     return Report(tuple(row for report in reports for row in report.rows))
-
-
-def _device(name: str | None) -> Any:
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    kind, _, index = (name or ("cuda" if on_gpu else "cpu")).partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"device must be cpu or cuda, got {name!r}; choose one.")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be one that torch sees, got {name}; run flexvarlen doctor.")
-    return torch.device(name or kind)
-
-
-def _dtype(name: str | None, device: Any) -> Any:
-    import torch
-
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise ValueError(f"dtype must be one of {', '.join(known)}, got {name!r}; choose one.")
-    return known[name]
 
 
 if __name__ == "__main__":

@@ -111,6 +111,49 @@ def test_hooks_are_gone_after_an_error(model, batch):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_model_without_decoder_layers_is_one_sentence(batch):
-    with pytest.raises(ValueError, match="model must have decoder layers"):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"documents": 0}, "documents must be at least 1"),
+        ({"documents": [7]}, "documents must be numbers from 0 to 4"),
+        ({"layout": fv.PackedLayout.from_lengths([5, 5])}, "layout must cover"),
+    ],
+)
+def test_bad_option_is_one_sentence(model, batch, change, words):
+    with pytest.raises(ValueError, match=words):
+        verify_isolation(model, batch, **change)
+
+
+def test_module_that_is_no_model_is_one_sentence(batch):
+    with pytest.raises(ValueError, match="must be, or wrap, a transformers PreTrainedModel"):
         verify_isolation(torch.nn.Linear(2, 2), batch)
+
+
+def test_batch_of_one_document_passes_for_isolated(model, batch):
+    with pytest.raises(ValueError, match="at least two documents, got 1"):
+        verify_isolation(model, {"input_ids": batch.input_ids})
+
+
+def test_sample_replaces_some_documents_and_watches_all_others(model, batch):
+    with fv.patched(model, "sdpa"):
+        report = verify_isolation(model, batch, documents=1, seed=3)
+        again = verify_isolation(model, batch, documents=1, seed=3)
+    assert report == again
+    assert (len(report.documents), report.num_docs, report.forwards) == (1, 5, 3)
+    with pytest.raises(IsolationError) as caught:
+        verify_isolation(model, batch, documents=[2])
+    assert (caught.value.source, caught.value.target) == (2, 3)
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (1,) * 21])
+def test_cost_is_what_the_docstring_says(model, lengths):
+    ids = torch.randint(3, 1024, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    calls = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with fv.patched(model, "sdpa"):
+            report = verify_isolation(model, PackedBatch(ids, lengths))
+    finally:
+        handle.remove()
+    assert report.forwards == len(calls) == 2 + 2 * (len(lengths) - 1).bit_length()
+    assert (report.layers, report.gradients) == (2, "bits")

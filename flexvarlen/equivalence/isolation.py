@@ -1,259 +1,290 @@
 """Does a bit of one document reach another? By replacing documents, and looking at all the others.
 
-To test every ordered pair of N documents, 2·ceil(log2 N) forwards are enough: for each binary digit
-of a document's number, the documents with that digit 1 are replaced while those with 0 are watched,
-and the other way round. Any two documents differ in some digit.
+Cost, for N documents: 2 runs of the batch as it is, then 2·ceil(log2 N) with documents replaced by
+halves; a run is a forward, and a backward if gradients are tested. A leak takes some
+2·ceil(log2 N) + 6 more, to name documents, layer and module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.equivalence.batch import PackedBatch, layout_of, real_documents
-from flexvarlen.equivalence.variants import Variant, counted_labels
+from flexvarlen.equivalence.batch import PackedBatch
+from flexvarlen.equivalence.isolation_blame import Blame
+from flexvarlen.equivalence.isolation_leak import Leak, find_leak
+from flexvarlen.equivalence.isolation_modules import layers_of
+from flexvarlen.equivalence.isolation_report import IsolationError, IsolationReport
+from flexvarlen.equivalence.isolation_run import ModelRun, NoGradients, Outcome
+from flexvarlen.equivalence.isolation_tokens import (
+    halves,
+    halves_of,
+    sample_of,
+    with_other_tokens,
+)
+from flexvarlen.equivalence.isolation_trace import Trace, changed_tokens
+from flexvarlen.layout import PackedLayout
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-Span = tuple[int, int]
-
-
-class IsolationError(RuntimeError):
-    """Information of one document reached another.
-
-    Attributes:
-        layer: the first decoder layer whose output shows it, from 0.
-        source, target: the documents, by their place in the batch, from 0.
-    """
-
-    def __init__(self, message: str, *, layer: int, source: int, target: int) -> None:
-        super().__init__(message)
-        self.layer, self.source, self.target = layer, source, target
-
-
-def halves(num_docs: int) -> list[tuple[list[int], list[int]]]:
-    """Pairs (replaced, watched) of documents, such that each ordered pair is separated somewhere.
-
-    >>> halves(3)
-    [([1], [0, 2]), ([0, 2], [1]), ([2], [0, 1]), ([0, 1], [2])]
-    """
-    pairs = []
-    for digit in range(max(num_docs - 1, 0).bit_length()):
-        ones = [document for document in range(num_docs) if document >> digit & 1]
-        zeros = [document for document in range(num_docs) if not document >> digit & 1]
-        pairs += [(ones, zeros), (zeros, ones)]
-    return pairs
-
-
-def with_other_tokens(
-    ids_T: Tensor, spans: list[Span], replaced: list[int], vocabulary: int, seed: int
-) -> Tensor:
-    """A copy of the tokens in which each token of the replaced documents is another one."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = torch.randint(1, vocabulary, ids_T.shape, generator=generator).to(ids_T.device)
-    other = (ids_T + steps) % vocabulary
-    changed = ids_T.clone()
-    for document in replaced:
-        start, end = spans[document]
-        changed[start:end] = other[start:end]
-    return changed
-
-
-# ---- a variant of a comparison ----
-
-
-@dataclass(frozen=True)
-class Leak:
-    """The documents that others' tokens reached.
-
-    Attributes:
-        outputs: whose logits changed, in any bit.
-        gradients: whose token gradients changed in any bit, or were not zero where only other
-            documents had a loss; None if the variant has no backward.
-        backward_repeats: whether two backwards of the same batch gave the same bits. Where not
-            (atomic additions), token gradients are only tested for being zero.
-    """
-
-    outputs: frozenset[int]
-    gradients: frozenset[int] | None
-    backward_repeats: bool | None
-
-    @property
-    def documents(self) -> frozenset[int]:
-        """All of them."""
-        return self.outputs | (self.gradients or frozenset())
-
-
-def find_leak(
-    variant: Variant, batch: PackedBatch, seed: int, progress: Callable[[], None] | None = None
-) -> Leak:
-    """Replace documents by halves; see whose logits, and whose token gradients, change.
-
-    While documents are replaced, only the watched ones have a loss, divided by the same count as
-    before. So the gradient of a watched token must keep its bits, and that of a replaced one be
-    exactly zero, whatever the order of additions.
-    """
-    spans = batch.spans()
-    vocabulary = variant.model.config.vocab_size
-    counted = counted_labels(batch.labels())
-    before = variant.step(batch, batch.labels(), counted, gradients=True)
-    repeats = None
-    if variant.train:
-        again = variant.step(batch, batch.labels(), counted, gradients=True)
-        repeats = _same_bits(before.embedding_gradients, again.embedding_gradients)
-        del again
-    outputs: set[int] = set()
-    gradients: set[int] = set()
-    for index, (replaced, watched) in enumerate(halves(len(spans))):
-        ids = with_other_tokens(batch.input_ids[0], spans, replaced, vocabulary, seed + index)
-        other = PackedBatch(ids[None], batch.lengths, batch.source)
-        after = variant.step(other, other.labels(watched), counted, gradients=True)
-        for document in watched:
-            rows = slice(*spans[document])
-            if not _same_bits(before.logits[rows], after.logits[rows]):
-                outputs.add(document)
-            if repeats and not _same_bits(
-                before.embedding_gradients, after.embedding_gradients, rows
-            ):
-                gradients.add(document)
-        if after.embedding_gradients is not None:
-            gradients |= {
-                document
-                for document in replaced
-                if not bool((after.embedding_gradients[slice(*spans[document])] == 0).all())
-            }
-        if progress is not None:
-            progress()
-    return Leak(frozenset(outputs), frozenset(gradients) if variant.train else None, repeats)
-
-
-def _same_bits(first: Tensor | None, second: Tensor | None, rows: slice | None = None) -> bool:
-    assert first is not None
-    assert second is not None
-    if rows is not None:
-        first, second = first[rows], second[rows]
-    # Zeros may differ in sign: x * 0 has x's. NaN is equal to itself only as bits.
-    return torch.equal(first, second) or torch.equal(
-        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
-    )
-
-
-# ---- any model, any batch ----
+__all__ = [
+    "IsolationError",
+    "IsolationReport",
+    "Leak",
+    "find_leak",
+    "halves",
+    "verify_isolation",
+    "with_other_tokens",
+]
 
 
 def verify_isolation(
-    model: PreTrainedModel, batch: PackedBatch | Mapping[str, Any], *, seed: int = 0
-) -> None:
+    model: nn.Module,
+    batch: PackedBatch | Mapping[str, Any],
+    *,
+    gradients: bool | None = None,
+    documents: int | Sequence[int] | None = None,
+    layout: PackedLayout | None = None,
+    seed: int = 0,
+) -> IsolationReport:
     """Raise if the model, called with this batch, lets a document see another.
 
-    Runs the model as it is (patched or not, train or eval) without gradients. One output bit of any
-    decoder layer that changes as another document's tokens change is a leak. Where a model's
-    routing or normalisation reaches over the batch by design, that is one too.
+    Runs the model as it is (patched or not, train or eval), with other tokens in some documents. A
+    bit that changes elsewhere is a leak: in the output of any layer, in the logits, or in the
+    gradient of the input embeddings. Losses are not looked at: they, and the auxiliary loss of a
+    mixture of experts, are over the batch by design. Where routing or normalisation reaches over
+    the batch by design, that is a leak.
+
+    Of N documents it takes 2 + 2·ceil(log2 N) forwards, each with a backward if gradients are
+    tested, and memory for a copy of all layers' outputs. A leak takes some more.
+
+    Afterwards modes, buffers and random generators are as before; no parameter gets a gradient.
 
     Args:
-        model: a transformers model with decoder layers.
-        batch: keyword arguments of its forward, with `input_ids` `[B, S]`; passed on as they are,
-            but for the tokens. The documents are found by the contract of `patch_model`, padding
-            left out. A `PackedBatch` is passed as input_ids and position_ids.
-        seed: of the other tokens.
+        model: any model of transformers with one stack of layers (decoders, encoders, hybrids), or
+            a wrapper of one. A compiled graph hides its layers: only outputs are tested there.
+        batch: keyword arguments of its forward, with integer `input_ids` `[B, S]`; passed on as
+            they are, but for the tokens, labels, and a cache (copied). Moved to the model's device.
+            The documents are found by the contract of `patch_model`, or in `seq_idx` `[B, S]`;
+            padding is none. A `PackedBatch` is passed as input_ids and position_ids.
+        gradients: test them; None: if the model can. The forwards then run with gradients on.
+        documents: how many (chosen by `seed`), or which, to replace: all others are watched. None:
+            all, of which few forwards tell.
+        layout: the documents over all B·S tokens, where the batch does not tell (a 4D mask).
+        seed: of the other tokens, the sample, and the loss that is differentiated.
+
+    Returns:
+        What was tested.
 
     Raises:
-        IsolationError: naming the first layer, and the documents.
-        ValueError: no decoder layers, or no boundaries to be found.
+        IsolationError: naming layer, module, its kind, the documents, and the direction.
+        NotImplementedError: `gradients=True`, and the model gives none.
+        ValueError: fewer than two documents; no outputs by token; outputs or gradients that are not
+            finite; outputs that do not change with the tokens, or that differ between two runs of
+            the same batch.
 
     >>> from flexvarlen.equivalence.models import build_model
     >>> import flexvarlen as fv
-    >>> model = fv.patch_model(build_model("llama")[0], "sdpa")
-    >>> verify_isolation(model, PackedBatch(torch.arange(12)[None], (5, 7)))
+    >>> model = fv.patch_model(build_model("llama")[0].eval(), "sdpa")
+    >>> report = verify_isolation(model, PackedBatch(torch.arange(12)[None], (5, 7)))
+    >>> print(report.sentence())
+    No bit of 2 documents reached another in 2 layers and the outputs (4 forwards, eval mode); \
+gradients kept their bits too.
     """
-    layers = [module for module in model.modules() if hasattr(module, "self_attn")]
-    if not layers:
+    run = ModelRun(model, batch, layout=layout, seed=seed)
+    if len(run.spans) < 2:
         raise ValueError(
-            "model must have decoder layers with a self_attn, got "
-            f"{type(model).__name__}; pass a Llama, Qwen2 or Qwen3 model."
+            f"batch must hold at least two documents, got {len(run.spans)}; pack several, and tell "
+            "where they start (position_ids, packed_layout, ...) or pass layout=."
         )
-    inputs = dict(batch.inputs() if isinstance(batch, PackedBatch) else batch)
-    device = model.device
-    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    probe = _Probe(model, layers, inputs, real_documents(layout_of(inputs)), seed)
-    before = probe.states([])
-    for replaced, watched in halves(len(probe.spans)):
-        found = probe.first_change(before, probe.states(replaced), watched)
-        if found is None:
-            continue
-        layer, target = found
-        for source in replaced:  # which of them it was
-            alone = probe.first_change(before, probe.states([source]), [target])
-            if alone is not None:
-                raise probe.error(alone[0], source, target)
-        raise probe.error(layer, replaced[0], target)
+    sample = sample_of(documents, len(run.spans), seed)
+    with run.as_before():
+        return _Search(run, sample, gradients).report()
 
 
-class _Probe:
-    """The states after each decoder layer, for one batch with some documents replaced."""
+class _Search:
+    """The runs of one `verify_isolation`."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        layers: list[nn.Module],
-        inputs: dict[str, Any],
-        spans: list[Span],
-        seed: int,
-    ) -> None:
-        self.model, self.layers, self.inputs = model, layers, inputs
-        self.spans, self.seed = spans, seed
+    def __init__(self, run: ModelRun, sample: list[int], gradients: bool | None) -> None:
+        self.run, self.sample = run, sample
+        self.layers = layers_of(run.inner)
+        self.why_no_gradients: str | None = None
+        self.before, self.before_trace = self._first_run(gradients)
+        self.repeats = self._check_first_run()
 
-    def states(self, replaced: list[int]) -> list[Tensor]:
-        """`[B·S, hidden]` after each layer."""
-        ids = self.inputs["input_ids"]
-        changed = with_other_tokens(
-            ids.reshape(-1), self.spans, replaced, self.model.config.vocab_size, self.seed
+    def report(self) -> IsolationReport:
+        """Replace documents by halves.
+
+        Raises:
+            IsolationError: a leak; one in the forward, if there is any.
+        """
+        run, backward = self.run, None
+        for replaced, watched in halves_of(self.sample, len(run.spans)):
+            trace = self._trace(against=self.before_trace)
+            after = run(replaced, watched, trace)
+            found = self._first_change(trace, after, watched)
+            if found is not None:
+                raise self._forward_error(replaced, found)
+            self._check_effect(after, replaced)
+            backward = backward or self._backward_change(after, replaced, watched)
+        if backward is not None:
+            raise self._backward_error(*backward)
+        return IsolationReport(
+            documents=tuple(self.sample),
+            num_docs=len(run.spans),
+            forwards=run.forwards,
+            layers=len(self.before_trace.completed),
+            gradients=None if not run.gradients else "bits" if self.repeats else "zeros",
+            why_no_gradients=self.why_no_gradients,
+            training=run.model.training,
         )
-        states: list[Tensor] = []
 
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            states.append(hidden.reshape(-1, hidden.shape[-1]).clone())
+    # ---- the batch as it is ----
 
-        handles = [layer.register_forward_hook(keep) for layer in self.layers]
+    def _first_run(self, gradients: bool | None) -> tuple[Outcome, Trace]:
+        run = self.run
+        run.gradients = gradients is not False
+        trace = self._trace()
         try:
-            with torch.no_grad():
-                self.model(**{**self.inputs, "input_ids": changed.view(ids.shape)})
-        finally:
-            for handle in handles:
-                handle.remove()
-        return states
+            return run([], None, trace), trace
+        except (NoGradients, NotImplementedError) as reason:
+            if gradients is not None:
+                if gradients:
+                    raise NotImplementedError(
+                        f"gradients must be such as the model gives, but {reason}; pass "
+                        "gradients=False."
+                    ) from reason
+                raise
+            self.why_no_gradients = str(reason).rstrip(".")
+        run.gradients = False
+        trace = self._trace()
+        return run([], None, trace), trace
 
-    def first_change(
-        self, before: list[Tensor], after: list[Tensor], watched: list[int]
-    ) -> tuple[int, int] | None:
-        """The first layer, and the first of the watched documents, that changed there."""
-        for layer, (old, new) in enumerate(zip(before, after, strict=True)):
-            for document in watched:
-                rows = slice(*self.spans[document])
-                if not _same_bits(old[rows], new[rows]):
-                    return layer, document
+    def _check_first_run(self) -> bool:
+        """Whether the gradients of two runs have the same bits; outputs must."""
+        run, before = self.run, self.before
+        for what, found in (("outputs", before.outputs), ("gradients", before.gradient)):
+            for document, span in enumerate(run.spans if found is not None else ()):
+                if found is not None and not bool(found[slice(*span)].isfinite().all()):
+                    raise ValueError(
+                        f"the model's {what} must be finite, got others for document {document}, "
+                        "in which a leak would not show; check weights and dtype."
+                    )
+        trace = self._trace(against=self.before_trace)
+        again = run([], None, trace)
+        change = self._first_change(trace, again, range(len(run.spans)))
+        if change is not None:
+            where = f"layer {change[0]}" if change[0] is not None else "the outputs"
+            raise ValueError(
+                "the model must give the same bits for the same batch and random state, got others "
+                f"in {where}; turn off what adds in any order (atomics), or "
+                "torch.use_deterministic_algorithms(True)."
+            )
+        return before.gradient is not None and not self._rows_changed(again).any()
+
+    def _check_effect(self, after: Outcome, replaced: Sequence[int]) -> None:
+        changed = changed_tokens(self.before.outputs, after.outputs)
+        if not any(bool(changed[slice(*self.run.spans[d])].any()) for d in replaced):
+            raise ValueError(
+                f"the outputs of documents {list(replaced)[:8]} must change with their tokens, got "
+                "the same bits; pass a batch whose input_ids the model reads."
+            )
+
+    # ---- what changed ----
+
+    def _trace(self, against: Trace | None = None) -> Trace:
+        return Trace(self.layers, self.run.batch, self.run.row_tokens, against=against)
+
+    def _first_change(
+        self, trace: Trace, after: Outcome, watched: Sequence[int]
+    ) -> tuple[int | None, int] | None:
+        """The first layer (None: only the outputs), and the first document, that changed."""
+        flags: list[tuple[int | None, Tensor]] = []
+        for number, call in enumerate(self.before_trace.completed):
+            found = trace.outputs_changed(call)
+            if found is not None:
+                flags.append((number, found))
+        flags.append((None, changed_tokens(self.before.outputs, after.outputs)))
+        looked_at = self._tokens(watched)
+        hit = torch.stack([(flag & looked_at).any() for _, flag in flags]).tolist()
+        if not any(hit):
+            return None
+        layer, flag = flags[hit.index(True)]
+        return layer, next(d for d in watched if bool(flag[slice(*self.run.spans[d])].any()))
+
+    def _backward_change(
+        self, after: Outcome, replaced: Sequence[int], watched: Sequence[int]
+    ) -> tuple[str, list[int], int] | None:
+        """How gradients leak ("zeros", "bits"), from which documents, into which."""
+        if after.gradient is None:
+            return None
+        not_zero = (after.gradient != 0).any(-1)
+        for target in replaced:
+            if bool(not_zero[slice(*self.run.spans[target])].any()):
+                return "zeros", list(watched), target
+        changed = self._rows_changed(after)
+        for target in watched if self.repeats else ():
+            if bool(changed[slice(*self.run.spans[target])].any()):
+                return "bits", list(replaced), target
         return None
 
-    def error(self, layer: int, source: int, target: int) -> IsolationError:
-        """The sentence."""
-        name = type(self.layers[layer]).__name__
+    def _rows_changed(self, after: Outcome) -> Tensor:
+        assert self.before.gradient is not None
+        assert after.gradient is not None
+        return changed_tokens(self.before.gradient, after.gradient)
 
-        def tokens(document: int) -> str:
-            start, end = self.spans[document]
-            return f"document {document} (tokens {start} to {end - 1})"
+    def _tokens(self, documents: Sequence[int]) -> Tensor:
+        """bool `[T]`: those of some documents."""
+        flags = torch.zeros(self.run.ids.numel(), dtype=torch.bool)
+        for document in documents:
+            flags[slice(*self.run.spans[document])] = True
+        return flags.to(self.run.device)
 
-        return IsolationError(
-            f"{tokens(source)} leaks into {tokens(target)}, first seen in the output of layer "
-            f"{layer} ({name}): with other tokens in document {source}, document {target} changes; "
-            "call flexvarlen.patch_model(model), or hand over the boundaries in a form its "
-            "docstring names.",
-            layer=layer,
-            source=source,
-            target=target,
-        )
+    # ---- who it was ----
+
+    def _forward_error(self, replaced: list[int], found: tuple[int | None, int]) -> IsolationError:
+        layer, target = found
+
+        def leak(sources: list[int]) -> tuple[int | None, int] | None:
+            trace = self._trace(against=self.before_trace)
+            # The same losses each time, though they do not matter here.
+            return self._first_change(trace, self.run(sources, [target], trace), [target])
+
+        source = one_of(replaced, lambda sources: leak(sources) is not None)
+        alone = leak([source])
+        if alone is not None:
+            layer = alone[0]
+        calls = self.before_trace.completed
+        name = None if layer is None else calls[layer].name
+        return Blame(self.run, list(self.layers), source, target).forward(layer, name)
+
+    def _backward_error(self, how: str, sources: list[int], target: int) -> IsolationError:
+        rows = slice(*self.run.spans[target])
+
+        def crosses(some: list[int]) -> bool:
+            gradient = self.run([], some).gradient
+            return gradient is not None and bool((gradient[rows] != 0).any())
+
+        def changes(some: list[int]) -> bool:
+            old, new = self.run([], [target]).gradient, self.run(some, [target]).gradient
+            assert old is not None
+            assert new is not None
+            return bool(changed_tokens(old[rows], new[rows]).any())
+
+        if how == "bits":  # of the first run, where all documents had a loss
+            others = [d for d in range(len(self.run.spans)) if d != target]
+            if crosses(others):
+                how, sources = "zeros", others
+        source = one_of(sources, crosses if how == "zeros" else changes)
+        calls = [call.name for call in self.before_trace.completed]
+        blame = Blame(self.run, list(self.layers), source, target)
+        return blame.backward(calls, by_loss=how == "zeros")
+
+
+def one_of(documents: list[int], leak: Callable[[list[int]], bool]) -> int:
+    """One document that leaks, of several that leak together."""
+    while len(documents) > 1:
+        middle = len(documents) // 2
+        documents = documents[:middle] if leak(documents[:middle]) else documents[middle:]
+    return documents[0]

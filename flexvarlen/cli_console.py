@@ -1,0 +1,59 @@
+"""What the commands share: where they print, how they end, what their options mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN_WIDTH = 140  # columns of the whole table, where the output is no terminal
+
+console = Console()
+if not console.is_terminal:  # a pipe or a file has room: no cut cells
+    console = Console(width=max(console.width, PLAIN_WIDTH))
+errors = Console(stderr=True)
+
+CPU_MODELS = ("llama", "qwen3")
+USER_ERROR, NOT_RIGHT = 2, 1
+"""Exit codes: bad input; a backend of ours that is wrong or leaks."""
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """A user's mistake ends the command with its sentence, not with a traceback."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        errors.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(USER_ERROR) from error
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; None: a GPU if there is one. Raises a ValueError for others."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    kind, _, index = (name or ("cuda" if on_gpu else "cpu")).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device must be cpu or cuda, got {name!r}; choose one.")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be one that torch sees, got {name}; run flexvarlen doctor.")
+    return torch.device(name or kind)
+
+
+def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; None: the device's usual one. Raises a ValueError for others."""
+    import torch
+
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ValueError(f"dtype must be one of {', '.join(known)}, got {name!r}; choose one.")
+    return known[name]

@@ -1,0 +1,208 @@
+"""`IsolationCallback` in a real Trainer."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainerState, TrainingArguments
+
+import flexvarlen as fv
+from flexvarlen.equivalence.models import build_model
+from flexvarlen.trainer import IsolationCallback, first_batch, is_sharded
+
+LENGTHS = (5, 11, 3, 8, 7, 4, 9, 6)
+
+
+def examples():
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(3, 1024, (n,), generator=generator)} for n in LENGTHS]
+
+
+@pytest.fixture
+def train(tmp_path):
+    def train(model, *callbacks, dataset=None, **options):
+        arguments = {
+            "output_dir": str(tmp_path),
+            "max_steps": 4,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-3,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "logging_steps": 1,
+        }
+        trainer = Trainer(
+            model,
+            TrainingArguments(**arguments | options),
+            train_dataset=examples() if dataset is None else dataset,
+            data_collator=DataCollatorWithFlattening(),
+            callbacks=list(callbacks),
+        )
+        trainer.train()
+        return trainer
+
+    return train
+
+
+def test_patched_model_passes_before_training_and_each_second_step(train):
+    callback = IsolationCallback(every=2)
+    train(fv.patch_model(build_model("llama")[0], "sdpa"), callback)
+    assert sorted(callback.reports) == [0, 2, 4]
+    assert {r.gradients for r in callback.reports.values()} == {"bits"}
+    assert all(r.training and r.num_docs == 2 for r in callback.reports.values())
+
+
+def test_mixed_precision_passes(train):
+    callback = IsolationCallback()
+    train(fv.patch_model(build_model("llama")[0], "sdpa"), callback, bf16=True)
+    assert callback.reports[0].gradients == "bits"
+
+
+def test_without_every_it_is_verified_once(train):
+    callback = IsolationCallback(examples=5, documents=2)
+    train(fv.patch_model(build_model("llama")[0], "sdpa"), callback)
+    assert sorted(callback.reports) == [0]
+    assert (callback.reports[0].num_docs, len(callback.reports[0].documents)) == (5, 2)
+
+
+class Noisy(Dataset):
+    """Examples of which each reading replaces a token, by every random generator."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        ids = examples()[index]["input_ids"]
+        ids[-1] = torch.randint(3, 300, ()) + random.randrange(300) + np.random.randint(300)
+        return {"input_ids": ids}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_training_is_the_same_with_the_callback(train, dropout):
+    """Data, dropout, gradients, weights."""
+    losses, weights = [], []
+    for callbacks in ([], [IsolationCallback(every=1)]):
+        model, _ = build_model("llama")
+        model.config.attention_dropout = 0.0
+        mlp = model.model.layers[0].mlp
+        model.model.layers[0].mlp = torch.nn.Sequential(mlp, torch.nn.Dropout(dropout))
+        trainer = train(fv.patch_model(model, "sdpa"), *callbacks, dataset=Noisy())
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        weights.append(model.state_dict())
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+
+
+def test_unpatched_sdpa_with_a_cache_ends_the_training(train):
+    """Trainer sets use_cache=False, unless told otherwise: then transformers sees no documents."""
+    model, _ = build_model("llama")
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(fv.IsolationError) as caught:
+        train(model, IsolationCallback(), use_cache=True)
+    assert (caught.value.layer, caught.value.kind) == (0, "attention")
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+    callback = IsolationCallback()
+    train(model, callback)
+    assert callback.reports[0].gradients == "bits"
+
+
+def test_leak_that_comes_later_is_found_by_every(train):
+    model = fv.patch_model(build_model("llama")[0], "sdpa")
+    callback = IsolationCallback(every=3)
+
+    class Break(IsolationCallback):
+        def on_train_begin(self, *_args, **_kwargs):
+            """Nothing."""
+
+        def on_step_begin(self, _args, state, _control, **_kwargs):
+            if state.global_step == 1:
+                fv.unpatch_model(model)
+                model.config.use_cache = True
+
+    with pytest.raises(fv.IsolationError):
+        train(model, Break(), callback)
+    assert sorted(callback.reports) == [0]
+
+
+class Stream(IterableDataset):
+    """Examples that can only be iterated, once."""
+
+    def __init__(self):
+        self.iterator = iter(examples())
+
+    def __iter__(self):
+        return self.iterator
+
+
+def test_stream_is_not_consumed(train):
+    model = fv.patch_model(build_model("llama")[0], "sdpa")
+    with pytest.raises(ValueError, match="pass batch="):
+        train(model, IsolationCallback(), dataset=Stream())
+    stream = Stream()
+    callback = IsolationCallback(batch=DataCollatorWithFlattening()(examples()[:3]))
+    train(model, callback, dataset=stream, max_steps=1)
+    assert callback.reports[0].num_docs == 3
+    assert len(list(stream.iterator)) >= len(LENGTHS) - 4  # the loader looks one batch ahead
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"examples": 0}])
+def test_bad_option_is_one_sentence(options):
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        IsolationCallback(**options)
+
+
+@pytest.mark.parametrize(("main", "sharded", "runs"), [(0, 0, 0), (0, 1, 1), (1, 0, 1)])
+def test_other_processes_run_it_only_where_parameters_are_sharded(
+    monkeypatch, tmp_path, main, sharded, runs
+):
+    model = fv.patch_model(build_model("llama")[0].eval(), "sdpa")
+    monkeypatch.setattr("flexvarlen.trainer.is_sharded", lambda _: bool(sharded))
+    loader = torch.utils.data.DataLoader(
+        examples(), batch_size=2, collate_fn=DataCollatorWithFlattening()
+    )
+    callback = IsolationCallback()
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    state = TrainerState(is_world_process_zero=bool(main))
+    callback.on_train_begin(arguments, state, None, model=model, train_dataloader=loader)
+    assert len(callback.reports) == runs
+    assert not model.training
+
+
+def test_sharded_parameters_are_seen(tmp_path):
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fv.patch_model(build_model("llama")[0], "sdpa")
+    assert not is_sharded(model)
+    init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert is_sharded(model)
+        report = fv.verify_isolation(model, DataCollatorWithFlattening()(examples()[:3]))
+        assert (report.layers, report.gradients) == (2, "bits")
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(**DataCollatorWithFlattening()(examples()[:3])).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        destroy_process_group()
+
+
+def test_batch_holds_the_first_examples():
+    loader = torch.utils.data.DataLoader(
+        examples(), batch_size=2, shuffle=True, collate_fn=DataCollatorWithFlattening()
+    )
+    state = torch.get_rng_state()
+    batch = first_batch(loader, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = torch.cat([x["input_ids"] for x in examples()[:3]])
+    assert torch.equal(batch["input_ids"][0], expected)

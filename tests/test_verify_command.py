@@ -1,0 +1,108 @@
+"""`flexvarlen verify`: exit codes, sentences, JSON."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.cli import app
+from flexvarlen.equivalence.isolation_command import FORMS, LENGTHS
+
+SMALL = ["--model", "qwen3", "--device", "cpu", "--lengths", "5,11,1,8"]
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["verify", *SMALL, *args])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_patched_model_passes_in_every_form(form):
+    result = run("--backend", "sdpa", "--form", form, "--json")
+    assert result.exit_code == 0, result.output
+    (answer,) = json.loads(result.stdout)
+    assert answer["isolated"]
+    assert (answer["attention"], answer["form"], answer["lengths"]) == ("sdpa", form, [5, 11, 1, 8])
+    report = answer["report"]
+    assert (report["num_docs"], report["layers"], report["gradients"]) == (4, 2, "bits")
+
+
+def test_leak_is_exit_code_1_and_a_sentence():
+    result = run("--unpatched")
+    assert result.exit_code == 1, result.output
+    text = " ".join(result.output.split())
+    assert "1 → 2, forward, layer 0, attention" in text
+    assert "document 1 (tokens 5 to 15) leaks into document 2 (tokens 16 to 16)" in text
+    result = run("--unpatched", "--json")
+    assert result.exit_code == 1
+    (answer,) = json.loads(result.stdout)
+    assert not answer["isolated"]
+    assert (answer["leak"]["module"], answer["leak"]["layer"]) == ("model.layers.0.self_attn", 0)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_unpatched_model_without_a_cache_passes(implementation):
+    options = ["--unpatched", "--attn-implementation", implementation, "--no-use-cache"]
+    result = run(*options)
+    assert result.exit_code == 0, result.output
+    assert f"transformers:{implementation}" in result.output
+    assert "gradients kept their bits too" in " ".join(result.output.split())
+
+
+def test_leaking_backend_of_ours_fails_the_command(monkeypatch):
+    attend = SdpaBackend.attend
+
+    def leaky(self, q, k, v, layout, plan, options):
+        out, lse = attend(self, q, k, v, layout, plan, options)
+        return out + v[:1].mean(), lse
+
+    monkeypatch.setattr(SdpaBackend, "attend", leaky)
+    result = run("--backend", "sdpa")
+    assert result.exit_code == 1, result.output
+    assert "report this to flexvarlen" in " ".join(result.output.split())
+
+
+def test_options_reach_the_check():
+    options = ["--train", "--no-gradients", "--documents", "2", "--dtype", "bfloat16"]
+    result = run("--backend", "sdpa", *options, "--json")
+    assert result.exit_code == 0, result.output
+    (answer,) = json.loads(result.stdout)
+    report = answer["report"]
+    assert (report["training"], report["gradients"], len(report["documents"])) == (True, None, 2)
+
+
+def test_backend_without_a_backward_says_so():
+    result = run("--backend", "flex")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "gradients were not tested: flex has no backward on the CPU" in text
+    result = run("--backend", "flex", "--gradients")
+    assert result.exit_code == 2, result.output
+    assert "pass gradients=False" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "lama"], "model must be"),
+        (["--backend", "flsh"], "backend must be"),
+        (["--form", "cu_seqlens"], "form must be one of"),
+        (["--unpatched", "--form", "packed_layout"], "form must be one that transformers knows"),
+        (["--lengths", "5,0"], "lengths must be"),
+        (["--lengths", "5"], "at least two documents"),
+        (["--dtype", "int8"], "dtype must be"),
+        (["--device", "tpu"], "device must be"),
+        (["--unpatched", "--attn-implementation", "spda"], "spda"),
+    ],
+)
+def test_mistake_is_one_sentence_and_exit_code_2(args, words):
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_default_lengths_are_those_of_the_help():
+    """One crosses the border of two blocks of 128 tokens."""
+    result = CliRunner().invoke(app, ["verify", "--help"])
+    assert ",".join(map(str, LENGTHS)) in result.output
