@@ -8,6 +8,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 PYTEST_GPU_ARGS ?=
 COMPARE_ARGS ?=
 BENCH_ARGS ?=
+EXTERNAL_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # OpenMP threads that spin while they wait starve each other where cores are few or shared.
@@ -18,10 +19,10 @@ INSTALLED := .venv/.installed
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint bench bench-mask bench-kernels clean
+.PHONY: help demo test test-gpu test-external lint bench bench-mask bench-kernels clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Building .venv: flexvarlen, torch, transformers and the tools (a minute or two) ..."
@@ -38,6 +39,9 @@ test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k boundary" for some of them)
 
 test-gpu: ## Run the tests that need CUDA, with PYTHON; installs nothing
 	$(WITH_CHECKOUT) $(PYTHON) -m pytest -m gpu $(PYTEST_GPU_ARGS)
+
+test-external: $(INSTALLED) ## Run transformers' own tests with our attention (minutes; pip fetches them once)
+	.venv/bin/python -m tests.external $(EXTERNAL_ARGS)
 
 lint: $(INSTALLED) ## Run ruff and mypy
 	.venv/bin/ruff check .
