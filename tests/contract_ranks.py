@@ -1,0 +1,320 @@
+"""What each of two processes runs for test_contract_distributed.py: one training step a case.
+
+Rank 0 packs documents 0 to 3 in a row, rank 1 documents 4 and 5, of another length: what they learn
+together is what one process learns of all six.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import flexvarlen as fv
+from tests.contract_training import documents as many_documents
+from tests.contract_training import recorded, settings
+from tests.tiny_models import LENGTHS, batch_of, new_model
+
+WORLD = 2
+ROWS = ((0, 1, 2, 3), (4, 5))
+LABELS = sum(LENGTHS) - len(LENGTHS)
+
+
+def lora(model: nn.Module) -> nn.Module:
+    """Adapters that are not zero at first."""
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def inputs_of(form: str = "position_ids", docs: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """This rank's row; ranks average their losses, so each is divided by its share of labels."""
+    docs = ROWS[dist.get_rank()] if docs is None else docs
+    batch = batch_of((docs,), row_tokens=sum(LENGTHS[i] for i in docs))
+    given = {
+        "position_ids": {"position_ids": batch.position_ids},
+        "document_ids": {"attention_mask": batch.document_ids},
+        "cu_seq_lens": {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens},
+        "layout": {"packed_layout": fv.PackedLayout.from_lengths([LENGTHS[i] for i in docs])},
+    }[form]
+    share = torch.tensor(LABELS / WORLD)
+    return {"input_ids": batch.ids, "labels": batch.ids, "num_items_in_batch": share, **given}
+
+
+def step(model: nn.Module, **inputs: Any) -> dict[str, Any]:
+    """Loss and gradients of all ranks together."""
+    loss = model(**(inputs or inputs_of())).loss
+    loss.backward()
+    return {"loss": mean(loss), "gradients": gradients_of(model)}
+
+
+def mean(loss: Tensor) -> Tensor:
+    """The mean over the ranks."""
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss / WORLD
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients, under the names of the bare model."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        for prefix in ("_orig_mod.", "module."):
+            name = name.replace(prefix, "")
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        gradients[name] = whole.clone()
+    return gradients
+
+
+def model_of(**changes: Any) -> Any:
+    """A new model in train mode."""
+    return new_model("qwen3", **changes).train()
+
+
+# ---- DDP ----
+
+
+def ddp() -> dict[str, Any]:
+    return step(DistributedDataParallel(fv.patch_model(model_of(), "sdpa")))
+
+
+def ddp_patched_after() -> dict[str, Any]:
+    return step(fv.patch_model(DistributedDataParallel(model_of()), "sdpa"))
+
+
+def ddp_of_peft() -> dict[str, Any]:
+    return step(DistributedDataParallel(lora(fv.patch_model(model_of(), "sdpa"))))
+
+
+def ddp_compiled() -> dict[str, Any]:
+    model = DistributedDataParallel(fv.patch_model(model_of(), "sdpa"))
+    return step(torch.compile(model, backend="eager"))
+
+
+def ddp_checkpointing() -> dict[str, Any]:
+    model = fv.patch_model(model_of(), "sdpa")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    return step(DistributedDataParallel(model, static_graph=True))
+
+
+def ddp_accumulation() -> dict[str, Any]:
+    """Each document of a rank in a forward of its own, packed with none; then one of two."""
+    model = DistributedDataParallel(fv.patch_model(model_of(), "sdpa"))
+    docs, losses = ROWS[dist.get_rank()], []
+    first, last = docs[: len(docs) // 2], docs[len(docs) // 2 :]
+    with model.no_sync():
+        losses.append(model(**inputs_of("document_ids", first)).loss)
+        losses[-1].backward()
+    losses.append(model(**inputs_of("layout", last)).loss)
+    losses[-1].backward()
+    return {"loss": mean(sum(losses)), "gradients": gradients_of(model)}
+
+
+def ddp_unpatched() -> dict[str, Any]:
+    """Wrong, and the oracle must see it: in train mode transformers makes a cache."""
+    return step(DistributedDataParallel(model_of()))
+
+
+# ---- FSDP2 ----
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    """Each layer and the rest."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return model
+
+
+def fsdp2() -> dict[str, Any]:
+    return step(sharded(fv.patch_model(model_of(), "sdpa")))
+
+
+def fsdp2_patched_after() -> dict[str, Any]:
+    return step(fv.patch_model(sharded(model_of()), "sdpa"), **inputs_of("document_ids"))
+
+
+def fsdp2_layout() -> dict[str, Any]:
+    return step(sharded(fv.patch_model(model_of(), "sdpa")), **inputs_of("layout"))
+
+
+def fsdp2_checkpointing() -> dict[str, Any]:
+    model = fv.patch_model(model_of(), "sdpa")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step(sharded(model), **inputs_of("cu_seq_lens"))
+
+
+def fsdp2_compiled_layers() -> dict[str, Any]:
+    """As accelerate does: layers compiled in place, then sharded."""
+    model = fv.patch_model(model_of(), "sdpa")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    return step(sharded(model))
+
+
+def fsdp2_compiled() -> dict[str, Any]:
+    return step(torch.compile(sharded(fv.patch_model(model_of(), "sdpa")), backend="eager"))
+
+
+def fsdp2_bf16() -> dict[str, Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return step(sharded(fv.patch_model(model_of(), "auto"), mp_policy=policy))
+
+
+def fsdp2_of_peft() -> dict[str, Any]:
+    model = lora(fv.patch_model(model_of(), "sdpa"))
+    sharded(model.get_base_model())
+    return step(model)
+
+
+def fsdp2_decodes_and_is_unpatched() -> dict[str, Any]:
+    """After a step, in eval mode: greedy tokens, and the logits of the unpatched model."""
+    model = sharded(fv.patch_model(model_of(), "sdpa"))
+    made = step(model)
+    model.eval()
+    prompt = batch_of(((1,),), row_tokens=LENGTHS[1]).ids[:, :9]
+    made["tokens"] = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    fv.unpatch_model(model)
+    with torch.no_grad():
+        made["logits"] = model(prompt).logits
+    return made
+
+
+# ---- accelerate and Trainer ----
+
+
+def prepared(patch_first: bool, **options: Any) -> dict[str, Any]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, **options)
+    assert accelerator.num_processes == WORLD
+    model = model_of()
+    if patch_first:
+        fv.patch_model(model, "sdpa")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if not patch_first:
+        fv.patch_model(model, "sdpa")
+    assert isinstance(model, DistributedDataParallel)
+    loss = model(**inputs_of()).loss
+    accelerator.backward(loss)
+    return {"loss": mean(loss), "gradients": gradients_of(model)}
+
+
+def accelerate_prepare() -> dict[str, Any]:
+    return prepared(patch_first=True)
+
+
+def accelerate_prepare_then_patch() -> dict[str, Any]:
+    return prepared(patch_first=False)
+
+
+def accelerate_bf16() -> dict[str, Any]:
+    return prepared(patch_first=True, mixed_precision="bf16")
+
+
+def trainer() -> dict[str, Any]:
+    """Two steps of Trainer: rows of another length on each rank."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    collate, seen = DataCollatorWithFlattening(return_flash_attn_kwargs=True), []
+    made, recorder = recorded(
+        Trainer,
+        model=fv.patch_model(model_of(), "sdpa"),
+        args=TrainingArguments(**settings(f"/tmp/flexvarlen-contract-{os.getpid()}")),
+        train_dataset=[{"input_ids": x} for x in many_documents()],
+        data_collator=lambda features: (seen.append(features), collate(features))[1],
+    )
+    made.train()
+    steps = []
+    for one, features in zip(recorder.steps, seen, strict=False):
+        all_documents: list[Any] = [None] * WORLD
+        dist.all_gather_object(all_documents, [x["input_ids"] for x in features])
+        weights = {name.removeprefix("module."): x for name, x in one.weights.items()}
+        gradients = {name.removeprefix("module."): x for name, x in one.gradients.items()}
+        ids = [x for of_rank in all_documents for x in of_rank]
+        steps.append(
+            {"weights": weights, "loss": mean(one.loss), "gradients": gradients, "documents": ids}
+        )
+    return {"steps": steps}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    case.__name__: case
+    for case in (
+        ddp,
+        ddp_patched_after,
+        ddp_of_peft,
+        ddp_compiled,
+        ddp_checkpointing,
+        ddp_accumulation,
+        ddp_unpatched,
+        fsdp2,
+        fsdp2_patched_after,
+        fsdp2_layout,
+        fsdp2_checkpointing,
+        fsdp2_compiled_layers,
+        fsdp2_compiled,
+        fsdp2_bf16,
+        fsdp2_of_peft,
+        fsdp2_decodes_and_is_unpatched,
+        accelerate_prepare,
+        accelerate_prepare_then_patch,
+        accelerate_bf16,
+        trainer,
+    )
+}
+
+
+@contextmanager
+def _process_group(rank: int, port: int) -> Iterator[None]:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(WORLD),
+        LOCAL_WORLD_SIZE=str(WORLD),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        ACCELERATE_USE_CPU="true",
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    """Every case; rank 0 saves what it made, or why it failed."""
+    with _process_group(rank, port):
+        for name, case in CASES.items():
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            try:
+                made = case()
+            except Exception:
+                made = {"failed": traceback.format_exc()}
+            torch.save(made, Path(folder) / f"{name}-{rank}.pt")

@@ -1,0 +1,95 @@
+"""Two processes that pack other documents learn together what one process learns of all."""
+
+from __future__ import annotations
+
+import copy
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from tests.contract_oracle import Step, by_document, check_step
+from tests.contract_ranks import CASES, WORLD, lora, run
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import batch_of, documents, new_model
+
+DOCUMENTS = [x.tolist() for x in documents()]
+LOW = {"fsdp2_bf16", "accelerate_bf16"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What each case made: one start of two processes for all."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run, args=(port, str(folder)), nprocs=WORLD)
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]
+        for name in CASES
+    }
+
+
+def plain_model(case: str):
+    return lora(new_model("qwen3")) if "peft" in case else new_model("qwen3")
+
+
+def step_of(made, case: str) -> Step:
+    """The step, on which the ranks agree."""
+    first, second = made[case]
+    for rank in (first, second):
+        assert "failed" not in rank, rank["failed"]
+    assert torch.equal(first["loss"], second["loss"])
+    for name, gradient in first["gradients"].items():
+        assert torch.equal(gradient, second["gradients"][name]), name
+    weights = plain_model(case).state_dict()
+    gradients = {name: x.float() for name, x in first["gradients"].items()}
+    return Step(weights, first["loss"], gradients)
+
+
+@pytest.mark.parametrize("case", [x for x in CASES if x not in {*LOW, "trainer", "ddp_unpatched"}])
+def test_gradients_are_those_of_one_process(made, case):
+    check_step(step_of(made, case), plain_model(case), DOCUMENTS)
+
+
+def test_a_model_that_is_not_patched_fails_the_oracle(made):
+    with pytest.raises(AssertionError, match="exceeds"):
+        check_step(step_of(made, "ddp_unpatched"), new_model("qwen3"), DOCUMENTS)
+
+
+def test_gradients_under_autocast(made):
+    check_step(step_of(made, "accelerate_bf16"), new_model("qwen3"), DOCUMENTS, autocast=True)
+
+
+def test_gradients_of_weights_gathered_in_bf16(made):
+    step, plain = step_of(made, "fsdp2_bf16"), new_model("qwen3")
+    exact = by_document(copy.deepcopy(plain).double(), DOCUMENTS)
+    peer = by_document(plain.bfloat16(), DOCUMENTS)
+    assert abs(step.loss - exact.loss) <= 2 * abs(peer.loss - exact.loss) + 1e-2
+    assert step.gradients.keys() == exact.gradients.keys()
+    for name, gradient in step.gradients.items():
+        low = peer.gradients[name]
+        assert_as_accurate(gradient.to(low.dtype), exact.gradients[name], low, 3, name)
+
+
+def test_decoding_and_unpatching_of_sharded_weights(made):
+    plain = new_model("qwen3")
+    prompt = batch_of(((1,),), row_tokens=70).ids[:, :9]
+    expected = plain.generate(prompt, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        logits = plain(prompt).logits
+    for rank in made["fsdp2_decodes_and_is_unpatched"]:
+        assert torch.equal(rank["tokens"], expected)
+        torch.testing.assert_close(rank["logits"], logits, rtol=1e-5, atol=1e-5)
+
+
+def test_trainer_on_two_processes(made):
+    for rank in made["trainer"]:
+        assert "failed" not in rank, rank["failed"]
+        assert len(rank["steps"]) == 2
+    for step in made["trainer"][0]["steps"]:
+        documents = step.pop("documents")
+        assert len(documents) == 8
+        check_step(Step(**step), new_model("qwen3"), documents)

@@ -1,0 +1,312 @@
+"""Forms of a batch that meet each other: the documents stay what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import flexvarlen as fv
+from tests.contract_oracle import Step, check_step, gradients_of, snapshot
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import (
+    LENGTHS,
+    Batch,
+    batch_of,
+    documents,
+    exact_and_peer,
+    new_model,
+    one_row,
+    padded_rows,
+    shared_model,
+    two_rows,
+)
+
+KIND = "qwen3_windows"
+
+
+def rolled(batch: Batch, tokens: int) -> Batch:
+    """Padding at the right moved to the left, so many tokens of it."""
+    moved = {
+        name: getattr(batch, name).roll(tokens, dims=1)
+        for name in ("ids", "position_ids", "document_ids")
+    }
+    return dataclasses.replace(batch, **moved)
+
+
+def both_sides() -> Batch:
+    return rolled(padded_rows(left=False, packed=True), 20)
+
+
+def mask(batch: Batch, dtype=torch.long) -> torch.Tensor:
+    return (batch.document_ids > 0).to(dtype)
+
+
+def embeddings(batch: Batch) -> torch.Tensor:
+    return shared_model(KIND).get_input_embeddings()(batch.ids)
+
+
+def layout(batch: Batch, **sizes: Any) -> fv.PackedLayout:
+    return fv.PackedLayout.from_lengths([LENGTHS[i] for i, _ in batch.order], **sizes)
+
+
+ONE, TWO, BOTH = one_row(), two_rows(), both_sides()
+LATER = one_row(firsts={0: 100, 2: 7, 4: 60})
+
+FORMS: dict[str, tuple[Batch, dict[str, Any]]] = {
+    "padding_at_both_ends": (
+        BOTH,
+        {"attention_mask": mask(BOTH), "position_ids": BOTH.position_ids},
+    ),
+    "padding_at_both_ends_numbered": (BOTH, {"attention_mask": BOTH.document_ids}),
+    "padding_at_both_ends_bool": (
+        BOTH,
+        {"attention_mask": mask(BOTH, torch.bool), "position_ids": BOTH.position_ids},
+    ),
+    "padding_at_both_ends_embedded": (
+        BOTH,
+        {"inputs_embeds": embeddings(BOTH), "attention_mask": BOTH.document_ids},
+    ),
+    "embedded_cu_seq_lens": (
+        ONE,
+        {"inputs_embeds": embeddings(ONE), "cu_seq_lens_q": ONE.cu_seqlens},
+    ),
+    "embedded_layout": (ONE, {"inputs_embeds": embeddings(ONE), "packed_layout": layout(ONE)}),
+    "embedded_two_rows": (
+        TWO,
+        {"inputs_embeds": embeddings(TWO), "attention_mask": TWO.document_ids},
+    ),
+    "two_rows_layout": (TWO, {"packed_layout": layout(TWO)}),
+    "two_rows_layout_and_ones": (
+        TWO,
+        {"packed_layout": layout(TWO), "attention_mask": torch.ones_like(TWO.ids)},
+    ),
+    "two_rows_cache": (
+        TWO,
+        {"position_ids": TWO.position_ids, "past_key_values": DynamicCache(), "use_cache": True},
+    ),
+    "two_rows_ones": (
+        TWO,
+        {"position_ids": TWO.position_ids, "attention_mask": torch.ones_like(TWO.ids)},
+    ),
+    "int32": (
+        ONE,
+        {"position_ids": ONE.position_ids.int(), "attention_mask": torch.ones_like(ONE.ids).int()},
+    ),
+    "mask_of_float_ones": (
+        ONE,
+        {"position_ids": ONE.position_ids, "attention_mask": torch.ones(ONE.ids.shape)},
+    ),
+    "max_length_too_large": (
+        ONE,
+        {"cu_seq_lens_q": ONE.cu_seqlens, "max_length_q": 256, "max_length_k": 256},
+    ),
+    "max_length_as_tensors": (
+        ONE,
+        {
+            "cu_seq_lens_q": ONE.cu_seqlens,
+            "cu_seq_lens_k": ONE.cu_seqlens,
+            "max_length_q": torch.tensor(98, dtype=torch.int32),
+            "max_length_k": torch.tensor(98, dtype=torch.int32),
+        },
+    ),
+    "cu_seq_lens_that_repeat": (
+        ONE,
+        {"cu_seq_lens_q": torch.cat([ONE.cu_seqlens, ONE.cu_seqlens[-1:].repeat(3)])},
+    ),
+    "cu_seq_lens_and_ones": (
+        ONE,
+        {"cu_seq_lens_q": ONE.cu_seqlens, "attention_mask": torch.ones_like(ONE.ids)},
+    ),
+    "cu_seq_lens_seq_idx": (
+        ONE,
+        {"cu_seq_lens_q": ONE.cu_seqlens, "seq_idx": (ONE.document_ids - 1).int()},
+    ),
+    "continued": (LATER, {"position_ids": LATER.position_ids}),
+    "continued_cu_seq_lens": (
+        LATER,
+        {"position_ids": LATER.position_ids, "cu_seq_lens_q": LATER.cu_seqlens},
+    ),
+    "continued_layout": (
+        LATER,
+        {"position_ids": LATER.position_ids, "packed_layout": layout(LATER)},
+    ),
+    "continued_numbered": (
+        LATER,
+        {"position_ids": LATER.position_ids, "attention_mask": LATER.document_ids},
+    ),
+    "spare_slots": (ONE, {"packed_layout": layout(ONE, capacity=32, max_seqlen_bound=256)}),
+    "cache_asked_for": (ONE, {"position_ids": ONE.position_ids, "use_cache": True}),
+    "hidden_states": (ONE, {"position_ids": ONE.position_ids, "output_hidden_states": True}),
+    "no_dict": (ONE, {"position_ids": ONE.position_ids, "return_dict": False}),
+    "cache_position": (
+        ONE,
+        {"position_ids": ONE.position_ids, "cache_position": torch.arange(256)},
+    ),
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_the_documents_one_by_one(form, train):
+    batch, inputs = FORMS[form]
+    inputs = {
+        name: DynamicCache() if name == "past_key_values" else x for name, x in inputs.items()
+    }
+    if "inputs_embeds" not in inputs:
+        inputs["input_ids"] = batch.ids
+    exact, peer = exact_and_peer(KIND, batch.order)
+    model = shared_model(KIND).train(train)
+    try:
+        with fv.patched(model, "sdpa"), torch.no_grad():
+            out = model(**inputs, labels=batch.ids)
+    finally:
+        model.eval()
+    loss, logits = out[:2] if isinstance(out, tuple) else (out.loss, out.logits)
+    assert_as_accurate(batch.of_documents(logits), exact.logits, peer.logits, 2)
+    assert loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens", "layout", "numbered"])
+def test_the_last_tokens_alone(form):
+    """`logits_to_keep` takes tokens of the row, whatever document they are of."""
+    given = {
+        "position_ids": {"position_ids": ONE.position_ids},
+        "cu_seq_lens": {"cu_seq_lens_q": ONE.cu_seqlens},
+        "layout": {"packed_layout": layout(ONE)},
+        "numbered": {"attention_mask": ONE.document_ids},
+    }[form]
+    exact, peer = exact_and_peer(KIND, ONE.order)
+    ends = ONE.cu_seqlens[1:].long() - 1
+    with fv.patched(shared_model(KIND), "sdpa"), torch.no_grad():
+        last = shared_model(KIND)(ONE.ids, logits_to_keep=ends, **given).logits[0]
+        tail = shared_model(KIND)(ONE.ids, logits_to_keep=60, **given).logits[0]
+    assert_as_accurate(last, exact.logits[ends], peer.logits[ends], 2)
+    assert_as_accurate(tail, exact.logits[-60:], peer.logits[-60:], 2)
+
+
+def causal_4d(kind: str, tokens: int) -> torch.Tensor:
+    """Causal, but for one key in the middle that nobody else sees."""
+    sees = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    sees[11:, 10] = False
+    if kind == "bool":
+        return sees[None, None]
+    return torch.zeros(1, 1, tokens, tokens).masked_fill(~sees, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_4d_mask_is_honoured(kind, train):
+    """One document a row: as the unpatched model has it, outputs and gradients."""
+    models = [new_model("llama").train(train) for _ in range(2)]
+    fv.patch_model(models[0], "sdpa")
+    ids = documents()[1][None, :40]
+    outs = []
+    for model in models:
+        out = model(ids, attention_mask=causal_4d(kind, 40), labels=ids, use_cache=False)
+        out.loss.backward()
+        outs.append(out)
+    torch.testing.assert_close(outs[0].logits, outs[1].logits, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        causal = models[1](ids).logits
+    assert (outs[0].logits - causal).abs().max() > 1, "the mask hides nothing"
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_an_explicit_cache_of_one_document_a_row_goes_on(cache, padding):
+    """Prefill and two steps by hand, against the unpatched model."""
+    batch = {
+        "none": batch_of(((2,), (2,)), row_tokens=98),
+        "left": padded_rows(left=True),
+        "right": padded_rows(left=False),
+        "both": rolled(padded_rows(left=False), 15),
+    }[padding]
+    tokens = batch.ids.shape[1]
+
+    def run(model):
+        kept = (
+            DynamicCache(config=model.config)
+            if cache == "dynamic"
+            else StaticCache(config=model.config, max_cache_len=tokens + 2)
+        )
+        seen = mask(batch)
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)
+        given = {"past_key_values": kept, "use_cache": True}
+        made = []
+        with torch.no_grad():
+            out = model(batch.ids, attention_mask=seen, position_ids=positions, **given)
+            made.append(batch.of_documents(out.logits))
+            for n in range(2):
+                seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+                positions = seen.sum(-1, keepdim=True) - 1
+                token = torch.full((2, 1), 7 + n)
+                out = model(token, attention_mask=seen, position_ids=positions, **given)
+                made.append(out.logits)
+        return made
+
+    model = new_model("llama")
+    expected = run(model)
+    for ours, theirs in zip(run(fv.patch_model(model, "sdpa")), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+def lora(model):
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+WAYS = {
+    "plain": {},
+    "reentrant": {"reentrant": True},
+    "not_reentrant": {"reentrant": False},
+    "compiled": {"compiled": True},
+    "compiled_not_reentrant": {"compiled": True, "reentrant": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("autocast", "way"),
+    [*((True, way) for way in WAYS), *((False, way) for way in WAYS if "compiled" not in way)],
+)
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_gradients_of_what_is_combined(with_lora, autocast, way):
+    """Autocast, LoRA, checkpointing and a compiled model, each with each."""
+    torch._dynamo.reset()
+    made = {name: WAYS[way].get(name) for name in ("reentrant", "compiled")}
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    if made["reentrant"] is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": made["reentrant"]})
+    if with_lora:
+        model = lora(model)
+    model.train()
+    # A checkpointed PEFT model asks for gradients of its inputs, which breaks Dynamo's graph.
+    whole = not with_lora or made["reentrant"] is None
+    run = torch.compile(model, backend="eager", fullgraph=whole) if made["compiled"] else model
+    weights = snapshot(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = run(ONE.ids, labels=ONE.ids, attention_mask=ONE.document_ids).loss
+    loss.backward()
+    step = Step(weights, loss.detach(), gradients_of(model))
+    plain = lora(new_model("qwen3")) if with_lora else new_model("qwen3")
+    check_step(step, plain, [x.tolist() for x in documents()], autocast=autocast)
+    torch._dynamo.reset()
+
+
+def test_gradients_reach_embeddings_of_their_own_document():
+    model = fv.patch_model(new_model("qwen3"), "sdpa").train()
+    embedded = model.get_input_embeddings()(BOTH.ids).detach().requires_grad_()
+    out = model(inputs_embeds=embedded, attention_mask=BOTH.document_ids)
+    third = (BOTH.document_ids == 2) & (torch.arange(2)[:, None] == 0)  # of the first row
+    out.logits[third].square().sum().backward()
+    reached = embedded.grad.abs().sum(-1) > 0
+    assert torch.equal(reached, third)

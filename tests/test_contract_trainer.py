@@ -1,0 +1,272 @@
+"""Trainer with flattened batches learns, step by step, what the documents one by one teach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import flexvarlen as fv
+from tests.contract_oracle import check_step
+from tests.contract_training import documents, recorded, settings
+from tests.tiny_models import new_model
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_as_it_was(monkeypatch):
+    """Mixed precision and compilation are states of the process."""
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    torch._dynamo.reset()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch._dynamo.reset()
+
+
+class Collator(DataCollatorWithFlattening):
+    """Keeps the documents of each micro-batch; `drop`s what it should not hand over."""
+
+    def __init__(self, drop: tuple[str, ...] = (), **options: Any) -> None:
+        super().__init__(**options)
+        self.drop = drop
+        self.seen: list[list[dict[str, list[int]]]] = []
+
+    def __call__(self, features: list[dict[str, list[int]]], **kwargs: Any) -> dict[str, Any]:
+        self.seen.append(features)
+        batch = super().__call__(features, **kwargs)
+        return {name: x for name, x in batch.items() if name not in self.drop}
+
+
+def train(model, tmp_path, *, collator=None, dataset=None, **changes):
+    """The recorder of all steps, the documents of each, and the trainer."""
+    collator = Collator() if collator is None else collator
+    trainer, recorder = recorded(
+        Trainer,
+        model=model,
+        args=TrainingArguments(**settings(tmp_path, **changes)),
+        train_dataset=[{"input_ids": x} for x in documents()] if dataset is None else dataset,
+        data_collator=collator,
+    )
+    trainer.train()
+    rows = changes.get("gradient_accumulation_steps", 1)
+    by_step = [
+        [feature for features in collator.seen[i * rows : (i + 1) * rows] for feature in features]
+        for i in range(len(recorder.steps))
+    ]
+    assert len(by_step) == 2
+    return recorder, by_step, trainer
+
+
+def check(model, tmp_path, *, plain=None, how=None, **given):
+    """Two steps of a patched model, each held against its documents one by one."""
+    plain = new_model("qwen3") if plain is None else plain
+    recorder, by_step, trainer = train(model, tmp_path, **given)
+    for step, features in zip(recorder.steps, by_step, strict=True):
+        own = {"labels": [x["labels"] for x in features]} if "labels" in features[0] else {}
+        check_step(step, plain, [x["input_ids"] for x in features], **own, **(how or {}))
+    return trainer
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "position_ids": {},
+    "flash_attn_kwargs": {"return_flash_attn_kwargs": True},
+    "flash_attn_kwargs_alone": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    "seq_idx": {"return_seq_idx": True},
+    "all": {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+    "position_ids_start": {"position_ids_start": 2},
+    "no_max_length": {
+        "return_flash_attn_kwargs": True,
+        "drop": ("max_length_q", "max_length_k", "position_ids"),
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_windows"])
+def test_each_option_of_the_collator(kind, option, tmp_path):
+    model = fv.patch_model(new_model(kind), "sdpa")
+    how = {"first": OPTIONS[option].get("position_ids_start", 0)}
+    collator = Collator(**OPTIONS[option])
+    check(model, tmp_path, plain=new_model(kind), collator=collator, how=how)
+
+
+@pytest.mark.parametrize("way", ["flash_attn_kwargs_alone", "cache_asked_for"])
+def test_a_model_that_is_not_patched_fails_the_oracle(way, tmp_path):
+    """transformers sees documents in position_ids alone, and only without a cache."""
+    with pytest.raises(AssertionError, match="exceeds"):
+        check(
+            new_model("qwen3"),
+            tmp_path,
+            collator=Collator(**OPTIONS.get(way, {})),
+            **WAYS.get(way, {}),
+        )
+
+
+def test_seq_idx_alone_is_refused(tmp_path):
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    collator = Collator(return_position_ids=False, return_seq_idx=True)
+    with pytest.raises(ValueError, match="seq_idx alone"):
+        check(model, tmp_path, collator=collator)
+
+
+def test_a_separator_that_is_a_token_is_not_learned(tmp_path):
+    """It would have the last token of a document foresee it. Trainer counts it as a label."""
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    recorder, by_step, _ = train(model, tmp_path, collator=Collator(separator_id=5))
+    for step, features in zip(recorder.steps, by_step, strict=True):
+        ids = [x["input_ids"] for x in features]
+        check_step(step, new_model("qwen3"), ids, num_labels=sum(map(len, ids)) - 1)
+
+
+def test_labels_of_the_dataset(tmp_path):
+    """Prompts are not learned; one document has nothing else."""
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    dataset = [
+        {"input_ids": x, "labels": [-100] * (len(x) // 3) + x[len(x) // 3 :]} for x in documents()
+    ]
+    dataset[1]["labels"] = [-100] * len(dataset[1]["input_ids"])
+    check(model, tmp_path, dataset=dataset)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation_bf16": {"gradient_accumulation_steps": 2, "bf16": True},
+    "checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "checkpointing_reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "checkpointing_bf16_accumulation": {
+        "gradient_checkpointing": True,
+        "bf16": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "label_smoothing_accumulation_bf16": {
+        "label_smoothing_factor": 0.1,
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+    },
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "cache_asked_for": {"use_cache": True},
+    "one_document_a_batch": {"per_device_train_batch_size": 1},
+    "not_scaled_across_devices": {"average_tokens_across_devices": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "flash_kwargs"),
+    [
+        *((way, False) for way in WAYS),
+        ("accumulation_bf16", True),
+        ("checkpointing", True),
+        ("label_smoothing", True),
+        ("cache_asked_for", True),
+    ],
+)
+def test_each_way_of_training(way, flash_kwargs, tmp_path):
+    changes = WAYS[way]
+    how = {
+        "autocast": changes.get("bf16", False),
+        "smoothing": changes.get("label_smoothing_factor", 0.0),
+    }
+    collator = Collator(return_flash_attn_kwargs=flash_kwargs)
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    check(model, tmp_path, collator=collator, how=how, **changes)
+
+
+def _lora(model):
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("patch", ["before_peft", "after_peft"])
+@pytest.mark.parametrize("way", ["position_ids", "checkpointing", "checkpointing_reentrant"])
+def test_lora(way, patch, tmp_path):
+    model = new_model("qwen3")
+    if patch == "before_peft":
+        fv.patch_model(model, "sdpa")
+    model = _lora(model)
+    if patch == "after_peft":
+        fv.patch_model(model, "sdpa")
+    if "reentrant" in way:  # else no input of a layer would have a gradient
+        model.enable_input_require_grads()
+    changes = WAYS.get(way, {})
+    trainer = check(model, tmp_path, plain=_lora(new_model("qwen3")), **changes)
+    assert len(trainer.model.get_base_model().model.layers) == 2
+
+
+def test_patched_after_the_trainer_was_made(tmp_path):
+    """Trainer looks at the model's forward before it trains."""
+    model = new_model("qwen3")
+    collator = Collator()
+    trainer, recorder = recorded(
+        Trainer,
+        model=model,
+        args=TrainingArguments(**settings(tmp_path)),
+        train_dataset=[{"input_ids": x} for x in documents()],
+        data_collator=collator,
+    )
+    fv.patch_model(model, "sdpa")
+    trainer.train()
+    assert len(recorder.steps) == 2
+    for step, features in zip(recorder.steps, collator.seen, strict=False):  # one is fetched ahead
+        check_step(step, new_model("qwen3"), [x["input_ids"] for x in features])
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_evaluation_and_prediction(bf16, tmp_path):
+    """In eval mode, where a model makes a cache: it is not among what was predicted."""
+    model, plain = fv.patch_model(new_model("qwen3"), "sdpa"), new_model("qwen3")
+    dataset = [{"input_ids": x} for x in documents()[:4]]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**settings(tmp_path, per_device_eval_batch_size=4, bf16=bf16)),
+        eval_dataset=dataset,
+        data_collator=DataCollatorWithFlattening(),
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(dataset)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        logits = [plain(torch.tensor([x])).logits[0].float() for x in documents()[:4]]
+    ours = torch.as_tensor(predicted.predictions)[0].float()
+    tolerance = 0.2 if bf16 else 1e-3  # logits reach 15, and a leak moves them by more than 1
+    torch.testing.assert_close(ours, torch.cat(logits), rtol=0, atol=tolerance)
+    losses = [
+        torch.nn.functional.cross_entropy(x[:-1], torch.tensor(ids)[1:], reduction="sum")
+        for x, ids in zip(logits, documents(), strict=False)
+    ]
+    expected = sum(losses).item() / sum(len(x) - 1 for x in documents()[:4])
+    assert loss == pytest.approx(expected, rel=2e-2 if bf16 else 1e-4)
+
+
+def test_a_checkpoint_is_resumed(tmp_path):
+    """Two steps in one run and two in another are four in one."""
+    runs = {}
+    for name, stops in {"whole": [4], "resumed": [2, 4]}.items():
+        for stop in stops:
+            model = fv.patch_model(new_model("qwen3"), "sdpa")
+            arguments = settings(tmp_path / name, max_steps=stop, save_strategy="steps")
+            trainer = Trainer(
+                model=model,
+                args=TrainingArguments(**{**arguments, "save_steps": 2}),
+                train_dataset=[{"input_ids": x} for x in documents()],
+                data_collator=DataCollatorWithFlattening(),
+            )
+            trainer.train(resume_from_checkpoint=stop == 4 and len(stops) == 2)
+        runs[name] = model
+        config = (tmp_path / name / "checkpoint-2" / "config.json").read_text()
+        assert "flexvarlen" not in config
+    for ours, theirs in zip(*(run.parameters() for run in runs.values()), strict=True):
+        assert torch.equal(ours, theirs)
