@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexvarlen.patches.stateful import refuse_stateful
+
 _TINY: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 96,
@@ -197,9 +199,10 @@ def require_verified(model_type: str) -> None:
     """Refuse a model whose packed outputs nobody has checked.
 
     Raises:
-        NotImplementedError: the model type is not verified. It may keep state over the row, or draw
-            a mask of its own, which documents would leak through.
+        NotImplementedError: the model type is not verified. It is known to keep state over the row,
+            or it may, or draw a mask of its own, which documents would leak through.
     """
+    refuse_stateful(model_type)
     if model_type not in BY_TYPE:
         raise NotImplementedError(
             f"model_type must be one of the verified {', '.join(BY_TYPE)}, got {model_type!r}; "

@@ -244,8 +244,12 @@ def check_machine(
     Raises:
         NotImplementedError: a backend cannot serve the layers it was chosen for.
     """
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+    elif device.type == "meta":  # to be loaded anywhere
+        device = torch.device("cpu")
     call = {
-        "device": "cuda" if torch.cuda.is_available() else device,
+        "device": device,
         "dtype": torch.bfloat16,
         "needs_grad": False,
         "deterministic": deterministic,

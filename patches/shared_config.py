@@ -5,9 +5,12 @@ They share its attn_implementation: the name of any of their backends.
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +19,10 @@ from flexvarlen.patches.interface import IMPLEMENTATIONS
 from flexvarlen.patches.routing import BackendChoice, LayerKind, base_of
 
 ATTRIBUTE = "_flexvarlen_patch"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,20 @@ class Patch:
 
 
 _patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+_lock = threading.RLock()
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that changes which models are patched, for threads that do so at once."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return alone
 
 
 def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:

@@ -67,21 +67,35 @@ def wrap_forward(
             it is, without `after`.
     """
     of_class = type(module).forward
-    names = tuple(inspect.signature(of_class).parameters)[1:]
+    signature = inspect.signature(of_class)
+    names = tuple(signature.parameters)[1:]
     place = PLACE + str(sum(name.startswith(PLACE) for name in vars(module)))
 
-    @functools.wraps(of_class)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self: nn.Module, own: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         inputs = before(self, {**dict(zip(names, args, strict=False)), **kwargs})
         if inputs is not None:
             args, kwargs = (), inputs
-        own: Callable[..., Any] | None = self.__dict__[place].on(self)
         out = of_class(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         if inputs is not None:
             after(inputs, out)
         return out
 
-    setattr(forward, OURS, place)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, self.__dict__[place].on(self), args, kwargs)
+
+    def bare(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, None, args, kwargs)
+
+    for ours in (forward, bare):
+        functools.update_wrapper(ours, of_class)
+        attributes = vars(ours)
+        attributes["__signature__"] = signature  # which Trainer and generate look at
+        attributes[OURS] = place
+        del attributes["__wrapped__"]
+    # What accelerate's unwrap_model finds below us: its own wrappers off, ours still on.
+    vars(forward)["__wrapped__"] = bare
     setattr(module, place, _InstanceForward.of(module))
     module.forward = MethodType(forward, module)
     if _refuse_forward_of_another not in module._forward_pre_hooks.values():
@@ -90,12 +104,15 @@ def wrap_forward(
 
 def unwrap_forward(module: nn.Module) -> None:
     """Undo the last `wrap_forward`, unless somebody has wrapped the wrapper since."""
-    place: str | None = getattr(module.__dict__.get("forward"), OURS, None)
-    if place is None:
+    forward = module.__dict__.get("forward")
+    # A wrapper made by functools (accelerate's hooks) bears our attributes, too.
+    if not isinstance(forward, MethodType) or OURS not in vars(forward.__func__):
         return
+    place: str = getattr(forward, OURS)
     del module.__dict__["forward"]
     own: Callable[..., Any] | None = module.__dict__.pop(place).on(module)
-    if own is not None:
+    is_bare = not hasattr(forward, "__wrapped__")  # somebody took off what was below us
+    if own is not None and not is_bare:
         module.forward = own
     if not any(name.startswith(PLACE) for name in vars(module)):
         _remove_hook(module)

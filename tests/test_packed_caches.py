@@ -191,7 +191,7 @@ def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
     reads = []
     read = Tensor.__bool__
     monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
-    monkeypatch.setattr("flexvarlen.patches.model.one_document_a_row", lambda *args: 1 / 0)
+    monkeypatch.setattr("flexvarlen.patches.forward_inputs.one_document_a_row", lambda *args: 1 / 0)
     model.train()(IDS, position_ids=POSITIONS)
     model.eval()(IDS, position_ids=POSITIONS, use_cache=False)
     monkeypatch.undo()

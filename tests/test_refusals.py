@@ -8,8 +8,8 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
-    Gemma2Config,
-    MistralConfig,
+    HeliumConfig,
+    Starcoder2Config,
     StaticCache,
 )
 
@@ -19,7 +19,7 @@ from tests.tiny_models import config_of, new_model, one_row, shared_model, two_r
 
 ROW, ROWS = one_row(), two_rows()
 SIZES = config_of("llama").to_dict()
-OTHER_TYPES = {"mistral": MistralConfig, "gemma2": Gemma2Config}
+OTHER_TYPES = {"starcoder2": Starcoder2Config, "helium": HeliumConfig}
 
 
 def other_model(model_type, implementation="eager"):

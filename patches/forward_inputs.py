@@ -1,0 +1,185 @@
+"""What a patched model's forward is called with: its documents found, or marked as not packed.
+
+The documents are found once, the labels at their first tokens are masked, every layer gets the same
+`PackedForward`, and the mask becomes a 4D placeholder, so that transformers builds none and reads
+nothing back.
+
+Shapes: B rows of S tokens, T = B·S.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexvarlen.layout import PackedLayout
+from flexvarlen.patches.documents import (
+    CONTEXT,
+    EXPLICIT,
+    PackedForward,
+    Unpacked,
+    find_layout,
+    first_tokens,
+)
+from flexvarlen.patches.interface import IMPLEMENTATIONS
+from flexvarlen.patches.one_document import check_one_document, why_not_whole_rows
+from flexvarlen.patches.packed_cache import (
+    mark_cache,
+    note_documents,
+    one_document_a_row,
+    refuse_packed_documents,
+)
+from flexvarlen.patches.rotary import check_restarts, has_longrope
+from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
+from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
+
+IGNORE_INDEX = -100  # the label that transformers' losses leave out
+
+
+def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    patch: Patch | None = module.__dict__.get(ATTRIBUTE)
+    return None if patch is None else prepare_inputs(module, patch, inputs)
+
+
+def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
+    packed = inputs.get(CONTEXT)
+    if isinstance(packed, PackedForward) and packed.one_a_row is not None:
+        mark_cache(outputs, packed)
+
+
+def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A forward's keyword arguments with the documents found, or marked as checked for decoding.
+
+    Raises:
+        ValueError: boundaries that break the contract, a packed batch with a non-empty cache, with
+            one that makes room for other tokens, or with a 4D mask, or another attn_implementation
+            set since (it would take our placeholder for a mask that hides nothing).
+
+    Decoding reads the device once a forward, if there are positions or a mask to look at.
+    """
+    tokens = _tokens(inputs)
+    if tokens is None or inputs.get(CONTEXT) is not None:
+        return inputs
+    config: Any = module.config
+    if IMPLEMENTATIONS.get(config._attn_implementation) not in patch.backends:
+        raise ValueError(
+            "a patched model's attn_implementation must stay its own, got "
+            f"{config._attn_implementation!r}, set since; call unpatch_model before setting "
+            "another, or patch_model again."
+        )
+    batch, row_tokens = tokens.shape[:2]
+    attention_mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+    position_ids = inputs.get("position_ids")
+    if position_ids is not None and position_ids.ndim != 2:
+        raise ValueError(
+            f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text "
+            "row."
+        )
+    given = {name: inputs.pop(name, None) for name in EXPLICIT}
+    explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
+    silent = not explicit and position_ids is None and attention_mask is None
+    if silent and inputs.get("seq_idx") is not None:
+        raise ValueError(
+            "seq_idx alone tells attention of no documents; pass position_ids, cu_seq_lens_q or "
+            "packed_layout too (DataCollatorWithFlattening makes position_ids unless told not to)."
+        )
+    not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
+    if not_whole_rows is not None:
+        if explicit:
+            raise ValueError(
+                f"a packed batch must not come with {not_whole_rows}; pass an empty cache or "
+                "use_cache=False, and no 4D attention_mask."
+            )
+        refuse_packed_documents(cache)
+        check_one_document(
+            row_tokens,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            with_what=not_whole_rows,
+            seen=0 if cache is None else cache.get_seq_length(),
+        )
+        inputs[CONTEXT] = Unpacked.CHECKED
+        return inputs
+    layout = find_layout(
+        batch,
+        row_tokens,
+        tokens.device,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        capacity=patch.capacity,
+        max_seqlen_bound=patch.max_seqlen_bound,
+        **given,
+    )
+    if position_ids is not None and has_longrope(config):
+        check_restarts(layout, position_ids, row_tokens)
+    # Inside a compiled graph nothing that varies with the documents may be asked: it would be
+    # guarded on.
+    packs = torch.compiler.is_compiling() or layout.num_docs != batch or layout.has_padding
+    if position_ids is None and packs:
+        inputs["position_ids"] = layout.position_ids().view(batch, row_tokens)
+    for name in ("labels", "shift_labels"):
+        if inputs.get(name) is not None:
+            inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
+    wants_no_cache = (
+        explicit
+        or module.training
+        or torch.compiler.is_compiling()
+        or _compiled_by_layer(base_of(module))
+    )
+    if wants_no_cache and inputs.get("use_cache") is None and cache is None:
+        inputs["use_cache"] = False
+    packed = _packed_forward(module, patch, layout)
+    use_cache = inputs.get("use_cache")
+    if cache is not None or (config.use_cache if use_cache is None else use_cache):
+        packed.one_a_row = one_document_a_row(layout, batch)
+        if not torch.compiler.is_compiling():
+            packed.several_a_row = not bool(packed.one_a_row)
+        note_documents(cache, packed)  # before any layer fills it: one of them may fail
+    inputs[CONTEXT] = packed
+    inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
+    return inputs
+
+
+def _tokens(inputs: dict[str, Any]) -> Tensor | None:
+    """The forward's `[B, S]` ids or `[B, S, hidden]` embeddings."""
+    input_ids: Tensor | None = inputs.get("input_ids")
+    return inputs.get("inputs_embeds") if input_ids is None else input_ids
+
+
+def _compiled_by_layer(base: Any) -> bool:
+    """Whether its layers are compiled one by one: with a cache each would get its own graph."""
+    layers = base._modules.get("layers")
+    if not layers:
+        return False
+    first = layers[0]
+    return "_orig_mod" in first._modules or first._compiled_call_impl is not None
+
+
+def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
+    promises = (patch.deterministic, patch.batch_invariant)
+    packed = PackedForward(layout, patch.backend, *promises, **row_wide(module.config))
+    device_type = layout.device.type
+    dtype = (
+        torch.get_autocast_dtype(device_type)
+        if torch.is_autocast_enabled(device_type)
+        else dtype_of_queries(module)
+    )
+    # As in the layers: a reentrant checkpoint runs a training forward without gradients first.
+    needs_grad = torch.is_grad_enabled() or module.training
+    for kind in patch.kinds:
+        others = tuple(packed.routes.items())
+        packed.routes[kind] = packed.make_route(kind, dtype, needs_grad, others)
+    return packed
+
+
+def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:
+    """Labels with -100 where they would cross a border.
+
+    What a document's last token would have to foresee.
+    """
+    first = first_tokens(layout)
+    if shifted:  # the label of token t stands at t, and is the token t + 1
+        first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
+    return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)

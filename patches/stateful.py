@@ -1,0 +1,87 @@
+"""Model types whose layers mix the tokens of a row beside attention.
+
+A state, a convolution or a transform runs over the whole row, whatever attention may see: there
+packed documents leak into one another, and no attention function can help. Some of these models
+take `seq_idx` or `cu_seq_lens_q` for kernels of other packages, which keep documents apart; none
+of that is verified here.
+
+Which do was found in two ways, on transformers 5.23: a tiny model was run with another first
+document, and the later ones moved; or its modeling file runs such a layer over the sequence.
+"""
+
+from __future__ import annotations
+
+_SCAN = "a state-space scan and a convolution"
+_GATED_DELTA = "a gated delta rule and a convolution"
+_DELTA = "a delta rule and a convolution"
+_CONVOLUTION = "a convolution"
+
+_TYPES_BY_STATE: dict[str, tuple[str, ...]] = {
+    _SCAN: (
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "jamba",
+        "bamba",
+        "zamba",
+        "zamba2",
+        "falcon_h1",
+        "nemotron_h",
+        "nemotron_h_omni",  # its text model is a nemotron_h
+        "granitemoehybrid",
+    ),
+    "a linear recurrence and a convolution": ("recurrent_gemma",),
+    _GATED_DELTA: (
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "olmo_hybrid",
+        # their text model is a qwen3_5_text
+        "minicpmv4_6",
+        "minicpmv4_7",
+        "minicpm_ocr",
+        "jev",
+    ),
+    "a gated delta rule, a convolution and n-grams": ("qwen4_exp", "qwen4_exp_text"),
+    _DELTA: ("kimi_linear", "bailing_hybrid", "glm5_next", "glm5_next_text"),
+    _CONVOLUTION: (
+        "lfm2",
+        "lfm2_moe",
+        "lfm2_vl",
+        "lfm3",
+        "lfm3_vl",
+        "inkling_mm_model",
+        "inkling_text",
+        "inkling2",
+        "inkling2_text",
+        "convbert",
+        "canine",
+    ),
+    "convolutions over queries and keys, and delayed values": ("zaya",),
+    "lightning attention, a running sum of keys and values,": ("minimax",),
+    "a recurrence": ("rwkv", "xlstm"),
+    "a Fourier transform": ("fnet",),
+}
+
+STATEFUL: dict[str, str] = {
+    model_type: state for state, types in _TYPES_BY_STATE.items() for model_type in types
+}
+"""What each such model type runs over the row, beside attention."""
+
+
+def refuse_stateful(model_type: str) -> None:
+    """Refuse a model in which documents would leak past attention.
+
+    Raises:
+        NotImplementedError: it has such layers.
+    """
+    state = STATEFUL.get(model_type)
+    if state is not None:
+        raise NotImplementedError(
+            f"model_type must be one whose layers mix tokens in attention alone, got "
+            f"{model_type!r}, which runs {state} over the whole row, through which packed "
+            "documents leak into one another; use the model's own implementation, one document a "
+            "row."
+        )
