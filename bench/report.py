@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.capabilities import capabilities_section
+from bench.families import families_section
 from bench.figure_kernels import kernels_figure, kernels_figure_name
 from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
 from bench.host_time import host_time_section
@@ -275,6 +276,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "compile": compile_section,
     "small-inference": small_inference_section,
     "host-time": host_time_section,
+    "families": families_section,
 }
 
 # Of a suite: how its rows are grouped, what a group's file is called, how it is drawn.

@@ -1,0 +1,301 @@
+"""`python -m bench.families`: every family, on every backend, in every form of a batch.
+
+Tiny models with random weights that have all that is special to their family. A cell's errors are
+those of the packed logits, and of the gradients of all parameters, against each document alone in
+fp64; it is right if they are at most 4 times those of each document alone in the run's dtype. Its
+leaks are logits that change, in any bit, as another document's tokens change.
+
+A mixture of experts runs on `batched_mm`, whose rounding does not depend on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import flexvarlen as fv
+from bench.batch_forms import FORMS, LENGTHS, Batch, Form, documents_of
+from bench.bench_run import BenchRun
+from bench.markdown import markdown
+from bench.rows import Row, commit_of, one_line
+from flexvarlen.equivalence.isolation_tokens import halves
+from flexvarlen.patches.families import BY_TYPE
+
+SUITE = "families"
+SAMPLE = (0, 3, 8, 9, 13)
+"""Forms of `--sample`: positions, a mask of ones, document ids, two rows, left padding."""
+
+# Of the peer's error: two orders of the same sums, and a safety factor of 2.
+FACTOR = 4.0
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.families", description=summary)
+    add = parser.add_argument
+    add("--families", nargs="+", default=list(BY_TYPE), choices=sorted(BY_TYPE), metavar="TYPE")
+    add("--backends", nargs="+", choices=fv.BACKENDS, help="default: all that this machine has")
+    add("--sample", action="store_true", help="a few forms, not all")
+    add("--head-dim", type=int, help="default: 16; on CUDA 64")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=["float32", "bfloat16"], help="default: float32; on CUDA bfloat16")
+    add("--commit", help="recorded in place of what git finds here")
+    add("--out", type=Path, help="JSON lines to append to")
+    args = parser.parse_args(argv)
+    on_cuda = torch.device(args.device).type == "cuda"
+    args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
+    args.head_dim = args.head_dim or (64 if on_cuda else 16)
+    args.backends = args.backends or (
+        ["sdpa", "flex", "flex_fa4", "varlen", "fa2", "fa3", "fa4", "nested"]
+        if on_cuda
+        else ["sdpa", "reference"]
+    )
+    return args
+
+
+def new_model(model_type: str, head_dim: int, experts: str) -> PreTrainedModel:
+    """A family's tiny model, always with the same weights, in fp32 and eval mode."""
+    config = BY_TYPE[model_type].tiny_config(head_dim=head_dim)
+    config._experts_implementation = experts
+    decodes = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    maker = AutoModelForCausalLM if decodes else AutoModelForMaskedLM
+    torch.manual_seed(0)
+    model: PreTrainedModel = maker.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
+                parameter.normal_(std=0.2)
+            parameter.copy_(parameter.to(torch.bfloat16))  # the very same values in every dtype
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Logits of each document, and the gradients of all parameters by a fixed cotangent."""
+
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def answer(
+    model: nn.Module, batches: Sequence[Batch], cotangents: Sequence[Tensor], *, gradients: bool
+) -> Answer:
+    """Of the documents of all batches, one after another."""
+    model.zero_grad()
+    found: list[Tensor] = []
+    left = list(cotangents)
+    with torch.set_grad_enabled(gradients):
+        for batch in batches:
+            logits = model(**batch.inputs).logits
+            parts = [logits[row, tokens] for row, tokens in batch.places]
+            if gradients:
+                ours, left = left[: len(parts)], left[len(parts) :]
+                total = sum((a.double() * b).sum() for a, b in zip(parts, ours, strict=True))
+                total.backward()  # type: ignore[union-attr]
+            found += [part.detach().double() for part in parts]
+    grads = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return Answer(found, grads)
+
+
+def alone(ids: Tensor, starts: Sequence[int]) -> list[Batch]:
+    """Each document in a forward of its own, from its position on."""
+    batches = []
+    for document, start in zip(documents_of(ids), starts, strict=True):
+        positions = torch.arange(start, start + len(document), device=ids.device)[None]
+        inputs = {"input_ids": document[None], "position_ids": positions}
+        batches.append(Batch(inputs, [(0, slice(0, len(document)))]))
+    return batches
+
+
+def errors(found: Answer, exact: Answer) -> tuple[float, float]:
+    """The largest error of a logit, and of a gradient relative to the largest of its parameter."""
+    logits = max(
+        (a - b).abs().max().item() for a, b in zip(found.logits, exact.logits, strict=True)
+    )
+    largest = max((g.abs().max().item() for g in exact.gradients.values()), default=1.0)
+    gradients = [
+        (found.gradients[name] - g).abs().max().item() / (g.abs().max().item() + 1e-3 * largest)
+        for name, g in exact.gradients.items()
+        if name in found.gradients
+    ]
+    return logits, max(gradients, default=0.0)
+
+
+class Run(BenchRun):
+    """The tokens that all cells share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(SUITE, args)
+        self.dtype: torch.dtype = getattr(torch, args.dtype)
+        self.rows: list[Row] = []
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(3, 97, (sum(LENGTHS),), generator=generator).to(self.device)
+        self.forms = [FORMS[i] for i in SAMPLE] if args.sample else list(FORMS)
+
+    def run(self) -> list[Row]:
+        for model_type in self.args.families:
+            self.family(model_type)
+        return self.rows
+
+    def family(self, model_type: str) -> None:
+        base = new_model(model_type, self.args.head_dim, "eager").to(self.device)
+        packed = new_model(model_type, self.args.head_dim, "batched_mm").to(self.device, self.dtype)
+        exact, peer = copy.deepcopy(base).double(), base.to(self.dtype)
+        vocabulary = packed.config.vocab_size
+        shape = (sum(LENGTHS), vocabulary)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(self.device)
+        cotangents = [x.double() for x in noise.split(list(LENGTHS))]
+        oracles: dict[tuple[int, ...], tuple[Answer, Answer]] = {}
+        for form in self.forms:
+            starts = tuple(form.starts)
+            if starts not in oracles:
+                both = [
+                    answer(m, alone(self.ids, starts), cotangents, gradients=True)
+                    for m in (exact, peer)
+                ]
+                oracles[starts] = (both[0], both[1])
+            for backend in self.args.backends:
+                self.cell(model_type, backend, form, packed, cotangents, *oracles[starts])
+        self.say(f"{model_type}: {len(self.forms)} forms")
+
+    def cell(
+        self,
+        model_type: str,
+        backend: str,
+        form: Form,
+        model: PreTrainedModel,
+        cotangents: Sequence[Tensor],
+        exact: Answer,
+        peer: Answer,
+    ) -> None:
+        """One row."""
+        case = {
+            "family": model_type,
+            "backend": backend,
+            "form": form.name,
+            "dtype": self.args.dtype,
+        }
+        case["head_dim"] = self.args.head_dim
+        model.train(form.train)
+        try:
+            with fv.patched(model, backend):
+                trains = backend != "flex" or self.device.type == "cuda"
+                found = answer(model, [form.batch(self.ids)], cotangents, gradients=trains)
+                leaks = self.leaks(model, form)
+        except (NotImplementedError, ImportError) as error:  # a refusal, in a sentence
+            self.write(case, "unsupported", one_line(error), {})
+            return
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            self.write(case, "failed", one_line(error), {})
+            return
+        finally:
+            model.eval()
+        (error, grad_error), (peer_error, peer_grad_error) = (
+            errors(found, exact),
+            errors(peer, exact),
+        )
+        measures = {
+            "error": error,
+            "peer_error": peer_error,
+            "grad_error": grad_error if trains else None,
+            "peer_grad_error": peer_grad_error,
+            "leaks": leaks,
+        }
+        eps = torch.finfo(self.dtype).eps
+        scale = max(x.abs().max().item() for x in exact.logits)
+        wrong = []
+        if not error <= FACTOR * (peer_error + eps * scale):
+            wrong.append(f"error {error:.2g}")
+        if trains and not grad_error <= FACTOR * (peer_grad_error + eps):
+            wrong.append(f"gradient error {grad_error:.2g}")
+        if leaks:
+            wrong.append(f"{leaks} logits leak")
+        self.write(case, "wrong" if wrong else "ok", ", ".join(wrong) or None, measures)
+
+    def leaks(self, model: PreTrainedModel, form: Form) -> int:
+        """Logits of documents that changed, in any bit, as others' tokens changed."""
+
+        def logits(ids: Tensor) -> list[Tensor]:
+            batch = form.batch(ids)
+            with torch.no_grad():
+                found = model(**batch.inputs).logits
+            return [found[row, tokens] for row, tokens in batch.places]
+
+        before, count = logits(self.ids), 0
+        for replaced, watched in halves(len(LENGTHS)):
+            documents = documents_of(self.ids)
+            other = [3 + (x - 3 + 1) % 94 if i in replaced else x for i, x in enumerate(documents)]
+            after = logits(torch.cat(other))
+            count += sum(int((before[i] != after[i]).sum()) for i in watched)
+        return count
+
+    def write(self, case: dict[str, Any], status: Any, reason: str | None, measures: Any) -> None:
+        self.rows.append(Row(SUITE, case, status, reason, measures, self.environment))
+        self.append(case, status, reason, measures)
+        if status not in ("ok", "unsupported"):
+            self.say(f"{case['family']}, {case['backend']}, {case['form']}: {status}, {reason}")
+
+
+def families_section(rows: Sequence[Row]) -> str:
+    """Families down, backends across: the largest error over the peer's, and leaks."""
+    backends = list(dict.fromkeys(row.case["backend"] for row in rows))
+    types = list(dict.fromkeys(row.case["family"] for row in rows))
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        cells.setdefault((row.case["family"], row.case["backend"]), []).append(row)
+    lines = []
+    for model_type in types:
+        family = BY_TYPE.get(model_type)
+        name, has, needs = (
+            (family.name, family.has, family.needs) if family else (model_type, "", "")
+        )
+        shown = [_cell(cells.get((model_type, backend), [])) for backend in backends]
+        lines.append([name, f"`{model_type}`", has, needs, *shown])
+    header = ["family", "model_type", "beside causal GQA", "here", *(f"`{b}`" for b in backends)]
+    where, case = rows[0].environment, rows[0].case
+    forms = len({row.case["form"] for row in rows})
+    return (
+        f"Tiny models of head_dim {case['head_dim']}, {case['dtype']}, {forms} forms of a batch; "
+        f"{where.get('gpu') or 'CPU'}, torch {where.get('torch')}, transformers "
+        f"{where.get('transformers')}{commit_of(where)}. In a cell: the forms that are right, of "
+        "those that the backend serves; the largest error of a logit over that of each document "
+        "alone in the same dtype, and of a gradient; how many logits changed with another "
+        "document's tokens."
+        f"\n\n{markdown(header, lines)}"
+    )
+
+
+def _cell(rows: Sequence[Row]) -> str:
+    served = [row for row in rows if row.status != "unsupported"]
+    if not served:
+        return "–"
+    right = [row for row in served if row.status == "ok"]
+    measured = [row.measures for row in served if row.measures]
+    error = max((m["error"] / m["peer_error"] for m in measured), default=float("nan"))
+    pairs = [(m["grad_error"], m["peer_grad_error"]) for m in measured]
+    grads = [a / b for a, b in pairs if a is not None and b > 0]
+    gradient = f", {max(grads):.1f}" if grads else ""
+    leaks = sum(m["leaks"] for m in measured)
+    text = f"{len(right)}/{len(served)}: {error:.1f}{gradient}; {leaks}"
+    return text if len(right) == len(served) else f"**{text}**"
+
+
+def main(argv: list[str] | None = None) -> list[Row]:
+    """Run the cells and print the table; rows go to `--out`, if given."""
+    rows = Run(parse(argv)).run()
+    sys.stdout.write(families_section(rows) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
