@@ -11,10 +11,12 @@ short rows, whose time is that of launches, reading them takes longer than compu
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexvarlen.launch import SHORT_ROW
 from flexvarlen.layout import PackedLayout
@@ -96,42 +98,69 @@ def own_tables(base: nn.Module) -> None:
     if rotary is None:
         return
     if getattr(rotary, "rope_type", None) == "longrope":
-        # It keeps its long frequencies from the first call on: a graph would be made anew for them.
-        device = rotary.inv_freq.device
-        rotary(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
-        rotary.register_forward_hook(_by_document, with_kwargs=True)
+        init = ROPE_INIT_FUNCTIONS["longrope"]
+        long, _ = init(rotary.config, rotary.inv_freq.device, seq_len=_short_length(rotary) + 1)
+        setattr(rotary, LONG, long)
+        vars(rotary)[_place(rotary)] = MethodType(forward, rotary)
     rotary.register_forward_hook(_materialize_outputs)
 
 
 def shared_tables(base: nn.Module) -> None:
     """Undo `own_tables`."""
     rotary = getattr(base, "rotary_emb", None)
-    if rotary is not None:
-        for hooks in (rotary._forward_hooks, rotary._forward_hooks_with_kwargs):
-            for key in [key for key, hook in hooks.items() if hook in _OURS]:
-                del hooks[key]
+    if rotary is None:
+        return
+    hooks = rotary._forward_hooks
+    for key in [key for key, hook in hooks.items() if hook is _materialize_outputs]:
+        del hooks[key]
+    if vars(rotary).pop(LONG, None) is not None:
+        place = _place(rotary)
+        del vars(rotary)[place]
+        if place != "forward":
+            vars(rotary)[place] = MethodType(type(rotary).forward, rotary)
 
 
-def _by_document(
-    rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> tuple[Tensor, ...]:
+LONG = "_flexvarlen_long_inv_freq"
+
+
+def _place(rotary: nn.Module) -> str:
+    """Where an instance keeps its forward: accelerate's hooks call it by another name."""
+    return "_old_forward" if "_old_forward" in vars(rotary) else "forward"
+
+
+def _short_length(rotary: nn.Module) -> int:
+    """Tokens up to which a document has the short frequencies."""
+    parameters: dict[str, Any] = rotary.config.rope_parameters  # type: ignore[union-attr, assignment]
+    length: int = parameters["original_max_position_embeddings"]
+    return length
+
+
+class _Frequencies:
+    """What a rotary embedding's forward looks at; of a type that stays as it is."""
+
+    rope_type = "default"
+
+    def __init__(self, inv_freq: Tensor, attention_scaling: float) -> None:
+        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
+
+
+# By this name a pickle finds the class's own.
+def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
     """cos and sin `[B, S, head_dim]` of longrope, by how long the token's own document is.
 
-    A document is a run of positions that go on by 1. Positions that stay below the length of the
-    short frequencies make `rotary` take these; all other documents are long.
+    A document is a run of positions that go on by 1. transformers would choose one set of
+    frequencies for the batch (5.17: by a read of the device).
     """
-    x = args[0] if args else kwargs["x"]
-    positions_BS: Tensor = kwargs["position_ids"] if len(args) < 2 else args[1]
-    parameters: dict[str, Any] = rotary.config.rope_parameters  # type: ignore[union-attr, assignment]
-    short_length: int = parameters["original_max_position_embeddings"]
-    begins_BS = torch.nn.functional.pad(positions_BS.diff(dim=1) != 1, (1, 0))
+    begins_BS = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
     run_BS = begins_BS.cumsum(1)
-    last_BR = torch.zeros_like(positions_BS).scatter_reduce(1, run_BS, positions_BS, "amax")
-    is_long_BS = last_BR.gather(1, run_BS) >= short_length
-    short = rotary.forward(x, positions_BS.clamp(max=short_length - 1))
-    return tuple(
-        torch.where(is_long_BS[..., None], a, b) for a, b in zip(output, short, strict=True)
-    )
+    last_BR = torch.zeros_like(position_ids).scatter_reduce(1, run_BS, position_ids, "amax")
+    is_long_BS = last_BR.gather(1, run_BS) >= _short_length(self)
+    dtype: Any = self.inv_freq.dtype
+    tables = []
+    for inv_freq in (getattr(self, LONG), self.original_inv_freq):
+        frequencies = _Frequencies(inv_freq.to(x.device, dtype), self.attention_scaling)  # type: ignore[arg-type]
+        tables.append(type(self).forward(frequencies, x, position_ids))
+    return tuple(torch.where(is_long_BS[..., None], a, b) for a, b in zip(*tables, strict=True))
 
 
 def _materialize_outputs(rotary: nn.Module, args: Any, output: Any) -> Any:
@@ -145,6 +174,3 @@ def _materialize_outputs(rotary: nn.Module, args: Any, output: Any) -> Any:
     if table.shape[0] * table.shape[1] <= SHORT_ROW:
         return output
     return materialize(output) if output is table else tuple(map(materialize, output))
-
-
-_OURS = (_by_document, _materialize_outputs)

@@ -1,0 +1,52 @@
+"""Patching leaves nothing behind in any family, also in a copy or a pickle of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from tests.test_families import OTHERS, on_the_cpu
+from tests.tiny_models import LENGTHS, new_model, one_row
+
+
+def logits(model, **given):
+    with torch.no_grad():
+        return model(one_row().ids, **given).logits
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_unpatching_gives_back_the_same_bits(name):
+    model = new_model(name)
+    before, attributes = logits(model), {n: set(vars(m)) for n, m in model.named_modules()}
+    fv.patch_model(model, on_the_cpu(name))
+    logits(model, packed_layout=fv.PackedLayout.from_lengths(LENGTHS))
+    fv.unpatch_model(model)
+    assert torch.equal(logits(model), before)
+    assert not any("flexvarlen" in key for m in model.modules() for key in vars(m))
+    extra = {n: set(vars(m)) - attributes[n] for n, m in model.named_modules()}
+    assert not any("forward" in keys for keys in extra.values())
+
+
+@pytest.mark.parametrize("name", ["phi3", "llama4_text"])
+def test_a_copy_packs_by_its_own_weights(name):
+    model = fv.patch_model(new_model(name), on_the_cpu(name))
+    layout = fv.PackedLayout.from_lengths(LENGTHS)
+    twin = copy.deepcopy(model)
+    expected = logits(twin, packed_layout=layout)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(logits(twin, packed_layout=layout), expected)
+
+
+def test_a_pickle_of_longrope_asks_to_be_patched():
+    model = fv.patch_model(new_model("phi3"), "sdpa")
+    layout = fv.PackedLayout.from_lengths(LENGTHS)
+    expected = logits(model, packed_layout=layout)
+    loaded = pickle.loads(pickle.dumps(model))
+    with pytest.raises(ValueError, match="call patch_model"):
+        logits(loaded)
+    assert torch.equal(logits(fv.patch_model(loaded, "sdpa"), packed_layout=layout), expected)
