@@ -171,7 +171,8 @@ def test_documents_are_found_in_seq_idx():
     with pytest.raises(IsolationError) as caught:  # Llama does not look at it
         verify_isolation(model_of("llama"), inputs)
     assert "document 1 (tokens 5 to 15)" in str(caught.value)
-    with pytest.raises(ValueError, match="causal_conv1d"):  # transformers' own refusal
+    # transformers' own refusal; 5.17 has none, and leaks
+    with pytest.raises((ValueError, IsolationError), match=r"causal_conv1d|leaks into"):
         verify_isolation(model_of("qwen3_next"), inputs, gradients=False)
 
 
