@@ -5,13 +5,18 @@
 | `documents.py` | the documents of a forward, found in its arguments |
 | `interface.py` | the attention and mask functions that transformers calls by name |
 | `routing.py` | kinds of layers, and which backend serves which |
+| `towers.py` | the text and the vision tower of a model |
 | `compile_warnings.py` | sentences where compilation goes wrong in silence |
 | `one_forward.py` | what the layers share by a name alone |
 | `model.py` | `patch_model`, `unpatch_model`, `patched` |
+| `forward_inputs.py` | what a patched model's forward is called with |
+| `positions.py` | its position_ids, read and made |
+| `vision_tower.py` | the same for a vision tower: frames of images are documents |
 | `wrapped_forward.py` | a `forward` wrapped on the instance |
 | `packed_cache.py` | caches that a packed forward filled, from which decoding refuses |
 | `rotary.py` | rotary tables computed once a compiled forward |
-| `families.py`, `llama.py`, `qwen.py` | which model types are verified, and what each needs |
+| `families.py`, `family.py`, `llama.py` | which model types are verified, and what each needs |
+| `heads.py`, `overlays.py`, `stateful.py` | heads, masks and model types that are refused |
 """
 
 if __name__ == "patches":

@@ -47,6 +47,7 @@ class PackedForward:
         routes: by kind; made before the first layer, or where a layer of another kind asks.
         several_a_row: documents, as the host knows, of a forward that may fill a cache.
         one_a_row: bool 0-dim, the same as a graph knows it.
+        drops_pooled: whether a pooler's output, of whole rows, is left out.
     """
 
     layout: PackedLayout
@@ -58,6 +59,7 @@ class PackedForward:
     routes: dict[LayerKind, Route] = field(default_factory=dict)
     several_a_row: bool = False
     one_a_row: Tensor | None = None
+    drops_pooled: bool = False
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         """Where the layers of a kind go; anew where "auto" was resolved for other calls.
@@ -108,6 +110,33 @@ class PackedForward:
                 return Route(backend, route.plan, **asked)
         plan = make_plan(backend, self.layout, kind.spec, batch_invariant=self.batch_invariant)
         return Route(backend, plan, **asked)
+
+
+@dataclass(frozen=True)
+class PackedVision:
+    """What the layers of a vision tower share in one forward.
+
+    Attributes:
+        frames: documents are frames of images and videos.
+        windows: documents are windows of frames, if the tower has layers for these.
+    """
+
+    frames: PackedForward
+    windows: PackedForward | None = None
+
+    def packed(self, cu_seqlens: Tensor | None) -> PackedForward:
+        """The documents of the layer that got these very boundaries.
+
+        Raises:
+            ValueError: they are others.
+        """
+        for packed in (self.frames, self.windows):
+            if packed is not None and cu_seqlens is packed.layout.cu_seqlens:
+                return packed
+        raise ValueError(
+            "a patched vision tower's layers must get the boundaries that its forward made, got "
+            "others; leave cu_seqlens out of the call."
+        )
 
 
 def make_plan(

@@ -1,80 +1,51 @@
 """The families of models that are verified, and what each needs here.
 
 Verified: a packed batch gives what its documents give one by one, in outputs and gradients, on
-every backend that can serve the layers (tests/test_families.py; `python -m bench.families` makes
-the matrix).
+every backend that can serve the layers (tests/test_families.py, test_encoders.py and
+test_vision_families.py; `python -m bench.families` makes the matrix).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
+from flexvarlen.patches.family import Family
+from flexvarlen.patches.overlays import refuse_prefixes
 from flexvarlen.patches.stateful import refuse_stateful
 
-_TINY: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 96,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    # 6 query heads on 2: a number of heads that is no power of two has its own bugs.
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    # Else attention is all but uniform, and a leak moves little.
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-@dataclass(frozen=True)
-class Family:
-    """Models of one architecture.
-
-    Attributes:
-        name: as people call it.
-        model_type: transformers' name, `config.model_type`.
-        has: what its layers have beside causal attention with grouped queries.
-        needs: what is done for it, or must be known of it; empty if nothing.
-        by_name_alone: whether documents reach its layers without `patch_model`.
-        tiny: of a config of two layers that has all of this.
-    """
-
-    name: str
-    model_type: str
-    has: str = ""
-    needs: str = ""
-    by_name_alone: bool = True
-    tiny: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    def tiny_config(self, *, head_dim: int = 16, **changes: Any) -> Any:
-        """A config of this architecture for tests, with a thousand times fewer parameters."""
-        from transformers import AutoConfig
-
-        sizes: dict[str, Any] = {**_TINY, **self.tiny}
-        if "kv_lora_rank" in sizes:
-            rope = {"qk_rope_head_dim": head_dim // 2, "qk_nope_head_dim": head_dim}
-            sizes |= {**rope, "v_head_dim": head_dim}
-        elif "head_dim" in sizes:
-            sizes["head_dim"] = head_dim
-        else:
-            sizes["hidden_size"] = sizes["num_attention_heads"] * head_dim
-        rope_parameters = sizes.get("rope_parameters", {})
-        if "long_factor" in rope_parameters:
-            factors: list[float] = [float(n) for n in range(1, head_dim // 2 + 1)]
-            short = {"short_factor": [1.0] * len(factors), "long_factor": factors}
-            sizes["rope_parameters"] = {**rope_parameters, **short}
-        return AutoConfig.for_model(self.model_type, **{**sizes, **changes})
-
-
 _HEAD_16 = {"hidden_size": 48, "head_dim": 16}
 _MOE = "experts see tokens one by one: no leak; an auxiliary loss sums over the batch by design"
 _BY_TYPE = "layers of two types, routed apart"
+_VISION = "rotary positions in time, height and width; a vision tower"
+_VISION_NEEDS = (
+    "borders come from the text's own positions or explicitly; each frame of an image is a "
+    "document of the vision tower"
+)
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_PATCHES = {
+    "num_heads": 2,
+    "patch_size": 4,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.2,
+}
+_IMAGE_TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
+_ENCODER = "bidirectional attention"
+_OWN_LABELS = (
+    "no label is masked; no pooler_output where a row may hold several documents; heads of tokens"
+)
+_BERT = {
+    "num_key_value_heads": 6,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 FAMILIES: tuple[Family, ...] = (
     Family("Llama 1, 2, 3", "llama", tiny=_HEAD_16),
@@ -125,9 +96,29 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Gemma 3, text",
         "gemma3_text",
-        "alternating windows",
-        _BY_TYPE,
+        "alternating windows; bidirectional in EmbeddingGemma",
+        f"{_BY_TYPE}; the base model alone where bidirectional, by `patch_model`",
         tiny={**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
+    ),
+    Family(
+        "Gemma 3",
+        "gemma3",
+        "alternating windows; images, inside which attention goes both ways",
+        "text alone: batches with images or token_type_ids are refused",
+        tiny={
+            "text_config": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": 90,
+        },
     ),
     Family(
         "Phi-3",
@@ -190,9 +181,101 @@ FAMILIES: tuple[Family, ...] = (
             "first_k_dense_replace": 1,
         },
     ),
+    Family(
+        "Qwen2-VL",
+        "qwen2_vl",
+        _VISION,
+        _VISION_NEEDS,
+        by_name_alone=False,
+        task="ImageTextToText",
+        tiny={
+            "text_config": {"rope_parameters": _MROPE},
+            "vision_config": {
+                **_PATCHES,
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": 96,
+                "mlp_ratio": 2,
+            },
+            **_IMAGE_TOKENS,
+        },
+    ),
+    Family(
+        "Qwen2.5-VL",
+        "qwen2_5_vl",
+        f"{_VISION}, with windows inside an image",
+        _VISION_NEEDS,
+        by_name_alone=False,
+        task="ImageTextToText",
+        tiny={
+            "text_config": {"rope_parameters": _MROPE},
+            "vision_config": {
+                **_PATCHES,
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+                "out_hidden_size": 96,
+            },
+            **_IMAGE_TOKENS,
+        },
+    ),
+    Family(
+        "Qwen3-VL",
+        "qwen3_vl",
+        _VISION,
+        _VISION_NEEDS,
+        by_name_alone=False,
+        task="ImageTextToText",
+        tiny={
+            "text_config": {
+                **_HEAD_16,
+                "hidden_size": 96,
+                "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+            },
+            "vision_config": {
+                **_PATCHES,
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "out_hidden_size": 96,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            **_IMAGE_TOKENS,
+        },
+    ),
+    Family("BERT", "bert", _ENCODER, _OWN_LABELS, task="MaskedLM", tiny=_BERT),
+    Family(
+        "RoBERTa",
+        "roberta",
+        _ENCODER,
+        f"{_OWN_LABELS}; positions begin at padding_idx + 1, given ones are taken as they are",
+        task="MaskedLM",
+        tiny={**_BERT, "pad_token_id": 1, "bos_token_id": 0},
+    ),
+    Family(
+        "ModernBERT",
+        "modernbert",
+        f"{_ENCODER}; alternating windows",
+        _OWN_LABELS,
+        by_name_alone=False,  # its layers keep position_ids to themselves
+        task="MaskedLM",
+        tiny={
+            "num_key_value_heads": 6,
+            "global_attn_every_n_layers": 2,
+            "local_attention": 16,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
+    ),
 )
 
 BY_TYPE: dict[str, Family] = {family.model_type: family for family in FAMILIES}
+
+_TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+_VERIFIED = {**BY_TYPE, **_TEXT_TOWERS}
 
 
 def require_verified(model_type: str) -> None:
@@ -203,7 +286,8 @@ def require_verified(model_type: str) -> None:
             or it may, or draw a mask of its own, which documents would leak through.
     """
     refuse_stateful(model_type)
-    if model_type not in BY_TYPE:
+    refuse_prefixes(model_type)
+    if model_type not in _VERIFIED:
         raise NotImplementedError(
             f"model_type must be one of the verified {', '.join(BY_TYPE)}, got {model_type!r}; "
             "packed documents could leak into one another there: use the model's own attention, "
@@ -218,7 +302,7 @@ def require_verified_alone(model_type: str) -> None:
         NotImplementedError: it is not verified, or its layers are not told the documents.
     """
     require_verified(model_type)
-    if not BY_TYPE[model_type].by_name_alone:
+    if not _VERIFIED[model_type].by_name_alone:
         raise NotImplementedError(
             f"a {model_type} model does not tell its attention layers the position_ids, so "
             "documents could leak into one another; call flexvarlen.patch_model on the model."

@@ -25,15 +25,18 @@ from flexvarlen.patches.documents import (
 )
 from flexvarlen.patches.interface import IMPLEMENTATIONS
 from flexvarlen.patches.one_document import check_one_document, why_not_whole_rows
+from flexvarlen.patches.overlays import refuse_image_blocks
 from flexvarlen.patches.packed_cache import (
     mark_cache,
     note_documents,
     one_document_a_row,
     refuse_packed_documents,
 )
+from flexvarlen.patches.positions import has_axes, positions_for, text_positions
 from flexvarlen.patches.rotary import check_restarts, has_longrope
 from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
+from flexvarlen.patches.towers import first_layer, text_config_of, text_tower
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
@@ -45,8 +48,12 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
 
 def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
     packed = inputs.get(CONTEXT)
-    if isinstance(packed, PackedForward) and packed.one_a_row is not None:
+    if not isinstance(packed, PackedForward):
+        return
+    if packed.one_a_row is not None:
         mark_cache(outputs, packed)
+    if packed.drops_pooled and "pooler_output" in outputs:
+        outputs["pooler_output"] = None
 
 
 def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +69,9 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     tokens = _tokens(inputs)
     if tokens is None or inputs.get(CONTEXT) is not None:
         return inputs
-    config: Any = module.config
+    refuse_image_blocks(module.config, inputs)
+    config: Any = text_config_of(module.config)
+    causal = any(kind.causal for kind in patch.kinds)
     if IMPLEMENTATIONS.get(config._attn_implementation) not in patch.backends:
         raise ValueError(
             "a patched model's attn_implementation must stay its own, got "
@@ -71,21 +80,20 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         )
     batch, row_tokens = tokens.shape[:2]
     attention_mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-    position_ids = inputs.get("position_ids")
-    if position_ids is not None and position_ids.ndim != 2:
-        raise ValueError(
-            f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text "
-            "row."
-        )
     given = {name: inputs.pop(name, None) for name in EXPLICIT}
     explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
+    not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
+    position_ids = text_positions(
+        inputs.get("position_ids"),
+        axes=has_axes(config),
+        borders_elsewhere=explicit or not_whole_rows is not None,
+    )
     silent = not explicit and position_ids is None and attention_mask is None
     if silent and inputs.get("seq_idx") is not None:
         raise ValueError(
             "seq_idx alone tells attention of no documents; pass position_ids, cu_seq_lens_q or "
             "packed_layout too (DataCollatorWithFlattening makes position_ids unless told not to)."
         )
-    not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
     if not_whole_rows is not None:
         if explicit:
             raise ValueError(
@@ -116,27 +124,34 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         check_restarts(layout, position_ids, row_tokens)
     # Inside a compiled graph nothing that varies with the documents may be asked: it would be
     # guarded on.
-    packs = torch.compiler.is_compiling() or layout.num_docs != batch or layout.has_padding
-    if position_ids is None and packs:
-        inputs["position_ids"] = layout.position_ids().view(batch, row_tokens)
-    for name in ("labels", "shift_labels"):
-        if inputs.get(name) is not None:
-            inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
-    wants_no_cache = (
+    packs = torch.compiler.is_compiling() or layout.num_docs != batch or bool(layout.has_padding)
+    base = base_of(module)  # type: ignore[arg-type]
+    positions = positions_for(base, layout, inputs, packs)
+    if positions is not None:
+        inputs["position_ids"] = positions
+    if causal:  # else a label is the token's own, not the next one
+        for name in ("labels", "shift_labels"):
+            if inputs.get(name) is not None:
+                inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
+    caches: bool | None = getattr(config, "use_cache", None)  # None: an encoder, which has no cache
+    wants_no_cache = caches is not None and (
         explicit
+        or not causal
         or module.training
         or torch.compiler.is_compiling()
-        or _compiled_by_layer(base_of(module))
+        or _compiled_by_layer(base)
     )
     if wants_no_cache and inputs.get("use_cache") is None and cache is None:
         inputs["use_cache"] = False
-    packed = _packed_forward(module, patch, layout)
+    packed = packed_forward(module, patch, layout)
     use_cache = inputs.get("use_cache")
-    if cache is not None or (config.use_cache if use_cache is None else use_cache):
+    if cache is not None or (caches if use_cache is None else use_cache):
         packed.one_a_row = one_document_a_row(layout, batch)
         if not torch.compiler.is_compiling():
             packed.several_a_row = not bool(packed.one_a_row)
         note_documents(cache, packed)  # before any layer fills it: one of them may fail
+    if base._modules.get("pooler") is not None:
+        packed.drops_pooled = _drops_pooled(layout, batch, config, inputs)
     inputs[CONTEXT] = packed
     inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
     return inputs
@@ -150,14 +165,18 @@ def _tokens(inputs: dict[str, Any]) -> Tensor | None:
 
 def _compiled_by_layer(base: Any) -> bool:
     """Whether its layers are compiled one by one: with a cache each would get its own graph."""
-    layers = base._modules.get("layers")
-    if not layers:
+    first = first_layer(text_tower(base))
+    if first is None:
         return False
-    first = layers[0]
     return "_orig_mod" in first._modules or first._compiled_call_impl is not None
 
 
-def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
+def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
+    """What the layers of a forward with these documents get.
+
+    Args:
+        module: the model, or its tower, whose `patch` has the kinds of layers.
+    """
     promises = (patch.deterministic, patch.batch_invariant)
     packed = PackedForward(layout, patch.backend, *promises, **row_wide(module.config))
     device_type = layout.device.type
@@ -172,6 +191,24 @@ def _packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pa
         others = tuple(packed.routes.items())
         packed.routes[kind] = packed.make_route(kind, dtype, needs_grad, others)
     return packed
+
+
+def _drops_pooled(layout: PackedLayout, batch: int, config: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a row may hold several documents: the pooler would take the first one's for all.
+
+    Raises:
+        ValueError: then the outputs are asked for as a tuple, in which none can be left out.
+    """
+    if not torch.compiler.is_compiling() and bool(one_document_a_row(layout, batch)):
+        return False
+    return_dict = inputs.get("return_dict")
+    if not (config.return_dict if return_dict is None else return_dict):
+        raise ValueError(
+            "return_dict must stay True where a row may hold several documents, got False: the "
+            "pooler's output, of the row's first token alone, is left out; leave return_dict out, "
+            "and pool last_hidden_state by document."
+        )
+    return True
 
 
 def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:

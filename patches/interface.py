@@ -30,10 +30,18 @@ from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS
 from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes, warn_if_fallen_back
 from flexvarlen.patches.decoding import attend_to_cache
-from flexvarlen.patches.documents import CONTEXT, EXPLICIT, PackedForward, Unpacked
+from flexvarlen.patches.documents import (
+    CONTEXT,
+    EXPLICIT,
+    PackedForward,
+    PackedVision,
+    Unpacked,
+)
 from flexvarlen.patches.families import require_verified_alone
+from flexvarlen.patches.heads import refuse_decoder
 from flexvarlen.patches.llama import own_temperature
 from flexvarlen.patches.one_forward import shared_between_layers
+from flexvarlen.patches.overlays import has_overlay
 from flexvarlen.patches.packed_cache import set_apart
 from flexvarlen.patches.rotary import refuse_dynamic_rope, refuse_unpatched_longrope
 from flexvarlen.patches.routing import LayerKind, chunk_of, layer_type_of, refusal_of_layers
@@ -47,6 +55,13 @@ IMPLEMENTATIONS = {
 }
 """`attn_implementation` names, and the backend behind each."""
 
+VISION_IMPLEMENTATION = "flexvarlen_flash_vision"
+"""The name on the config of a patched vision tower.
+
+With "flash" in it the tower calls attention once a layer, with cu_seqlens; without, once a frame.
+It is never passed to transformers' setters, which would load a package for it.
+"""
+
 Attention = Callable[..., tuple[Tensor, None]]
 
 
@@ -58,6 +73,7 @@ def register() -> None:
     for name, backend in IMPLEMENTATIONS.items():
         AttentionInterface.register(name, _attention_function(backend))
         AttentionMaskInterface.register(name, _mask_function)
+    AttentionInterface.register(VISION_IMPLEMENTATION, _vision_attention)
 
 
 def _attention_function(backend: str) -> Attention:
@@ -85,7 +101,7 @@ def _attention_function(backend: str) -> Attention:
         # First whether it compiles: nothing that varies with the documents may be guarded on.
         if packed is not None and not compiling and packed.several_a_row:
             key = set_apart(key)
-        _refuse(dropout, kwargs)
+        _refuse(module, dropout, kwargs)
         if packed is None and (
             query.shape[2] != key.shape[2]
             or (attention_mask is not None and attention_mask.ndim == 4)
@@ -96,6 +112,7 @@ def _attention_function(backend: str) -> Attention:
         batch, heads, row_tokens, head_dim = query.shape
         if packed is None:
             require_verified_alone(module.config.model_type)  # type: ignore[union-attr, arg-type]
+            refuse_decoder(module.config)
             refuse_dynamic_rope(module.config)
             refuse_unpatched_longrope(module.config)
             packed = shared_between_layers(
@@ -174,6 +191,30 @@ def _attention_function(backend: str) -> Attention:
     return flexvarlen_attention
 
 
+_attend = _attention_function("auto")  # a PackedForward has its own backend
+
+
+def _vision_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a vision tower's layer, by frame or window: query `[1, H, patches, D]`."""
+    vision: PackedVision | None = kwargs.pop(CONTEXT, None)
+    if vision is None:
+        refuse_lost_patch(module)
+        raise ValueError(
+            "a patched vision tower's layers must be called by its forward, which finds the "
+            "frames, got a call of their own; call the tower."
+        )
+    kwargs[CONTEXT] = vision.packed(cu_seq_lens_q)
+    return _attend(module, query, key, value, None, **kwargs)
+
+
 def _as_THD(x_BHSD: Tensor) -> Tensor:
     """`[T, H, D]`: a view, as most models make their heads from `[B, S, H, D]` memory."""
     batch, heads, row_tokens, head_dim = x_BHSD.shape
@@ -189,13 +230,19 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
+_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")  # of BERT, of all others
+
+
+def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Raise a sentence for what cannot be honoured."""
     if dropout:
+        config = getattr(module, "config", None)
+        option = next((name for name in _DROPOUTS if hasattr(config, name)), _DROPOUTS[-1])
+        own = "dropout.p" if "dropout" in module._modules else "attention_dropout"
         raise NotImplementedError(
             f"attention dropout must be 0, got {dropout}: no packed kernel here drops; set "
-            "config.attention_dropout=0.0 before the model is built, or attention_dropout = 0.0 on "
-            "its attention modules."
+            f"config.{option}=0.0 before the model is built (from_pretrained takes {option}=0.0), "
+            f"or {own} = 0.0 on its attention modules."
         )
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(
@@ -225,11 +272,16 @@ def _mask_function(
 ) -> Tensor | None:
     """The mask for a model that is not patched, or for decoding.
 
-    Whole rows keep their 2D mask: the attention function reads padding from it. All else is
-    transformers' sdpa mask.
+    Whole rows keep their 2D mask: the attention function reads padding from it. All else, and what
+    a model draws over images, is transformers' sdpa mask, beside which packed documents are
+    refused.
     """
     whole_rows = (
-        q_length == kv_length and not use_vmap and isinstance(q_offset, int) and q_offset == 0
+        q_length == kv_length
+        and not use_vmap
+        and isinstance(q_offset, int)
+        and q_offset == 0
+        and not has_overlay(kwargs.get("mask_function"))
     )
     if whole_rows and (attention_mask is None or attention_mask.shape[-1] == kv_length):
         return attention_mask

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.forward_inputs import after_forward, before_forward
+from flexvarlen.patches.heads import check_head
 from flexvarlen.patches.rotary import own_tables, refuse_dynamic_rope, shared_tables
 from flexvarlen.patches.routing import (
     BackendChoice,
@@ -25,6 +26,7 @@ from flexvarlen.patches.routing import (
     check_machine,
     kinds_of,
     names_in,
+    vision_kinds_of,
 )
 from flexvarlen.patches.shared_config import (
     ATTRIBUTE,
@@ -32,10 +34,12 @@ from flexvarlen.patches.shared_config import (
     implementation_before,
     join_sharers,
     leave_sharers,
-    name_of,
     one_at_a_time,
+    set_implementation,
     wrapped_modules,
 )
+from flexvarlen.patches.towers import text_config_of, text_tower, vision_tower
+from flexvarlen.patches.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.wrapped_forward import (
     has_forward_of_class,
     mark_layers,
@@ -66,6 +70,15 @@ def patch_model(
     position_ids are made from the documents. Labels at the first token of each document are masked.
     Padding outputs of attention are zero.
 
+    Bidirectional encoders (BERT) keep all their labels, which are the tokens' own; where a row may
+    hold several documents, and in a compiled graph always, their pooler_output is None. RoBERTa's
+    positions begin at padding_idx + 1: given ones are taken as they are, so leave out those of a
+    collator that counts from 0.
+
+    Models of text and images (Qwen2-VL) take position_ids `[4, B, S]`, the text's own first, or
+    `[3, B, S]` beside explicit documents; missing ones are made from the documents, the images and
+    mm_token_type_ids, eagerly only. Each frame of an image is a document of the vision tower.
+
     Labels that never reach the model are not: Trainer takes them out with `label_smoothing_factor`
     or `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
 
@@ -78,11 +91,12 @@ def patch_model(
     leaves the wrapper out: the loaded model raises until `patch_model` is called on it again.
 
     Args:
-        model: a Llama, Qwen2 or Qwen3 model of transformers, also inside PEFT, DDP or torch.compile
-            wrappers.
+        model: a transformers model of a verified family (`flexvarlen.patches.families`), also
+            inside PEFT, DDP or torch.compile wrappers.
         backend: a name of `flexvarlen.BACKENDS`, or "auto"; or a mapping from the model's layer
-            types ("full_attention", "sliding_attention", as in `config.layer_types`) to such
-            names. "auto" is resolved by kind of layer: mask, heads, head_dim.
+            types ("full_attention", "sliding_attention", as in `config.layer_types`; in vision
+            towers "vision_attention") to such names. "auto" is resolved by kind of layer: mask,
+            heads, head_dim.
         deterministic, batch_invariant: as in `packed_attention`; None: what the environment
             variables FLEXVARLEN_DETERMINISTIC and FLEXVARLEN_BATCH_INVARIANT say.
         capacity: document slots a row may hold when only a compiled graph sees them (position_ids
@@ -97,8 +111,8 @@ def patch_model(
     Raises:
         ValueError: no transformers model inside, an unknown backend, or a mapping that misses one
             of the model's layer types or names another.
-        NotImplementedError: the model type is not verified, or a backend cannot run the layers it
-            is for on this machine.
+        NotImplementedError: the model type is not verified, it keeps state beyond attention, its
+            head pools rows, or a backend cannot run the layers it is for on this machine.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
     patched model or before it is patched; what it returns keeps its own promises and mapping, so to
@@ -116,24 +130,21 @@ def patch_model(
     """
     inner = _transformers_model(model)
     require_verified(inner.config.model_type)
-    if base_of(inner) is not inner and not type(inner).__name__.endswith("ForCausalLM"):
-        raise NotImplementedError(
-            f"model must be a base model or a ...ForCausalLM, got {type(inner).__name__}: labels "
-            "of other heads are not next tokens; patch its base model, and pool by document."
-        )
-    refuse_dynamic_rope(inner.config)
-    kinds = kinds_of(inner)
-    check_choice(backend, kinds)
+    kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
+    check_head(inner, causal=any(kind.causal for kind in kinds))
+    refuse_dynamic_rope(text_config_of(inner.config))
+    check_choice(backend, (*kinds, *vision_kinds))
     check_machine(
         backend,
-        kinds,
+        (*kinds, *vision_kinds),
         inner.device,
         deterministic=promised(DETERMINISTIC, deterministic),
         batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
     )
     before = implementation_before(inner)
+    tower = vision_tower(base_of(inner))
     named = names_in(backend)[0]
-    inner.set_attn_implementation(name_of(named))
+    set_implementation(inner, named)
     patch = Patch(
         backend=backend if isinstance(backend, str) else dict(backend),
         named=named,
@@ -149,8 +160,10 @@ def patch_model(
         if ATTRIBUTE not in module.__dict__ or has_forward_of_class(module):
             wrap_forward(module, before_forward, after_forward)
         setattr(module, ATTRIBUTE, patch)
+    if tower is not None:
+        patch_tower(tower, patch, vision_kinds)
     mark_layers(inner)
-    own_tables(base_of(inner))
+    own_tables(text_tower(base_of(inner)))
     join_sharers(inner)
     return model
 
@@ -176,8 +189,11 @@ def unpatch_model(model: Model) -> Model:
         module.__dict__.pop(ATTRIBUTE, None)
         unwrap_forward(module)
     unmark_layers(inner)
-    shared_tables(base_of(inner))
+    shared_tables(text_tower(base_of(inner)))
     leave_sharers(inner, patch)
+    tower = vision_tower(base_of(inner))
+    if tower is not None and ATTRIBUTE in tower.__dict__:
+        unpatch_tower(tower)  # after what sets the implementation of all parts
     return model
 
 

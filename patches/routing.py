@@ -17,6 +17,13 @@ from transformers import PreTrainedModel
 from flexvarlen.backends import BACKENDS, get_backend, why_not
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.patches.llama import has_temperature
+from flexvarlen.patches.towers import (
+    VISION,
+    first_attention,
+    text_config_of,
+    text_tower,
+    vision_tower,
+)
 
 BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""
@@ -91,6 +98,7 @@ def chunk_size_of(config: Any) -> int | None:
 
 def row_wide(config: Any) -> dict[str, Any]:
     """What a `PackedForward` must know of what layers do by a token's place in the row."""
+    config = text_config_of(config)
     return {"chunk_size": chunk_size_of(config), "has_temperature": has_temperature(config)}
 
 
@@ -110,20 +118,33 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 def base_of(model: PreTrainedModel) -> nn.Module:
     """The model without a head: the one that holds the layers, and RoPE's tables."""
     base: nn.Module = model.base_model
-    if base is not model or "layers" in model._modules:
+    holds_layers = "layers" in model._modules or text_tower(model) is not model
+    if base is not model or holds_layers:
         return base
     found = (part for part in model.children() if isinstance(part, PreTrainedModel))
     return next(found, model)  # Llama4ForCausalLM names another prefix than its attribute
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """The kinds of the model's attention layers, each once, in the order of the layers."""
-    config = model.config
+    """The kinds of the attention layers that run over tokens, each once, in their order."""
+    return _kinds_in(text_tower(base_of(model)), text_config_of(model.config))
+
+
+def vision_kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """The kinds of the vision tower's attention layers, if there is one."""
+    tower = vision_tower(base_of(model))
+    if tower is None:
+        return ()
+    kinds = (kind._replace(layer_type=VISION) for kind in _kinds_in(tower, tower.config))
+    return tuple(dict.fromkeys(kinds))
+
+
+def _kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
     kinds: dict[LayerKind, None] = {}
-    for layer in attention_layers(model):
+    for layer in attention_layers(tower):
         window = getattr(layer, "sliding_window", None)
         chunk = chunk_of(layer, chunk_size_of(config))
-        heads: int = config.num_attention_heads
+        heads: int = getattr(config, "num_attention_heads", None) or config.num_heads
         kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         head_dim: int = getattr(layer, "head_dim", None) or config.hidden_size // heads
         if hasattr(layer, "kv_lora_rank"):  # multi-head latent attention: keys of all heads
@@ -153,9 +174,9 @@ def dtype_of_queries(module: nn.Module) -> torch.dtype:
     A guess where weights are quantized or cast on the way; a layer that gets other queries resolves
     "auto" anew.
     """
-    layers: Any = base_of(module)._modules.get("layers")  # type: ignore[arg-type]
-    attention: list[nn.Module] = [layers[0].self_attn] if layers else []
-    for part in (*attention, module):
+    tower = text_tower(base_of(module))  # type: ignore[arg-type]
+    attention = first_attention(tower)
+    for part in (tower,) if attention is None else (attention, tower):
         for parameter in part.parameters():
             if parameter.dtype in _COMPUTED_IN:  # not what weights are packed in
                 return parameter.dtype

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from flexvarlen.patches.interface import IMPLEMENTATIONS
 from flexvarlen.patches.routing import BackendChoice, LayerKind, base_of
+from flexvarlen.patches.towers import text_config_of
 
 ATTRIBUTE = "_flexvarlen_patch"
 
@@ -45,7 +46,7 @@ class Patch:
     capacity: int | None
     max_seqlen_bound: int | None
     kinds: tuple[LayerKind, ...]
-    implementation_before: str
+    implementation_before: str | dict[str, str]
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `patch_model` that make this patch again."""
@@ -86,21 +87,39 @@ def leave_sharers(inner: PreTrainedModel, patch: Patch) -> None:
     """Restore the attn_implementation of a model just unpatched; a name of those left, if any."""
     _patched_models.discard(inner)
     others = _tell_sharers(inner)
-    named = IMPLEMENTATIONS.get(inner.config._attn_implementation)
+    named = IMPLEMENTATIONS.get(text_config_of(inner.config)._attn_implementation)
     if not others:
         inner.set_attn_implementation(patch.implementation_before)
     elif named is not None and named not in others:
-        inner.set_attn_implementation(name_of(others[0]))
+        set_implementation(inner, others[0])
 
 
-def implementation_before(inner: PreTrainedModel) -> str:
-    """The attn_implementation of the model's config before any patch."""
+def set_implementation(inner: PreTrainedModel, backend: str) -> None:
+    """Set the attn_implementation of a backend: of the model, and of its text tower if it has one.
+
+    A vision tower keeps its own.
+    """
+    name = name_of(backend)
+    if text_config_of(inner.config) is inner.config:
+        inner.set_attn_implementation(name)
+    else:
+        inner.set_attn_implementation({"": name, "text_config": name})
+
+
+def implementation_before(inner: PreTrainedModel) -> str | dict[str, str]:
+    """The attn_implementation of the model's config before any patch.
+
+    By tower, as `set_attn_implementation` takes it, if it has any.
+    """
     for module in (inner, *_sharing(inner)):
         patch: Patch | None = module.__dict__.get(ATTRIBUTE)
         if patch is not None:  # the first patched one knows
             return patch.implementation_before
-    implementation: str = inner.config._attn_implementation
-    return implementation
+    config: Any = inner.config
+    whole: str = config._attn_implementation
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    of_parts = {name: x._attn_implementation for name, x in parts.items() if x is not None}
+    return {"": whole, **of_parts} if of_parts else whole
 
 
 def _sharing(inner: PreTrainedModel) -> list[nn.Module]:

@@ -24,7 +24,8 @@ SAMPLE = (
     "checkpointing",
 )
 GPU_BACKENDS = ("flex", "flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
-OTHERS = [name for name in BY_TYPE if name not in KINDS]  # those have tests of their own
+# Those in KINDS, and encoders, have tests of their own.
+OTHERS = [name for name, x in BY_TYPE.items() if name not in KINDS and x.task != "MaskedLM"]
 EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
 
 
@@ -55,7 +56,9 @@ def test_packed_equals_one_by_one_in_bf16(name, backend, form):
         pytest.skip(str(refusal))
 
 
-PATCHED_ONLY = {"phi3": "longrope", "llama4_text": "position_ids"}
+PATCHED_ONLY = {"phi3": "longrope"} | {
+    name: "position_ids" for name, family in BY_TYPE.items() if not family.by_name_alone
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -67,7 +67,9 @@ def new_model(kind: str, *, head_dim: int = 16, implementation: str | None = Non
     config._experts_implementation = "eager"  # the others have no fp64
     if implementation is None:  # some have no sdpa
         implementation = "sdpa" if kind in KINDS else "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    task = "CausalLM" if kind in KINDS else BY_TYPE[kind].task
+    auto_class = getattr(transformers, f"AutoModelFor{task}")
+    model = auto_class.from_config(config, attn_implementation=implementation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
@@ -120,7 +122,8 @@ def one_by_one(model: PreTrainedModel, order: tuple[tuple[int, int], ...]) -> Ou
         labels += len(ids) - 1
     loss = torch.stack(losses).sum() / labels
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    # A vision tower has none.
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return Outcome(torch.cat(logits), loss.detach(), gradients)
 

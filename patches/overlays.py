@@ -1,0 +1,62 @@
+"""Models that draw a mask of their own over images or prefixes: attention both ways there.
+
+Such a mask is not drawn by documents and causality alone: the placeholder that a patched model
+passes would leave it out in silence, and transformers' own joins the images or the prefixes of
+several documents. So batches that ask for it are refused; text alone is plain causal in Gemma 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, or_masks
+
+_IMAGE_BLOCKS = ("gemma3",)  # tokens of an image see all of it; text is causal
+_PREFIXES = ("paligemma",)  # image and prompt see one another; no use without an image
+_IMAGES = ("token_type_ids", "pixel_values", "mm_encoder_outputs")  # `generate` passes {} as last
+
+
+def refuse_prefixes(model_type: str) -> None:
+    """Refuse a model whose every batch draws a mask of its own.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    if model_type in _PREFIXES:
+        raise NotImplementedError(
+            f"model_type must be one of causal or bidirectional documents, got {model_type!r}, "
+            "whose token_type_ids draw a mask of their own over image and prefix (attention both "
+            "ways), which is not supported; use the model's own attention, one document a row."
+        )
+
+
+def refuse_image_blocks(config: Any, inputs: dict[str, Any]) -> None:
+    """Refuse a forward that has images, in a model whose images see all of themselves.
+
+    Args:
+        config: of the whole model.
+        inputs: the forward's keyword arguments.
+
+    Raises:
+        NotImplementedError: it has, or says by token_type_ids where they are.
+    """
+    if config.model_type not in _IMAGE_BLOCKS:
+        return
+    for name in _IMAGES:
+        given = inputs.get(name)
+        if given is not None and (isinstance(given, Tensor) or any(given.values())):
+            raise NotImplementedError(
+                "token_type_ids and images draw a mask of their own (attention both ways inside "
+                f"an image), which is not supported, got a {config.model_type} batch with {name}; "
+                "leave them out where a batch has no image, or call unpatch_model and use the "
+                "model's own attention, one document a row."
+            )
+
+
+_OVERLAY = or_masks(causal_mask_function).__code__
+
+
+def has_overlay(mask_function: Any) -> bool:
+    """Whether a mask function of transformers adds something to its causal mask."""
+    return getattr(mask_function, "__code__", None) is _OVERLAY

@@ -1,0 +1,307 @@
+"""Bidirectional encoders: packed equals one by one, with labels of their own and no pooled row.
+
+The oracle is the unpatched model in fp64, a document at a time; the peer is the same in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertLMHeadModel,
+    BertModel,
+    Gemma3TextModel,
+)
+
+import flexvarlen as fv
+from flexvarlen.measure import watch_compilation
+from flexvarlen.patches.families import BY_TYPE
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import (
+    LENGTHS,
+    VOCABULARY,
+    config_of,
+    documents,
+    new_model,
+    one_row,
+    padded_rows,
+    two_rows,
+)
+
+ENCODERS = [name for name, family in BY_TYPE.items() if family.task == "MaskedLM"]
+FIRST = {"bert": 0, "roberta": 2, "modernbert": 0}
+
+
+@cache
+def labels():
+    """Of each document, `[L]`, -100 at most tokens; each first token has one."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for length in LENGTHS:
+        own = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        kept = torch.rand(length, generator=generator) < 0.4
+        kept[0] = True
+        made.append(own.masked_fill(~kept, -100))
+    return made
+
+
+def labels_of(batch):
+    """`labels` in the batch's rows: [B, S], -100 at padding."""
+    of_batch = torch.full_like(batch.ids, -100)
+    of_batch[batch.document_ids > 0] = torch.cat([labels()[i] for i, _ in batch.order])
+    return of_batch
+
+
+def one_by_one(model, order):
+    """Logits of the documents, the mean loss over all labels, and the gradients."""
+    logits, loss, count = [], 0.0, 0
+    for index, _ in order:
+        out = model(input_ids=documents()[index][None]).logits[0]
+        wide = out if out.dtype == torch.float64 else out.float()
+        loss = loss + cross_entropy(wide, labels()[index], reduction="sum")
+        count += int((labels()[index] != -100).sum())
+        logits.append(out.detach())
+    (loss / count).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return torch.cat(logits), (loss / count).detach(), gradients
+
+
+@cache
+def exact_and_peer(name, order):
+    peer = one_by_one(new_model(name), order)
+    return one_by_one(new_model(name).double(), order), peer
+
+
+FORMS = {
+    "position_ids": lambda b, first: {"position_ids": b.position_ids + first},
+    "cu_seq_lens_alone": lambda b, first: {"cu_seq_lens_q": b.cu_seqlens},
+    "document_id_mask": lambda b, first: {"attention_mask": b.document_ids},
+    "mask_of_ones": lambda b, first: {
+        "position_ids": b.position_ids + first,
+        "attention_mask": torch.ones_like(b.ids),
+    },
+    "padding_mask": lambda b, first: {
+        "position_ids": b.position_ids + first,
+        "attention_mask": (b.document_ids > 0).long(),
+    },
+}
+BATCHES = {
+    "one_row": (one_row, ("position_ids", "cu_seq_lens_alone", "mask_of_ones")),
+    "two_rows": (two_rows, ("position_ids", "document_id_mask")),
+    "left_padding": (
+        lambda: padded_rows(left=True, packed=True),
+        ("padding_mask", "document_id_mask"),
+    ),
+    "right_padding": (lambda: padded_rows(left=False, packed=True), ("document_id_mask",)),
+}
+CASES = [(rows, form) for rows, (_, forms) in BATCHES.items() for form in forms]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(("rows", "form"), CASES)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_packed_equals_one_by_one(name, rows, form, train):
+    """A causal mask, a window one too wide, a masked label, positions of the row."""
+    batch = BATCHES[rows][0]()
+    exact, peer = exact_and_peer(name, batch.order)
+    model = fv.patch_model(new_model(name), "sdpa").train(train)
+    out = model(batch.ids, labels=labels_of(batch), **FORMS[form](batch, FIRST[name]))
+    out.loss.backward()
+    logits = batch.of_documents(out.logits.detach())
+    assert_as_accurate(logits, exact[0], peer[0], 2, "logits")
+    moved = 2 * (logits.double() - exact[0]).abs().max().item()
+    assert abs(out.loss.item() - exact[1].item()) <= moved + 1e-6 * exact[1].item()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == exact[2].keys()
+    for name, gradient in gradients.items():
+        assert_as_accurate(gradient, exact[2][name], peer[2][name], 3, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "reference") for name in ENCODERS), ("modernbert", "flex")]
+)
+def test_other_backends(name, backend):
+    batch = one_row()
+    exact, peer = exact_and_peer(name, batch.order)
+    model = fv.patch_model(new_model(name), backend)
+    with torch.no_grad():
+        logits = model(batch.ids, packed_layout=fv.PackedLayout.from_lengths(LENGTHS)).logits[0]
+    assert_as_accurate(logits, exact[0], peer[0], 2)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_no_bit_of_another_document_changes(name):
+    model, batch = fv.patch_model(new_model(name), "sdpa"), one_row()
+    ids = batch.ids.clone()
+    changed = slice(sum(LENGTHS[:2]), sum(LENGTHS[:3]))
+    ids[0, changed] = ids[0, changed].flip(0)
+    with torch.no_grad():
+        before, after = (
+            model(x, cu_seq_lens_q=batch.cu_seqlens).logits[0] for x in (batch.ids, ids)
+        )
+    same = (before == after).all(-1)
+    assert same[: changed.start].all()
+    assert same[changed.stop :].all()
+    assert not same[changed].any()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_by_the_plugin_name_alone(name):
+    """BERT's layers get position_ids; ModernBERT's do not, and would leak."""
+    batch = one_row()
+    exact, peer = exact_and_peer(name, batch.order)
+    model = new_model(name, implementation="flexvarlen_doc")
+    inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids + FIRST[name]}
+    if not BY_TYPE[name].by_name_alone:
+        with pytest.raises(NotImplementedError, match=r"position_ids.*patch_model"):
+            model(**inputs)
+        return
+    with torch.no_grad():
+        assert_as_accurate(model(**inputs).logits[0], exact[0], peer[0], 2)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_one_graph_for_any_documents(name):
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model(name), "sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    sizes = {"total_tokens": 256, "capacity": 8, "max_seqlen_bound": 256}
+    with watch_compilation() as stats, torch.no_grad():
+        for lengths in (LENGTHS, (256,), (100, 60, 96)):
+            layout = fv.PackedLayout.from_lengths(lengths, **sizes)
+            found = compiled(input_ids=one_row().ids, packed_layout=layout).logits
+            expected = model(input_ids=one_row().ids, packed_layout=layout).logits
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_restored_bit_for_bit(name):
+    model, ids = new_model(name, implementation="sdpa"), documents()[1][None]
+    with torch.no_grad():
+        before = model(ids).logits
+        fv.unpatch_model(fv.patch_model(model, "reference"))
+        assert torch.equal(model(ids).logits, before)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def token_classifier(name):
+    torch.manual_seed(0)
+    return AutoModelForTokenClassification.from_config(config_of(name)).eval()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_label_of_a_first_token_masked(name):
+    """Of a classified token the label is its own: the first of each document too."""
+    model, batch = token_classifier(name), one_row()
+    classes = batch.ids % 2
+    with torch.no_grad():
+        alone = [model(documents()[i][None]).logits[0].double() for i, _ in batch.order]
+        expected = cross_entropy(torch.cat(alone), classes[0])
+        loss = fv.patch_model(model)(batch.ids, labels=classes, cu_seq_lens_q=batch.cu_seqlens).loss
+    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- what pools the row ----
+
+
+def bert():
+    torch.manual_seed(0)
+    return AutoModel.from_config(config_of("bert")).eval()
+
+
+def test_pooled_row_of_several_documents():
+    """The pooler takes the row's first token: that is no other document's."""
+    model, batch = bert(), one_row()
+    with torch.no_grad():
+        alone = [model(documents()[i][None]) for i, _ in batch.order]
+        fv.patch_model(model, "sdpa")
+        packed = model(batch.ids, cu_seq_lens_q=batch.cu_seqlens)
+        single = model(documents()[1][None])
+    assert packed.pooler_output is None
+    assert packed[1] is None
+    hidden = torch.cat([x.last_hidden_state[0] for x in alone])
+    torch.testing.assert_close(packed.last_hidden_state[0], hidden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(single.pooler_output, alone[1].pooler_output, atol=1e-4, rtol=1e-4)
+
+
+def test_pooled_row_in_a_compiled_graph():
+    """A graph does not know whether a row holds several."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fv.patch_model(bert(), "sdpa"), fullgraph=True, backend="aot_eager")
+    layout = fv.PackedLayout.from_lengths([256])
+    with torch.no_grad():
+        assert compiled(one_row().ids, packed_layout=layout).pooler_output is None
+
+
+def test_pooled_row_in_a_tuple():
+    model = fv.patch_model(bert(), "sdpa")
+    with pytest.raises(ValueError, match=r"return_dict must stay True.*pool last_hidden_state"):
+        model(one_row().ids, cu_seq_lens_q=one_row().cu_seqlens, return_dict=False)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_heads_that_pool_rows(name):
+    model = AutoModelForSequenceClassification.from_config(config_of(name))
+    with pytest.raises(NotImplementedError, match=r"ForMaskedLM.*pool by document"):
+        fv.patch_model(model)
+
+
+# ---- decoders, dropout ----
+
+
+def test_an_encoder_set_to_decode():
+    model = BertLMHeadModel(config_of("bert", is_decoder=True))
+    with pytest.raises(NotImplementedError, match="is_decoder=True"):
+        fv.patch_model(model)
+    model.set_attn_implementation("flexvarlen_doc")
+    with pytest.raises(NotImplementedError, match="is_decoder=True"):
+        model(documents()[1][None])
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "on_modules"),
+    [
+        ("bert", "attention_probs_dropout_prob", "dropout.p"),
+        ("modernbert", "attention_dropout", "attention_dropout"),
+    ],
+)
+def test_dropout_option_misnamed(name, option, on_modules):
+    model = fv.patch_model(new_model(name, **{option: 0.1}), "sdpa").train()
+    with pytest.raises(NotImplementedError, match=rf"config\.{option}=0\.0.*or {on_modules} = 0"):
+        model(one_row().ids, cu_seq_lens_q=one_row().cu_seqlens)
+    model.eval()(one_row().ids, cu_seq_lens_q=one_row().cu_seqlens)
+
+
+def test_a_decoder_that_became_an_encoder():
+    """EmbeddingGemma: Gemma 3 with attention both ways, in windows on both sides."""
+    torch.manual_seed(0)
+    config = config_of("gemma3_text", use_bidirectional_attention=True)
+    peer = Gemma3TextModel._from_config(config, attn_implementation="eager").eval()
+    exact, batch = copy.deepcopy(peer).double(), one_row()
+    with torch.no_grad():
+        alone = [
+            torch.cat([m(documents()[i][None]).last_hidden_state[0] for i, _ in batch.order])
+            for m in (exact, peer)
+        ]
+        fv.patch_model(peer, "sdpa")
+        out = peer(batch.ids, position_ids=batch.position_ids)
+    assert_as_accurate(out.last_hidden_state[0], *alone, 2)
+    assert out.past_key_values is None
+
+
+def test_cross_attention_is_not_self_attention():
+    """Queries and keys of one length, of other tokens."""
+    config = config_of("bert", is_decoder=True, add_cross_attention=True)
+    model = BertModel(config).eval()
+    model.set_attn_implementation("flexvarlen_doc")
+    ids = documents()[1][None]
+    with pytest.raises(NotImplementedError, match="is_decoder=True"):
+        model(ids, encoder_hidden_states=torch.zeros(1, ids.shape[1], config.hidden_size))

@@ -1,0 +1,69 @@
+"""Models that draw a mask of their own over images: never lost in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
+
+import flexvarlen as fv
+from flexvarlen.patches.families import BY_TYPE
+from tests.tiny_models import config_of, new_model
+
+GEMMA = BY_TYPE["gemma3"].tiny
+
+
+def paligemma():
+    text = {**config_of("gemma").to_dict(), "model_type": "gemma"}
+    config = PaliGemmaConfig(
+        text_config=text, vision_config=GEMMA["vision_config"], image_token_index=90
+    )
+    return PaliGemmaForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    ).eval()
+
+
+def test_prefix_of_paligemma_lost():
+    """Its image and prompt see one another: the placeholder mask would drop that."""
+    with pytest.raises(NotImplementedError, match=r"paligemma.*token_type_ids.*one document a row"):
+        fv.patch_model(paligemma(), "sdpa")
+
+
+IMAGES_OF_GEMMA = {
+    "token_type_ids": torch.zeros(1, 16, dtype=torch.long),
+    "pixel_values": torch.zeros(1, 3, 8, 8),
+    "mm_encoder_outputs": {"image": object()},
+}
+
+
+@pytest.mark.parametrize("what", IMAGES_OF_GEMMA)
+def test_image_of_gemma3_lost(what):
+    """Attention both ways inside an image: the placeholder mask would drop that."""
+    model = fv.patch_model(new_model("gemma3"), "sdpa")
+    with pytest.raises(NotImplementedError, match=f"gemma3 batch with {what}.*one document a row"):
+        model(input_ids=torch.ones(1, 16, dtype=torch.long), **{what: IMAGES_OF_GEMMA[what]})
+
+
+@pytest.mark.parametrize("make", [lambda: new_model("gemma3"), paligemma], ids=["gemma3", "pali"])
+def test_overlay_lost_by_the_plugin_name_alone(make):
+    """One document a row keeps transformers' own mask; several are refused."""
+    model = make()
+    ids = torch.arange(3, 19)[None]
+    types = (ids > 9).long()
+    with torch.no_grad():
+        causal = model(ids, use_cache=False).logits
+        expected = model(ids, token_type_ids=types, use_cache=False).logits
+        model.set_attn_implementation("flexvarlen_doc")
+        found = model(ids, token_type_ids=types, use_cache=False).logits
+    assert (expected - causal).abs().max() > 0.01
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
+    with pytest.raises(ValueError, match="a packed batch must not come with"):
+        model(ids, token_type_ids=types, position_ids=positions, use_cache=False)
+
+
+def test_text_users_get_the_class_with_images():
+    model = AutoModelForCausalLM.from_config(config_of("gemma3"))
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    fv.patch_model(model, "reference")
+    assert model.config.vision_config._attn_implementation == "sdpa"
