@@ -72,7 +72,7 @@ def compare(
     The model is not changed, whether it is patched or not; its device is where all runs.
 
     Args:
-        model: a Llama, Qwen2 or Qwen3 model of transformers with a head.
+        model: a transformers model of a verified family, with a head for causal language modelling.
         batch: a forward's keyword arguments (boundaries found by the contract of `patch_model`;
             labels are not used), or a `PackedBatch`. Default: real text, packed to `tokens`.
         backends: "all" (flexvarlen's, and transformers' own for contrast), or names.
