@@ -11,6 +11,8 @@ from rich.markup import escape
 from flexvarlen.cli_console import (
     CPU_MODELS,
     NOT_RIGHT,
+    Device,
+    Dtype,
     console,
     device_of,
     dtype_of,
@@ -65,13 +67,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16. [default: float32, bfloat16 on a GPU]",
-            show_default=False,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Run under torch.compile.")
     ] = False,
@@ -82,9 +78,7 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="Folder for rows.jsonl, table.md and compare.png.")
     ] = Path("compare"),
-    device: Annotated[
-        str | None, typer.Option(help="[default: cuda if there is one]", show_default=False)
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Check that packed outputs and gradients are right on every backend, and how fast each is.
 

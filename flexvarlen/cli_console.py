@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +22,18 @@ errors = Console(stderr=True)
 CPU_MODELS = ("llama", "qwen3")
 USER_ERROR, NOT_RIGHT = 2, 1
 """Exit codes: bad input; a backend of ours that is wrong or leaks."""
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or float16. [default: float32, bfloat16 on a GPU]",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="[default: cuda if there is one]", show_default=False)
+]
+"""Options of several commands, as `dtype_of` and `device_of` read them."""
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import typer
 from flexvarlen.cli_console import (
     CPU_MODELS,
     NOT_RIGHT,
+    Device,
+    Dtype,
     console,
     device_of,
     dtype_of,
@@ -66,16 +68,8 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16. [default: float32, bfloat16 on a GPU]",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="[default: cuda if there is one]", show_default=False)
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     seed: Annotated[int, typer.Option(help="Of weights, tokens and all else random.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -131,14 +131,20 @@ def test_unpatching_leaves_the_hooks_of_accelerate(order, tmp_path):
     assert hooked == ["Qwen3ForCausalLM", "Qwen3Model"]
 
 
-@pytest.mark.parametrize("order", ["patch_first", "place_first"])
-def test_hooks_are_removed_from_a_model_that_was_unpatched(order, tmp_path):
+def patched_and_hooked(order, tmp_path):
+    """A model with accelerate's hook above or below our wrapper."""
     model = new_model("qwen3")
     if order == "patch_first":
         fv.patch_model(model, "sdpa")
     one_hook(model, tmp_path)
     if order == "place_first":
         fv.patch_model(model, "sdpa")
+    return model
+
+
+@pytest.mark.parametrize("order", ["patch_first", "place_first"])
+def test_hooks_are_removed_from_a_model_that_was_unpatched(order, tmp_path):
+    model = patched_and_hooked(order, tmp_path)
     fv.unpatch_model(model)
     remove_hook_from_module(model, recurse=True)
     check_as_unpatched(model)
@@ -147,12 +153,7 @@ def test_hooks_are_removed_from_a_model_that_was_unpatched(order, tmp_path):
 @pytest.mark.parametrize("order", ["patch_first", "place_first"])
 def test_hooks_are_removed_from_a_patched_model(order, tmp_path):
     """accelerate gives back the forward that it found: ours, or the one before ours."""
-    model = new_model("qwen3")
-    if order == "patch_first":
-        fv.patch_model(model, "sdpa")
-    one_hook(model, tmp_path)
-    if order == "place_first":
-        fv.patch_model(model, "sdpa")
+    model = patched_and_hooked(order, tmp_path)
     remove_hook_from_module(model, recurse=True)
     if order == "place_first":  # ours is gone with the hook
         fv.patch_model(model, "sdpa")
