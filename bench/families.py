@@ -32,8 +32,14 @@ from flexvarlen.equivalence.isolation_tokens import halves
 from flexvarlen.patches.families import BY_TYPE
 
 SUITE = "families"
-SAMPLE = (0, 3, 8, 9, 13)
-"""Forms of `--sample`: positions, a mask of ones, document ids, two rows, left padding."""
+SAMPLE = (
+    "position_ids, use_cache=False",
+    "position_ids and an attention_mask of ones",
+    "2D mask of document ids",
+    "two packed rows",
+    "left padding",
+)
+"""Forms of `--sample`, by name."""
 
 # Of the peer's error: two orders of the same sums, and a safety factor of 2.
 FACTOR = 4.0
@@ -143,7 +149,7 @@ class Run(BenchRun):
         self.rows: list[Row] = []
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(3, 97, (sum(LENGTHS),), generator=generator).to(self.device)
-        self.forms = [FORMS[i] for i in SAMPLE] if args.sample else list(FORMS)
+        self.forms = [form for form in FORMS if not args.sample or form.name in SAMPLE]
 
     def run(self) -> list[Row]:
         for model_type in self.args.families:
@@ -260,12 +266,10 @@ def families_section(rows: Sequence[Row]) -> str:
         cells.setdefault((row.case["family"], row.case["backend"]), []).append(row)
     lines = []
     for model_type in types:
-        family = BY_TYPE.get(model_type)
-        name, has, needs = (
-            (family.name, family.has, family.needs) if family else (model_type, "", "")
-        )
+        family = BY_TYPE[model_type]
         shown = [_cell(cells.get((model_type, backend), [])) for backend in backends]
-        lines.append([name, f"`{model_type}`", has, needs, *shown])
+        known = (family.name, f"`{model_type}`", family.has, family.needs)
+        lines.append([*known, *shown])
     header = ["family", "model_type", "beside causal GQA", "here", *(f"`{b}`" for b in backends)]
     where, case = rows[0].environment, rows[0].case
     forms = len({row.case["form"] for row in rows})
