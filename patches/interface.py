@@ -111,10 +111,11 @@ def _attention_function(backend: str) -> Attention:
             )
         batch, heads, row_tokens, head_dim = query.shape
         if packed is None:
-            require_verified_alone(module.config.model_type)  # type: ignore[union-attr, arg-type]
-            refuse_decoder(module.config)
-            refuse_dynamic_rope(module.config)
-            refuse_unpatched_longrope(module.config)
+            if handed is None:  # nobody has looked at what no layer sees
+                require_verified_alone(module.config.model_type)  # type: ignore[union-attr, arg-type]
+                refuse_decoder(module.config)
+                refuse_dynamic_rope(module.config)
+                refuse_unpatched_longrope(module.config)
             packed = shared_between_layers(
                 module,
                 backend,

@@ -113,3 +113,17 @@ def test_generates_as_the_unpatched_model(name):
     assert torch.equal(before.sequences, after.sequences)
     for a, b in zip(before.logits, after.logits, strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4_text"])
+def test_generates_from_a_left_padded_batch_with_a_static_cache(name):
+    """Layers of a window or a chunk hand over as many keys as queries, beside full ones."""
+    ids = one_row().ids[0]
+    prompts = torch.stack([ids[:20], ids[40:60]])
+    mask = torch.ones_like(prompts)
+    mask[1, :7] = prompts[1, :7] = 0
+    how = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    how |= {"attention_mask": mask, "pad_token_id": 0}
+    model = new_model(name, floor_scale=512) if name == "llama4_text" else new_model(name)
+    before = model.generate(prompts, **how)
+    assert torch.equal(fv.patch_model(model, on_the_cpu(name)).generate(prompts, **how), before)
