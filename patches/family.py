@@ -67,6 +67,9 @@ class Family:
             factors: list[float] = [float(n) for n in range(1, head_dim // 2 + 1)]
             short = {"short_factor": [1.0] * len(factors), "long_factor": factors}
             sizes["rope_parameters"] = {**rope_parameters, **short}
+        if "mrope_section" in rope_parameters:  # of half a head: time, height and width
+            rows = head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16
+            sizes["rope_parameters"] = {**rope_parameters, "mrope_section": list(rows)}
         sizes |= changes
         if "text_config" not in self.tiny:
             return AutoConfig.for_model(self.model_type, **sizes)
