@@ -5,7 +5,8 @@ those of the packed logits, and of the gradients of all parameters, against each
 fp64; it is right if they are at most 4 times those of each document alone in the run's dtype. Its
 leaks are logits that change, in any bit, as another document's tokens change.
 
-A mixture of experts runs on `batched_mm`, whose rounding does not depend on the rest of the batch.
+A mixture of experts runs on `batched_mm`, whose rounding does not depend on the rest of the batch;
+in half precision each token goes to every expert, as rounding alone may choose another one.
 """
 
 from __future__ import annotations
@@ -73,9 +74,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def new_model(model_type: str, head_dim: int, experts: str) -> PreTrainedModel:
+def new_model(
+    model_type: str, head_dim: int, experts: str, *, every_expert: bool
+) -> PreTrainedModel:
     """A family's tiny model, always with the same weights, in fp32 and eval mode."""
-    config = BY_TYPE[model_type].tiny_config(head_dim=head_dim)
+    config = BY_TYPE[model_type].tiny_config(head_dim=head_dim, every_expert=every_expert)
     config._experts_implementation = experts
     maker = getattr(transformers, f"AutoModelFor{BY_TYPE[model_type].task}")
     torch.manual_seed(0)
@@ -157,8 +160,10 @@ class Run(BenchRun):
         return self.rows
 
     def family(self, model_type: str) -> None:
-        base = new_model(model_type, self.args.head_dim, "eager").to(self.device)
-        packed = new_model(model_type, self.args.head_dim, "batched_mm").to(self.device, self.dtype)
+        low = {"every_expert": self.dtype != torch.float32}
+        base = new_model(model_type, self.args.head_dim, "eager", **low).to(self.device)
+        packed = new_model(model_type, self.args.head_dim, "batched_mm", **low)
+        packed = packed.to(self.device, self.dtype)
         exact, peer = copy.deepcopy(base).double(), base.to(self.dtype)
         vocabulary = packed.config.get_text_config().vocab_size
         shape = (sum(LENGTHS), vocabulary)

@@ -44,11 +44,13 @@ class Family:
     task: str = "CausalLM"
     tiny: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def tiny_config(self, *, head_dim: int = 16, **changes: Any) -> Any:
+    def tiny_config(self, *, head_dim: int = 16, every_expert: bool = False, **changes: Any) -> Any:
         """A config of this architecture for tests, with a thousand times fewer parameters.
 
         Args:
             head_dim: of the layers that run over tokens.
+            every_expert: a token goes to all experts. Else two that are almost equal may change
+                places where a low precision rounds otherwise, and the outputs jump.
             changes: of the config of these layers.
         """
         from transformers import AutoConfig
@@ -70,6 +72,10 @@ class Family:
         if "mrope_section" in rope_parameters:  # of half a head: time, height and width
             rows = head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16
             sizes["rope_parameters"] = {**rope_parameters, "mrope_section": list(rows)}
+        if every_expert:
+            for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+                if name in sizes:
+                    sizes["num_experts_per_tok"] = sizes[name]
         sizes |= changes
         if "text_config" not in self.tiny:
             return AutoConfig.for_model(self.model_type, **sizes)

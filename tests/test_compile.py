@@ -226,3 +226,17 @@ def test_eager_flex_takes_any_number_of_scales():
     layout = PackedLayout.from_lengths([128])
     for number in range(10):
         packed_attention(q, k, v, layout, backend="flex", scale=0.1 + number / 100)
+
+
+def test_eager_flex_past_dynamos_limit():
+    """Ever other strides, here: the run would end with Dynamo's error, hours after its start."""
+    (q, k, v, _), layout = random_qkv(128, 4, 4, 16, seed=1), PackedLayout.from_lengths([50, 78])
+    expected = packed_attention(q, k, v, layout, backend="reference")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        first = packed_attention(q, k, v, layout, backend="flex", scale=0.25)
+        strided = [x.movedim(0, 2).contiguous().movedim(2, 0) for x in (q, k, v)]
+        with pytest.warns(UserWarning, match="rows of one size"):
+            second = packed_attention(*strided, layout, backend="flex", scale=0.25)
+        again = packed_attention(q, k, v, layout, backend="flex", scale=0.25)
+    for found in (first, second, again):
+        torch.testing.assert_close(found, expected)

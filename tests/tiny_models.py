@@ -82,7 +82,8 @@ def new_model(kind: str, *, head_dim: int = 16, implementation: str | None = Non
 @cache
 def shared_model(kind: str, dtype=torch.float32, device: str = "cpu", head_dim: int = 16):
     """One model for many tests, which leave it unpatched, in eval mode and without gradients."""
-    return new_model(kind, head_dim=head_dim).to(device=device, dtype=dtype)
+    changes = {} if kind in KINDS else {"every_expert": dtype in (torch.bfloat16, torch.float16)}
+    return new_model(kind, head_dim=head_dim, **changes).to(device=device, dtype=dtype)
 
 
 @cache

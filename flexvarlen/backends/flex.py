@@ -6,6 +6,7 @@ FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask built
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from functools import cache
 from operator import index
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexvarlen.backends.block_borders import Arrangement, arrange
@@ -127,25 +129,25 @@ class FlexBackend:
         else:
             own_T = (q.shape[2], k.shape[2]) if q.device.type == "cpu" else None
             heads = (q.shape[1], k.shape[1], q.shape[3])
-            call = _compiled(
-                (
-                    q.device.type,
-                    q.device.index,
-                    self.kernel,
-                    q.dtype,
-                    *heads,
-                    mask.spec.ends_at_query,
-                    mask.spec.cross,
-                    options.softcap,
-                    options.scale,
-                    with_lse,
-                    tiles,
-                    own_T,
-                ),
-                same_bits,
+            kind = (
+                q.device.type,
+                q.device.index,
+                self.kernel,
+                q.dtype,
+                *heads,
+                mask.spec.ends_at_query,
+                mask.spec.cross,
+                options.softcap,
+                options.scale,
+                with_lse,
+                tiles,
+                own_T,
+                torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
             )
-            out, lse = call(
-                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel, tiles
+            out, lse = _call_compiled(
+                kind,
+                same_bits,
+                (q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel, tiles),
             )
         out_THD = out[0].transpose(0, 1)
         lse_HT = None if lse is None else lse[0]
@@ -278,20 +280,46 @@ def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int
     )
 
 
+def _call_compiled(
+    kind: tuple[object, ...], same_bits: bool, args: tuple[Any, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The compiled kernel of one kind of call, past Dynamo's limit of graphs a function too.
+
+    A row of one token, one below a block, other strides: each may be one graph more. At the limit
+    the kind gets another function, whose count begins anew.
+    """
+    while True:
+        generation = _generations.get(kind, 0)
+        try:
+            return _compiled(kind, same_bits, generation)(*args)
+        except FailOnRecompileLimitHit:
+            _generations[kind] = generation + 1
+            warnings.warn(
+                "flexvarlen: flex has compiled as many graphs for one kind of call as Dynamo "
+                "allows (torch._dynamo.config.recompile_limit) and goes on with more; rows of one "
+                "size, padded to total_tokens, need one.",
+                stacklevel=2,
+            )
+
+
+_generations: dict[tuple[object, ...], int] = {}
+"""Functions of a kind that are full."""
+
+
 @cache
 def _compiled(
-    static: tuple[object, ...], same_bits: bool
+    kind: tuple[object, ...], same_bits: bool, generation: int
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The compiled kernel of one kind of call, in which only T varies.
 
     Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
     each kind gets its own.
     """
-    name = "flex_" + "_".join(map(str, (*static, same_bits)))
+    name = "flex_" + "_".join(map(str, (*kind, same_bits, generation)))
     own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
     # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
     # kind.
-    dynamic = False if static[0] == "cpu" else None
+    dynamic = False if kind[0] == "cpu" else None
     options: Any = {FIXED_CHOICES: True} if same_bits else None
     return torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)
 
