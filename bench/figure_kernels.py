@@ -46,11 +46,14 @@ def kind_of(cell: Cell) -> str:
 
 
 def panel_rows(cells: Sequence[Measured]) -> list[str]:
-    """Kinds measured at several lengths of the row; all kinds, if none was."""
-    tokens: dict[str, set[int]] = {}
+    """Kinds with a line, of several lengths, in most panels; all kinds, if none has."""
+    tokens: dict[str, dict[str, set[int]]] = {}
     for each in cells:
-        tokens.setdefault(kind_of(each.cell), set()).add(each.cell.tokens)
-    return [kind for kind, found in tokens.items() if len(found) > 1] or list(tokens)
+        panels = tokens.setdefault(kind_of(each.cell), {})
+        panels.setdefault(documents_of(each.cell), set()).add(each.cell.tokens)
+    wide = max((len(panels) for panels in tokens.values()), default=0)
+    lines = {kind: sum(len(x) > 1 for x in panels.values()) for kind, panels in tokens.items()}
+    return [kind for kind, count in lines.items() if 2 * count > wide] or list(tokens)
 
 
 def drawn(rows: Sequence[Row]) -> Any:
@@ -67,7 +70,8 @@ def drawn(rows: Sequence[Row]) -> Any:
     by_documents = sorted(cells, key=lambda e: (order.index(e.cell.documents), e.cell.mean_doc))
     documents = list(dict.fromkeys(documents_of(each.cell) for each in by_documents))
     backends = list(dict.fromkeys(name for each in cells for name in each.backends()))
-    backends += ["auto"]
+    backends = [name for name in backends if any(each.total(name) for each in cells)]
+    backends.append("auto")
     figure, grid = pyplot.subplots(
         len(kinds),
         len(documents),
@@ -131,7 +135,9 @@ def _panel(axes: Any, cells: Sequence[Measured], backends: Sequence[str]) -> Non
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,.3g}"))
+    axes.yaxis.set_major_formatter(
+        ticker.FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:.2g}")
+    )
     axes.tick_params(axis="x", labelrotation=35, labelsize=8)
     axes.grid(which="major", alpha=0.3)
     axes.margins(y=0.12)

@@ -160,7 +160,7 @@ def model_figure(rows: Sequence[Row], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     from flexvarlen.plotstyle import UNSUPPORTED, style_of
 
@@ -178,12 +178,11 @@ def model_figure(rows: Sequence[Row], path: Path) -> None:
         text = f"{m['ms_p50']:.0f} ms"
         axes.annotate(text, (m["ms_p50"], height), (9, -3), textcoords="offset points")
     axes.set_yticks(range(len(shown)), [_shown(r.case["variant"]).replace("`", "") for r in shown])
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.margins(x=0.2, y=0.08)
-    axes.grid(axis="x", which="both", alpha=0.3)
-    axes.set_xlabel("ms a step under torch.compile (log2; left is faster)")
+    axes.margins(y=0.08)
+    slowest = max((r.measures["ms_p80"] for r in shown if r.status == "ok"), default=1.0)
+    axes.set_xlim(0, 1.2 * slowest)  # room for the last label
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("ms a step under torch.compile")
     figure.suptitle(model_title(rows).replace(", one row", "\none row").replace("; ", "\n", 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -193,7 +192,8 @@ def model_figure(rows: Sequence[Row], path: Path) -> None:
 def figure_name(rows: Sequence[Row]) -> str:
     """A file name for a group's figure."""
     where = rows[0].environment.get("gpu") or rows[0].environment.get("device") or "unknown"
-    words = f"model {rows[0].case['geometry']} {where}".lower().replace("/", " ").split()
+    case = rows[0].case
+    words = f"model {case['geometry']} {case['tokens']} {where}".lower().replace("/", " ").split()
     return "-".join(words) + ".png"
 
 
