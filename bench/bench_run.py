@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.rows import Row, Status, append_row, run_environment
+from flexvarlen.rows import Row, Status, append_row, run_environment
 
 
 class BenchRun:

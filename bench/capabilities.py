@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from bench.markdown import markdown
-from bench.rows import Row, append_row, commit_of, run_environment
 from flexvarlen import BACKENDS, why_not
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row, append_row, commit_of, run_environment
 
 SUITE = "capabilities"
 BASE: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}

@@ -26,7 +26,7 @@ import torch
 
 from bench.bench_run import BenchRun
 from bench.cases import GEOMETRIES
-from bench.rows import Status
+from flexvarlen.rows import Status
 
 SUITE = "compile"
 SCOPES = ("whole", "layer", "decoder")

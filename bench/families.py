@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from bench.batch_forms import FORMS, LENGTHS, RESTART, Batch, Form, documents_of
 from bench.bench_run import BenchRun
-from bench.markdown import markdown
-from bench.rows import Row, commit_of, one_line
 from flexvarlen.equivalence.isolation_tokens import halves
+from flexvarlen.markdown import markdown
 from flexvarlen.patches.families import BY_TYPE
+from flexvarlen.rows import Row, commit_of, one_line
 
 SUITE = "families"
 SAMPLE = (

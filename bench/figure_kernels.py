@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.kernels_cells import LONGEST, SHORTEST, Cell
 from bench.report_kernels import PASSES, Measured, measured_cells, shown_cells, where_of
-from bench.rows import Row
+from flexvarlen.rows import Row
 
 # Of the marks of what could not be measured, in heights of the axes: the lowest, from one to next.
 MARKS, MARK_STEP = 0.03, 0.045

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import Row, commit_of
+from flexvarlen.rows import Row, commit_of
 
 BUILDER_STYLES = {  # of flexvarlen.plotstyle
     "flexvarlen": "flex",

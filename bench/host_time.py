@@ -18,10 +18,10 @@ import torch
 
 import flexvarlen as fv
 from bench.bench_run import BenchRun
-from bench.markdown import markdown
 from bench.raw_kernels import RAW, Inputs
-from bench.rows import Row, commit_of, one_line
 from bench.variants import Unsupported
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row, commit_of, one_line
 
 SUITE = "host-time"
 KERNELS = ("fa2", "fa3", "fa4", "varlen")

@@ -21,11 +21,11 @@ from bench.kernels_cells import Cell
 from bench.mask_build_accuracy import Answer
 from bench.mask_build_run import ERRORS, Wrong
 from bench.raw_kernels import RAW, Inputs, Prepared, behind_varlen
-from bench.rows import Status, one_line
 from bench.variants import Unsupported
 from flexvarlen.backends import BACKENDS, get_backend, why_not
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import BUSY_MS, time_host_and_device
+from flexvarlen.rows import Status, one_line
 
 if TYPE_CHECKING:
     from bench.kernels_run import Run

@@ -15,7 +15,7 @@ import torch
 from bench.bench_run import BenchRun
 from bench.kernels_cell import PASSES, MeasuredCell, Outcome
 from bench.kernels_cells import Cell
-from bench.rows import Row, read_rows
+from flexvarlen.rows import Row, read_rows
 
 SUITE = "kernels"
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 import flexvarlen as fv
 from bench.batch_forms import FORMS, LENGTHS, Form, documents_of
-from bench.rows import Row, append_row, one_line
 from flexvarlen.measure import environment
+from flexvarlen.rows import Row, append_row, one_line
 
 SUITE = "leaks"
 VOCABULARY = 97

@@ -23,7 +23,6 @@ from bench.cases import GEOMETRIES, new_base_model
 from bench.mask_build_accuracy import Answer, disagreement, sampled_errors, why_apart, why_wrong
 from bench.mask_build_builders import prepare_kind, theirs
 from bench.mask_build_run import ERRORS, PackedRow, Run, Wrong
-from bench.rows import one_line
 from bench.variants import Unsupported
 from flexvarlen.measure import (
     Timing,
@@ -32,6 +31,7 @@ from flexvarlen.measure import (
     time_interleaved,
     watch_compilation,
 )
+from flexvarlen.rows import one_line
 
 OURS, THEIRS = "flexvarlen", "create_block_mask"
 

@@ -28,10 +28,10 @@ from bench.mask_build_run import (
     Wrong,
     bound_of,
 )
-from bench.rows import one_line
 from bench.variants import Unsupported
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.measure import watch_compilation
+from flexvarlen.rows import one_line
 from flexvarlen.tables import Tables
 
 # Eager create_block_mask evaluates T² pairs: 640 MiB at 8,192 tokens on an H200, torch 2.11.

@@ -16,11 +16,11 @@ from torch import Tensor
 import flexvarlen as fv
 from bench.bench_run import BenchRun
 from bench.cases import log_normal_lengths
-from bench.rows import Status, one_line
 from bench.variants import Unsupported
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.measure import summarize
+from flexvarlen.rows import Status, one_line
 
 SUITE = "mask-build"
 SIGMA, SEED = 1.0, 0

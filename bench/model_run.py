@@ -18,7 +18,6 @@ from torch import Tensor
 from bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
 from bench.bench_run import BenchRun
 from bench.cases import Case, log_normal_lengths, new_base_model
-from bench.rows import Status, one_line
 from bench.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
 from bench.variants import Sizes, Unsupported, Variant, make_variant
 from flexvarlen.boundaries import round_up_to_power_of_two
@@ -28,6 +27,7 @@ from flexvarlen.measure import (
     time_interleaved,
     watch_compilation,
 )
+from flexvarlen.rows import Status, one_line
 
 SUITE = "model"
 SLOW_STEP_S = 1.0  # variants whose step takes longer get a third of the repeats

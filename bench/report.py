@@ -19,11 +19,11 @@ from bench.families import families_section
 from bench.figure_kernels import kernels_figure, kernels_figure_name
 from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
 from bench.host_time import host_time_section
-from bench.markdown import markdown
 from bench.report_compile import compile_section, small_inference_section
 from bench.report_kernels import kernels_groups, kernels_section
 from bench.report_mask_build import mask_build_groups, mask_build_section
-from bench.rows import Row, commit_of, read_rows
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row, commit_of, read_rows
 
 BASELINES = tuple(f"transformers:{name}" for name in ("flash_attention_2", "sdpa"))
 """What speeds are told against: the first of them that was measured."""

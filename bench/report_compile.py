@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.markdown import markdown
-from bench.rows import Row, commit_of
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row, commit_of
 
 SCOPE_NAMES = {
     "whole": "the whole model",

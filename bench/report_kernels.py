@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.kernels_cells import SUBSETS, Cell
-from bench.markdown import markdown
 from bench.report_mask_build import Notes
-from bench.rows import Row, commit_of
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row, commit_of
 
 PASSES = ("forward", "backward")
 CLOCKS = ("device", "host")

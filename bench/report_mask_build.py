@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.figure_mask_build import BUILDER_STYLES, where_of
-from bench.markdown import markdown
-from bench.rows import Row
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row
 
 BASELINES = {  # of the columns of speed
     "create_block_mask compiled": "× compiled create_block_mask",

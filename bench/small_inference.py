@@ -32,12 +32,12 @@ import flexvarlen as fv
 from bench.accuracy import Answer, Errors, errors_of, per_document, wider
 from bench.bench_run import BenchRun
 from bench.cases import GEOMETRIES, new_base_model
-from bench.rows import Status, one_line
 from bench.small_inference_inputs import Inputs, other_packing
 from bench.utilisation import noting_auto, resolved_auto
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.equivalence.variants import Unsupported, set_transformers
 from flexvarlen.measure import time_interleaved, watch_compilation
+from flexvarlen.rows import Status, one_line
 
 SUITE = "small-inference"
 MODES = ("eager", "compiled", "cuda graphs")

@@ -12,9 +12,9 @@ from bench import model, model_run, report
 from bench import rows as bench_rows
 from bench.accuracy import Errors
 from bench.cases import GEOMETRIES, Case, log_normal_lengths
-from bench.rows import Row, append_row, read_rows, run_environment
 from bench.variants import make_variant
 from flexvarlen.plotstyle import STYLES, style_of
+from flexvarlen.rows import Row, append_row, read_rows, run_environment
 
 
 @pytest.fixture(autouse=True)

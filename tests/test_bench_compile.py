@@ -19,10 +19,10 @@ from bench import (
 )
 from bench.cases import GEOMETRIES, Case
 from bench.compile_time_child import Child
-from bench.rows import Row, append_row, read_rows
 from bench.utilisation import noting_auto, peak_tflops, step_tflop
 from bench.variants import DEFAULT_VARIANTS
 from flexvarlen.plotstyle import style_of
+from flexvarlen.rows import Row, append_row, read_rows
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from bench.kernels_cells import SUBSETS, Cell
 from bench.mask_build_accuracy import Answer
 from bench.mask_build_accuracy import alone as by_autograd
 from bench.raw_kernels import RAW, Inputs, behind_varlen
-from bench.rows import Row, append_row, read_rows
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.rows import Row, append_row, read_rows
 
 CPU = torch.device("cpu")
 ONE_CELL = "causal-t256-short"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench.capabilities import BASE, FEATURES, capabilities_section, measure
-from bench.rows import Row
 from flexvarlen import BACKENDS, why_not
+from flexvarlen.rows import Row
 
 
 def test_every_backend_has_a_row_and_a_refusal_its_reason():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import host_time
-from bench.rows import read_rows
+from flexvarlen.rows import read_rows
 
 ARGUMENTS = ["--kernels", "flex", "--rounds", "3", "--calls", "2", "--documents", "8", "9"]
 

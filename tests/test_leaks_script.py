@@ -6,7 +6,7 @@ import pytest
 
 from bench import leaks, report
 from bench.batch_forms import FORMS, LENGTHS
-from bench.rows import read_rows
+from flexvarlen.rows import read_rows
 
 # Forms in which plain transformers, eager and sdpa, is right.
 RIGHT_IN_PLAIN = {

@@ -16,8 +16,8 @@ from bench.mask_build_accuracy import Answer, alone, sampled_errors, sampled_spa
 from bench.mask_build_builders import BUILDERS, COMPILED, document_mask_mod
 from bench.mask_build_check import difference, expected_tables, held_bytes
 from bench.mask_build_run import PackedRow, Run, TooLarge
-from bench.rows import append_row, read_rows
 from flexvarlen.plotstyle import STYLES
+from flexvarlen.rows import append_row, read_rows
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from bench import figure_mask_build, report, report_mask_build
-from bench.rows import Row
+from flexvarlen.rows import Row
 
 WHERE = {"gpu": "G", "device": "cuda", "torch": "2", "started_utc": "1"}
 STALE = {"git_commit": "0123456789abcdef", "git_dirty": True}
