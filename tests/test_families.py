@@ -125,5 +125,8 @@ def test_generates_from_a_left_padded_batch_with_a_static_cache(name):
     how = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     how |= {"attention_mask": mask, "pad_token_id": 0}
     model = new_model(name, floor_scale=512) if name == "llama4_text" else new_model(name)
-    before = model.generate(prompts, **how)
+    try:
+        before = model.generate(prompts, **how)
+    except TypeError as error:  # transformers 5.17 of chunks: create_chunked_causal_mask
+        pytest.skip(f"transformers itself cannot: {error}")
     assert torch.equal(fv.patch_model(model, on_the_cpu(name)).generate(prompts, **how), before)
