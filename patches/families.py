@@ -251,7 +251,7 @@ FAMILIES: tuple[Family, ...] = (
         "RoBERTa",
         "roberta",
         _ENCODER,
-        f"{_OWN_LABELS}; positions begin at padding_idx + 1, given ones are taken as they are",
+        f"{_OWN_LABELS}; positions begin at padding_idx + 1: rows given from 0 on are shifted",
         task="MaskedLM",
         tiny={**_BERT, "pad_token_id": 1, "bos_token_id": 0},
     ),

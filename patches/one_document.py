@@ -35,9 +35,9 @@ def check_one_document(
         seen: tokens that the cache holds; None if only a 4D mask tells.
 
     Raises:
-        ValueError: positions that do not go on by 1 between two tokens that are no padding,
-            padding between two such tokens, or a mask that numbers documents. Inside a compiled
-            graph the device asserts it.
+        ValueError: positions that do not go on by 1 between two tokens that are no padding, or
+            that begin at 0 behind cached tokens, padding between two such tokens, or a mask that
+            numbers documents. Inside a compiled graph the device asserts it.
 
     Reads the device once, if there is anything to look at.
     """
@@ -58,13 +58,39 @@ def check_one_document(
         if real is not None:
             jumps = jumps & real[:, 1:] & real[:, :-1]
         wrong.append(jumps.any())
+        begins_anew = _begins_anew(position_ids, mask, real, seen)
+        if begins_anew is not None:
+            wrong.append(begins_anew)
     if wrong:
         check(
             ~torch.stack(wrong).any(),
             f"a packed batch must not come with {with_what}, got position_ids that do not go on by "
-            "1 in a row, or an attention_mask that numbers documents or has padding between "
-            "tokens; pass an empty cache or use_cache=False, and no 4D attention_mask.",
+            "1 in a row or begin at 0 behind cached tokens, or an attention_mask that numbers "
+            "documents or has padding between tokens; pass an empty cache or use_cache=False, and "
+            "no 4D attention_mask.",
         )
+
+
+def _begins_anew(
+    position_ids: Tensor, mask: Tensor | None, real: Tensor | None, seen: int | Tensor | None
+) -> Tensor | None:
+    """Whether a row's new tokens count from 0 though its cache holds tokens; None if untold."""
+    if seen is None or (isinstance(seen, int) and seen == 0):
+        return None
+    if mask is not None and mask.ndim != 2:
+        return None
+    first = position_ids[:, 0]
+    if real is not None:  # the first that is no padding; of a row without any, a padding one
+        at = real.to(torch.uint8).argmax(dim=-1, keepdim=True)
+        first = position_ids.expand(len(real), -1).gather(1, at)[:, 0]
+    if mask is None:
+        held = torch.as_tensor(seen, device=first.device) > 0
+    else:
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        held = ((mask != 0) & (columns < seen)).any(dim=-1)
+        if real is not None:
+            held = held & real.any(dim=-1)
+    return ((first == 0) & held).any()
 
 
 def _real_tokens(mask: Tensor, row_tokens: int, seen: int | Tensor | None) -> Tensor | None:

@@ -78,9 +78,11 @@ def positions_for(
     has_vision = vision_tower(base) is not None
     if has_vision and any(inputs.get(name) is not None for name in _GRIDS):
         return _positions_on_images(base, layout, inputs) if given is None else _of_images(given)
+    if given is not None:
+        return _from_its_first(given, _first_position(base))
     # Such a model would make them from the mask, which is our placeholder.
-    if given is not None or not (packs or has_vision):
-        return given
+    if not (packs or has_vision):
+        return None
     tokens: Tensor | None = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
     return (layout.position_ids() + _first_position(base)).view(tokens.shape[:2])
@@ -92,6 +94,16 @@ def _first_position(base: nn.Module) -> int:
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
         return int(embeddings.padding_idx) + 1  # type: ignore[union-attr, arg-type]
     return 0
+
+
+def _from_its_first(given: Tensor, first: int) -> Tensor:
+    """Positions as the model counts them, where a row's are given from 0 on, as collators do.
+
+    A model that counts from another position has none that is 0 at a row's first token.
+    """
+    if first == 0 or given.ndim != 2:
+        return given
+    return given + first * (given[:, :1] == 0)
 
 
 def _of_images(given: Tensor) -> Tensor:

@@ -270,6 +270,33 @@ def test_which_columns_are_the_new_tokens():
             check_one_document(4, attention_mask=mask.bool()[None, None], seen=seen, **given)
 
 
+@pytest.mark.parametrize("mask", ["none", "ones", "left_padding"])
+def test_a_new_document_behind_a_cached_one(mask):
+    """It goes on by 1 in itself, and would attend to what is cached."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    cache, _ = cache_of("filled", model)
+    given = {"position_ids": torch.arange(NEW)[None]}
+    if mask != "none":
+        given["attention_mask"] = torch.ones(1, CACHED + NEW, dtype=torch.long)
+    if mask == "left_padding":
+        given["attention_mask"][0, CACHED : CACHED + 2] = 0
+        given["position_ids"] = (given["position_ids"] - 2).clamp(min=0)
+    ids = torch.ones(1, NEW, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(ValueError, match="begin at 0 behind cached tokens"):
+        model(ids, past_key_values=cache, **given)
+
+
+def test_a_first_document_behind_cached_padding():
+    """A chunk of prefill of a row that was padding so far."""
+    mask = torch.tensor([[0] * 5 + [0, 1, 1, 1], [1] * 9])
+    positions = torch.tensor([[0, 0, 1, 2], [5, 6, 7, 8]])
+    for seen in (5, torch.tensor(5)):
+        given = {"attention_mask": mask, "with_what": "a cache", "seen": seen}
+        check_one_document(4, position_ids=positions, **given)
+        with pytest.raises(ValueError, match="begin at 0"):
+            check_one_document(4, position_ids=positions[[0, 0]], **given)
+
+
 def test_a_sliding_layer_without_room_before_one_with_room():
     """The first layer alone looks as if the cache held nothing but the new tokens."""
     layers = {"layer_types": ["sliding_attention", "full_attention"]}

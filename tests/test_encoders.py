@@ -209,6 +209,16 @@ def test_label_of_a_first_token_masked(name):
     torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_roberta_takes_a_collators_positions():
+    """They begin at 0, where RoBERTa has the vectors of its padding."""
+    batch = one_row()
+    exact, peer = exact_and_peer("roberta", batch.order)
+    model = fv.patch_model(new_model("roberta"), "sdpa")
+    with torch.no_grad():
+        logits = model(batch.ids, position_ids=batch.position_ids).logits[0]
+    assert_as_accurate(logits, exact[0], peer[0], 2)
+
+
 # ---- what pools the row ----
 
 
