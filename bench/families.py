@@ -2,8 +2,9 @@
 
 Tiny models with random weights that have all that is special to their family. A cell's errors are
 those of the packed logits, and of the gradients of all parameters, against each document alone in
-fp64; it is right if they are at most 2 times (gradients: 3) those of each document alone in the run's
-dtype, and a rounding. Its leaks are logits that change, in any bit, as another document's tokens change.
+fp64; it is right if they are at most twice (gradients: three times) those of each document alone in
+the run's dtype, and a rounding. Its leaks are logits that change, in any bit, as another document's
+tokens change.
 
 A mixture of experts runs on `batched_mm`, whose rounding does not depend on the rest of the batch;
 in half precision each token goes to every expert, as rounding alone may choose another one.
