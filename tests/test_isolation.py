@@ -157,3 +157,23 @@ def test_cost_is_what_the_docstring_says(model, lengths):
         handle.remove()
     assert report.forwards == len(calls) == 2 + 2 * (len(lengths) - 1).bit_length()
     assert (report.layers, report.gradients) == (2, "bits")
+
+
+def test_a_loss_that_leaves_no_logits(model, batch, monkeypatch):
+    """As a fused cross-entropy does, which is all that labels could bring."""
+    forward = type(model).forward
+
+    def fused(self, *args, labels=None, num_items_in_batch=None, **kwargs):
+        assert num_items_in_batch is None
+        out = forward(self, *args, **kwargs)
+        if labels is not None:
+            out.logits = None
+        return out
+
+    monkeypatch.setattr(type(model), "forward", fused)
+    inputs = batch.inputs()
+    counted = torch.tensor(batch.total_tokens)
+    with fv.patched(model, "sdpa"):
+        verify_isolation(
+            model, {**inputs, "labels": inputs["input_ids"], "num_items_in_batch": counted}
+        )
