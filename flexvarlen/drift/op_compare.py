@@ -1,0 +1,264 @@
+"""One case: every backend, every comparison, as rows; see `op.py` for what they are."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from flexvarlen.drift.difference import Difference
+from flexvarlen.drift.op_blame import blame
+from flexvarlen.drift.op_cases import Inputs, OpCase
+from flexvarlen.drift.op_exact import Answer
+from flexvarlen.drift.op_judge import Truth, Verdict
+from flexvarlen.drift.op_run import Abilities, BackendRun
+from flexvarlen.measure import Timing, time_interleaved
+from flexvarlen.rows import Row, Status, one_line
+
+SUITE = "drift-op"
+
+# What kernels raise when they cannot; it becomes a row.
+FAILURES = (RuntimeError, ImportError, ValueError, TypeError, AttributeError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `operator_drift` that are the same for all cases of a dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    train: bool
+    comparisons: tuple[str, ...]
+    compile: tuple[str, ...]
+    repeats: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Result:
+    measures: dict[str, Any]
+    status: Status = "ok"
+    reason: str | None = None
+
+
+class CaseRun:
+    """One case: every backend, every comparison."""
+
+    def __init__(
+        self,
+        case: OpCase,
+        settings: Settings,
+        environment: dict[str, Any],
+        write: Callable[[Row], None],
+        progress: Callable[[str], None],
+    ) -> None:
+        self.case, self.settings, self.environment = case, settings, environment
+        self.write_row, self.progress = write, progress
+        self.truth: Truth | None = None
+        self.wrong: dict[str, str] = {}
+
+    def run(self, backends: Sequence[str]) -> None:
+        settings = self.settings
+        try:
+            self.inputs = Inputs.random(self.case, settings.dtype, settings.device, settings.seed)
+        except torch.OutOfMemoryError as error:
+            for backend in backends:
+                self._give_up(backend, "oom", one_line(error))
+            return
+        alive = [run for backend in backends if (run := self._start(backend)) is not None]
+        for run in alive:
+            self._compare_one(run)
+        self.truth = None
+        if "backend-backend" in settings.comparisons:
+            for one, other in combinations(alive, 2):
+                self._attempt(one, "backend-backend", partial(_serial, one, other), other)
+        if "runtime" in settings.comparisons:
+            for run in alive:
+                run.__dict__.pop("serial", None)
+            self._time(alive)
+        self._clean()
+
+    def _start(self, backend: str) -> BackendRun | None:
+        settings = self.settings
+        able = Abilities.of(backend, self.case, settings.dtype, settings.device)
+        if able.refusal is not None:
+            self._give_up(backend, "unsupported", able.refusal)
+            return None
+        train = settings.train and able.no_backward is None
+        return BackendRun(
+            backend, self.case, self.inputs, lse=able.lse, train=train, seed=settings.seed
+        )
+
+    # --- comparisons -----------------------------------------------------------------------------
+
+    def _compare_one(self, run: BackendRun) -> None:
+        """All that needs no other backend. Untimed correctness comes along with "runtime"."""
+        wanted = self.settings.comparisons
+        if "exact" in wanted:
+            self._attempt(run, "exact", lambda: self._exact(run))
+        elif "runtime" in wanted:
+            self._judge_for_timing(run)
+        works: dict[str, Callable[[], _Result]] = {
+            "batch-serial": lambda: _documents(run, run.batch, run.serial),
+            "run-run": lambda: _Result(_measures([(run.answer(run.inputs), run.batch)])),
+            "place": lambda: _Result(_measures(run.pairs_of_places())),
+            "eager-compiled": lambda: self._compiled(run),
+        }
+        for comparison, work in works.items():
+            if comparison in wanted:
+                self._attempt(run, comparison, work)
+        run.drop_batch()
+        self._clean()
+
+    def _exact(self, run: BackendRun) -> _Result:
+        truth = self._truth()
+        verdict = Verdict.of(run.batch, truth)
+        reason = verdict.reason()
+        measures = verdict.measures() | {"blame": None}
+        if reason is None:
+            return _Result(measures)
+        measures["blame"] = blame(truth, run.batch, verdict)
+        self.wrong[run.backend] = f"{reason} {measures['blame']}"
+        return _Result(measures, "wrong", self.wrong[run.backend])
+
+    def _judge_for_timing(self, run: BackendRun) -> None:
+        try:
+            self._exact(run)
+        except FAILURES as error:  # OutOfMemoryError is a RuntimeError
+            self.wrong[run.backend] = f"it could not be checked: {one_line(error)}"
+
+    def _truth(self) -> Truth:
+        if self.truth is None:
+            self.progress(f"{self.case.name}: each document alone in fp64")
+            self.truth = Truth.of(self.case, self.inputs, gradients=self.settings.train)
+        return self.truth
+
+    def _compiled(self, run: BackendRun) -> _Result:
+        if run.backend not in self.settings.compile:
+            reason = f"{run.backend} was not to be compiled; name it in compile=."
+            return _Result({}, "skipped", reason)
+        return _Result(_measures([(run.compiled(), run.batch)]))
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _time(self, runs: Sequence[BackendRun]) -> None:
+        timed: dict[str, dict[str, Callable[[], object]]] = {}
+        for run in runs:
+            calls = self._calls(run)
+            if calls is not None:
+                timed[run.backend] = calls
+        if not timed:
+            return
+        self.progress(f"{self.case.name}: timing {', '.join(timed)}")
+        variants = {
+            f"{backend} {kind}": call
+            for backend, calls in timed.items()
+            for kind, call in calls.items()
+        }
+        device, repeats = self.settings.device, self.settings.repeats
+        try:
+            timings = time_interleaved(variants, device=device, repeats=repeats)
+        except FAILURES as error:  # each ran alone: together they do not fit, say
+            for backend in timed:
+                self._write(backend, "runtime", _failed(error))
+            return
+        for backend in timed:
+            self._write(backend, "runtime", _Result(_milliseconds(backend, timings)))
+
+    def _calls(self, run: BackendRun) -> dict[str, Callable[[], object]] | None:
+        """What is to be timed, each called once; None, and a row that says why, if nothing."""
+        reason = self.wrong.get(run.backend)
+        if reason is not None:
+            self._write(run.backend, "runtime", _Result({}, "wrong", reason))
+            return None
+        try:
+            calls = run.calls()
+            for call in calls.values():
+                call()
+        except FAILURES as error:
+            self._write(run.backend, "runtime", _failed(error))
+            return None
+        return calls
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def _attempt(
+        self,
+        run: BackendRun,
+        comparison: str,
+        work: Callable[[], _Result],
+        other: BackendRun | None = None,
+    ) -> None:
+        beside = "" if other is None else f" {other.backend}"
+        self.progress(f"{self.case.name}: {run.backend}{beside} {comparison}")
+        try:
+            result = work()
+        except FAILURES as error:
+            result = _failed(error)
+        self._write(run.backend, comparison, result, None if other is None else other.backend)
+
+    def _give_up(self, backend: str, status: Status, reason: str) -> None:
+        for comparison in self.settings.comparisons:
+            if comparison != "backend-backend":
+                self._write(backend, comparison, _Result({}, status, reason))
+
+    def _write(
+        self, backend: str, comparison: str, result: _Result, other: str | None = None
+    ) -> None:
+        case = self.case.as_row_case(self.settings.dtype)
+        case |= {"backend": backend, "comparison": comparison, "other": other}
+        self.write_row(
+            Row(SUITE, case, result.status, result.reason, result.measures, self.environment)
+        )
+
+    def _clean(self) -> None:
+        if self.settings.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _failed(error: BaseException) -> _Result:
+    """What an exception makes of a row."""
+    if isinstance(error, NotImplementedError | ImportError):
+        return _Result({}, "unsupported", one_line(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return _Result({}, "oom", one_line(error))
+    return _Result({}, "failed", one_line(error))
+
+
+def _milliseconds(backend: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
+    """A row's measures of the calls that were timed."""
+    measures: dict[str, Any] = {}
+    for kind, prefix in (("forward", ""), ("both", "both_")):
+        found = timings.get(f"{backend} {kind}")
+        if found is not None:
+            named = {"p20": found.ms_p20, "p50": found.ms_p50, "p80": found.ms_p80}
+            measures |= {f"{prefix}ms_{name}": value for name, value in named.items()}
+    serial = timings[f"{backend} serial"]
+    return measures | {"serial_ms_p50": serial.ms_p50, "repeats": serial.repeats}
+
+
+def _serial(one: BackendRun, other: BackendRun) -> _Result:
+    return _documents(one, one.serial, other.serial)
+
+
+def _documents(run: BackendRun, found: Answer, truth: Answer) -> _Result:
+    """Document by document, as one difference."""
+    lengths = run.inputs.lengths
+    pairs = list(zip(found.documents(lengths), truth.documents(lengths), strict=True))
+    return _Result(_measures(pairs))
+
+
+def _measures(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
+    """The differences of every part that both have."""
+    measures: dict[str, Any] = {}
+    common = set(pairs[0][0].parts()) & set(pairs[0][1].parts())
+    for name in (name for name in pairs[0][0].parts() if name in common):
+        of_part = [(a.parts()[name], b.parts()[name]) for a, b in pairs]
+        measures |= Difference.over(of_part).measures(name)
+    return measures

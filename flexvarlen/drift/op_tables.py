@@ -1,0 +1,269 @@
+"""The tables of operator drift, from rows alone, as Markdown; and what they say, as sentences.
+
+Backends that cannot run any case of a dtype stand in no table: their sentence says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flexvarlen.drift.difference import Difference
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row
+
+FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
+PARTS = (*FORWARD, *BACKWARD)
+STABILITY = ("run-run", "place", "eager-compiled")
+NOTHING = "–"
+
+
+def study_tables(rows: Iterable[Row], *, baseline: str | None = None) -> str:
+    """The three tables of the study, for each dtype: runtime, batch against serial, serial pairs.
+
+    Args:
+        rows: of the suite "drift-op"; others are left out.
+        baseline: the backend that times are divided by, and that the third table holds the others
+            against. Default: the first that was timed, or compared.
+    """
+    rows = _that_run(rows)
+    pieces = []
+    for dtype in _dtypes(rows):
+        own = [row for row in rows if row.case["dtype"] == dtype]
+        first = baseline or _first_backend(own)
+        pieces += [
+            f"### {dtype}: runtime of all documents in one call, ms",
+            runtime_table(own, first),
+            f"### {dtype}: all documents in one call against one call a document",
+            differences_table(own, "batch-serial"),
+            f"### {dtype}: one call a document, {first} against the others",
+            differences_table(own, "backend-backend", only=first),
+        ]
+    return "\n\n".join(pieces) + "\n"
+
+
+def runtime_table(rows: Iterable[Row], baseline: str) -> str:
+    """Median milliseconds of forward and forward + backward; in brackets over the baseline's."""
+    found = _by_case(rows, "runtime")
+    backends = _unique(row.case["backend"] for row in _of(rows, "runtime"))
+    lines = []
+    for name, of_case in found.items():
+        for title, key in (("forward", "ms_p50"), ("forward + backward", "both_ms_p50")):
+            cells = [_runtime_cell(of_case, backend, baseline, key) for backend in backends]
+            if any(cell != NOTHING for cell in cells):
+                lines.append([name, title, *cells])
+    return markdown(["documents", "pass", *backends], lines)
+
+
+def _runtime_cell(of_case: dict[str, Row], backend: str, baseline: str, key: str) -> str:
+    row = of_case.get(backend)
+    if row is None or (row.status == "ok" and key not in row.measures):
+        return NOTHING
+    if row.status != "ok":
+        return row.status if key == "ms_p50" else NOTHING
+    value = row.measures[key]
+    beside = of_case.get(baseline)
+    if backend == baseline or beside is None or key not in beside.measures:
+        return f"{value:.3g}"
+    return f"{value:.3g} ({value / beside.measures[key]:.2f}×)"
+
+
+def differences_table(rows: Iterable[Row], comparison: str, *, only: str | None = None) -> str:
+    """Largest and mean absolute difference and share of equal elements, of each part.
+
+    Args:
+        rows: any.
+        comparison: which of them.
+        only: for "backend-backend": the pairs with this backend. Default: all pairs.
+    """
+    lines = []
+    for row in _of(rows, comparison):
+        pair = [row.case["backend"], row.case.get("other")]
+        if only is not None and only not in pair:
+            continue
+        who = " : ".join(name for name in pair if name)
+        lines.append([row.case["name"], who, *_cells(row, FORWARD + BACKWARD, _three_numbers)])
+    parts = [f"{part}: max, mean, equal" for part in PARTS]
+    return markdown(["documents", "backend", *parts], lines)
+
+
+def _three_numbers(difference: Difference, row: Row, part: str) -> str:
+    if difference.is_zero:
+        return "exact"
+    return f"{difference.max_abs:.2e}, {difference.mean_abs:.2e}, {share(difference.equal)}"
+
+
+def share(part: float) -> str:
+    """A share in percent that says 0 or 100 % of nothing but none and all.
+
+    >>> share(0.99999), share(1.0), share(0.5)
+    ('99.99%', '100%', '50%')
+    """
+    if part in (0.0, 1.0):
+        return f"{part:.0%}"
+    percent = min(max(round(100 * part, 2), 0.01), 99.99)
+    return f"{percent:.4g}%"
+
+
+def exact_table(rows: Iterable[Row]) -> str:
+    """Largest error against fp64, the plain peer's, and the share of the allowed; what is wrong."""
+
+    def cell(difference: Difference, row: Row, part: str) -> str:
+        peer, ratio = row.measures[f"peer_{part}_max_abs"], row.measures[f"ratio_{part}"]
+        return f"{difference.max_abs:.2e} ({peer:.2e}; {ratio:.2g})"
+
+    lines = []
+    for row in _of(_that_run(rows), "exact"):
+        verdict = "right" if row.status == "ok" else row.measures.get("blame") or row.status
+        who = [row.case["dtype"], row.case["name"], row.case["backend"]]
+        lines.append([*who, *_cells(row, PARTS, cell), verdict])
+    parts = [f"{part}: error (peer's; over the allowed)" for part in PARTS]
+    return markdown(["dtype", "documents", "backend", *parts, "verdict"], lines)
+
+
+def stability_table(rows: Iterable[Row]) -> str:
+    """Run to run, at another place, compiled: "exact", or the part that differs most."""
+    rows = _that_run(rows)
+    lines = []
+    for dtype in _dtypes(rows):
+        own = [row for row in rows if row.case["dtype"] == dtype]
+        found = {comparison: _by_case(own, comparison) for comparison in STABILITY}
+        names = _unique(name for by_case in found.values() for name in by_case)
+        for name in names:
+            of_case = [by_case.get(name, {}) for by_case in found.values()]
+            for backend in _unique(backend for each in of_case for backend in each):
+                cells = [_stability_cell(each.get(backend)) for each in of_case]
+                lines.append([dtype, name, backend, *cells])
+    return markdown(["dtype", "documents", "backend", *STABILITY], lines)
+
+
+def _stability_cell(row: Row | None) -> str:
+    if row is None:
+        return NOTHING
+    if row.status != "ok":
+        return row.status
+    worst = _most_different(row, PARTS)
+    return "exact" if worst is None else f"{worst[0]}: {worst[1].max_abs:.2e}"
+
+
+def sentences(rows: Iterable[Row]) -> list[str]:
+    """For each backend and dtype, whether batch and serial agree in every bit; what is wrong.
+
+    What cannot run at all gets its reason, once.
+    """
+    rows = _of_suite(rows)
+    said = []
+    for dtype in _dtypes(rows):
+        own = [row for row in rows if row.case["dtype"] == dtype]
+        for backend in _unique(row.case["backend"] for row in own):
+            of_backend = [row for row in own if row.case["backend"] == backend]
+            said += _sentences_of(f"{backend}, {dtype}", of_backend)
+    return said
+
+
+def _sentences_of(who: str, rows: Sequence[Row]) -> list[str]:
+    said = []
+    compared = _of(rows, "batch-serial")
+    ran = [row for row in compared if row.status == "ok"]
+    if ran:
+        documents = f"{len(ran)} case{'s' if len(ran) > 1 else ''}"
+        forward, backward = _exactness(ran, FORWARD), _exactness(ran, BACKWARD)
+        said.append(
+            f"{who}: exact in batch against serial ({documents})? Forward: {forward}. Backward: "
+            f"{backward}."
+        )
+    reasons: dict[str, list[str]] = {}
+    for row in compared:
+        if row.status != "ok":
+            reason = f"{row.status}: {row.reason}"
+            reasons.setdefault(reason, []).append(row.case["name"])
+    for reason, names in reasons.items():
+        said.append(f"{who}: {reason.rstrip('.')} ({_some(names)}).")
+    wrong = [row for row in _of(rows, "exact") if row.status == "wrong"]
+    said += [f"{who}: wrong on {row.case['name']}: {row.reason}" for row in wrong]
+    return said
+
+
+def _exactness(rows: Sequence[Row], parts: Sequence[str]) -> str:
+    """Yes, or no with the first case that differs."""
+    if not any(_differences(row, parts) for row in rows):
+        return "not compared"
+    differing = [(row, worst) for row in rows if (worst := _most_different(row, parts))]
+    if not differing:
+        return "yes"
+    row, (part, difference) = differing[0]
+    return (
+        f"no, in {len(differing)} of them, first at {row.case['name']} ({part} by "
+        f"{difference.max_abs:.2e} at most, {share(difference.equal)} of its elements equal)"
+    )
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    beyond = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + beyond
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _of_suite(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.suite == "drift-op"]
+
+
+def _that_run(rows: Iterable[Row]) -> list[Row]:
+    """Without the backends that nothing here can run: `sentences` says why not, once each."""
+    rows = _of_suite(rows)
+    ran = {(r.case["dtype"], r.case["backend"]) for r in rows if r.status != "unsupported"}
+    return [row for row in rows if (row.case["dtype"], row.case["backend"]) in ran]
+
+
+def _of(rows: Iterable[Row], comparison: str) -> list[Row]:
+    return [row for row in _of_suite(rows) if row.case["comparison"] == comparison]
+
+
+def _by_case(rows: Iterable[Row], comparison: str) -> dict[str, dict[str, Row]]:
+    """Case name -> backend -> row."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in _of(rows, comparison):
+        found.setdefault(row.case["name"], {})[row.case["backend"]] = row
+    return found
+
+
+def _dtypes(rows: Iterable[Row]) -> list[str]:
+    return _unique(row.case["dtype"] for row in rows)
+
+
+def _first_backend(rows: Sequence[Row]) -> str:
+    """The first that was timed, else the first at all."""
+    timed = [row for row in _of(rows, "runtime") if row.status == "ok"]
+    return str((timed or rows)[0].case["backend"])
+
+
+def _unique(names: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _differences(row: Row, parts: Sequence[str]) -> dict[str, Difference]:
+    found = {part: Difference.of_measures(row.measures, part) for part in parts}
+    return {part: difference for part, difference in found.items() if difference is not None}
+
+
+def _most_different(row: Row, parts: Sequence[str]) -> tuple[str, Difference] | None:
+    """The part with the largest difference relative to its size; None if all are equal."""
+    differing = {p: d for p, d in _differences(row, parts).items() if not d.is_zero}
+    if not differing:
+        return None
+    # A NaN is the largest.
+    return max(
+        differing.items(), key=lambda item: (item[1].relative != item[1].relative, item[1].relative)
+    )
+
+
+def _cells(
+    row: Row, parts: Sequence[str], cell: Callable[[Difference, Row, str], str]
+) -> list[str]:
+    """A cell for each part; the status stands in the first if nothing was compared."""
+    found = _differences(row, parts)
+    if not found:
+        return [row.status, *[NOTHING] * (len(parts) - 1)]
+    return [cell(found[part], row, part) if part in found else NOTHING for part in parts]
