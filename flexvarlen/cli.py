@@ -1,4 +1,4 @@
-"""The command `flexvarlen`: `doctor`, `compare`, `verify`. Each imports what is heavy itself."""
+"""The command `flexvarlen`: `doctor`, `compare`, `drift`, `verify`; heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from flexvarlen.cli_console import (
     console,
     device_of,
     dtype_of,
+    errors,
     sentences,
 )
+from flexvarlen.cli_drift import FailAbove, drift
 from flexvarlen.cli_verify import verify
 
 if TYPE_CHECKING:
     from flexvarlen.auto.explain import Explanation
+    from flexvarlen.drift.thresholds import Threshold
     from flexvarlen.equivalence import Report
 
 app = typer.Typer(
@@ -31,6 +34,7 @@ app = typer.Typer(
     help="Packed batches for Hugging Face models: what runs here, how fast, and is it right?",
 )
 app.command()(verify)
+app.add_typer(drift, name="drift")
 
 
 def main() -> None:
@@ -79,13 +83,17 @@ def compare(
         Path, typer.Option(help="Folder for rows.jsonl, table.md and compare.png.")
     ] = Path("compare"),
     device: Device = None,
+    fail_above: FailAbove = None,
 ) -> None:
     """Check that packed outputs and gradients are right on every backend, and how fast each is.
 
     The truth is each document alone, in float64. Ends with exit code 1 if a backend of flexvarlen
     leaks, or is less exact than twice a plain model of the same dtype (three times for gradients).
     """
+    from flexvarlen.drift.thresholds import COMPARE_MEASURES, parse_thresholds
+
     with sentences():
+        limits = parse_thresholds(fail_above or [], COMPARE_MEASURES)
         report = _compare(
             model or list(CPU_MODELS),
             backends,
@@ -106,7 +114,10 @@ def compare(
         console.print(verdict, markup=False, highlight=False)
     for path in report.save(out):
         console.print(f"wrote {path}", highlight=False)
-    if not report.passed:
+    broken = _broken(report, limits)
+    for sentence in broken:
+        errors.print(sentence, style="red", markup=False, highlight=False)
+    if broken or not report.passed:
         raise typer.Exit(NOT_RIGHT)
 
 
@@ -206,6 +217,16 @@ def _print_explanation(explanation: Explanation) -> None:
         )
     console.print(table)
     console.print(explanation.sentence(), markup=False, highlight=False)
+
+
+def _broken(report: Report, limits: list[Threshold]) -> list[str]:
+    """The user's limits that a backend of ours passes: transformers' own may leak."""
+    from flexvarlen.drift.thresholds import Measured, broken_limits
+
+    ours = [row for row in report.rows if row.role == "flexvarlen"]
+    return broken_limits(
+        limits, [Measured(f"{row.model}, {row.backend}", vars(row)) for row in ours]
+    )
 
 
 def _compare(

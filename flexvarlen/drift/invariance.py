@@ -1,0 +1,180 @@
+"""A whole model batch invariant, and the proof: packed and alone, bit for bit, backward included.
+
+Attention by the backend's own promise (`patch_model(..., batch_invariant=True,
+deterministic=True)`), linear layers, norms and embeddings in fixed shapes. All else is elementwise,
+or works on one token. A parameter's gradient sums over documents, so what can be equal is each
+document's own: the backward of its loss alone through the packed row, where the other documents'
+cotangents are zero. The sum over documents then depends on their order only.
+
+Shapes: N documents.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flexvarlen as fv
+from flexvarlen.drift.difference import Difference
+from flexvarlen.drift.fixed_shapes import fixed_shapes
+from flexvarlen.drift.model_measures import gradient_measures
+from flexvarlen.drift.model_run import (
+    ModelRun,
+    alone_batch,
+    document_losses,
+    run_alone,
+    run_packed,
+    targets_of,
+)
+from flexvarlen.drift.model_setting import ModelSetting
+from flexvarlen.equivalence.batch import PackedBatch
+from flexvarlen.equivalence.truth import clean
+from flexvarlen.equivalence.variants import Unsupported, Variant
+
+
+def invariant_variant(setting: ModelSetting, backend: str) -> Variant:
+    """A backend under both promises; forward alone where it has only that.
+
+    Raises:
+        Unsupported: it cannot, and why.
+    """
+    variant = setting.variant(backend)
+    if variant.train:
+        reason = why_not_invariant(variant, needs_grad=True)
+        if reason is not None:
+            variant = replace(variant, train=False, why_no_backward=reason)
+    reason = why_not_invariant(variant, needs_grad=False)
+    if reason is not None:
+        raise Unsupported(reason)
+    variant.model.train(variant.train)
+    fv.patch_model(variant.model, backend, deterministic=True, batch_invariant=True)
+    return variant
+
+
+def why_not_invariant(variant: Variant, *, needs_grad: bool) -> str | None:
+    """Why a variant's backend cannot be batch invariant and deterministic on its model, or None."""
+    from flexvarlen.patches.routing import kinds_of, why_not_kind
+
+    for kind in kinds_of(variant.model):
+        reason = why_not_kind(
+            variant.name,
+            kind,
+            device=variant.model.device,
+            dtype=variant.model.dtype,
+            needs_grad=needs_grad,
+            deterministic=True,
+            batch_invariant=True,
+        )
+        if reason is not None:
+            return reason
+    return None
+
+
+def invariance(setting: ModelSetting, variant: Variant, piece: int, sample: int) -> dict[str, Any]:
+    """What packed and alone differ by, both batch invariant: all zeros if the promises hold.
+
+    Args:
+        setting: the documents.
+        variant: of `invariant_variant`.
+        piece: tokens of a piece.
+        sample: so many documents' own gradients are compared.
+
+    Returns:
+        As `differences`; "equal_logits", "equal_hidden" (of the worst block) and "equal_gradients":
+        shares of elements that are bit-equal; "document_gradients_*": as `Difference.measures`.
+    """
+    batch = setting.batch
+    with fixed_shapes(variant.model, batch.lengths, piece):
+        run = run_packed(variant, batch)
+    alone = _alone_runs(variant, batch, piece)
+    hidden = [Difference.between(*two) for two in zip(run.hidden, alone.hidden, strict=True)]
+    found = differences(run, alone, variant)
+    found |= {
+        "equal_logits": found["logits_equal"],
+        "equal_hidden": min(layer.equal for layer in hidden),
+        "piece_tokens": piece,
+    }
+    del run, alone
+    if variant.train:
+        clean(setting.base)
+        everything = range(len(batch.lengths))
+        chosen = random.Random(setting.seed).sample(everything, min(sample, len(everything)))
+        gradients = _own_gradients(variant, batch, sorted(chosen), piece)
+        found |= gradients.measures("document_gradients")
+        found |= {"equal_gradients": gradients.equal, "gradient_documents": sorted(chosen)}
+    return found
+
+
+def differences(run: ModelRun, truth: ModelRun, variant: Variant) -> dict[str, Any]:
+    """Logits, the last block's hidden states, and the gradients if both have them."""
+    found = Difference.between(run.logits, truth.logits).measures("logits")
+    found |= Difference.between(run.hidden[-1], truth.hidden[-1]).measures("hidden")
+    if run.gradients is not None and truth.gradients is not None:
+        found |= gradient_measures(run.gradients, truth.gradients)
+    if variant.why_no_backward is not None:
+        found["why_no_gradients"] = variant.why_no_backward
+    return found
+
+
+def _own_gradients(
+    variant: Variant, batch: PackedBatch, documents: Sequence[int], piece: int
+) -> Difference:
+    """Each document's own gradient in the packed row against that of the document alone."""
+    with fixed_shapes(variant.model, batch.lengths, piece):
+        losses = _losses(variant, batch)
+    parts = []
+    for document in documents:
+        found = _gradient(variant, losses[document], keep=True)
+        single = alone_batch(batch, document)
+        with fixed_shapes(variant.model, single.lengths, piece):
+            truth = _gradient(variant, _losses(variant, single)[0], keep=False)
+        parts.append(Difference.over(zip(found, truth, strict=True)))
+    return _joined(parts)
+
+
+def _alone_runs(variant: Variant, batch: PackedBatch, piece: int) -> ModelRun:
+    """Each document alone in fixed shapes, put in the order of the row."""
+    runs = []
+    for document in range(len(batch.lengths)):
+        single = alone_batch(batch, document)
+        with fixed_shapes(variant.model, single.lengths, piece):
+            runs.append(run_alone(replace(variant, train=False), single))
+    states = zip(*(run.hidden for run in runs), strict=True)
+    hidden = tuple(torch.cat(state) for state in states)
+    return ModelRun(torch.cat([run.logits for run in runs]), hidden, 0.0)
+
+
+def _losses(variant: Variant, batch: PackedBatch) -> Tensor:
+    """`[N]`, with their graph."""
+    inputs = {"input_ids": batch.input_ids, **variant.boundaries(batch)}
+    logits = variant.model(**inputs).logits[0]
+    return document_losses(logits, targets_of(batch), batch.lengths)
+
+
+def _gradient(variant: Variant, loss: Tensor, *, keep: bool) -> list[Tensor]:
+    parameters = [p for p in variant.model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, retain_graph=keep, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+
+
+def _joined(parts: Sequence[Difference]) -> Difference:
+    """Of several, never held at once: the largest of the maxima, the mean of all else."""
+    elements = sum(part.elements for part in parts)
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(p, name) * p.elements for p in parts) / max(1, elements))
+
+    return Difference(
+        max_abs=max(part.max_abs for part in parts),
+        mean_abs=mean("mean_abs"),
+        relative=mean("relative"),
+        max_ulps=max(part.max_ulps for part in parts),
+        mean_ulps=mean("mean_ulps"),
+        equal=mean("equal"),
+        elements=elements,
+    )

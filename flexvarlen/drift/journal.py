@@ -1,0 +1,60 @@
+"""`Journal`: the file that a run's rows go to as they come, so that none is lost with the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexvarlen.drift.report import ROWS, DriftReport
+from flexvarlen.rows import Row, append_row, read_rows
+
+
+class Journal:
+    """Of one folder.
+
+    Attributes:
+        note: what became of rows that were there, as a sentence; None if there were none.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool) -> None:
+        """Open it; nothing is written before the first row.
+
+        Args:
+            folder: made when the first row comes.
+            resume: keep the rows that are there; else they are replaced with the first row.
+
+        Raises:
+            ValueError: a file is in the folder's place.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"out must be a folder, got the file {str(folder)!r}; name another.")
+        self._path = folder / ROWS
+        there = self._path.exists()
+        self._old = read_rows([self._path]) if there and resume else []
+        self._replace = there and not resume
+        self.note: str | None = None
+        if there:
+            self.note = (
+                f"{len(self._old)} rows of an earlier run are kept; what is complete is not run."
+                if resume
+                else "rows of an earlier run are replaced; --resume would keep them."
+            )
+
+    def append(self, row: Row) -> None:
+        """Write a row."""
+        if self._replace:
+            self._path.unlink()
+            self._replace = False
+        append_row(self._path, row)
+
+    def has(self, suite: str, **case: Any) -> bool:
+        """Whether an earlier run left a row whose case has these entries."""
+        return any(
+            row.suite == suite and all(row.case.get(name) == case[name] for name in case)
+            for row in self._old
+        )
+
+    def report(self) -> DriftReport:
+        """All rows of the file; of equal suite, case and GPU the last."""
+        kept = self._path.exists() and not self._replace
+        return DriftReport(tuple(read_rows([self._path]) if kept else ()))

@@ -1,0 +1,210 @@
+"""What the rows of a drift say, in plain sentences; from rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flexvarlen.drift.grid import share
+from flexvarlen.drift.training_tables import training_sentences
+from flexvarlen.rows import Row
+
+FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
+
+IN_WORDS = {
+    "exact": "against fp64",
+    "batch-serial": "all documents in one call, against one call a document",
+    "run-run": "the same call again",
+    "place": "the documents at other places of the batch",
+    "eager-compiled": "compiled against eager",
+    "backend-backend": "against another backend",
+    "packed-alone": "packed against each document alone",
+    "packed-padded": "packed against padded",
+    "dtype": "against float32",
+}
+"""The comparisons."""
+
+
+def plain_sentences(rows: Sequence[Row]) -> list[str]:
+    """The verdicts: what is wrong first, then what each comparison found."""
+    said = [*_broken(rows), *_operators(rows), *_models(rows), *_shares(rows)]
+    return [*said, *training_sentences(rows)] or ["Nothing was compared."]
+
+
+def suite_rows(rows: Iterable[Row], suite: str) -> list[Row]:
+    """Those of one suite."""
+    return [row for row in rows if row.suite == suite]
+
+
+def groups(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by these entries of their case, in order."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.case.get(name) for name in names), []).append(row)
+    return found
+
+
+def largest(rows: Iterable[Row], names: Iterable[str]) -> tuple[float, str, Row] | None:
+    """The largest of these measures over the rows, its name and its row; NaN is larger than any."""
+    wanted = tuple(names)
+    found = [
+        (row.measures[name], name, row)
+        for row in rows
+        for name in wanted
+        if row.measures.get(name) is not None
+    ]
+    return max(found, key=lambda one: nan_last(one[0])) if found else None
+
+
+def nan_last(value: float) -> float:
+    """To sort by: NaN as infinity."""
+    return float("inf") if value != value else value
+
+
+def equal_bits(rows: Iterable[Row], parts: Sequence[str]) -> bool | None:
+    """Whether these parts are equal in every element of all rows; None if no row has them."""
+    shares = [row.measures[f"{part}_equal"] for row in rows for part in parts if _has(row, part)]
+    return all(share == 1 for share in shares) if shares else None
+
+
+def _has(row: Row, part: str) -> bool:
+    return f"{part}_equal" in row.measures
+
+
+# ---- what is wrong ----
+
+
+def _broken(rows: Sequence[Row]) -> list[str]:
+    """Once for rows that share the reason: a wrong kernel is wrong in many comparisons."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status in ("wrong", "failed") and row.suite != "drift-training":
+            case = row.case
+            name = f"{case.get('backend')} is wrong" if row.status == "wrong" else ""
+            name = name or f"{case.get('backend')} failed"
+            where = case.get("name") or case.get("model") or ""
+            found.setdefault(f"{name}: {row.reason}", []).append(str(where))
+    return [f"{text} ({', '.join(dict.fromkeys(places))})" for text, places in found.items()]
+
+
+# ---- operators ----
+
+
+def _operators(rows: Sequence[Row]) -> list[str]:
+    ops = [row for row in suite_rows(rows, "drift-op") if row.status == "ok"]
+    said = []
+    for (dtype,), of_dtype in groups(ops, "dtype").items():
+        for comparison in ("batch-serial", "run-run", "place", "eager-compiled"):
+            compared = [row for row in of_dtype if row.case["comparison"] == comparison]
+            if compared:
+                said.append(_who_is_exact(dtype, comparison, compared))
+        said += _worst_error(dtype, [row for row in of_dtype if row.case["comparison"] == "exact"])
+    return said
+
+
+def _who_is_exact(dtype: str, comparison: str, rows: list[Row]) -> str:
+    """One sentence: the backends by how far they are exact."""
+    kinds: dict[str, list[str]] = {}
+    for (backend,), own in groups(rows, "backend").items():
+        forward, backward = equal_bits(own, FORWARD), equal_bits(own, BACKWARD)
+        if forward and backward is not False:
+            kind = "the same bits, forward and backward"
+            kind = kind if backward else "the same bits forward (no backward compared)"
+            kinds.setdefault(kind, []).append(str(backend))
+        elif forward:
+            text = f"{backend} ({_farthest(own, BACKWARD)})"
+            kinds.setdefault("the same bits forward, not backward", []).append(text)
+        else:
+            text = f"{backend} ({_farthest(own, (*FORWARD, *BACKWARD))})"
+            kinds.setdefault("other bits", []).append(text)
+    found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
+    cases = len(groups(rows, "name"))
+    return f"{dtype}, {IN_WORDS[comparison]}, {cases} case{'s' * (cases != 1)}: {found}."
+
+
+def _farthest(rows: list[Row], parts: Sequence[str]) -> str:
+    worst = largest(rows, [f"{part}_relative" for part in parts])
+    if worst is None:
+        return "not measured"
+    value, name, row = worst
+    return f"{name.removesuffix('_relative')} by {value:.1e} relative in {row.case['name']}"
+
+
+def _worst_error(dtype: str, rows: list[Row]) -> list[str]:
+    worst = largest(rows, [f"ratio_{part}" for part in (*FORWARD, *BACKWARD)])
+    if worst is None:
+        return []
+    value, name, row = worst
+    return [
+        f"{dtype}, {IN_WORDS['exact']}: the largest error is {value:.0%} of what the rule allows "
+        f"(twice the error of plain attention in this dtype, three times for gradients): "
+        f"{name.removeprefix('ratio_')} of {row.case['backend']} in {row.case['name']}."
+    ]
+
+
+# ---- models ----
+
+
+def _models(rows: Sequence[Row]) -> list[str]:
+    whole = [row for row in suite_rows(rows, "drift-model") if row.case["scope"] == "batch"]
+    ran = [row for row in whole if row.status == "ok"]
+    ran = [row for row in ran if row.case.get("other") != row.case["backend"]]
+    said = []
+    for key, own in groups(ran, "model", "dtype", "comparison").items():
+        model, dtype, comparison = key
+        each = "; ".join(_parting(row) for row in own)
+        said.append(f"{model}, {dtype}, {IN_WORDS.get(comparison, comparison)}: {each}.")
+    return said
+
+
+def _parting(row: Row) -> str:
+    of, backend = row.measures, row.case["backend"]
+    if row.case.get("other"):
+        backend = f"{backend} against {row.case['other']}"
+    if of["logits_equal"] == 1:
+        return f"{backend}: {_exact_where(of)}"
+    first = of.get("first_layer")
+    where = "in the head" if first is None else f"in block {first}"
+    where = "in the embeddings" if first == -1 else where
+    return (
+        f"{backend}: they part first {where}; logits {of['logits_relative']:.1e} relative, "
+        f"mean KL {of['kl_mean']:.1e}, the same likeliest token at {share(of['top1'])}"
+    )
+
+
+def _exact_where(measures: dict[str, Any]) -> str:
+    gradient = measures.get("gradient_relative")
+    if gradient is None:
+        return "the same bits forward (no backward compared)"
+    if gradient == 0:
+        return "the same bits, forward and backward"
+    return f"the same bits forward; gradients {gradient:.1e} relative"
+
+
+def _shares(rows: Sequence[Row]) -> list[str]:
+    ran = [row for row in suite_rows(rows, "drift-attribution") if row.status == "ok"]
+    said = []
+    for (model, backend, dtype), own in groups(ran, "model", "backend", "dtype").items():
+        by = {row.case["what"]: row.measures for row in own}
+        parts = [
+            f"{what} alone {by[what]['share']:.0%}"
+            for what in ("attention", "matmuls", "norms")
+            if what in by and by[what].get("share") is not None
+        ]
+        text = f"{model}, {dtype}, {backend}: of the drift of logits, " + ", ".join(parts)
+        if parts:
+            said.append(f"{text} (shares need not add up: rounding errors partly cancel).")
+        if "invariant" in by:
+            said.append(f"{model}, {dtype}, {backend}: {_invariant(by['invariant'])}")
+    return said
+
+
+def _invariant(measures: dict[str, Any]) -> str:
+    """What batch invariance gave, and its cost."""
+    forward = "have the same bits" if measures.get("equal_logits") == 1 else "differ"
+    text = f"with everything batch invariant, logits packed and alone {forward}"
+    if measures.get("equal_gradients") is not None:
+        same = "have the same bits" if measures["equal_gradients"] == 1 else "differ"
+        text += f" and each document's own gradients {same}"
+    cost = measures.get("cost")
+    return f"{text}." if cost is None else f"{text}; a step takes {cost:.2f} times as long."

@@ -1,0 +1,341 @@
+"""Attribution puts the blame where it was planted, and the batch-invariant mode shows zero."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import flexvarlen as fv
+from flexvarlen import backends
+from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.drift import invariance as invariance_module
+from flexvarlen.drift.attribution import WHAT, attribute
+from flexvarlen.drift.fixed_shapes import Pieces, fixed_shapes
+from flexvarlen.drift.invariance import invariance, invariant_variant
+from flexvarlen.drift.model_measures import gradient_measures
+from flexvarlen.drift.model_run import run_alone, run_packed
+from flexvarlen.drift.model_setting import ModelSetting
+from flexvarlen.drift.model_tables import attribution_markdown
+from flexvarlen.drift.serial import (
+    CLASSES,
+    SerialBackend,
+    matmuls_of,
+    norms_of,
+    serial,
+    serial_attention,
+)
+from flexvarlen.equivalence import PackedBatch
+from flexvarlen.equivalence.models import build_model
+
+# With a document of one token, which MKL multiplies by a kernel of its own.
+LENGTHS = (30, 1, 17, 40, 8)
+MODELS = ["llama", "qwen3"]
+
+
+def new_batch(lengths=LENGTHS, vocabulary=1024):
+    generator = torch.Generator().manual_seed(0)
+    return PackedBatch(torch.randint(vocabulary, (1, sum(lengths)), generator=generator), lengths)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return build_model(request.param)[0]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build_model("llama")[0]
+
+
+@pytest.fixture
+def row_dependent(monkeypatch):
+    """Linear layers whose result depends on how many rows they get, with any BLAS."""
+
+    def forward(self, x):
+        rows = x.shape[:-1].numel()
+        return nn.functional.linear(x, self.weight, self.bias) * (1 + rows / 256)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+
+
+def setting_of(model, lengths=LENGTHS, train=True, dtype=None):
+    return ModelSetting.of(
+        model,
+        new_batch(lengths),
+        dtype=dtype,
+        train=train,
+        tokens=None,
+        seed=0,
+        name=None,
+        commit=None,
+    )
+
+
+def rows_of(model, backend="sdpa", **options):
+    options = {"repeats": 1, "train": False, **options}
+    batch = options.pop("batch", None) or new_batch()
+    return {row.case["what"]: row for row in attribute(model, batch, backend, **options)}
+
+
+def shares_of(rows):
+    return {what: row.measures["share"] for what, row in rows.items() if what != "invariant"}
+
+
+# ---- everything by document is documents alone ----
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_serial_is_bit_equal_to_documents_alone(model, backend, dtype, row_dependent):
+    setting = setting_of(model, dtype=dtype)
+    variant = setting.variant(backend)
+    alone = run_alone(variant, setting.batch)
+    packed = run_packed(variant, setting.batch)
+    assert not torch.equal(packed.logits, alone.logits)  # else the test shows nothing
+    with serial(variant.model, backend, LENGTHS, CLASSES):
+        found = run_packed(variant, setting.batch)
+    assert torch.equal(found.logits, alone.logits)
+    for ours, theirs in zip(found.hidden, alone.hidden, strict=True):
+        assert torch.equal(ours, theirs)
+    measures = gradient_measures(found.gradients, alone.gradients)
+    assert measures["gradient_relative"] < (1e-5 if dtype == torch.float32 else 0.03)
+
+
+# ---- planted blame ----
+
+
+def test_matmuls_are_blamed_that_depend_on_their_rows(llama, row_dependent):
+    rows = rows_of(llama)
+    assert list(rows) == list(WHAT)
+    shares = shares_of(rows)
+    assert shares["all"] == shares["matmuls"] == 1
+    assert shares["none"] == shares["norms"] == shares["attention"] == 0
+    assert rows["all"].measures["logits_relative"] > 0
+
+
+def test_attention_is_blamed_for_a_bug_in_attention(llama, monkeypatch):
+    right = SdpaBackend.attend
+
+    def wrong(self, q, k, v, mask, plan, options):
+        out, lse = right(self, q, k, v, mask, plan, options)
+        return out * (1.01 if len(mask.layout.lengths) > 1 else 1.0), lse
+
+    monkeypatch.setattr(SdpaBackend, "attend", wrong)
+    rows = rows_of(llama, batch=new_batch((30, 17, 40)), what=["attention", "norms", "none"])
+    shares = shares_of(rows)
+    assert (shares["all"], shares["attention"]) == (1, pytest.approx(1, abs=1e-2))
+    assert (shares["norms"], shares["none"]) == (0, 0)
+
+
+class Wrong:
+    """A hook on a module's forward that moves a little what a whole row gets."""
+
+    def __init__(self, forward, tokens):
+        self.forward, self.tokens = forward, tokens
+
+    def __call__(self, x):
+        return self.forward(x) * (1.01 if x.shape[1] == self.tokens else 1.0)
+
+
+@pytest.mark.parametrize(("what", "modules_of"), [("matmuls", matmuls_of), ("norms", norms_of)])
+def test_class_of_the_bug_is_blamed(what, modules_of):
+    model, _ = build_model("qwen3")
+    lengths = (30, 17, 40)
+    kind = type(modules_of(model)[0])
+    right = kind.forward
+    try:
+        kind.forward = lambda self, x: Wrong(lambda y: right(self, y), sum(lengths))(x)
+        rows = rows_of(model, batch=new_batch(lengths), what=[*CLASSES, "none"])
+    finally:
+        kind.forward = right
+    shares = shares_of(rows)
+    assert shares.pop("all") == 1
+    assert shares.pop(what) > 0.9
+    assert max(shares.values()) < 1e-3
+
+
+# ---- batch invariant ----
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (130, 1, 200, 57)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_invariant_mode_is_bitwise_zero_forward_and_backward(model, lengths, dtype):
+    check_invariant(model, lengths, dtype)
+
+
+def test_invariant_mode_needs_nothing_of_the_matrix_product(model, row_dependent):
+    check_invariant(model, LENGTHS, torch.float32)
+
+
+def check_invariant(model, lengths, dtype):
+    setting = setting_of(model, lengths, dtype=dtype)
+    variant = invariant_variant(setting, "sdpa")
+    found = invariance(setting, variant, piece=32, sample=9)
+    assert found["equal_logits"] == found["equal_hidden"] == found["equal_gradients"] == 1
+    assert found["logits_max_abs"] == found["document_gradients_max_abs"] == 0
+    assert found["gradient_documents"] == list(range(len(lengths)))
+    parameters = sum(p.numel() for p in setting.base.parameters())
+    assert found["document_gradients_elements"] == parameters * len(lengths)
+
+
+def test_without_fixed_shapes_it_is_not(model, monkeypatch, row_dependent):
+    monkeypatch.setattr(invariance_module, "fixed_shapes", lambda *_: nullcontext())
+    setting = setting_of(model, (130, 1, 200, 57))
+    found = invariance(setting, invariant_variant(setting, "sdpa"), piece=32, sample=9)
+    assert found["equal_logits"] < 1
+    assert found["equal_hidden"] < 1
+    assert found["equal_gradients"] < 0.99
+
+
+def test_attention_is_asked_for_both_promises(llama, monkeypatch):
+    right, asked = SdpaBackend.attend, []
+
+    def spy(self, q, k, v, mask, plan, options):
+        asked.append((options.deterministic, options.batch_invariant))
+        return right(self, q, k, v, mask, plan, options)
+
+    monkeypatch.setattr(SdpaBackend, "attend", spy)
+    setting = setting_of(llama)
+    invariance(setting, invariant_variant(setting, "sdpa"), piece=32, sample=1)
+    assert set(asked) == {(True, True)}
+
+
+def test_fixed_shapes_give_the_same_numbers(model):
+    setting = setting_of(model, dtype=torch.float64)
+    variant = setting.variant("sdpa")
+    plain = run_packed(variant, setting.batch)
+    with fixed_shapes(variant.model, LENGTHS, 16):
+        found = run_packed(variant, setting.batch)
+    assert torch.allclose(found.logits, plain.logits, atol=1e-10)
+    assert found.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        assert torch.allclose(found.gradients[name], gradient, atol=1e-10), name
+
+
+def test_invariant_row_has_its_cost(llama):
+    rows = rows_of(llama, train=True, what=["invariant"], sample=2, piece=16)
+    measures = rows["invariant"].measures
+    assert rows["invariant"].status == "ok"
+    assert measures["equal_gradients"] == 1
+    assert len(measures["gradient_documents"]) == 2
+    assert measures["cost"] == measures["ms_p50"] / rows["all"].measures["ms_p50"]
+    assert "share" not in measures
+
+
+def test_backend_that_cannot_be_invariant_is_a_row_with_its_reason(llama):
+    rows = rows_of(llama, "reference", what=["invariant"], train=True)
+    assert (rows["invariant"].status, rows["all"].status) == ("unsupported", "ok")
+    reason = fv.why_not("reference", batch_invariant=True, deterministic=True)
+    assert rows["invariant"].reason == reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it runs")
+def test_missing_backend_is_rows_with_its_reason(llama):
+    rows = rows_of(llama, "fa2")
+    assert {row.status for row in rows.values()} == {"unsupported"}
+    assert all("CUDA" in row.reason for row in rows.values())
+    assert "unsupported: fa2 needs" in attribution_markdown(list(rows.values()))
+
+
+def test_pieces_begin_with_their_documents():
+    pieces = Pieces.of([3, 1, 4], torch.device("cpu"), tokens=2)
+    x = torch.arange(1.0, 9.0)[:, None]
+    entered = [piece[:, 0].tolist() for piece in pieces.enter(x)]
+    assert entered == [[1, 2], [3, 0], [4, 0], [5, 6], [7, 8]]
+    assert torch.equal(pieces.leave(pieces.enter(x)), x)
+
+
+# ---- everything is put back ----
+
+
+@pytest.mark.parametrize("place", [serial, fixed_shapes])
+def test_all_is_put_back_also_after_an_exception(llama, place):
+    setting = setting_of(llama, train=False)
+    variant = setting.variant("sdpa")
+    model, before = variant.model, backends.get_backend("sdpa")
+    own = lambda x: x  # noqa: E731
+    model.lm_head.forward = own
+    arguments = (model, "sdpa", LENGTHS, CLASSES) if place is serial else (model, LENGTHS)
+
+    def fail():
+        with place(*arguments):
+            assert "forward" in model.model.norm.__dict__
+            assert model.lm_head.forward is not own
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert backends.get_backend("sdpa") is before
+    assert model.lm_head.__dict__.pop("forward") is own
+    changed = [m for m in model.modules() if "forward" in m.__dict__ and m is not model]
+    assert changed in ([], [model.model])  # patch_model's own wrapper
+
+
+def test_serial_attention_gives_each_document_its_own_layout():
+    layout = fv.PackedLayout.from_lengths([5, 0, 3])
+    q = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0))
+    k, seen = q[:, :2], []
+
+    class Spy(SdpaBackend):
+        def attend(self, q, k, v, mask, plan, options):
+            seen.append((q.shape[0], mask.layout.lengths))
+            return super().attend(q, k, v, mask, plan, options)
+
+    plain = fv.packed_attention(q, k, k, layout, backend="sdpa", window=2)
+    before = backends._REGISTRY["sdpa"]
+    backends._REGISTRY["sdpa"] = Spy()
+    try:
+        with serial_attention("sdpa"):
+            found = fv.packed_attention(q, k, k, layout, backend="sdpa", window=2)
+    finally:
+        backends._REGISTRY["sdpa"] = before
+    assert [(tokens, tuple(lengths)) for tokens, lengths in seen] == [(5, (5,)), (3, (3,))]
+    assert torch.equal(found, plain)
+
+
+def test_serial_attention_gives_the_log_sum_exp_too():
+    layout = fv.PackedLayout.from_lengths([5, 3])
+    q = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0))
+    plain = fv.packed_attention(q, q, q, layout, backend="reference", return_lse=True)
+    with serial_attention("reference"):
+        found = fv.packed_attention(q, q, q, layout, backend="reference", return_lse=True)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+# ---- refusals ----
+
+
+def test_experts_are_refused(llama):
+    variant = setting_of(llama).variant("sdpa")
+    variant.model.model.layers[0].mlp.register_parameter("experts", nn.Parameter(torch.ones(2, 2)))
+    for place in (serial(variant.model, "sdpa", LENGTHS, ()), fixed_shapes(variant.model, LENGTHS)):
+        with pytest.raises(NotImplementedError, match="use a dense model"), place:
+            pass
+
+
+def test_other_tokens_than_the_rows_are_refused(llama):
+    variant = setting_of(llama).variant("sdpa")
+    with (
+        serial(variant.model, "sdpa", LENGTHS, ["matmuls"]),
+        pytest.raises(NotImplementedError, match="all 96 tokens"),
+    ):
+        variant.model.lm_head(torch.ones(1, 7, 96))
+
+
+def test_padding_and_unknown_names_are_refused(llama):
+    layout = fv.PackedLayout.from_lengths([3], total_tokens=5)
+    mask = fv.DocumentMask.of(layout)
+    with pytest.raises(ValueError, match="fill the row"):
+        SerialBackend(backends.get_backend("sdpa")).plan(mask)
+    with pytest.raises(ValueError, match="what must be of all, attention"):
+        attribute(llama, new_batch(), "sdpa", what=["attentions"])
+
+
+def test_tables_say_shares_cost_and_equality(llama):
+    rows = attribute(llama, new_batch(), "sdpa,reference", repeats=1, piece=16)
+    text = attribution_markdown(rows)
+    for said in ("whose drift it is", "batch invariant", "need not add up", "unsupported", " ×"):
+        assert said in text
+    assert attribution_markdown([]) == ""

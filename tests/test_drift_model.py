@@ -1,0 +1,382 @@
+"""`model_drift` shows a leak, names the layer of a planted bug, and calls equal what is equal."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flexvarlen.drift.model import COMPARISONS, model_drift
+from flexvarlen.drift.model_measures import (
+    BIN_EDGES,
+    TokenDrift,
+    gradient_measures,
+    histogram,
+    run_measures,
+)
+from flexvarlen.drift.model_run import (
+    ModelRun,
+    padded_groups,
+    run_alone,
+    run_packed,
+    run_padded,
+    targets_of,
+)
+from flexvarlen.drift.model_setting import ModelSetting
+from flexvarlen.drift.model_tables import model_markdown
+from flexvarlen.equivalence import PackedBatch
+from flexvarlen.equivalence.models import build_model
+from flexvarlen.rows import append_row, read_rows
+
+LENGTHS = (30, 1, 17, 40, 8)
+TOKENS = sum(LENGTHS)
+
+
+def new_batch(lengths=LENGTHS, vocabulary=1024):
+    generator = torch.Generator().manual_seed(0)
+    return PackedBatch(torch.randint(vocabulary, (1, sum(lengths)), generator=generator), lengths)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build_model("llama")[0]
+
+
+def drift(model, backends="sdpa", comparisons="packed-alone", **options):
+    return model_drift(model, new_batch(), backends, comparisons=comparisons, **options)
+
+
+def of_batch(rows):
+    (row,) = [row for row in rows if row.case["scope"] == "batch"]
+    assert row.status == "ok", row.reason
+    return row.measures
+
+
+def variant_of(model, **changes):
+    options = {"dtype": None, "train": True, "tokens": None, "seed": 0, "name": None}
+    setting = ModelSetting.of(model, new_batch(), commit=None, **{**options, **changes})
+    return setting.variant("sdpa"), setting.batch
+
+
+# ---- on tiny logits, by hand ----
+
+TARGETS = torch.tensor([1, -100, 0])
+
+
+def tiny_drift(found, truth, **options):
+    logs = [torch.tensor(rows).log() for rows in (found, truth)]
+    return TokenDrift.between(*logs, TARGETS, **options)
+
+
+def test_kl_top_tokens_and_log_probabilities_by_hand():
+    truth = [[0.5, 0.25, 0.25], [0.2, 0.5, 0.3], [0.1, 0.1, 0.8]]
+    found = [[0.25, 0.5, 0.25], [0.2, 0.5, 0.3], [0.4, 0.1, 0.5]]
+    found_drift = tiny_drift(found, truth)
+    kl = [0.25 * math.log(2), 0.0, 0.1 * math.log(0.1 / 0.4) + 0.8 * math.log(0.8 / 0.5)]
+    assert found_drift.kl.tolist() == pytest.approx(kl, abs=1e-6)
+    assert found_drift.same_top1.tolist() == [False, True, True]
+    assert found_drift.logprob[[0, 2]].tolist() == pytest.approx([math.log(2), math.log(4)])
+    measures = found_drift.measures()
+    assert measures["kl_mean"] == pytest.approx(sum(kl) / 3)
+    assert measures["kl_max"] == pytest.approx(max(kl))
+    assert measures["top1"] == pytest.approx(2 / 3)
+    assert measures["logprob_mean_abs"] == pytest.approx(1.5 * math.log(2))
+    assert measures["logprob_max_abs"] == pytest.approx(math.log(4))
+    assert measures["logprob_p50"] == pytest.approx(1.5 * math.log(2))
+    assert sum(measures["logprob_histogram"]["counts"]) == 2  # the token without a label is not in
+
+
+def test_top5_counts_the_tokens_that_both_have():
+    truth = torch.arange(8.0)[None]  # 7, 6, 5, 4, 3
+    found = truth.clone()
+    found[0, 0], found[0, 7] = 9.0, -9.0  # 0, 6, 5, 4, 3
+    measures = TokenDrift.between(found, truth, torch.tensor([-100])).measures()
+    assert measures["top5"] == pytest.approx(4 / 5)
+    assert measures["top1"] == 0
+    assert "logprob_mean_abs" not in measures
+
+
+def test_chunks_equal_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    truth, found = torch.randn(2, 37, 11, generator=generator)
+    targets = torch.randint(11, (37,), generator=generator)
+    targets[[3, 36]] = -100
+    whole = TokenDrift.between(found, truth, targets, chunk=37)
+    pieces = TokenDrift.between(found, truth, targets, chunk=5)
+    for name in ("logprob", "kl", "same_top1", "top5", "counted"):
+        assert torch.equal(getattr(whole, name), getattr(pieces, name)), name
+
+
+def test_low_precision_logits_are_widened_before_the_softmax():
+    logits = torch.tensor([[8.0, 8.0625, 0.0]], dtype=torch.bfloat16)
+    same = TokenDrift.between(logits, logits.float(), torch.tensor([0]))
+    assert (same.logprob.item(), same.kl.item()) == (0, 0)
+
+
+def test_histogram_is_symmetric_and_counts_zeros_and_nans_apart():
+    values = torch.tensor([0.0, 0.0, float("nan"), 3e-3, -3e-3, 1e9, -1e9, 1e-12])
+    found = histogram(values)
+    counts, edges = found["counts"], found["edges"]
+    assert (found["zeros"], found["nans"], sum(counts)) == (2, 1, 5)
+    assert edges == [-edge for edge in reversed(edges)]
+    assert len(counts) == len(edges) - 1
+    assert (counts[0], counts[-1], counts[len(BIN_EDGES) - 1]) == (1, 1, 1)
+    place = next(i for i in range(len(counts)) if edges[i] <= 3e-3 < edges[i + 1])
+    assert (counts[place], counts[-1 - place]) == (1, 1)
+
+
+def test_gradient_cosine_and_worst_parameter_by_hand():
+    truth = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
+    found = {"a": torch.tensor([0.0, 6.0]), "b": torch.tensor([8.0])}
+    measures = gradient_measures(found, truth)
+    assert measures["gradient_cosine"] == pytest.approx(32 / 50)
+    assert measures["gradient_relative"] == pytest.approx(math.sqrt(45 + 16) / 5)
+    assert measures["worst_parameter"] == "a"
+    assert measures["worst_parameter_relative"] == pytest.approx(math.sqrt(5))
+    same = gradient_measures(truth, truth)
+    assert (same["gradient_cosine"], same["gradient_relative"]) == (1, 0)
+    assert same["worst_parameter"] is None
+    broken = gradient_measures({**truth, "b": torch.tensor([math.nan])}, truth)
+    assert broken["worst_parameter"] == "b"
+
+
+# ---- forms of a batch ----
+
+
+def test_loss_and_order_are_the_same_in_all_forms(llama):
+    variant, batch = variant_of(llama)
+    packed = run_packed(variant, batch)
+    logits = packed.logits.log_softmax(-1)
+    targets = targets_of(batch)
+    counted = targets >= 0
+    assert int(counted.sum()) == TOKENS - len(LENGTHS)
+    by_hand = -logits[counted].gather(1, targets[counted, None]).mean().item()
+    assert packed.loss == pytest.approx(by_hand, rel=1e-6)
+    for run in (run_alone(variant, batch), run_padded(variant, batch)):
+        assert run.loss == pytest.approx(packed.loss, rel=1e-5)
+        assert torch.allclose(run.logits, packed.logits, atol=1e-3)
+        assert len(run.hidden) == 3
+        for ours, theirs in zip(run.hidden, packed.hidden, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-3)
+        for name, gradient in packed.gradients.items():
+            assert torch.allclose(run.gradients[name], gradient, atol=1e-4), name
+
+
+def test_padded_calls_stay_within_the_row(llama):
+    assert padded_groups((100, 1, 1, 1)) == [(0, 1), (1, 4)]
+    assert padded_groups((5,)) == [(0, 1)]
+    for lengths in (LENGTHS, (1,) * 9, (50, 2, 2, 50, 1)):
+        groups = padded_groups(lengths)
+        assert [d for group in groups for d in range(*group)] == list(range(len(lengths)))
+        sizes = [max(lengths[a:b]) * (b - a) for a, b in groups]
+        assert max(sizes) <= sum(lengths)
+
+
+def test_padded_rows_have_room_for_their_padding(llama):
+    batch = new_batch((3, 4) * 7 + (3,))  # 13 rows in the first call, 7 of them padded
+    setting = ModelSetting.of(
+        llama, batch, dtype=None, train=False, tokens=None, seed=0, name=None, commit=None
+    )
+    variant = setting.variant("sdpa")
+    packed, padded = run_packed(variant, batch), run_padded(variant, batch)
+    assert torch.allclose(padded.logits, packed.logits, atol=1e-3)
+
+
+def test_hidden_states_are_before_the_last_norm(llama):
+    variant, batch = variant_of(llama)
+    hooks = [len(module._forward_hooks) for module in variant.model.modules()]
+    run = run_packed(variant, batch)
+    embedded = llama.get_input_embeddings()(batch.input_ids[0])
+    assert torch.equal(run.hidden[0], embedded)
+    logits = llama.lm_head(llama.model.norm(run.hidden[-1]))
+    assert torch.allclose(logits, run.logits, atol=1e-4)
+    assert hooks == [len(module._forward_hooks) for module in variant.model.modules()]
+
+
+# ---- identical runs ----
+
+
+def test_identical_runs_give_zeros(llama):
+    rows = drift(llama, comparisons="backend-backend")  # sdpa against itself: run to run
+    measures = of_batch(rows)
+    zero = ("logits_max_abs", "kl_mean", "kl_max", "logprob_max_abs", "logprob_p99")
+    zero += ("loss_difference", "gradient_relative", "worst_parameter_relative")
+    assert {name: measures[name] for name in zero} == dict.fromkeys(zero, 0)
+    for name in ("logits_equal", "top1", "top5", "gradient_cosine"):
+        assert measures[name] == 1
+    assert measures["worst_tokens"] == []
+    for name in ("first_layer", "first_part", "worst_parameter"):
+        assert measures[name] is None
+    layers = [row.measures["hidden_equal"] for row in rows if row.case["scope"] == "layer"]
+    assert layers == [1, 1, 1]
+
+
+def test_drift_in_the_head_alone_is_said(llama):
+    variant, batch = variant_of(llama, train=False)
+    truth = run_packed(variant, batch)
+    moved = truth.logits.clone()
+    moved[35, 7] += 1
+    found = ModelRun(moved, truth.hidden, truth.loss)
+    (_, _, measures), *others = run_measures(found, truth, batch)
+    assert (measures["first_layer"], measures["first_part"]) == (None, "head")
+    assert "gradient_cosine" not in measures
+    apart = [i for scope, i, of in others if scope == "document" and of["kl_max"] > 0]
+    assert apart == [2]  # token 35 is the fifth of the third document
+    assert measures["worst_tokens"][0][:2] == [2, 35 - 31 + 1]  # its label is the token after
+
+
+# ---- planted bugs ----
+
+
+def test_leaking_variant_parts_at_the_first_block(llama):
+    rows = drift(llama, "transformers:sdpa", ["packed-alone", "packed-padded"])
+    for comparison in ("packed-alone", "packed-padded"):
+        own = [row for row in rows if row.case["comparison"] == comparison]
+        measures = of_batch(own)
+        assert (measures["first_layer"], measures["first_part"]) == (0, "block 0")
+        assert measures["logits_relative"] > 0.1
+        assert measures["kl_mean"] > 0.1
+        assert measures["gradient_cosine"] < 0.95
+        documents = {r.case["index"]: r.measures for r in own if r.case["scope"] == "document"}
+        assert documents[0]["logits_relative"] < 1e-5  # nothing stands before it
+        assert min(documents[i]["logits_relative"] for i in (1, 2, 3, 4)) > 0.1
+        assert all(document != 0 for document, _, moved in measures["worst_tokens"] if moved > 1)
+
+
+class Wrong:
+    """A hook that moves what a block puts out when the call is one packed row."""
+
+    def __call__(self, module, args, output):
+        if output.shape[1] != TOKENS:
+            return None
+        moved = output.clone()
+        moved[:, 40] += 0.5
+        return moved
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_bug_in_one_layer_is_reported_with_that_layer_first(layer):
+    model, _ = build_model("llama@3")
+    model.double()  # rounding must not part the layers before it by much
+    model.model.layers[layer].register_forward_hook(Wrong())
+    rows = drift(model, train=False, comparisons="packed-alone", dtype=torch.float64)
+    sizes = [row.measures["hidden_relative"] for row in rows if row.case["scope"] == "layer"]
+    assert max(sizes[: layer + 1]) < 1e-13 < 1e-3 < min(sizes[layer + 1 :])
+    measures = of_batch(rows)
+    parted = [i - 1 for i, size in enumerate(sizes) if size]
+    assert measures["first_layer"] == parted[0]
+    document = measures["worst_tokens"][0][0]
+    assert document == 2  # token 40 is in the third: 30 + 1 <= 40 < 48
+
+
+def test_bug_in_one_layer_of_the_compiled_model_is_exactly_there():
+    class Compiled(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            out = self.inner(*args, **kwargs)
+            return out * 1.01 if torch.compiler.is_compiling() else out
+
+    model, _ = build_model("llama@3")
+    model.model.layers[1].mlp = Compiled(model.model.layers[1].mlp)
+    measures = of_batch(drift(model, comparisons="eager-compiled", train=False))
+    assert (measures["first_layer"], measures["first_part"]) == (1, "block 1")
+    assert measures["compiler"] == "aot_eager"
+
+
+# ---- comparisons and rows ----
+
+
+def test_every_comparison_has_rows_of_every_scope_and_tables(llama, tmp_path):
+    before = {name: p.detach().clone() for name, p in llama.named_parameters()}
+    written = []
+    rows = drift(llama, "sdpa,fa2", "all", append=written.append, name="tiny", seed=3)
+    assert rows == written
+    for name, parameter in llama.named_parameters():
+        assert torch.equal(before[name], parameter)
+        assert parameter.grad is None
+    assert llama.config._attn_implementation == "sdpa"
+    assert list(dict.fromkeys(row.case["comparison"] for row in rows)) == list(COMPARISONS)
+    for comparison in COMPARISONS:
+        own = [r for r in rows if r.case["comparison"] == comparison and r.status == "ok"]
+        scopes = [row.case["scope"] for row in own]
+        assert scopes == ["batch"] + ["document"] * 5 + ["layer"] * 3
+        assert own[0].case["seed"] == 3
+        assert own[0].measures["gradient_cosine"] > 0.99
+        assert own[0].measures["top1"] > 0.9
+    missing = [row for row in rows if row.case["backend"] == "fa2"]
+    if not torch.cuda.is_available():
+        assert {row.status for row in missing} == {"unsupported"}
+        assert "CUDA" in missing[0].reason
+    for row in rows:
+        json.dumps(row.case)
+        append_row(tmp_path / "rows.jsonl", row)
+    again = read_rows([tmp_path / "rows.jsonl"])
+    assert len(again) == len(rows)  # no two have one case
+    text = model_markdown(again)
+    assert text == model_markdown(rows)
+    for said in ("packed-alone", "block 1", "documents that moved most", "worst parameter"):
+        assert said in text
+
+
+def test_dtypes_differ_by_arithmetic_alone(llama):
+    rows = drift(llama, comparisons="dtype", train=False)
+    measures = of_batch(rows)
+    case = rows[0].case
+    assert (case["dtype"], case["other_dtype"], case["other"]) == ("bfloat16", "float32", None)
+    assert measures["first_layer"] == 0  # embeddings are of the same rounded weights
+    assert 1e-3 < measures["logits_relative"] < 0.1
+    half = drift(llama, comparisons="dtype", train=False, dtype=torch.bfloat16)
+    assert of_batch(half)["logits_relative"] == measures["logits_relative"]
+
+
+def test_backend_without_a_backward_gives_a_forward_and_says_why(llama):
+    if torch.cuda.is_available():
+        pytest.skip("flex has a backward there")
+    measures = of_batch(drift(llama, "flex", "backend-backend"))
+    assert "gradient_cosine" not in measures
+    assert "backward" in measures["why_no_gradients"]
+    assert 0 < measures["logits_relative"] < 1e-4
+
+
+def test_what_breaks_is_a_row(llama, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("the kernel broke\nsomewhere")
+
+    monkeypatch.setattr("flexvarlen.drift.model.run_alone", broken)
+    rows = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
+    assert (rows[0].status, rows[0].reason) == ("failed", "RuntimeError: the kernel broke")
+    assert {row.status for row in rows[1:]} == {"ok"}
+    assert "failed: RuntimeError" in model_markdown(rows)
+
+
+def test_compiler_is_the_one_asked_for(llama):
+    rows = drift(llama, comparisons="eager-compiled", train=False, compiler="no_such_compiler")
+    assert [row.status for row in rows] == ["failed"]
+    assert "no_such_compiler" in rows[0].reason
+
+
+def test_on_the_cpu_all_leaves_out_what_compiles_long(llama):
+    rows = model_drift(llama, new_batch(), comparisons=["eager-compiled"], train=False)
+    if llama.device.type == "cpu":
+        by = {r.case["backend"]: r for r in rows if r.case["scope"] == "batch"}
+        assert by["sdpa"].status == "ok"
+        for name in ("flex", "reference", "transformers:sdpa"):
+            assert by[name].status == "skipped"
+            assert name in by[name].reason
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"comparisons": "packed"}, "comparisons must be all"),
+        ({"backends": "fa9"}, "backends must be all"),
+        ({"baseline": "fa9"}, "backends must be all"),
+    ],
+)
+def test_unknown_names_raise_a_sentence(llama, options, said):
+    with pytest.raises(ValueError, match=said):
+        drift(llama, **options)
