@@ -24,7 +24,7 @@ from flexvarlen.cli_verify import verify
 
 if TYPE_CHECKING:
     from flexvarlen.auto.explain import Explanation
-    from flexvarlen.drift.thresholds import Threshold
+    from flexvarlen.drift.report.thresholds import Threshold
     from flexvarlen.equivalence import Report
 
 app = typer.Typer(
@@ -90,7 +90,7 @@ def compare(
     The truth is each document alone, in float64. Ends with exit code 1 if a backend of flexvarlen
     leaks, or is less exact than twice a plain model of the same dtype (three times for gradients).
     """
-    from flexvarlen.drift.thresholds import COMPARE_MEASURES, parse_thresholds
+    from flexvarlen.drift.report.thresholds import COMPARE_MEASURES, parse_thresholds
 
     with sentences():
         limits = parse_thresholds(fail_above or [], COMPARE_MEASURES)
@@ -221,7 +221,7 @@ def _print_explanation(explanation: Explanation) -> None:
 
 def _broken(report: Report, limits: list[Threshold]) -> list[str]:
     """The user's limits that a backend of ours passes: transformers' own may leak."""
-    from flexvarlen.drift.thresholds import Measured, broken_limits
+    from flexvarlen.drift.report.thresholds import Measured, broken_limits
 
     ours = [row for row in report.rows if row.role == "flexvarlen"]
     return broken_limits(

@@ -15,8 +15,8 @@ import typer
 import flexvarlen as fv
 from flexvarlen.cli_console import NOT_RIGHT, console, device_of, dtype_of, errors
 from flexvarlen.doctor import parse_heads
-from flexvarlen.drift.journal import Journal
-from flexvarlen.drift.thresholds import (
+from flexvarlen.drift.report.journal import Journal
+from flexvarlen.drift.report.thresholds import (
     MODEL_MEASURES,
     OP_MEASURES,
     TRAINING_MEASURES,
@@ -33,7 +33,7 @@ from flexvarlen.equivalence.models import build_model, parse_model
 from flexvarlen.equivalence.variants import THEIRS, variant_names
 
 if TYPE_CHECKING:
-    from flexvarlen.drift.op_cases import OpCase
+    from flexvarlen.drift.op.cases import OpCase
 
 TRAINING_TOKENS = {"cpu": 256, "cuda": 8192}
 
@@ -100,7 +100,7 @@ def cases_of(
     device: torch.device,
 ) -> list[OpCase]:
     """The cases of a suite, or of one's own lengths; raises a ValueError for what is neither."""
-    from flexvarlen.drift.op_cases import SUITES, OpCase
+    from flexvarlen.drift.op.cases import SUITES, OpCase
 
     if lengths is None:
         name = suite or ("cpu" if device.type == "cpu" else "varlen-study")
@@ -132,7 +132,7 @@ def run_op(
     seed: int,
 ) -> None:
     """The cases that the file lacks, one after another."""
-    from flexvarlen.drift.op import COMPARISONS, operator_drift
+    from flexvarlen.drift.op.comparisons import COMPARISONS, operator_drift
 
     names = _backends(backends)
     wanted = list(COMPARISONS) if comparisons == "all" else _split(comparisons)
@@ -190,8 +190,8 @@ def run_model(
     seed: int,
 ) -> None:
     """Each model in each dtype: the comparisons, then whose drift it is."""
-    from flexvarlen.drift.attribution import attribute
-    from flexvarlen.drift.model import comparison_names, model_drift
+    from flexvarlen.drift.model.attribution import attribute
+    from flexvarlen.drift.model.comparisons import comparison_names, model_drift
 
     _quiet_transformers()
     specs = [parse_model(name) for name in models]  # all mistakes before any work
@@ -261,8 +261,8 @@ def run_train(
     lr: float,
 ) -> None:
     """The trainings of each dtype."""
-    from flexvarlen.drift.training import check_training, training_drift
-    from flexvarlen.drift.training_verdict import VERDICT
+    from flexvarlen.drift.training.variants import check_training, training_drift
+    from flexvarlen.drift.training.verdict import VERDICT
 
     _quiet_transformers()
     spec = parse_model(name)

@@ -9,15 +9,13 @@ from torch import nn
 import flexvarlen as fv
 from flexvarlen import backends
 from flexvarlen.backends.sdpa import SdpaBackend
-from flexvarlen.drift import invariance as invariance_module
-from flexvarlen.drift.attribution import WHAT, attribute
-from flexvarlen.drift.fixed_shapes import Pieces, fixed_shapes
-from flexvarlen.drift.invariance import invariance, invariant_variant
-from flexvarlen.drift.model_measures import gradient_measures
-from flexvarlen.drift.model_run import run_alone, run_packed
-from flexvarlen.drift.model_setting import ModelSetting
-from flexvarlen.drift.model_tables import attribution_markdown
-from flexvarlen.drift.serial import (
+from flexvarlen.drift.model import invariance as invariance_module
+from flexvarlen.drift.model.attribution import WHAT, attribute
+from flexvarlen.drift.model.fixed_shapes import Pieces, fixed_shapes
+from flexvarlen.drift.model.invariance import invariance, invariant_variant
+from flexvarlen.drift.model.measures import gradient_measures
+from flexvarlen.drift.model.run import run_alone, run_packed
+from flexvarlen.drift.model.serial import (
     CLASSES,
     SerialBackend,
     matmuls_of,
@@ -25,6 +23,8 @@ from flexvarlen.drift.serial import (
     serial,
     serial_attention,
 )
+from flexvarlen.drift.model.setting import ModelSetting
+from flexvarlen.drift.model.tables import attribution_markdown
 from flexvarlen.equivalence import PackedBatch
 from flexvarlen.equivalence.models import build_model
 

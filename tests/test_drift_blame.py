@@ -12,8 +12,8 @@ import torch
 
 from flexvarlen.backends import sdpa
 from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.drift.op import operator_drift
-from flexvarlen.drift.op_cases import OpCase
+from flexvarlen.drift.op.cases import OpCase
+from flexvarlen.drift.op.comparisons import operator_drift
 
 LENGTHS = (70, 1, 40, 90, 33)
 HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}

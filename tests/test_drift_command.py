@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
-from flexvarlen.drift.report import DriftReport
+from flexvarlen.drift.report.files import DriftReport
 
 CPU = ["--device", "cpu"]
 HEADS = ["--heads", "2/1", "--head-dim", "8", *CPU]
@@ -230,7 +230,7 @@ def test_out_is_a_file(run, tmp_path):
 
 
 def test_importing_the_command_brings_no_plotting_or_comparison_along():
-    heavy = ["matplotlib", "flexvarlen.equivalence", "flexvarlen.drift.report"]
+    heavy = ["matplotlib", "flexvarlen.equivalence", "flexvarlen.drift.report.files"]
     code = f"import sys, flexvarlen.cli; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from flexvarlen.drift.model import COMPARISONS, model_drift
-from flexvarlen.drift.model_measures import (
+from flexvarlen.drift.model.comparisons import COMPARISONS, model_drift
+from flexvarlen.drift.model.measures import (
     BIN_EDGES,
     TokenDrift,
     gradient_measures,
     histogram,
     run_measures,
 )
-from flexvarlen.drift.model_run import (
+from flexvarlen.drift.model.run import (
     ModelRun,
     padded_groups,
     run_alone,
@@ -23,8 +23,8 @@ from flexvarlen.drift.model_run import (
     run_padded,
     targets_of,
 )
-from flexvarlen.drift.model_setting import ModelSetting
-from flexvarlen.drift.model_tables import model_markdown
+from flexvarlen.drift.model.setting import ModelSetting
+from flexvarlen.drift.model.tables import model_markdown
 from flexvarlen.equivalence import PackedBatch
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.rows import append_row, read_rows
@@ -346,7 +346,7 @@ def test_what_breaks_is_a_row(llama, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("the kernel broke\nsomewhere")
 
-    monkeypatch.setattr("flexvarlen.drift.model.run_alone", broken)
+    monkeypatch.setattr("flexvarlen.drift.model.comparisons.run_alone", broken)
     rows = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
     assert (rows[0].status, rows[0].reason) == ("failed", "RuntimeError: the kernel broke")
     assert {row.status for row in rows[1:]} == {"ok"}

@@ -10,12 +10,12 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.drift import op_exact
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.op import COMPARISONS, OF_ONE, operator_drift
-from flexvarlen.drift.op_cases import SUITES, Inputs, OpCase, other_order, spans_of
-from flexvarlen.drift.op_exact import Answer, Sight, each_alone, keys_seen
-from flexvarlen.drift.op_judge import Limit
+from flexvarlen.drift.op import exact as op_exact
+from flexvarlen.drift.op.cases import SUITES, Inputs, OpCase, other_order, spans_of
+from flexvarlen.drift.op.comparisons import COMPARISONS, OF_ONE, operator_drift
+from flexvarlen.drift.op.exact import Answer, Sight, each_alone, keys_seen
+from flexvarlen.drift.op.judge import Limit
 from tests import oracle
 from tests.oracle import Documents, differentiate
 

@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.figures import pictures
 from flexvarlen.drift.grid import Grid
-from flexvarlen.drift.journal import Journal
-from flexvarlen.drift.report import DriftReport
-from flexvarlen.drift.thresholds import (
+from flexvarlen.drift.report.figures import pictures
+from flexvarlen.drift.report.files import DriftReport
+from flexvarlen.drift.report.journal import Journal
+from flexvarlen.drift.report.thresholds import (
     COMPARE_MEASURES,
     MODEL_MEASURES,
     OP_MEASURES,
@@ -30,8 +30,8 @@ from flexvarlen.drift.thresholds import (
     measured,
     parse_thresholds,
 )
-from flexvarlen.drift.training_verdict import verdict_row
-from flexvarlen.drift.verdicts import plain_sentences
+from flexvarlen.drift.report.verdicts import plain_sentences
+from flexvarlen.drift.training.verdict import verdict_row
 from flexvarlen.equivalence.report import Row as CompareRow
 from flexvarlen.rows import Row, append_row
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.op_tables import (
+from flexvarlen.drift.op.tables import (
     differences_table,
     exact_table,
     runtime_table,

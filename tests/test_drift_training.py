@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.drift.training import angle_steps, training_drift
-from flexvarlen.drift.training_run import (
+from flexvarlen.drift.training.run import (
     GradientLog,
     Schedule,
     _MasterAdamW,
@@ -18,8 +17,9 @@ from flexvarlen.drift.training_run import (
     nudge,
     step_of,
 )
-from flexvarlen.drift.training_tables import training_markdown, training_sentences
-from flexvarlen.drift.training_verdict import (
+from flexvarlen.drift.training.tables import training_markdown, training_sentences
+from flexvarlen.drift.training.variants import angle_steps, training_drift
+from flexvarlen.drift.training.verdict import (
     BEYOND,
     NOT_ROUNDING,
     SUITE,

@@ -70,7 +70,7 @@ class Difference:
         if total is None or elements == 0:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0)
         max_abs, sum_abs, squares, truth_squares, max_ulps, sum_ulps, equal = total.tolist()
-        relative = (squares / truth_squares) ** 0.5 if truth_squares else _ratio_to_zero(squares)
+        relative = relative_norm(squares, truth_squares)
         return cls(
             max_abs,
             sum_abs / elements,
@@ -99,7 +99,10 @@ class Difference:
         return cls(**{name: measures[f"{prefix}_{name}"] for name in names})
 
 
-def _ratio_to_zero(squares: float) -> float:
+def relative_norm(squares: float, truth_squares: float) -> float:
+    """The root of a difference's sum of squares over the truth's; 0 if both are 0."""
+    if truth_squares:
+        return float((squares / truth_squares) ** 0.5)
     return squares if squares != squares or squares == 0 else float("inf")
 
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexvarlen.drift.drawing import BAND, finite_or_gap, style_for
-from flexvarlen.drift.training_tables import verdict_of, what
-from flexvarlen.drift.training_verdict import BAND_SIGMAS
+from flexvarlen.drift.report.drawing import BAND, finite_or_gap, style_for
+from flexvarlen.drift.training.tables import verdict_of, what
+from flexvarlen.drift.training.verdict import BAND_SIGMAS
 from flexvarlen.rows import Row
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import flexvarlen as fv
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.fixed_shapes import fixed_shapes
-from flexvarlen.drift.model_measures import gradient_measures
-from flexvarlen.drift.model_run import (
+from flexvarlen.drift.model.fixed_shapes import fixed_shapes
+from flexvarlen.drift.model.measures import gradient_measures
+from flexvarlen.drift.model.run import (
     ModelRun,
     alone_batch,
     document_losses,
@@ -31,7 +31,7 @@ from flexvarlen.drift.model_run import (
     run_packed,
     targets_of,
 )
-from flexvarlen.drift.model_setting import ModelSetting
+from flexvarlen.drift.model.setting import ModelSetting
 from flexvarlen.equivalence.batch import PackedBatch
 from flexvarlen.equivalence.truth import clean
 from flexvarlen.equivalence.variants import Unsupported, Variant

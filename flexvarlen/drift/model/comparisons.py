@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexvarlen.drift.model_measures import run_measures
-from flexvarlen.drift.model_run import ModelRun, compiled, run_alone, run_packed, run_padded
-from flexvarlen.drift.model_setting import (
+from flexvarlen.drift.model.measures import run_measures
+from flexvarlen.drift.model.run import ModelRun, compiled, run_alone, run_packed, run_padded
+from flexvarlen.drift.model.setting import (
     BASELINE,
     LEAN_COMPILED,
     LEAN_LEFT_OUT,

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
-from flexvarlen.drift.drawing import Picture
-from flexvarlen.drift.figures import pictures
 from flexvarlen.drift.grid import Grid
+from flexvarlen.drift.report.drawing import Picture
+from flexvarlen.drift.report.figures import pictures
 
 if TYPE_CHECKING:
-    from flexvarlen.drift.report import DriftReport
+    from flexvarlen.drift.report.files import DriftReport
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #222; --pale: #666; --line: #ddd; --paper: #fff;
@@ -42,7 +42,7 @@ def page(report: DriftReport) -> str:
     No absolute path and no host name can be in it: rows have no host names, and the report cuts
     paths out of reasons.
     """
-    from flexvarlen.drift.report import described, without_paths
+    from flexvarlen.drift.report.files import described, without_paths
 
     on = _list((without_paths(line) for line in described(report.rows)), "on")
     parts = ["<h1>Drift</h1>", on, "<h2>In words</h2>", _list(report.sentences())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flexvarlen.drift.report import ROWS, DriftReport
+from flexvarlen.drift.report.files import ROWS, DriftReport
 from flexvarlen.rows import Row, append_row, read_rows
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from flexvarlen.drift.op_exact import Sight
-from flexvarlen.drift.op_judge import Truth
+from flexvarlen.drift.op.exact import Sight
+from flexvarlen.drift.op.judge import Truth
 
 
 @dataclass(frozen=True)

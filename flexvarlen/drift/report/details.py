@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexvarlen.drift.model_tables import attribution_markdown, model_markdown
-from flexvarlen.drift.op_tables import exact_table, stability_table, study_tables
-from flexvarlen.drift.training_tables import RULE, comparisons
-from flexvarlen.drift.verdicts import suite_rows
+from flexvarlen.drift.model.tables import attribution_markdown, model_markdown
+from flexvarlen.drift.op.tables import exact_table, stability_table, study_tables
+from flexvarlen.drift.report.verdicts import suite_rows
+from flexvarlen.drift.training.tables import RULE, comparisons
 from flexvarlen.rows import Row
 
 

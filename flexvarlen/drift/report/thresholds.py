@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexvarlen.drift.training_verdict import ROUNDING
+from flexvarlen.drift.training.verdict import ROUNDING
 from flexvarlen.rows import Row
 
 # Of a Difference, those for which more is worse; `equal` and `elements` are no limits.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexvarlen.drift.op_judge import Limit
+from flexvarlen.drift.op.judge import Limit
 
 # A hypothesis that leaves less than this share of the error explains it, though what it leaves is
 # outside the rule: its own rounding may be larger than the truth's. One that leaves more than half

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexvarlen.drift.op_cases import Inputs
-from flexvarlen.drift.op_exact import GRADIENTS, Answer, Sight, each_alone
-from flexvarlen.drift.op_fit import Fit, best_of, least_squares, near
-from flexvarlen.drift.op_hypotheses import structural_hypotheses
-from flexvarlen.drift.op_judge import Limit, Truth, Verdict
-from flexvarlen.drift.op_trial import Trial, tokens_to_try
+from flexvarlen.drift.op.cases import Inputs
+from flexvarlen.drift.op.exact import GRADIENTS, Answer, Sight, each_alone
+from flexvarlen.drift.op.fit import Fit, best_of, least_squares, near
+from flexvarlen.drift.op.hypotheses import structural_hypotheses
+from flexvarlen.drift.op.judge import Limit, Truth, Verdict
+from flexvarlen.drift.op.trial import Trial, tokens_to_try
 
 
 def blame_gradients(truth: Truth, answer: Answer, verdict: Verdict) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.drift.serial import (
+from flexvarlen.drift.model.serial import (
     check_covered,
     embeddings_of,
     matmuls_of,

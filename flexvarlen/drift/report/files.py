@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexvarlen.drift.grid import Grid
-from flexvarlen.drift.summary import grids
-from flexvarlen.drift.verdicts import plain_sentences
+from flexvarlen.drift.report.summary import grids
+from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.equivalence.variants import THEIRS
 from flexvarlen.rows import Row, append_row, commit_of, read_rows
 
@@ -60,7 +60,7 @@ class DriftReport:
 
     def details(self) -> list[str]:
         """The long tables of each suite, as Markdown."""
-        from flexvarlen.drift.details import detailed_tables
+        from flexvarlen.drift.report.details import detailed_tables
 
         return [without_paths(text) for text in detailed_tables(self.rows)]
 
@@ -98,7 +98,7 @@ class DriftReport:
 
     def html(self) -> str:
         """The page: one file, with nothing outside it."""
-        from flexvarlen.drift.page import page
+        from flexvarlen.drift.report.page import page
 
         return page(self)
 

@@ -1,6 +1,6 @@
 """Training drift: N optimizer steps under several attentions, held against the noise of the seed.
 
-The rule of the verdict stands in `training_verdict.py`. Rows of suite "drift-training": one a run,
+The rule of the verdict stands in `verdict.py`. Rows of suite "drift-training": one a run,
 and one whose variant is "verdict".
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexvarlen.drift.training_run import UNPACKED, GradientLog, Schedule, nudge, step_of, train
-from flexvarlen.drift.training_verdict import ROUNDING, SUITE, last_quarter, verdict_row
+from flexvarlen.drift.training.run import UNPACKED, GradientLog, Schedule, nudge, step_of, train
+from flexvarlen.drift.training.verdict import ROUNDING, SUITE, last_quarter, verdict_row
 from flexvarlen.equivalence.batch import PackedBatch
 from flexvarlen.equivalence.variants import Unsupported, variant_names
 from flexvarlen.rows import Row, Status, one_line, run_environment

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from flexvarlen.drift.op_cases import Inputs, spans_of
+from flexvarlen.drift.op.cases import Inputs, spans_of
 
 # Elements of one matrix of scores: 256 MiB in fp64. A piece keeps about five such matrices.
 _PIECE = 1 << 25

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flexvarlen.drift.grid import share
-from flexvarlen.drift.training_tables import training_sentences
+from flexvarlen.drift.training.tables import training_sentences
 from flexvarlen.rows import Row
 
 FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")

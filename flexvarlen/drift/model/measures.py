@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.model_run import ModelRun, targets_of
+from flexvarlen.drift.difference import Difference, relative_norm
+from flexvarlen.drift.model.run import ModelRun, targets_of
 from flexvarlen.equivalence.batch import IGNORE_INDEX, PackedBatch
 
 CHUNK_ELEMENTS = 2**26  # logits that are widened at once: 256 MiB in fp32, and a few such
@@ -228,13 +228,13 @@ def gradient_measures(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) 
     names = list(truth)
     sums = torch.stack([_gradient_sums(found[name], truth[name]) for name in names]).tolist()
     dot, ours, theirs, apart = (math.fsum(column) for column in zip(*sums, strict=True))
-    relative = [_relative(row[3], row[2]) for row in sums]
+    relative = [relative_norm(row[3], row[2]) for row in sums]
     sizes = [math.inf if math.isnan(size) else size for size in relative]  # NaN is the worst
     worst = sizes.index(max(sizes))
     moved = relative[worst] != 0
     return {
         "gradient_cosine": _cosine(dot, ours, theirs),
-        "gradient_relative": _relative(apart, theirs),
+        "gradient_relative": relative_norm(apart, theirs),
         "worst_parameter": names[worst] if moved else None,
         "worst_parameter_relative": relative[worst],
     }
@@ -250,16 +250,10 @@ def _gradient_sums(found: Tensor, truth: Tensor) -> Tensor:
     return sums
 
 
-def _relative(squares: float, truth_squares: float) -> float:
-    if truth_squares:
-        return float((squares / truth_squares) ** 0.5)
-    return squares if squares != squares or squares == 0 else math.inf
-
-
 def _cosine(dot: float, ours: float, theirs: float) -> float:
     if ours == 0 and theirs == 0:
         return 1.0
     if ours == 0 or theirs == 0:
         return 0.0
     # one root of the product: of equal vectors it is exact
-    return dot / (ours * theirs) ** 0.5
+    return float(dot / (ours * theirs) ** 0.5)

@@ -10,13 +10,13 @@ import math
 
 from torch import Tensor
 
-from flexvarlen.drift.op_blame_gradients import blame_gradients
-from flexvarlen.drift.op_cases import spans_of
-from flexvarlen.drift.op_exact import GRADIENTS, Answer
-from flexvarlen.drift.op_fit import Fit, best_of, least_squares, near
-from flexvarlen.drift.op_hypotheses import structural_hypotheses, truth_hypothesis
-from flexvarlen.drift.op_judge import Limit, Truth, Verdict
-from flexvarlen.drift.op_trial import Trial, best_scale, tokens_to_try
+from flexvarlen.drift.op.blame_gradients import blame_gradients
+from flexvarlen.drift.op.cases import spans_of
+from flexvarlen.drift.op.exact import GRADIENTS, Answer
+from flexvarlen.drift.op.fit import Fit, best_of, least_squares, near
+from flexvarlen.drift.op.hypotheses import structural_hypotheses, truth_hypothesis
+from flexvarlen.drift.op.judge import Limit, Truth, Verdict
+from flexvarlen.drift.op.trial import Trial, best_scale, tokens_to_try
 
 
 def blame(truth: Truth, answer: Answer, verdict: Verdict) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import flexvarlen as fv
 from flexvarlen.backends import get_backend
-from flexvarlen.drift.op_cases import Inputs, OpCase, other_order, spans_of
-from flexvarlen.drift.op_exact import Answer
+from flexvarlen.drift.op.cases import Inputs, OpCase, other_order, spans_of
+from flexvarlen.drift.op.exact import Answer
 from flexvarlen.mask import DocumentMask
 
 Attend = Callable[..., Any]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.op_cases import Inputs, OpCase, spans_of
-from flexvarlen.drift.op_exact import GRADIENTS, Answer, Sight, each_alone, keys_seen
-from flexvarlen.drift.op_noise import Noise
+from flexvarlen.drift.op.cases import Inputs, OpCase, spans_of
+from flexvarlen.drift.op.exact import GRADIENTS, Answer, Sight, each_alone, keys_seen
+from flexvarlen.drift.op.noise import Noise
 from flexvarlen.equivalence.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR
 
 HALF = (torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import flexvarlen as fv
-from flexvarlen.drift.hidden_states import Recorder
+from flexvarlen.drift.model.hidden_states import Recorder
 from flexvarlen.equivalence.batch import IGNORE_INDEX, PackedBatch
 from flexvarlen.equivalence.variants import THEIRS, Sizes, Variant
 

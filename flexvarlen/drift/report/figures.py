@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexvarlen.drift.drawing import (
+from flexvarlen.drift.report.drawing import (
     BAND,
     BAND_INK,
     Picture,
@@ -16,9 +16,16 @@ from flexvarlen.drift.drawing import (
     panel,
     style_for,
 )
-from flexvarlen.drift.training_figure import draw_losses, losses_alt, losses_title
-from flexvarlen.drift.training_tables import comparisons
-from flexvarlen.drift.verdicts import BACKWARD, FORWARD, IN_WORDS, groups, nan_last, suite_rows
+from flexvarlen.drift.report.verdicts import (
+    BACKWARD,
+    FORWARD,
+    IN_WORDS,
+    groups,
+    nan_last,
+    suite_rows,
+)
+from flexvarlen.drift.training.figure import draw_losses, losses_alt, losses_title
+from flexvarlen.drift.training.tables import comparisons
 from flexvarlen.rows import Row
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flexvarlen.drift.grid import NOTHING, Grid, number
-from flexvarlen.drift.training_verdict import (
+from flexvarlen.drift.training.verdict import (
     BAND_ANGLES,
     BAND_SIGMAS,
     ROUNDING,

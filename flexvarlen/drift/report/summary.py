@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexvarlen.drift.grid import NOTHING, Grid, number, share
-from flexvarlen.drift.training_tables import training_grids
-from flexvarlen.drift.verdicts import BACKWARD, FORWARD, groups, largest, suite_rows
+from flexvarlen.drift.report.verdicts import BACKWARD, FORWARD, groups, largest, suite_rows
+from flexvarlen.drift.training.tables import training_grids
 from flexvarlen.rows import Row
 
 _OP = ("batch-serial", "run-run", "place", "eager-compiled", "backend-backend")

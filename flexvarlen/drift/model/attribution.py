@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexvarlen.drift.fixed_shapes import PIECE_TOKENS, fixed_shapes
-from flexvarlen.drift.invariance import differences, invariance, invariant_variant
-from flexvarlen.drift.model_run import ModelRun, run_alone, run_packed
-from flexvarlen.drift.model_setting import (
+from flexvarlen.drift.model.fixed_shapes import PIECE_TOKENS, fixed_shapes
+from flexvarlen.drift.model.invariance import differences, invariance, invariant_variant
+from flexvarlen.drift.model.run import ModelRun, run_alone, run_packed
+from flexvarlen.drift.model.serial import CLASSES, serial
+from flexvarlen.drift.model.setting import (
     LEAN_LEFT_OUT,
     Broken,
     ModelSetting,
@@ -37,7 +38,6 @@ from flexvarlen.drift.model_setting import (
     is_lean,
     left_out,
 )
-from flexvarlen.drift.serial import CLASSES, serial
 from flexvarlen.equivalence.batch import PackedBatch
 from flexvarlen.equivalence.truth import clean
 from flexvarlen.equivalence.variants import THEIRS, Variant, counted_labels, variant_names

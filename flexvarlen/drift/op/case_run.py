@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.op_blame import blame
-from flexvarlen.drift.op_cases import Inputs, OpCase
-from flexvarlen.drift.op_exact import Answer
-from flexvarlen.drift.op_judge import Truth, Verdict
-from flexvarlen.drift.op_run import Abilities, BackendRun
+from flexvarlen.drift.op.backend_run import Abilities, BackendRun
+from flexvarlen.drift.op.blame import blame
+from flexvarlen.drift.op.cases import Inputs, OpCase
+from flexvarlen.drift.op.exact import Answer
+from flexvarlen.drift.op.judge import Truth, Verdict
 from flexvarlen.measure import Timing, time_interleaved
 from flexvarlen.rows import Row, Status, one_line
 

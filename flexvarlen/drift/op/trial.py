@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexvarlen.drift.op_cases import spans_of
-from flexvarlen.drift.op_hypotheses import Hypothesis
-from flexvarlen.drift.op_judge import Truth
+from flexvarlen.drift.op.cases import spans_of
+from flexvarlen.drift.op.hypotheses import Hypothesis
+from flexvarlen.drift.op.judge import Truth
 
-_PIECE = 1 << 25  # scores at once, as in op_exact
+_PIECE = 1 << 25  # scores at once, as in exact.py
 _WORST, _ENDS, _RANDOM = 32, 16, 24
 
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 import flexvarlen as fv
-from flexvarlen.drift.op_cases import OpCase
-from flexvarlen.drift.op_compare import CaseRun, Settings
+from flexvarlen.drift.op.case_run import CaseRun, Settings
+from flexvarlen.drift.op.cases import OpCase
 from flexvarlen.rows import Row, run_environment
 
 OF_ONE = ("exact", "batch-serial", "run-run", "place", "eager-compiled")
@@ -49,7 +49,7 @@ def operator_drift(
     """Run the comparisons; nothing that a backend raises ends the run.
 
     Args:
-        cases: see `flexvarlen.drift.op_cases.SUITES`.
+        cases: see `flexvarlen.drift.op.cases.SUITES`.
         backends: names of `flexvarlen.BACKENDS`, or "all". One that cannot serve a case gets rows
             "unsupported" with its reason; one without a backward is compared forward only.
         device: where all of it runs.
