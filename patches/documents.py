@@ -1,8 +1,8 @@
 """The documents of a forward, found in the arguments that a transformers model is called with.
 
 Order: an explicit `packed_layout`; else `cu_seq_lens_q`; else the union of restarts in
-`position_ids` and changes of value in a 2D `attention_mask`, so that a mask of ones changes
-nothing; else one document a row.
+`position_ids` and changes of value in a 2D `attention_mask` and in `seq_idx`, so that a mask of
+ones changes nothing; else one document a row.
 
 Shapes: B rows of S tokens, packed one after another: T = B·S.
 """
@@ -22,11 +22,22 @@ from flexvarlen.boundaries import default_capacity, document_starts
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask
+from flexvarlen.patches.boundary_checks import (
+    changes_of,
+    check_cu_seq_lens,
+    check_row_starts,
+    check_same_documents,
+    refuse_halves,
+)
+from flexvarlen.patches.boundary_checks import check as check
 from flexvarlen.patches.routing import BackendChoice, LayerKind, Route, chosen_for
 from flexvarlen.switches import BATCH_INVARIANT, promised
 
 EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The keywords of a forward that give its documents outright."""
+
+BOUNDARIES = (*EXPLICIT, "seq_idx")
+"""The keywords that only tell documents: no model needs them for anything else."""
 
 
 CONTEXT = "flexvarlen"
@@ -170,6 +181,7 @@ def find_layout(
     max_length_k: int | None = None,
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
 ) -> PackedLayout:
@@ -183,14 +195,16 @@ def find_layout(
             eagerly.
         position_ids: integer `[B, S]` or `[1, S]`.
         attention_mask: `[B, S]`, 0 at padding; other values may number documents.
+        seq_idx: integer `[B, S]` or `[1, S]`, the number of each token's document; beside
+            `packed_layout` or `cu_seq_lens_q` it must say the same.
         capacity, max_seqlen_bound: as in `PackedLayout.from_lengths`; default: those of
             `packed_layout`, more slots if a mask beside it makes more documents.
 
     Raises:
         ValueError: boundaries that break the contract, or contradict one another.
 
-    Eagerly at most one read of the device; inside a compiled graph none, and the boundaries are
-    asserted on the device.
+    Eagerly at most one read of the device, one more if `seq_idx` comes beside `cu_seq_lens_q`;
+    inside a compiled graph none, and the boundaries are asserted on the device.
     """
     total = batch * row_tokens
     sizes: dict[str, Any] = {"capacity": capacity, "max_seqlen_bound": max_seqlen_bound}
@@ -199,6 +213,9 @@ def find_layout(
             f"attention_mask must have shape {(batch, row_tokens)}, as the tokens, got "
             f"{tuple(attention_mask.shape)}; give one value a token."
         )
+    if packed_layout is None and cu_seq_lens_q is None:
+        refuse_halves(cu_seq_lens_k, max_length_q, max_length_k)
+    changes = None if seq_idx is None else changes_of(seq_idx, batch, row_tokens, device)
     if packed_layout is not None:
         if packed_layout.total_tokens != total or packed_layout.device != device:
             raise ValueError(
@@ -208,7 +225,7 @@ def find_layout(
             )
         explicit = packed_layout
     elif cu_seq_lens_q is not None:
-        _check_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, device)
+        check_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, device)
         explicit = PackedLayout.from_cu_seqlens(cu_seq_lens_q, total_tokens=total, **sizes)
         for longest in (max_length_q, max_length_k):
             # A graph knows no max_seqlen: there `longest`, which would be guarded on, stays unread.
@@ -222,7 +239,7 @@ def find_layout(
                     f"{explicit.max_seqlen} tokens, got {longest}; pass the largest difference of "
                     "cu_seq_lens_q."
                 )
-    elif position_ids is None and attention_mask is None:
+    elif position_ids is None and attention_mask is None and changes is None:
         return PackedLayout.from_lengths([row_tokens] * batch, device=device, **sizes)
     else:
         starts = document_starts(
@@ -232,13 +249,18 @@ def find_layout(
             position_ids_BT=position_ids,
             attention_mask_BT=attention_mask,
         )
-        padding = None
-        if attention_mask is not None:
-            padding = (attention_mask == 0).reshape(-1)
+        padding = None if attention_mask is None else (attention_mask == 0).reshape(-1)
+        if changes is not None:  # but no run of padding is cut
+            starts = starts | (changes if padding is None else changes & ~padding)
+        if padding is not None:
             starts = _cut_padding(starts, padding, max_seqlen_bound)
         return PackedLayout.from_starts(starts, padding_T=padding, **sizes)
     if batch > 1:
-        _check_row_starts(explicit, batch, row_tokens)
+        check_row_starts(explicit, batch, row_tokens)
+    if changes is not None:
+        check_same_documents(
+            changes, explicit, attention_mask, row_tokens, reads=packed_layout is None
+        )
     if attention_mask is None:
         return explicit
     starts = document_starts(
@@ -267,43 +289,6 @@ def _cut_padding(starts: Tensor, padding: Tensor, bound: int | None) -> Tensor:
     if bound is None:
         return starts
     return starts | (padding & (torch.arange(len(starts), device=starts.device) % bound == 0))
-
-
-def _check_cu_seq_lens(
-    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device
-) -> None:
-    if cu_seq_lens_q.device != device:
-        raise ValueError(
-            f"cu_seq_lens_q must be on the tokens' device {device}, got {cu_seq_lens_q.device}; "
-            "move it."
-        )
-    if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q:
-        return
-    message = (
-        "cu_seq_lens_k must equal cu_seq_lens_q in self-attention; pass the same tensor for both."
-    )
-    if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
-        raise ValueError(message)
-    check((cu_seq_lens_k == cu_seq_lens_q).all(), message)
-
-
-def _check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
-    boundaries = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
-    rows = torch.arange(1, batch, device=boundaries.device, dtype=torch.int32) * row_tokens
-    inside_padding = rows >= boundaries[-1]
-    check(
-        (torch.isin(rows, boundaries) | inside_padding).all(),
-        f"a document must not cross the border of two rows of {row_tokens} tokens; put a boundary "
-        "at each row's start.",
-    )
-
-
-def check(holds: Tensor, message: str) -> None:
-    """Raise eagerly; assert on the device inside a compiled graph."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(holds, f"flexvarlen: {message}")
-    elif not bool(holds):
-        raise ValueError(message)
 
 
 def first_tokens(layout: PackedLayout) -> Tensor:

@@ -1,8 +1,8 @@
 """What a patched model's forward is called with: its documents found, or marked as not packed.
 
 The documents are found once, the labels at their first tokens are masked, every layer gets the same
-`PackedForward`, and the mask becomes a 4D placeholder, so that transformers builds none and reads
-nothing back.
+`PackedForward`, and the base model's mask becomes a 4D placeholder, so that transformers builds
+none and reads nothing back. A head keeps a mask of padding, which it may need (auxiliary losses).
 
 Shapes: B rows of S tokens, T = B·S.
 """
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from flexvarlen.layout import PackedLayout
 from flexvarlen.patches.documents import (
+    BOUNDARIES,
     CONTEXT,
-    EXPLICIT,
     PackedForward,
     Unpacked,
     find_layout,
-    first_tokens,
 )
+from flexvarlen.patches.heads import keep_from_loss
 from flexvarlen.patches.interface import IMPLEMENTATIONS
+from flexvarlen.patches.keywords import refuse_mask_of_another_kind, refuse_other_names
+from flexvarlen.patches.labels import mask_labels
 from flexvarlen.patches.one_document import check_one_document, why_not_whole_rows
 from flexvarlen.patches.overlays import refuse_image_blocks
 from flexvarlen.patches.packed_cache import (
@@ -37,8 +39,7 @@ from flexvarlen.patches.rotary import check_restarts, has_longrope
 from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
 from flexvarlen.patches.towers import first_layer, text_config_of, text_tower
-
-IGNORE_INDEX = -100  # the label that transformers' losses leave out
+from flexvarlen.patches.wrapped_forward import refuse_bypassed_caller
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -67,8 +68,14 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     Decoding reads the device once a forward, if there are positions or a mask to look at.
     """
     tokens = _tokens(inputs)
-    if tokens is None or inputs.get(CONTEXT) is not None:
+    handed = inputs.get(CONTEXT)
+    if tokens is None or handed is not None:
+        if isinstance(handed, PackedForward) and base_of(module) is module:  # type: ignore[arg-type]
+            inputs["attention_mask"] = _placeholder(handed.layout.device)
         return inputs
+    refuse_bypassed_caller(module)
+    refuse_other_names(inputs)
+    refuse_mask_of_another_kind(inputs.get("attention_mask"))
     refuse_image_blocks(module.config, inputs)
     config: Any = text_config_of(module.config)
     causal = any(kind.causal for kind in patch.kinds)
@@ -80,22 +87,16 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         )
     batch, row_tokens = tokens.shape[:2]
     attention_mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-    given = {name: inputs.pop(name, None) for name in EXPLICIT}
+    given = {name: inputs.pop(name, None) for name in BOUNDARIES}
     explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
     not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
     position_ids = text_positions(
         inputs.get("position_ids"),
         axes=has_axes(config),
-        borders_elsewhere=explicit or not_whole_rows is not None,
+        borders_elsewhere=explicit or given["seq_idx"] is not None or not_whole_rows is not None,
     )
-    silent = not explicit and position_ids is None and attention_mask is None
-    if silent and inputs.get("seq_idx") is not None:
-        raise ValueError(
-            "seq_idx alone tells attention of no documents; pass position_ids, cu_seq_lens_q or "
-            "packed_layout too (DataCollatorWithFlattening makes position_ids unless told not to)."
-        )
     if not_whole_rows is not None:
-        if explicit:
+        if any(boundaries is not None for boundaries in given.values()):
             raise ValueError(
                 f"a packed batch must not come with {not_whole_rows}; pass an empty cache or "
                 "use_cache=False, and no 4D attention_mask."
@@ -130,9 +131,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if positions is not None:
         inputs["position_ids"] = positions
     if causal:  # else a label is the token's own, not the next one
-        for name in ("labels", "shift_labels"):
-            if inputs.get(name) is not None:
-                inputs[name] = _mask_labels(inputs[name], layout, shifted=name == "shift_labels")
+        mask_labels(module, inputs, layout)
     caches: bool | None = getattr(config, "use_cache", None)  # None: an encoder, which has no cache
     wants_no_cache = caches is not None and (
         explicit
@@ -153,8 +152,28 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if base._modules.get("pooler") is not None:
         packed.drops_pooled = _drops_pooled(layout, batch, config, inputs)
     inputs[CONTEXT] = packed
-    inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=tokens.device)
+    if base is module:
+        inputs["attention_mask"] = _placeholder(tokens.device)
+        return inputs
+    may_pad = explicit or attention_mask is not None
+    inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
+    keep_from_loss(module)
     return inputs
+
+
+def _placeholder(device: torch.device) -> Tensor:
+    """A mask beside which transformers makes none, and that nobody reads."""
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
+def _mask_of_padding(layout: PackedLayout, tokens: Tensor) -> Tensor | None:
+    """int64 `[B, S]`, 0 at padding, 1 at documents; None if it is known that there is no padding.
+
+    What a graph knows of it varies with the documents, and is not asked.
+    """
+    if not torch.compiler.is_compiling() and layout.has_padding is False:
+        return None
+    return layout.real_tokens().view(tokens.shape[:2]).long()
 
 
 def _tokens(inputs: dict[str, Any]) -> Tensor | None:
@@ -209,14 +228,3 @@ def _drops_pooled(layout: PackedLayout, batch: int, config: Any, inputs: dict[st
             "and pool last_hidden_state by document."
         )
     return True
-
-
-def _mask_labels(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:
-    """Labels with -100 where they would cross a border.
-
-    What a document's last token would have to foresee.
-    """
-    first = first_tokens(layout)
-    if shifted:  # the label of token t stands at t, and is the token t + 1
-        first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
-    return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)

@@ -1,12 +1,16 @@
-"""What may stand on a base model: heads whose labels belong to tokens."""
+"""What may stand on a base model: heads whose labels belong to tokens, and their losses."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from flexvarlen.patches.documents import CONTEXT
 from flexvarlen.patches.routing import base_of
+
+_LOSS = "_loss_function"  # where a model keeps a loss of the user's own
 
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # labels are next tokens
 _BIDIRECTIONAL = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
@@ -43,3 +47,49 @@ def refuse_decoder(config: Any) -> None:
             f"an encoder must stay one, got a {config.model_type} model with "
             "config.is_decoder=True; set it to False before the model is built."
         )
+
+
+class _OwnLoss:
+    """A user's `loss_function` without the keywords that a patched model adds for its layers."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(CONTEXT, None)
+        kwargs.pop("use_cache", None)  # a model of images has no parameter of this name
+        return self.loss(*args, **kwargs)
+
+
+def keep_from_loss(model: nn.Module) -> None:
+    """Let a loss that the user set take what it took before: heads hand it all their keywords.
+
+    transformers' own losses take any keyword.
+    """
+    loss = model.__dict__.get(_LOSS)
+    if loss is not None and not isinstance(loss, _OwnLoss):
+        model.__dict__[_LOSS] = _OwnLoss(loss)
+
+
+def give_back_loss(model: nn.Module) -> None:
+    """Undo `keep_from_loss`."""
+    loss = model.__dict__.get(_LOSS)
+    if isinstance(loss, _OwnLoss):
+        model.__dict__[_LOSS] = loss.loss
+
+
+def refuse_prompt_learning(model: nn.Module) -> None:
+    """Refuse PEFT's prompt tuning and its kin, in any module around or in a model.
+
+    Raises:
+        NotImplementedError: an adapter puts virtual tokens in front of a row.
+    """
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(adapter, "is_prompt_learning", False):
+                raise NotImplementedError(
+                    "a PEFT adapter must not add virtual tokens, which stand once in front of a "
+                    f"row and not of each document, got {type(adapter).__name__}; use LoRA or "
+                    "another adapter of weights, or one document a row without patch_model."
+                )

@@ -1,8 +1,8 @@
 """The functions that transformers calls by the names `flexvarlen_*`: attention and its mask.
 
 A patched model hands each layer a `PackedForward`. Without it (the name alone, no `patch_model`) a
-layer finds the boundaries in what reaches it: position_ids, cu_seq_lens and 2D padding masks, but
-not masks of document ids, which transformers turns to booleans, nor labels.
+layer finds the boundaries in what reaches it: position_ids, cu_seq_lens, seq_idx and 2D padding
+masks, but not masks of document ids, which transformers turns to booleans, nor labels.
 
 A patched model that is pickled keeps the name and loses `patch_model`'s wrapper: its layers know,
 and raise.
@@ -29,16 +29,17 @@ from transformers.masking_utils import sdpa_mask
 from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS
 from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes, warn_if_fallen_back
-from flexvarlen.patches.decoding import attend_to_cache
+from flexvarlen.patches.decoding import OTHER_KEYS, attend_to_cache
 from flexvarlen.patches.documents import (
+    BOUNDARIES,
     CONTEXT,
-    EXPLICIT,
     PackedForward,
     PackedVision,
     Unpacked,
 )
 from flexvarlen.patches.families import require_verified_alone
 from flexvarlen.patches.heads import refuse_decoder
+from flexvarlen.patches.keywords import refuse_mask_of_another_kind, refuse_other_names
 from flexvarlen.patches.llama import own_temperature
 from flexvarlen.patches.one_forward import shared_between_layers
 from flexvarlen.patches.overlays import has_overlay
@@ -94,6 +95,8 @@ def _attention_function(backend: str) -> Attention:
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         if handed is None:
             refuse_lost_patch(module)
+            refuse_other_names(kwargs)
+            refuse_mask_of_another_kind(attention_mask)
         packed = handed if isinstance(handed, PackedForward) else None
         compiling = torch.compiler.is_compiling()
         if not compiling:
@@ -106,6 +109,11 @@ def _attention_function(backend: str) -> Attention:
             query.shape[2] != key.shape[2]
             or (attention_mask is not None and attention_mask.ndim == 4)
         ):
+            if handed is None and kwargs.get("seq_idx") is not None:
+                raise ValueError(
+                    f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
+                    "use_cache=False, and no 4D attention_mask."
+                )
             return attend_to_cache(
                 module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
             )
@@ -123,7 +131,7 @@ def _attention_function(backend: str) -> Attention:
                 row_tokens,
                 query.device,
                 attention_mask=attention_mask,
-                **{name: kwargs.get(name) for name in (*EXPLICIT, "position_ids")},
+                **{name: kwargs.get(name) for name in (*BOUNDARIES, "position_ids")},
             )
             if not compiling and packed.several_a_row:
                 key = set_apart(key)

@@ -2,8 +2,8 @@
 
 The `forward` of the model and of its base model are wrapped on the instance (a hook would not do:
 PEFT's tuners call `model.forward`). The wrapper finds the documents once, masks the labels at their
-first tokens, hands every layer the same `PackedForward`, and passes a 4D placeholder as mask, so
-that transformers builds none and reads nothing back.
+first tokens, hands every layer the same `PackedForward`, and passes the base model a 4D placeholder
+as mask, so that transformers builds none and reads nothing back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.forward_inputs import after_forward, before_forward
-from flexvarlen.patches.heads import check_head
+from flexvarlen.patches.heads import check_head, give_back_loss, refuse_prompt_learning
 from flexvarlen.patches.rotary import own_tables, refuse_dynamic_rope, shared_tables
 from flexvarlen.patches.routing import (
     BackendChoice,
@@ -41,8 +41,8 @@ from flexvarlen.patches.shared_config import (
 from flexvarlen.patches.towers import text_config_of, text_tower, vision_tower
 from flexvarlen.patches.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.wrapped_forward import (
-    has_forward_of_class,
     mark_layers,
+    reaches_ours,
     unmark_layers,
     unwrap_forward,
     wrap_forward,
@@ -66,9 +66,9 @@ def patch_model(
 
     The documents of a forward are found, in this order, in `packed_layout=` (a `PackedLayout` over
     all B·S tokens), `cu_seq_lens_q=`, or the union of restarts in `position_ids` and changes of
-    value in a 2D `attention_mask` (padding, document ids); else each row is one document. Missing
-    position_ids are made from the documents. Labels at the first token of each document are masked.
-    Padding outputs of attention are zero.
+    value in a 2D `attention_mask` (padding, document ids) and in `seq_idx`; else each row is one
+    document. Missing position_ids are made from the documents. Labels at the first token of each
+    document are masked. Padding outputs of attention are zero.
 
     Bidirectional encoders (BERT) keep all their labels, which are the tokens' own; where a row may
     hold several documents, and in a compiled graph always, their pooler_output is None. RoBERTa's
@@ -82,13 +82,21 @@ def patch_model(
     Labels that never reach the model are not: Trainer takes them out with `label_smoothing_factor`
     or `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
 
+    Nor is `num_items_in_batch` corrected, which Trainer counts over the batches of a step before
+    any model sees them: where it counts labels that are masked here, the loss is too small by their
+    share. The first batch with borders tells, by a warning; the same collator is right.
+
+    A mixture of experts keeps its auxiliary loss (`output_router_logits=True`), over all tokens
+    that are no padding.
+
     Decoding (a non-empty cache) goes to transformers' own sdpa; from a cache that a packed batch
     filled it raises, and so do several documents in the new tokens of a row. Training, and a
     compiled model in any mode (also one compiled layer by layer: with a cache each layer would get
     a graph of its own), makes no cache unless `use_cache=True` is passed.
 
     A deep copy is patched as the model is. A pickle (torch.save of the model, a spawned process)
-    leaves the wrapper out: the loaded model raises until `patch_model` is called on it again.
+    leaves the wrapper out, and so does who sets another `forward` afterwards (Liger on a model,
+    accelerate as it takes hooks off): the model raises until `patch_model` is called on it again.
 
     Args:
         model: a transformers model of a verified family (`flexvarlen.patches.families`), also
@@ -112,7 +120,8 @@ def patch_model(
         ValueError: no transformers model inside, an unknown backend, or a mapping that misses one
             of the model's layer types or names another.
         NotImplementedError: the model type is not verified, it keeps state beyond attention, its
-            head pools rows, or a backend cannot run the layers it is for on this machine.
+            head pools rows, PEFT adds virtual tokens (prompt tuning and its kin; not seen if added
+            later), or a backend cannot run the layers it is for on this machine.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
     patched model or before it is patched; what it returns keeps its own promises and mapping, so to
@@ -130,6 +139,7 @@ def patch_model(
     """
     inner = _transformers_model(model)
     require_verified(inner.config.model_type)
+    refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
     check_head(inner, causal=any(kind.causal for kind in kinds))
     refuse_dynamic_rope(text_config_of(inner.config))
@@ -157,12 +167,12 @@ def patch_model(
         implementation_before=before,
     )
     for module in wrapped_modules(inner):
-        if ATTRIBUTE not in module.__dict__ or has_forward_of_class(module):
+        if ATTRIBUTE not in module.__dict__ or not reaches_ours(module):
             wrap_forward(module, before_forward, after_forward)
         setattr(module, ATTRIBUTE, patch)
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
-    mark_layers(inner)
+    mark_layers(inner, base_of(inner))
     own_tables(text_tower(base_of(inner)))
     join_sharers(inner)
     return model
@@ -189,6 +199,7 @@ def unpatch_model(model: Model) -> Model:
         module.__dict__.pop(ATTRIBUTE, None)
         unwrap_forward(module)
     unmark_layers(inner)
+    give_back_loss(inner)
     shared_tables(text_tower(base_of(inner)))
     leave_sharers(inner, patch)
     tower = vision_tower(base_of(inner))

@@ -23,7 +23,7 @@ from flexvarlen.patches.routing import LayerKind, attention_layers
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
 from flexvarlen.patches.towers import VISION
 from flexvarlen.patches.wrapped_forward import (
-    has_forward_of_class,
+    reaches_ours,
     unwrap_forward,
     wrap_forward,
 )
@@ -38,7 +38,7 @@ def patch_tower(tower: PreTrainedModel, patch: Patch, kinds: tuple[LayerKind, ..
         patch: of the whole model.
         kinds: of the tower's layers.
     """
-    if ATTRIBUTE not in tower.__dict__ or has_forward_of_class(tower):
+    if ATTRIBUTE not in tower.__dict__ or not reaches_ours(tower):
         wrap_forward(tower, _before_forward, _after_forward)
     before: Any = patch.implementation_before  # by tower; that of the config may be ours by now
     own = replace(patch, kinds=kinds, implementation_before=before["vision_config"])

@@ -6,11 +6,13 @@ must run its own weights.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,6 +22,10 @@ from torch import nn
 OURS = "_flexvarlen_wraps"  # on our function: where its module keeps the `forward` it wraps
 PLACE = "_flexvarlen_forward_"  # and a number: somebody may wrap ours, and we that
 MARK = "_flexvarlen_wrapped"  # on the attention layers below a wrapped module
+CALLER = "_flexvarlen_caller"  # on a wrapped base model: the wrapped model with the head
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_OUR_CODE: set[CodeType] = set()  # of the functions that `wrap_forward` makes
 
 
 class _InstanceForward:
@@ -68,13 +74,19 @@ def wrap_forward(
     """
     of_class = type(module).forward
     signature = inspect.signature(of_class)
-    names = tuple(signature.parameters)[1:]
-    place = PLACE + str(sum(name.startswith(PLACE) for name in vars(module)))
+    parameters = [x.name for x in signature.parameters.values() if x.kind in _POSITIONAL]
+    names = tuple(parameters)[1:]
+    place = next(name for name in map(PLACE.__add__, _NUMBERS) if name not in vars(module))
 
     def run(
         self: nn.Module, own: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        inputs = before(self, {**dict(zip(names, args, strict=False)), **kwargs})
+        named = kwargs
+        if args:
+            named = {**dict(zip(names, args, strict=False)), **kwargs}
+            if len(named) != len(args) + len(kwargs):  # too many, or one of them twice
+                signature.bind(self, *args, **kwargs)  # raises what Python would
+        inputs = before(self, dict(named))
         if inputs is not None:
             args, kwargs = (), inputs
         out = of_class(self, *args, **kwargs) if own is None else own(*args, **kwargs)
@@ -93,6 +105,7 @@ def wrap_forward(
         attributes = vars(ours)
         attributes["__signature__"] = signature  # which Trainer and generate look at
         attributes[OURS] = place
+        _OUR_CODE.add(ours.__code__)
         del attributes["__wrapped__"]
     # What accelerate's unwrap_model finds below us: its own wrappers off, ours still on.
     vars(forward)["__wrapped__"] = bare
@@ -114,6 +127,9 @@ def unwrap_forward(module: nn.Module) -> None:
     is_bare = not hasattr(forward, "__wrapped__")  # somebody took off what was below us
     if own is not None and not is_bare:
         module.forward = own
+    if "forward" not in vars(module) or has_forward_of_class(module):  # nobody can call the rest
+        for name in [name for name in vars(module) if name.startswith(PLACE)]:
+            del module.__dict__[name]
     if not any(name.startswith(PLACE) for name in vars(module)):
         _remove_hook(module)
 
@@ -121,6 +137,47 @@ def unwrap_forward(module: nn.Module) -> None:
 def has_forward_of_class(module: nn.Module) -> bool:
     """Whether no wrapper is there: a pickle leaves it out."""
     return bool(module.forward == MethodType(type(module).forward, module))
+
+
+def reaches_ours(module: nn.Module) -> bool:
+    """Whether a call of the module's `forward` comes to our wrapper, under whatever was put on it.
+
+    Looked for in what a function wraps, closes over or has as a default. A pickle leaves it out,
+    and so does who assigns another `forward`.
+    """
+    first = module.__dict__.get("forward")
+    todo: list[Any] = [first]
+    seen: set[int] = set()
+    while todo and len(seen) < _MOST_WRAPPERS:
+        found = todo.pop()
+        if id(found) in seen or not callable(found):
+            continue
+        seen.add(id(found))
+        if isinstance(found, nn.Module):  # accelerate's hook has the module, and on it the forward
+            todo.append(vars(found).get("_old_forward"))
+            continue
+        function = found.__func__ if isinstance(found, MethodType) else found
+        if getattr(function, "__code__", None) in _OUR_CODE:
+            return True
+        todo += [*_held_by(function), getattr(found, "__self__", None)]
+    return False
+
+
+_NUMBERS = [str(number) for number in range(100)]  # nobody wraps more often
+_MOST_WRAPPERS = 100  # as a bound on the search
+
+
+def _held_by(function: Any) -> list[Any]:
+    """What a function or another callable object could call."""
+    held = list(getattr(function, "__dict__", {}).values())
+    if isinstance(function, functools.partial):
+        return [*held, function.func, *function.args, *function.keywords.values()]
+    if isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                held.append(cell.cell_contents)
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return held
 
 
 def _remove_hook(module: nn.Module) -> None:
@@ -157,46 +214,95 @@ if _skip_code is not None:
     _skip_code(_refuse_forward_of_another.__code__)
 
 
+class Caller:
+    """The wrapped module whose forward calls this one, or none.
+
+    Held weakly. A deep copy has the copy of that module, if it is copied too; a pickle has none.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    # Inside a compiled graph asked while tracing, of the module as it is then.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def is_bypassed(self) -> bool:
+        """Whether the module's own `forward` does not come to our wrapper any more."""
+        module = None if self._module is None else self._module()
+        return module is not None and not reaches_ours(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Caller:
+        module = None if self._module is None else self._module()
+        return Caller(memo.get(id(module)))
+
+    def __reduce__(self) -> tuple[type[Caller], tuple[()]]:
+        return Caller, ()
+
+
 class _Mark:
     """That a forward reaches a layer through our wrapper, as long as nobody pickles the layer.
 
-    A deep copy keeps the wrapper and gets the same mark; what a pickle makes of it says lost.
+    A deep copy keeps the wrapper and gets such a mark; what a pickle makes of it says lost.
     """
 
-    def __init__(self, lost: bool = False) -> None:
+    def __init__(self, lost: bool = False, caller: Caller | None = None) -> None:
         self.lost = lost
+        self.caller = Caller() if caller is None else caller
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mark:
-        return self
+        return _Mark(self.lost, copy.deepcopy(self.caller, memo))
 
     def __reduce__(self) -> tuple[type[_Mark], tuple[bool]]:
         return _Mark, (True,)
 
 
-_KEPT = _Mark()
-
-
-def mark_layers(model: nn.Module) -> None:
-    """Let the attention layers know that the model is wrapped."""
+def mark_layers(model: nn.Module, base: nn.Module) -> None:
+    """Let the attention layers know that their model and its base are wrapped, and the base too."""
+    mark = _Mark(caller=Caller(base))
     for layer in model.modules():
         if "is_causal" in layer.__dict__:
-            layer.__dict__[MARK] = _KEPT
+            layer.__dict__[MARK] = mark
+    if base is not model:
+        base.__dict__[CALLER] = Caller(model)
 
 
 def unmark_layers(model: nn.Module) -> None:
     """Undo `mark_layers`."""
-    for layer in model.modules():
-        layer.__dict__.pop(MARK, None)
+    for module in model.modules():
+        module.__dict__.pop(MARK, None)
+        module.__dict__.pop(CALLER, None)
+
+
+def refuse_bypassed_caller(base: nn.Module) -> None:
+    """Raise if a base model that nobody handed documents has a head whose wrapper is gone.
+
+    Raises:
+        ValueError: it has.
+    """
+    caller: Caller | None = base.__dict__.get(CALLER)
+    if caller is not None and caller.is_bypassed():
+        raise ValueError(_BYPASSED)
+
+
+_BYPASSED = (
+    "a patched model's forward must stay the one that patch_model wrapped, got another that was "
+    "set since (by a library, or by taking hooks off), under which labels cross documents and the "
+    "layers do not get theirs; call patch_model again, after all else that changes forward."
+)
 
 
 def refuse_lost_patch(layer: nn.Module) -> None:
-    """Raise if a pickle has left out the wrapper that should have handed the layer its documents.
+    """Raise if the wrapper that should have handed the layer its documents is gone.
 
     Raises:
-        ValueError: it has. Not where a layer that is patched is called on its own.
+        ValueError: it is: a pickle left it out, or another forward took its place. Not where a
+            layer that is patched is called on its own.
     """
     mark: _Mark | None = layer.__dict__.get(MARK)
-    if mark is not None and mark.lost:
+    if mark is None:
+        return
+    if mark.caller.is_bypassed():
+        raise ValueError(_BYPASSED)
+    if mark.lost:
         raise ValueError(
             "this model was patched when it was pickled, and a pickle leaves the wrapper out, and "
             "with it the promises, the mapping and the masked labels; call patch_model on the "

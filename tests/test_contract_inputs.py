@@ -310,3 +310,56 @@ def test_gradients_reach_embeddings_of_their_own_document():
     out.logits[third].square().sum().backward()
     reached = embedded.grad.abs().sum(-1) > 0
     assert torch.equal(reached, third)
+
+
+# ---- what is refused ----
+
+OTHER_NAMES = {
+    "document_ids": (ONE.document_ids, "attention_mask"),
+    "cu_seqlens": (ONE.cu_seqlens, "cu_seq_lens_q"),
+    "cu_seqlens_q": (ONE.cu_seqlens, "cu_seq_lens_q"),
+    "cu_seqlens_k": (ONE.cu_seqlens, "cu_seq_lens_k"),
+    "packed_layouts": (layout(ONE), "packed_layout"),
+}
+HOW = {
+    "patched": lambda kind: fv.patch_model(new_model(kind), "sdpa"),
+    "name_alone": lambda kind: new_model(kind, implementation="flexvarlen_doc"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+@pytest.mark.parametrize("how", HOW)
+def test_documents_by_another_name(how, name):
+    given, right = OTHER_NAMES[name]
+    with pytest.raises(ValueError, match=rf"got {name}=.* pass {right}"):
+        HOW[how]("llama")(ONE.ids, **{name: given})
+    HOW[how]("llama")(ONE.ids, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("how", "in_a_dict"), [("patched", False), ("patched", True), ("name_alone", False)]
+)
+def test_a_block_mask(how, in_a_dict):
+    mask = fv.document_block_mask(layout(ONE))
+    if in_a_dict:
+        mask = {"full_attention": mask}
+    with pytest.raises(ValueError, match="attention_mask must be a tensor, got BlockMask"):
+        HOW[how]("llama")(ONE.ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", ["layout", "seq_idx"])
+def test_positions_that_go_on_under_longrope(form, compiled):
+    """The rotary tables are made by the restarts, and would take two documents for one."""
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("phi3"), "sdpa")
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    documents = {"layout": {"packed_layout": layout(ONE)}, "seq_idx": {"seq_idx": ONE.document_ids}}
+    through = torch.arange(256)[None]
+    with torch.no_grad():
+        run(ONE.ids, position_ids=ONE.position_ids, **documents[form])
+        with pytest.raises(
+            RuntimeError if compiled else ValueError, match="must not go on from one"
+        ):
+            run(ONE.ids, position_ids=through, **documents[form])
+    torch._dynamo.reset()

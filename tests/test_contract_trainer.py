@@ -76,6 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "flash_attn_kwargs": {"return_flash_attn_kwargs": True},
     "flash_attn_kwargs_alone": {"return_flash_attn_kwargs": True, "return_position_ids": False},
     "seq_idx": {"return_seq_idx": True},
+    "seq_idx_alone": {"return_seq_idx": True, "return_position_ids": False},
     "all": {"return_flash_attn_kwargs": True, "return_seq_idx": True},
     "position_ids_start": {"position_ids_start": 2},
     "no_max_length": {
@@ -104,13 +105,6 @@ def test_a_model_that_is_not_patched_fails_the_oracle(way, tmp_path):
             collator=Collator(**OPTIONS.get(way, {})),
             **WAYS.get(way, {}),
         )
-
-
-def test_seq_idx_alone_is_refused(tmp_path):
-    model = fv.patch_model(new_model("qwen3"), "sdpa")
-    collator = Collator(return_position_ids=False, return_seq_idx=True)
-    with pytest.raises(ValueError, match="seq_idx alone"):
-        check(model, tmp_path, collator=collator)
 
 
 def test_a_separator_that_is_a_token_is_not_learned(tmp_path):

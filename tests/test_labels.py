@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -10,6 +12,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import flexvarlen as fv
 from tests.tiny_models import (
     ALL,
+    LENGTHS,
     Batch,
     batch_of,
     documents,
@@ -99,12 +102,98 @@ def test_shift_labels_stop_at_the_last_token_of_a_document(given):
     assert loss == pytest.approx(by_document(batch, own_labels(batch)), rel=1e-5)
 
 
+def own_first_labels(batch: Batch) -> torch.Tensor:
+    """As DataCollatorWithFlattening has them: -100 at each first token."""
+    return batch.ids.masked_fill(batch.position_ids == 0, IGNORED)
+
+
 def test_num_items_in_batch_divides_the_sum():
     """Gradient accumulation hands the number of labels of all its batches."""
     batch = one_row()
-    loss = loss_of(shared_model("llama"), batch, num_items_in_batch=torch.tensor(1000))
+    given = {"labels": own_first_labels(batch), "num_items_in_batch": torch.tensor(1000)}
+    loss = loss_of(shared_model("llama"), batch, **given)
     total = by_document(batch, own_labels(batch), reduction="sum")
     assert loss == pytest.approx(total / 1000, rel=1e-5)
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+COUNTED = {
+    "first_tokens": (one_row(), {"labels": one_row().ids}),
+    "shifted": (one_row(), {"labels": one_row().ids, "shift_labels": shifted(one_row().ids)}),
+    "padding": (
+        padded_rows(left=False),
+        {
+            "labels": padded_rows(left=False).ids,
+            "attention_mask": (padded_rows(left=False).document_ids > 0).long(),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_counted_labels_that_are_masked_are_told_of_once(case):
+    """Trainer counts the labels before any model sees them, and divides by that."""
+    batch, inputs = COUNTED[case]
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    given = {"position_ids": batch.position_ids, **inputs}
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="num_items_in_batch counts labels"):
+            model(batch.ids, num_items_in_batch=torch.tensor(255), **given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(batch.ids, num_items_in_batch=torch.tensor(255), **given)
+
+
+SILENT = {
+    "of_the_collator": {"labels": own_first_labels(one_row()), "num_items_in_batch": 250},
+    "of_the_collator_shifted": {
+        "labels": one_row().ids,  # Trainer counts the others
+        "shift_labels": shifted(own_first_labels(one_row())),
+        "num_items_in_batch": 250,
+    },
+    "first_of_the_row": {  # in no loss, patched or not, so nobody counts it
+        "labels": torch.where(torch.arange(256) == 0, one_row().ids, own_first_labels(one_row())),
+        "num_items_in_batch": 250,
+    },
+    "nothing_counted": {"labels": one_row().ids},
+    "no_labels": {"num_items_in_batch": 250},
+    "one_document": {
+        "labels": one_row().ids,
+        "position_ids": torch.arange(256)[None],
+        "num_items_in_batch": 255,
+    },
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_nothing_is_said_of_labels_that_are_right(case):
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    given = {"position_ids": one_row().position_ids, **SILENT[case]}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(one_row().ids, **given)
+
+
+def test_labels_are_compared_once(monkeypatch):
+    """Boundaries of the host cost no read, and counted labels one, at the first batch."""
+    batch = one_row()
+    model = fv.patch_model(new_model("llama"), "reference")
+    given = {
+        "labels": own_first_labels(batch),
+        "packed_layout": fv.PackedLayout.from_lengths(LENGTHS),
+        "use_cache": False,
+    }
+    reads = []
+    with torch.no_grad():
+        model(batch.ids, **given)
+        read = torch.Tensor.__bool__
+        monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: reads.append(x) or read(x))
+        for expected in ({}, 0), ({"num_items_in_batch": 250}, 1), ({"num_items_in_batch": 9}, 1):
+            model(batch.ids, **given, **expected[0])
+            assert len(reads) == expected[1]
 
 
 def test_the_callers_tensors_stay_as_they_are():

@@ -1,0 +1,121 @@
+"""What boundaries from several places must agree on: eagerly a sentence, in a graph an assertion.
+
+Shapes: B rows of S tokens, one after another: T = B·S.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout import PackedLayout
+
+
+def refuse_halves(
+    cu_seq_lens_k: Tensor | None, max_length_q: int | None, max_length_k: int | None
+) -> None:
+    """Refuse what tells documents only beside `cu_seq_lens_q`, where that is missing."""
+    alone = {
+        "cu_seq_lens_k": cu_seq_lens_k,
+        "max_length_q": max_length_q,
+        "max_length_k": max_length_k,
+    }
+    for name, given in alone.items():
+        if given is not None:
+            raise ValueError(
+                f"{name} must come with cu_seq_lens_q, which tells the documents, got {name} "
+                "without it; pass cu_seq_lens_q (in self-attention equal to cu_seq_lens_k), or "
+                f"leave {name} out."
+            )
+
+
+def changes_of(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.device) -> Tensor:
+    """bool `[T]`: True where the numbers of `seq_idx` change inside a row.
+
+    Raises:
+        ValueError: it is not a number for each token, on the tokens' device.
+    """
+    if (
+        seq_idx.ndim != 2
+        or seq_idx.shape[0] not in (1, batch)
+        or seq_idx.shape[1] != row_tokens
+        or seq_idx.device != device
+        or seq_idx.is_floating_point()
+    ):
+        raise ValueError(
+            f"seq_idx must be integers of shape {(batch, row_tokens)} on {device}, one for each "
+            f"token, got {seq_idx.dtype} of shape {tuple(seq_idx.shape)} on {seq_idx.device}; "
+            "number the documents of each row."
+        )
+    differ = torch.nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
+    return differ.expand(batch, row_tokens).reshape(-1)
+
+
+def check_same_documents(
+    changes: Tensor,
+    layout: PackedLayout,
+    attention_mask: Tensor | None,
+    row_tokens: int,
+    *,
+    reads: bool,
+) -> None:
+    """Raise unless `seq_idx` changes where documents of the layout begin, and nowhere else.
+
+    What it says at padding, and from one row to the next, is not looked at. A device that must not
+    be read asserts it.
+    """
+    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
+    begins = flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1]
+    real = layout.real_tokens()
+    if attention_mask is not None:
+        real = real & (attention_mask != 0).reshape(-1)
+    inside = real & torch.nn.functional.pad(real[:-1], (1, 0))
+    first_of_row = torch.arange(layout.total_tokens, device=layout.device) % row_tokens == 0
+    same = ((changes == begins) | ~inside | first_of_row).all()
+    message = (
+        "seq_idx must change where the documents of packed_layout or cu_seq_lens_q begin, and "
+        "nowhere else, got others; leave one of them out."
+    )
+    if same.is_cuda and not reads:
+        torch._assert_async(same, f"flexvarlen: {message}")
+    else:
+        check(same, message)
+
+
+def check_cu_seq_lens(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device
+) -> None:
+    """Raise unless both are equal, on the tokens' device."""
+    if cu_seq_lens_q.device != device:
+        raise ValueError(
+            f"cu_seq_lens_q must be on the tokens' device {device}, got {cu_seq_lens_q.device}; "
+            "move it."
+        )
+    if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q:
+        return
+    message = (
+        "cu_seq_lens_k must equal cu_seq_lens_q in self-attention; pass the same tensor for both."
+    )
+    if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+        raise ValueError(message)
+    check((cu_seq_lens_k == cu_seq_lens_q).all(), message)
+
+
+def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
+    """Raise unless a document, or padding, begins at each row's start."""
+    boundaries = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
+    rows = torch.arange(1, batch, device=boundaries.device, dtype=torch.int32) * row_tokens
+    inside_padding = rows >= boundaries[-1]
+    check(
+        (torch.isin(rows, boundaries) | inside_padding).all(),
+        f"a document must not cross the border of two rows of {row_tokens} tokens; put a boundary "
+        "at each row's start.",
+    )
+
+
+def check(holds: Tensor, message: str) -> None:
+    """Raise eagerly; assert on the device inside a compiled graph."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(holds, f"flexvarlen: {message}")
+    elif not bool(holds):
+        raise ValueError(message)

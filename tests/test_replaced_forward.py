@@ -1,0 +1,248 @@
+"""A `forward` that is set after `patch_model`: it raises until the model is patched again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import MethodType
+
+import accelerate
+import peft
+import pytest
+import torch
+
+import flexvarlen as fv
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import exact_and_peer, new_model, one_row
+
+BATCH = one_row()
+NUMBERED = {"attention_mask": BATCH.document_ids, "labels": BATCH.ids}
+SAYS = r"patch_model again"
+
+
+def check(model):
+    """Logits and loss of the documents one by one."""
+    exact, peer = exact_and_peer("llama", BATCH.order)
+    with torch.no_grad():
+        out = model(BATCH.ids, **NUMBERED)
+    assert_as_accurate(out.logits[0], exact.logits, peer.logits, 2)
+    assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
+
+
+def own_method(module):
+    """As Liger does on an instance, in its own words."""
+
+    def replaced(self, *args, **kwargs):
+        return type(self).forward(self, *args, **kwargs)
+
+    module.forward = MethodType(replaced, module)
+
+
+def class_method(module):
+    module.forward = MethodType(type(module).forward, module)
+
+
+def closure(module):
+    module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+
+
+def of_class(module):
+    del module.forward
+
+
+SETTERS = (own_method, class_method, closure, of_class)
+PARTS = {
+    "head": lambda model: (model,),
+    "base": lambda model: (model.model,),
+    "both": lambda model: (model, model.model),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("setter", SETTERS)
+@pytest.mark.parametrize("part", ["head", "both"])
+def test_raises_until_patched_again(part, setter, compiled):
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    for module in PARTS[part](model):
+        setter(module)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with pytest.raises(Exception if compiled else ValueError, match=SAYS):
+        run(BATCH.ids, **NUMBERED)
+    torch._dynamo.reset()
+    check(fv.patch_model(model, "sdpa"))
+    fv.unpatch_model(model)
+    plain = new_model("llama")
+    assert torch.equal(model(BATCH.ids).logits, plain(BATCH.ids).logits)
+
+
+@pytest.mark.parametrize("setter", SETTERS)
+def test_of_the_base_model_alone(setter):
+    """Its head still hands the layers their documents; nobody else does."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    setter(model.model)
+    check(model)
+    with pytest.raises(ValueError, match=SAYS):
+        model.model(BATCH.ids, attention_mask=BATCH.document_ids)
+    with pytest.raises(ValueError, match=SAYS):  # what the layers see does not count
+        model.model(BATCH.ids, position_ids=BATCH.position_ids)
+    check(fv.patch_model(model, "sdpa"))
+    states = model.model(BATCH.ids, attention_mask=BATCH.document_ids).last_hidden_state
+    exact, peer = exact_and_peer("llama", BATCH.order)
+    assert_as_accurate(model.lm_head(states)[0], exact.logits, peer.logits, 2)
+
+
+def test_a_base_model_on_its_own_is_one_graph():
+    """Whether its head is still wrapped is asked while tracing."""
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    compiled = torch.compile(model.model, backend="eager", fullgraph=True)
+    exact, peer = exact_and_peer("llama", BATCH.order)
+    with torch.no_grad():
+        states = compiled(BATCH.ids, attention_mask=BATCH.document_ids).last_hidden_state
+        assert_as_accurate(model.lm_head(states)[0], exact.logits, peer.logits, 2)
+    torch._dynamo.reset()
+
+
+def test_below_a_peft_model():
+    """Which calls no hook of the model, but `model.forward`."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+    own_method(tuned.get_base_model())
+    with pytest.raises(ValueError, match=SAYS):
+        tuned(BATCH.ids, **NUMBERED)
+    check(fv.patch_model(tuned, "sdpa"))
+
+
+def test_hooks_of_accelerate_that_took_ours_with_them():
+    model = new_model("llama")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    check(fv.patch_model(model, "sdpa"))
+    accelerate.hooks.remove_hook_from_submodules(model)
+    with pytest.raises(ValueError, match=SAYS):
+        model(BATCH.ids, **NUMBERED)
+    check(fv.patch_model(model, "sdpa"))
+    fv.unpatch_model(model)
+    assert not [name for x in model.modules() for name in vars(x) if "flexvarlen" in name]
+
+
+def test_a_copy_is_told_of_its_own_head():
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    twin = copy.deepcopy(model)
+    own_method(twin)
+    check(model)
+    with pytest.raises(ValueError, match=SAYS):
+        twin(BATCH.ids, **NUMBERED)
+    base = copy.deepcopy(model.model)  # without a head
+    own_method(model)
+    assert base(BATCH.ids, attention_mask=BATCH.document_ids).last_hidden_state.isfinite().all()
+
+
+class _Object:
+    def __init__(self, forward):
+        self.of_before = forward
+
+    def __call__(self, *args, **kwargs):
+        return self.of_before(*args, **kwargs)
+
+
+def _wrapped(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+AROUND = {
+    "closure": lambda forward: lambda *args, **kwargs: forward(*args, **kwargs),
+    "default": lambda forward: lambda *args, _own=forward, **kwargs: _own(*args, **kwargs),
+    "wraps": _wrapped,
+    "partial": functools.partial,
+    "object": _Object,
+    "compiled": lambda forward: torch.compile(forward, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+def test_a_wrapper_around_ours_is_no_replacement(how):
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    for module in (model, model.model):
+        module.forward = AROUND[how](module.forward)
+    forwards = [model.forward, model.model.forward]
+    check(model)
+    assert model.model(BATCH.ids, attention_mask=BATCH.document_ids) is not None
+    check(fv.patch_model(model, "sdpa"))
+    assert [model.forward, model.model.forward] == forwards
+    torch._dynamo.reset()
+
+
+# ---- how a forward is called ----
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_arguments_that_the_forward_does_not_take(patch):
+    model = new_model("llama")
+    if patch:
+        fv.patch_model(model, "sdpa")
+    named = 9
+    with pytest.raises(TypeError, match="positional argument"):
+        model(BATCH.ids, *[None] * named, BATCH.position_ids)
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(BATCH.ids, input_ids=BATCH.ids)
+    model(BATCH.ids, None, BATCH.position_ids)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loss_of_the_users_own_gets_what_it_got(when, compiled):
+    torch._dynamo.reset()
+
+    def loss(logits, labels, vocab_size):
+        assert vocab_size == logits.shape[-1]
+        return logits.sum() + (labels != -100).sum()
+
+    model = new_model("llama")
+    if when == "before":
+        model.loss_function = loss
+    fv.patch_model(model, "sdpa")
+    if when == "after":
+        model.loss_function = loss
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    for _ in range(2):
+        with torch.no_grad():
+            out = run(BATCH.ids, **NUMBERED)
+        kept = BATCH.ids.numel() - len(BATCH.order)
+        assert out.loss.item() == pytest.approx(out.logits.sum().item() + kept, rel=1e-4)
+    fv.unpatch_model(model)
+    assert model.loss_function is loss
+    torch._dynamo.reset()
+
+
+# ---- PEFT ----
+
+PROMPTS = {
+    "prompt_tuning": peft.PromptTuningConfig,
+    "prefix_tuning": peft.PrefixTuningConfig,
+    "p_tuning": peft.PromptEncoderConfig,
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_virtual_tokens_are_refused(kind):
+    """They stand in front of the first document alone, and shift what the collator counted."""
+    adapter = PROMPTS[kind](task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(new_model("llama"), adapter)
+    with pytest.raises(NotImplementedError, match=r"virtual tokens, .* use LoRA"):
+        fv.patch_model(tuned, "sdpa")
+    assert not hasattr(tuned.get_base_model(), "_flexvarlen_patch")
+
+
+@pytest.mark.parametrize("adapter", [peft.LoraConfig, peft.IA3Config, peft.LoHaConfig])
+def test_adapters_of_weights_are_not(adapter):
+    targets = {"target_modules": ["k_proj", "v_proj"]}
+    if adapter is peft.IA3Config:
+        targets["feedforward_modules"] = []
+    tuned = peft.get_peft_model(new_model("llama"), adapter(task_type="CAUSAL_LM", **targets))
+    check(fv.patch_model(tuned, "sdpa").eval())

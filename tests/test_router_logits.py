@@ -1,0 +1,135 @@
+"""The auxiliary loss of a mixture of experts counts each real token of a batch, and no padding."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import cross_entropy
+
+import flexvarlen as fv
+from tests.tiny_models import LENGTHS, Batch, documents, new_model, one_row, padded_rows, two_rows
+
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+SHORT = padded_rows(left=False, packed=True)
+
+
+def trailing(batch: Batch) -> dict:
+    """A layout that ends before the row does."""
+    lengths = [LENGTHS[i] for i, _ in batch.order]
+    return {"packed_layout": fv.PackedLayout.from_lengths(lengths, total_tokens=batch.ids.numel())}
+
+
+def cut(batch: Batch, tokens: int) -> Batch:
+    """The first row alone, with so many tokens."""
+    of_first = len(batch.document_ids[0].unique()) - 1
+    rows = (getattr(batch, x)[:1, :tokens] for x in ("ids", "position_ids", "document_ids"))
+    return Batch(*rows, batch.cu_seqlens, batch.order[:of_first])
+
+
+CUT = cut(SHORT, 90)
+FORMS = {
+    "no_mask": (one_row(), {"position_ids": one_row().position_ids}),
+    "ones": (
+        two_rows(),
+        {
+            "position_ids": two_rows().position_ids,
+            "attention_mask": torch.ones_like(two_rows().ids),
+        },
+    ),
+    "document_ids": (two_rows(), {"attention_mask": two_rows().document_ids}),
+    "cu_seq_lens": (one_row(), {"cu_seq_lens_q": one_row().cu_seqlens}),
+    "padding": (
+        padded_rows(left=True),
+        {"attention_mask": (padded_rows(left=True).document_ids > 0).long()},
+    ),
+    "padding_and_document_ids": (SHORT, {"attention_mask": SHORT.document_ids}),
+    "padding_behind_a_layout": (CUT, trailing(CUT)),
+}
+
+
+def model_of(kind: str, **changes):
+    """In fp64, so that what is left is a difference in meaning; its auxiliary loss counts a lot."""
+    return new_model(kind, router_aux_loss_coef=0.5, **changes).double()
+
+
+def apart(kind: str, batch: Batch):
+    """Loss, auxiliary loss and gradients of the unpatched model, each document by itself."""
+    model = model_of(kind)
+    losses, gates, labels = [], [], 0
+    for index, _ in batch.order:
+        ids = documents()[index][None]
+        out = model(ids, use_cache=False, output_router_logits=True)
+        losses.append(cross_entropy(out.logits[0, :-1], ids[0, 1:], reduction="sum"))
+        gates.append(out.router_logits)
+        labels += ids.numel() - 1
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    together = tuple(torch.cat(layer) for layer in zip(*gates, strict=True))
+    aux = balance(together, model.num_experts, model.num_experts_per_tok)
+    loss = torch.stack(losses).sum() / labels + model.router_aux_loss_coef * aux
+    loss.backward()
+    return loss.detach(), aux.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def check(model, out, expected):
+    """Equal but for the rounding of transformers' losses, which are in fp32."""
+    loss, aux, gradients = expected
+    out.loss.backward()
+    torch.testing.assert_close(out.aux_loss.double(), aux.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.loss.double(), loss.double(), rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - gradients[name]).norm()
+        assert error <= 1e-5 * gradients[name].norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_the_documents(kind, form):
+    batch, inputs = FORMS[form]
+    model = fv.patch_model(model_of(kind), "reference").train()
+    out = model(batch.ids, labels=batch.ids, output_router_logits=True, **inputs)
+    check(model, out, apart(kind, batch))
+
+
+@pytest.mark.parametrize("form", ["no_mask", "padding_and_document_ids"])
+def test_as_the_config_asks_too(form):
+    batch, inputs = FORMS[form]
+    model = fv.patch_model(model_of("mixtral", output_router_logits=True), "sdpa")
+    assert model(batch.ids, **inputs).aux_loss.item() == pytest.approx(
+        apart("mixtral", batch)[1].item(), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("form", ["no_mask", "padding_and_document_ids", "padding_behind_a_layout"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_in_one_graph(kind, form):
+    torch._dynamo.reset()
+    batch, inputs = FORMS[form]
+    model = fv.patch_model(model_of(kind), "reference").train()
+    model.set_experts_implementation("batched_mm")  # eager loops over experts, on the host
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    model(batch.ids[:, :4], output_router_logits=True)  # installs transformers' hooks, by a lock
+    others = {"packed_layout": fv.PackedLayout.from_lengths([20, 16, 4], total_tokens=90)}
+    if "packed_layout" not in inputs:
+        others = {name: x.roll(3, dims=1) for name, x in inputs.items()}
+    compiled(batch.ids, labels=batch.ids, output_router_logits=True, **others)
+    out = compiled(batch.ids, labels=batch.ids, output_router_logits=True, **inputs)
+    check(model, out, apart(kind, batch))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generates_as_before(kind):
+    ids = documents()[1][None, :12]
+    models = [new_model(kind, output_router_logits=True) for _ in range(2)]
+    fv.patch_model(models[1], "reference")
+    for mask in (None, torch.ones_like(ids), (torch.arange(12) >= 5).long()[None]):
+        plain, ours = (
+            model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+            for model in models
+        )
+        assert torch.equal(plain, ours)

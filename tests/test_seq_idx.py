@@ -1,0 +1,182 @@
+"""`seq_idx` and the other boundaries of DataCollatorWithFlattening: honoured, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+import flexvarlen as fv
+from flexvarlen.patches.documents import find_layout
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import LENGTHS, documents, exact_and_peer, new_model, one_row, two_rows
+
+ONE, TWO = one_row(), two_rows()
+KIND = "qwen3_windows"
+
+
+def numbers(batch):
+    return (batch.document_ids - 1).int()
+
+
+def through(batch):
+    """Positions that run through the row, as of one document."""
+    return torch.arange(batch.ids.shape[1])[None]
+
+
+# What comes beside seq_idx, and would say one document a row.
+BESIDE = {
+    "alone": lambda batch: {},
+    "mask_of_ones": lambda batch: {"attention_mask": torch.ones_like(batch.ids)},
+    "positions_that_run_through": lambda batch: {"position_ids": through(batch)},
+    "both": lambda batch: {
+        "attention_mask": torch.ones_like(batch.ids),
+        "position_ids": through(batch),
+    },
+    "cu_seq_lens": lambda batch: {"cu_seq_lens_q": batch.cu_seqlens},
+    "layout": lambda batch: {
+        "packed_layout": fv.PackedLayout.from_lengths([LENGTHS[i] for i, _ in batch.order])
+    },
+}
+
+
+def check(batch, logits, *, by_row=False):
+    """As the documents one by one; `by_row`: at the positions that they have in their row."""
+    firsts, before, row_tokens = [], 0, batch.ids.shape[1]
+    for index, first in batch.order:
+        firsts.append(before % row_tokens if by_row else first)
+        before += LENGTHS[index]
+    order = tuple((i, first) for (i, _), first in zip(batch.order, firsts, strict=True))
+    exact, peer = exact_and_peer(KIND, order)
+    assert_as_accurate(batch.of_documents(logits), exact.logits, peer.logits, 2)
+
+
+@pytest.mark.parametrize("batch", [ONE, TWO], ids=["one_row", "two_rows"])
+@pytest.mark.parametrize("form", BESIDE)
+@pytest.mark.parametrize("how", ["patched", "name_alone"])
+def test_a_change_begins_a_document(how, form, batch):
+    if how == "patched":
+        model = fv.patch_model(new_model(KIND), "sdpa")
+    else:
+        model = new_model(KIND, implementation="flexvarlen_doc")
+    given = {"seq_idx": numbers(batch), **BESIDE[form](batch)}
+    with torch.no_grad():
+        out = model(batch.ids, labels=batch.ids, use_cache=False, **given)
+    # Nobody makes other positions for a plugin name alone.
+    by_row = how == "name_alone" or "position_ids" in given
+    check(batch, out.logits, by_row=by_row)
+    if how == "patched":  # labels, too
+        exact, _ = exact_and_peer(KIND, batch.order)
+        assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["alone", "both"])
+def test_one_graph_for_any_documents(form):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = torch.compile(fv.patch_model(new_model(KIND), "sdpa"), fullgraph=True, backend=counter)
+    for cut in (3, 100, None):
+        seq_idx = numbers(ONE) if cut is None else (through(ONE) >= cut).int()
+        with torch.no_grad():
+            out = model(ONE.ids, seq_idx=seq_idx, **BESIDE[form](ONE))
+    check(ONE, out.logits, by_row=form == "both")
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_position_ids": False},
+        {"return_position_ids": False, "return_flash_attn_kwargs": True},
+        {"return_flash_attn_kwargs": True},
+    ],
+    ids=str,
+)
+def test_batches_of_the_collator(options):
+    made = DataCollatorWithFlattening(return_seq_idx=True, **options)(
+        [{"input_ids": document.tolist()} for document in documents()]
+    )
+    with torch.no_grad():
+        check(ONE, fv.patch_model(new_model(KIND), "sdpa")(**made).logits)
+
+
+def test_padding_is_not_cut():
+    """Its tokens may bear any number."""
+    mask = (torch.arange(12) < 8).long()[None]
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 4]])
+    layout = find_layout(1, 12, mask.device, seq_idx=seq_idx, attention_mask=mask)
+    assert layout.lengths == (3, 5, 4)
+    assert layout.real_tokens().tolist() == mask[0].bool().tolist()
+    explicit = fv.PackedLayout.from_lengths([3, 5], total_tokens=12)
+    found = find_layout(1, 12, mask.device, seq_idx=seq_idx, packed_layout=explicit)
+    assert found is explicit
+
+
+WRONG = {
+    "more_than_cu_seq_lens": {"seq_idx": (through(ONE) // 2), "cu_seq_lens_q": ONE.cu_seqlens},
+    "fewer_than_cu_seq_lens": {"seq_idx": through(ONE) * 0, "cu_seq_lens_q": ONE.cu_seqlens},
+    "others_than_the_layout": {
+        "seq_idx": numbers(ONE),
+        "packed_layout": fv.PackedLayout.from_lengths([200, 56]),
+    },
+    "of_another_shape": {"seq_idx": numbers(ONE)[0]},
+    "too_short": {"seq_idx": numbers(ONE)[:, :-1]},
+    "of_floats": {"seq_idx": numbers(ONE).float()},
+    "with_a_cache": {"seq_idx": numbers(ONE), "past_key_values": DynamicCache()},
+    "with_a_4d_mask": {
+        "seq_idx": numbers(ONE),
+        "attention_mask": torch.ones(256, 256).bool().tril()[None, None],
+    },
+    "cu_seq_lens_k_alone": {"cu_seq_lens_k": ONE.cu_seqlens},
+    "cu_seq_lens_k_and_its_length": {"cu_seq_lens_k": ONE.cu_seqlens, "max_length_k": 98},
+    "max_length_q_alone": {"max_length_q": 98, "position_ids": ONE.position_ids},
+    "max_length_k_alone": {"max_length_k": 98},
+}
+
+
+def wrong(case):
+    given = dict(WRONG[case])
+    if case == "with_a_cache":
+        given["past_key_values"] = DynamicCache()
+        for layer in range(2):
+            given["past_key_values"].update(torch.ones(1, 2, 4, 16), torch.ones(1, 2, 4, 16), layer)
+    return given
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("how", ["patched", "name_alone"])
+def test_what_cannot_be_honoured_raises(how, case):
+    if how == "patched":
+        model = fv.patch_model(new_model(KIND), "sdpa")
+    else:
+        model = new_model(KIND, implementation="flexvarlen_doc")
+    with pytest.raises(ValueError, match=r"seq_idx|cu_seq_lens_q|packed batch") as caught:
+        model(ONE.ids, **wrong(case))
+    assert len(str(caught.value).split()) > 6
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_k", "max_length_q"])
+@pytest.mark.parametrize("how", ["patched", "name_alone"])
+def test_halves_of_cu_seq_lens_raise_in_a_graph(how, name):
+    torch._dynamo.reset()
+    if how == "patched":
+        model = fv.patch_model(new_model(KIND), "sdpa")
+    else:
+        model = new_model(KIND, implementation="flexvarlen_doc")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    given = {"cu_seq_lens_k": ONE.cu_seqlens, "max_length_q": 98}[name]
+    with pytest.raises(Exception, match=f"{name} must come with cu_seq_lens_q"):
+        compiled(ONE.ids, use_cache=False, **{name: given})
+    torch._dynamo.reset()
+
+
+def test_a_contradiction_in_a_graph_is_asserted():
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model(KIND), "sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="seq_idx must change where"):
+        compiled(ONE.ids, cu_seq_lens_q=ONE.cu_seqlens, seq_idx=through(ONE) // 2)
+    torch._dynamo.reset()
