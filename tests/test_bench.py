@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flexvarlen as fv
+import flexvarlen.rows as row_module
 from bench import model, model_run, report
-from bench import rows as bench_rows
 from bench.accuracy import Errors
 from bench.cases import GEOMETRIES, Case, log_normal_lengths
 from bench.variants import make_variant
@@ -55,7 +55,7 @@ def test_the_commit_that_was_given_wins_over_a_stale_checkout(rows, monkeypatch)
     assert (where["git_commit"], where["git_dirty"]) == ("x", None)
     assert "commit x:" in report.model_section(list(rows.values()))
     stale = {"git_commit": "0123456789", "git_dirty": True}
-    monkeypatch.setattr(bench_rows, "environment", lambda device: dict(stale))
+    monkeypatch.setattr(row_module, "environment", lambda device: dict(stale))
     given, found = (run_environment(torch.device("cpu"), commit) for commit in ("new", None))
     assert (given["git_commit"], given["git_dirty"]) == ("new", None)
     assert stale.items() <= found.items()
