@@ -15,6 +15,7 @@ import typer
 import flexvarlen as fv
 from flexvarlen.cli_console import NOT_RIGHT, console, device_of, dtype_of, errors
 from flexvarlen.doctor import parse_heads
+from flexvarlen.drift.report.complete import has_attribution, has_case, has_model, has_training
 from flexvarlen.drift.report.journal import Journal
 from flexvarlen.drift.report.thresholds import (
     MODEL_MEASURES,
@@ -147,7 +148,7 @@ def run_op(
             def say(what: str, done: int = done) -> None:
                 show(done, len(todo), what)
 
-            if not _has_case(place.journal, case.as_row_case(dtype), names, wanted):
+            if not has_case(place.journal, case.as_row_case(dtype), names, wanted):
                 operator_drift(
                     [case],
                     names,
@@ -158,18 +159,6 @@ def run_op(
                     progress=say,
                     **shared,
                 )
-
-
-def _has_case(
-    journal: Journal, case: dict[str, Any], backends: Sequence[str], comparisons: Sequence[str]
-) -> bool:
-    """Whether the file has all of a case; pairs of backends come with the rest."""
-    return all(
-        journal.has("drift-op", **case, backend=backend, comparison=comparison)
-        for backend in backends
-        for comparison in comparisons
-        if comparison != "backend-backend"
-    )
 
 
 # ---- drift model ----
@@ -219,30 +208,13 @@ def run_model(
                 "append": place.journal.append,
                 "progress": _named(show, spec.label),
             }
-            if not _has_model(place.journal, case, names, wanted):
-                model_drift(model, batch, names, comparisons=wanted, baseline=baseline, **shared)
-            if attribution and not all(
-                place.journal.has("drift-attribution", **case, backend=name) for name in ours
-            ):
-                attribute(model, batch, ours, **shared)
+            todo = [n for n in names if not has_model(place.journal, case, n, wanted)]
+            if todo:
+                model_drift(model, batch, todo, comparisons=wanted, baseline=baseline, **shared)
+            todo = [n for n in ours if not has_attribution(place.journal, case, n)]
+            if attribution and todo:
+                attribute(model, batch, todo, **shared)
             del model
-
-
-def _has_model(
-    journal: Journal, case: dict[str, Any], backends: Sequence[str], comparisons: Sequence[str]
-) -> bool:
-    """Whether the file has all of a model; a comparison of dtypes has a dtype of its own."""
-    shared = {name: value for name, value in case.items() if name != "dtype"}
-    return all(
-        journal.has(
-            "drift-model",
-            **(shared if comparison == "dtype" else case),
-            backend=backend,
-            comparison=comparison,
-        )
-        for backend in backends
-        for comparison in comparisons
-    )
 
 
 # ---- drift train ----
@@ -262,7 +234,6 @@ def run_train(
 ) -> None:
     """The trainings of each dtype."""
     from flexvarlen.drift.training.variants import check_training, training_drift
-    from flexvarlen.drift.training.verdict import VERDICT
 
     _quiet_transformers()
     spec = parse_model(name)
@@ -276,8 +247,8 @@ def run_train(
             def make_model(seed: int, dtype: torch.dtype = dtype) -> Any:
                 return build_model(spec.name, device=place.device, dtype=dtype, seed=seed)[0]
 
-            case = {"variant": VERDICT, "model": spec.label, "steps": steps, "tokens": width}
-            if place.journal.has(place.suite, **case, dtype=_name(dtype)):
+            case = {"model": spec.label, "steps": steps, "tokens": width, "dtype": _name(dtype)}
+            if has_training(place.journal, case, names, baseline, chosen, lr):
                 continue
             model, tokenizer = build_model(spec.name, device=place.device, dtype=dtype)
             vocabulary = model.config.vocab_size

@@ -47,7 +47,9 @@ def test_ulps_of_zero_and_of_subnormals_are_finite():
 
 def test_nan_is_seen_unless_both_have_it():
     a, b = torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0])
-    assert Difference.between(a, b).is_zero
+    same = Difference.between(a, b)
+    assert same.is_zero
+    assert same.finite == 0.5
     got = Difference.between(a, torch.tensor([0.0, 1.0]))
     assert math.isnan(got.max_abs)
     assert math.isnan(got.relative)
@@ -58,7 +60,9 @@ def test_nan_is_seen_unless_both_have_it():
 
 def test_infinities():
     inf = math.inf
-    assert Difference.between(torch.tensor([-inf]), torch.tensor([-inf])).is_zero
+    same = Difference.between(torch.tensor([-inf]), torch.tensor([-inf]))
+    assert same.is_zero
+    assert same.finite == 1.0
     assert Difference.between(torch.tensor([1.0]), torch.tensor([-inf])).max_abs == inf
 
 
@@ -91,11 +95,8 @@ def test_pieces_are_the_whole(sizes, piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(difference, "_PIECE", piece)
         parts = Difference.over(zip(found.split(sizes), truth.split(sizes), strict=True))
-    assert (parts.max_abs, parts.equal, parts.elements) == (
-        whole.max_abs,
-        whole.equal,
-        whole.elements,
-    )
+    for name in ("max_abs", "equal", "finite", "elements"):
+        assert getattr(parts, name) == getattr(whole, name)
     for name in ("mean_abs", "relative", "mean_ulps"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-9)
 

@@ -114,6 +114,51 @@ def test_resume_runs_again_what_is_complete(run, monkeypatch, tmp_path):
     assert len(rows_in(tmp_path)) == 4
 
 
+def test_resume_takes_pairs_for_done(run, tmp_path):
+    """They come last: a run that was stopped before them lacks them alone."""
+    run(*OP, "--no-train", "--comparisons", "place")
+    both = [*OP, "--no-train", "--comparisons", "place,backend-backend", "--resume"]
+    run(*both)
+    found = [row.case["comparison"] for row in rows_in(tmp_path)]
+    assert "backend-backend" in found
+    lines = (tmp_path / "out" / "rows.jsonl").read_text()
+    run(*both)
+    assert (tmp_path / "out" / "rows.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("status", ["failed", "oom"])
+def test_resume_takes_a_failure_for_done(run, tmp_path, status):
+    run(*OP, "--no-train", "--comparisons", "place")
+    path = tmp_path / "out" / "rows.jsonl"
+    path.write_text(path.read_text().replace('"status": "ok"', f'"status": "{status}"', 1))
+    run(*OP, "--no-train", "--comparisons", "place", "--resume")
+    assert {row.status for row in rows_in(tmp_path)} == {"ok"}
+
+
+def test_resume_runs_a_finished_backend_again(run, monkeypatch, tmp_path):
+    """A model takes minutes a backend: a run that is stopped must get on."""
+    small = ["model", "--model", "qwen3@1", "--tokens", "48", *CPU, "--no-train"]
+    small += ["--comparisons", "packed-alone"]
+    run(*small, "--backends", "sdpa")
+    before = rows_in(tmp_path)
+
+    def ran(*_args, **_options):
+        pytest.fail("ran again")
+
+    monkeypatch.setattr(SdpaBackend, "attend", ran)
+    result = run(*small, "--backends", "sdpa,reference", "--no-attribution", "--resume")
+    assert result.exit_code == 0, result.output
+    added = rows_in(tmp_path)[len(before) :]
+    assert {row.case["backend"] for row in added} == {"reference"}
+
+
+def test_resume_takes_another_training_for_this_one(run, tmp_path):
+    run(*TRAIN)
+    run(*TRAIN, "--lr", "0.01", "--resume")
+    found = rows_in(tmp_path)
+    assert {row.measures["lr"] for row in found if "lr" in row.measures} == {0.01}
+
+
 def test_model_writes_rows_and_says_where_runs_part(run, tmp_path):
     result = run(*MODEL, "--no-compile", "--fail-above", "logits_relative=0.01")
     assert result.exit_code == 0, result.output

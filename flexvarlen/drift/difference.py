@@ -25,6 +25,8 @@ class Difference:
         equal: share of elements that are equal; bit for bit where the dtypes are the same, but
             that -0 equals 0. A NaN equals a NaN.
         elements: how many.
+        finite: share of elements that are finite in both, or infinite in both alike (an LSE of
+            nothing seen).
     """
 
     max_abs: float
@@ -34,6 +36,7 @@ class Difference:
     mean_ulps: float
     equal: float
     elements: int
+    finite: float = 1.0
 
     @classmethod
     def between(cls, found: Tensor, truth: Tensor) -> Difference:
@@ -69,7 +72,7 @@ class Difference:
             elements += found.numel()
         if total is None or elements == 0:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0)
-        max_abs, sum_abs, squares, truth_squares, max_ulps, sum_ulps, equal = total.tolist()
+        max_abs, sum_abs, squares, truth_squares, max_ulps, sum_ulps, equal, finite = total.tolist()
         relative = relative_norm(squares, truth_squares)
         return cls(
             max_abs,
@@ -79,6 +82,7 @@ class Difference:
             sum_ulps / elements,
             equal / elements,
             elements,
+            finite / elements,
         )
 
     @property
@@ -110,7 +114,7 @@ _MAXIMA = (0, 4)
 
 
 def _sums(found: Tensor, truth: Tensor) -> Tensor:
-    """fp64 `[7]`: max, sum, squares, squares of the truth, max and sum of ULPs, equal ones."""
+    """fp64 `[8]`: max, sum, squares, the truth's squares, max and sum of ULPs, equal, finite."""
     equal = _equal(found, truth)
     a, b = found.double(), truth.double()
     error = torch.where(equal, 0.0, (a - b).abs())
@@ -123,6 +127,7 @@ def _sums(found: Tensor, truth: Tensor) -> Tensor:
         ulps.max() if ulps.numel() else ulps.sum(),
         ulps.sum(),
         equal.sum().double(),
+        ((a.isfinite() & b.isfinite()) | (a.isinf() & (a == b))).sum().double(),
     ]
     return torch.stack(parts)
 

@@ -6,5 +6,5 @@
 | `verdicts.py`, `summary.py`, `details.py` | sentences, the short tables, the long ones |
 | `figures.py`, `drawing.py`, `page.py` | plots, and the page |
 | `thresholds.py` | `--fail-above` |
-| `journal.py` | rows as they come, and what `--resume` need not run |
+| `journal.py`, `complete.py` | rows as they come, and what `--resume` need not run |
 """

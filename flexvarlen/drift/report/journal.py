@@ -8,6 +8,8 @@ from typing import Any
 from flexvarlen.drift.report.files import ROWS, DriftReport
 from flexvarlen.rows import Row, append_row, read_rows
 
+_TRY_AGAIN = ("failed", "oom")
+
 
 class Journal:
     """Of one folder.
@@ -47,12 +49,19 @@ class Journal:
             self._replace = False
         append_row(self._path, row)
 
-    def has(self, suite: str, **case: Any) -> bool:
-        """Whether an earlier run left a row whose case has these entries."""
-        return any(
-            row.suite == suite and all(row.case.get(name) == case[name] for name in case)
+    def rows(self, suite: str, **case: Any) -> list[Row]:
+        """Of an earlier run, those whose case has these entries and that need no second try."""
+        return [
+            row
             for row in self._old
-        )
+            if row.suite == suite
+            and row.status not in _TRY_AGAIN
+            and all(row.case.get(name) == case[name] for name in case)
+        ]
+
+    def has(self, suite: str, **case: Any) -> bool:
+        """Whether there is such a row."""
+        return bool(self.rows(suite, **case))
 
     def report(self) -> DriftReport:
         """All rows of the file; of equal suite, case and GPU the last."""
