@@ -189,6 +189,11 @@ def run_model(
     wanted = [n for n in comparison_names(comparisons) if compile or n != "eager-compiled"]
     read_documents(text)
     ours = [name for name in names if not name.startswith(THEIRS)]
+    if attribution and "auto" in ours:
+        raise ValueError(
+            "backends must be names of kernels for --attribution, got 'auto'; name the one that it "
+            "takes (flexvarlen doctor --explain), or pass --no-attribution."
+        )
     with _progress() as show:
         for spec, dtype in [(spec, dtype) for spec in specs for dtype in place.dtypes]:
             model, tokenizer = build_model(spec.name, device=place.device, dtype=dtype, seed=seed)

@@ -1,6 +1,8 @@
 """Attribution puts the blame where it was planted, and the batch-invariant mode shows zero."""
 
+import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from torch import nn
 import flexvarlen as fv
 from flexvarlen import backends
 from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.drift.difference import Difference
 from flexvarlen.drift.model import invariance as invariance_module
 from flexvarlen.drift.model.attribution import WHAT, attribute
 from flexvarlen.drift.model.fixed_shapes import Pieces, fixed_shapes
-from flexvarlen.drift.model.invariance import invariance, invariant_variant
+from flexvarlen.drift.model.invariance import _joined, invariance, invariant_variant
 from flexvarlen.drift.model.measures import gradient_measures
 from flexvarlen.drift.model.run import run_alone, run_packed
 from flexvarlen.drift.model.serial import (
@@ -25,6 +28,7 @@ from flexvarlen.drift.model.serial import (
 )
 from flexvarlen.drift.model.setting import ModelSetting
 from flexvarlen.drift.model.tables import attribution_markdown
+from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.equivalence import PackedBatch
 from flexvarlen.equivalence.models import build_model
 
@@ -188,6 +192,87 @@ def test_without_fixed_shapes_it_is_not(model, monkeypatch, row_dependent):
     assert found["equal_gradients"] < 0.99
 
 
+def test_attention_that_breaks_its_promise_passes_as_invariant(llama, monkeypatch):
+    right = SdpaBackend.attend
+
+    def wrong(self, q, k, v, mask, plan, options):
+        out, lse = right(self, q, k, v, mask, plan, options)
+        return out * (1 + q.shape[0] * 1e-4), lse
+
+    monkeypatch.setattr(SdpaBackend, "attend", wrong)
+    rows = rows_of(llama, what=["none", "invariant"], train=True, sample=2, piece=32)
+    assert (rows["all"].status, rows["none"].status) == ("ok", "ok")
+    row = rows["invariant"]
+    assert row.status == "wrong"
+    for part in ("logits", "hidden states", "own gradients of 2 of 5 documents"):
+        assert f"{part} differ in " in row.reason
+    assert f"by at most {row.measures['logits_max_abs']:.1e}" in row.reason
+    assert f"by at most {row.measures['any_hidden_max_abs']:.1e}" in row.reason
+    assert f"by at most {row.measures['document_gradients_max_abs']:.1e}" in row.reason
+    said = " ".join(plain_sentences(list(rows.values())))
+    assert f"sdpa is wrong: {row.reason}" in said
+    assert "with everything batch invariant" not in said
+    assert "sdpa (wrong)" in attribution_markdown(list(rows.values()))
+
+
+def test_operation_of_no_class_that_depends_on_the_row_passes_as_none():
+    model, _ = build_model("llama")
+
+    def wrong(module, args, output):
+        return output * (1.01 if output.shape[1] == sum(LENGTHS) else 1.0)
+
+    model.model.layers[0].mlp.act_fn.register_forward_hook(wrong)
+    rows = rows_of(model, what=["none"])
+    assert (rows["all"].status, rows["none"].status) == ("ok", "wrong")
+    assert "logits differ in" in rows["none"].reason
+    assert "the last block's hidden states differ in" in rows["none"].reason
+
+
+def test_nan_is_called_invariant():
+    model, _ = build_model("llama")
+    model.model.norm.weight.data.fill_(math.nan)
+    rows = rows_of(model, what=["none", "invariant"])
+    assert rows["invariant"].measures["equal_logits"] == 1
+    for row in rows.values():
+        assert row.status == "wrong"
+        assert row.reason.startswith("not finite: 100% of the logits of the run;")
+
+
+@pytest.mark.parametrize("kind", [AssertionError, KeyError])
+def test_kernel_that_asserts_is_a_row(llama, monkeypatch, kind):
+    def broken(self, q, k, v, mask, plan, options):
+        raise kind("no")
+
+    monkeypatch.setattr(SdpaBackend, "attend", broken)
+    rows = rows_of(llama, what=["none", "invariant"])
+    assert {row.status for row in rows.values()} == {"failed"}
+    assert all(row.reason.startswith(kind.__name__) for row in rows.values())
+
+
+def test_joined_difference_keeps_a_nan_and_weights_by_elements():
+    small = Difference.between(torch.tensor([1.0]), torch.tensor([2.0]))
+    large = Difference.between(torch.ones(3), torch.ones(3))
+    joined = _joined([large, small])
+    assert (joined.equal, joined.max_abs, joined.elements) == (0.75, 1.0, 4)
+    nan = Difference.between(torch.tensor([math.nan]), torch.tensor([2.0]))
+    for parts in ([small, nan], [nan, small]):
+        assert math.isnan(_joined(parts).max_abs)
+
+
+def test_sentence_says_how_many_documents_and_hidden_states(llama):
+    rows = rows_of(llama, train=True, what=["invariant"], sample=2, piece=16)
+    said = " ".join(plain_sentences(list(rows.values())))
+    assert (
+        "with everything batch invariant, packed and alone: logits, hidden states and own "
+        "gradients of 2 of 5 documents have the same bits; a step takes" in said
+    )
+    measures = rows["invariant"].measures | {"equal_hidden": 0.5, "any_hidden_max_abs": 0.25}
+    row = replace(rows["invariant"], measures=measures)
+    said = " ".join(plain_sentences([row]))
+    assert "documents have the same bits; hidden states differ" in said
+    assert "2.5e-01" in attribution_markdown([row])
+
+
 def test_attention_is_asked_for_both_promises(llama, monkeypatch):
     right, asked = SdpaBackend.attend, []
 
@@ -329,6 +414,8 @@ def test_padding_and_unknown_names_are_refused(llama):
     mask = fv.DocumentMask.of(layout)
     with pytest.raises(ValueError, match="fill the row"):
         SerialBackend(backends.get_backend("sdpa")).plan(mask)
+    with pytest.raises(ValueError, match="got 'auto'; name the backend"):
+        attribute(llama, new_batch(), "sdpa,auto")
     with pytest.raises(ValueError, match="what must be of all, attention"):
         attribute(llama, new_batch(), "sdpa", what=["attentions"])
 

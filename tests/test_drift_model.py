@@ -14,6 +14,7 @@ from flexvarlen.drift.model.measures import (
     gradient_measures,
     histogram,
     run_measures,
+    why_not_finite,
 )
 from flexvarlen.drift.model.run import (
     ModelRun,
@@ -342,15 +343,67 @@ def test_backend_without_a_backward_gives_a_forward_and_says_why(llama):
     assert 0 < measures["logits_relative"] < 1e-4
 
 
-def test_what_breaks_is_a_row(llama, monkeypatch):
+class KernelError(Exception):
+    """As some kernel packages have: no RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, ValueError, KernelError])
+def test_what_breaks_is_a_row(llama, monkeypatch, kind):
     def broken(*args, **kwargs):
-        raise RuntimeError("the kernel broke\nsomewhere")
+        raise kind("the kernel broke\nsomewhere")
 
     monkeypatch.setattr("flexvarlen.drift.model.comparisons.run_alone", broken)
     rows = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
-    assert (rows[0].status, rows[0].reason) == ("failed", "RuntimeError: the kernel broke")
+    assert (rows[0].status, rows[0].reason) == ("failed", f"{kind.__name__}: the kernel broke")
     assert {row.status for row in rows[1:]} == {"ok"}
-    assert "failed: RuntimeError" in model_markdown(rows)
+    assert f"failed: {kind.__name__}" in model_markdown(rows)
+
+
+def test_journal_that_cannot_be_written_is_no_finding(llama):
+    def full(row):
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        drift(llama, train=False, append=full)
+
+
+# ---- what is not finite ----
+
+
+def test_nan_everywhere_is_called_the_same_bits():
+    model, _ = build_model("llama")
+    model.model.norm.weight.data.fill_(math.nan)
+    rows = drift(model, comparisons="backend-backend")
+    whole = rows[0]
+    assert whole.measures["logits_equal"] == 1  # the same NaN
+    assert whole.status == "wrong"
+    assert whole.reason.startswith("not finite: 100% of the logits, ")
+    assert "of the gradients of the run; 100% of the logits" in whole.reason
+    assert whole.reason in model_markdown(rows)
+
+
+def test_one_gradient_that_is_not_finite_is_wrong(llama):
+    variant, batch = variant_of(llama)
+    truth = run_packed(variant, batch)
+    assert why_not_finite(truth, truth) is None
+    gradients = {name: gradient.clone() for name, gradient in truth.gradients.items()}
+    next(iter(gradients.values())).view(-1)[0] = math.inf
+    found = ModelRun(truth.logits, truth.hidden, truth.loss, gradients)
+    for pair, who in (((found, truth), "the run"), ((truth, found), "what it is held against")):
+        reason = why_not_finite(*pair)
+        assert reason.startswith("not finite: ")
+        assert reason.endswith(f"of the gradients of {who}.")
+        assert "logits" not in reason
+
+
+def test_one_hidden_state_that_is_not_finite_is_wrong(llama):
+    variant, batch = variant_of(llama, train=False)
+    truth = run_packed(variant, batch)
+    hidden = [state.clone() for state in truth.hidden]
+    hidden[1][40] = math.nan
+    reason = why_not_finite(ModelRun(truth.logits, tuple(hidden), truth.loss), truth)
+    share = 100 / (TOKENS * len(hidden))
+    assert reason == f"not finite: {share:.3g}% of the hidden states of the run."
 
 
 def test_compiler_is_the_one_asked_for(llama):

@@ -198,8 +198,8 @@ def test_sentences_name_the_first_layer_and_attentions_share():
     assert "fa3: the same bits, forward and backward; fa2: they part first in block 1" in said
     assert "of the drift of logits, attention alone 70%, matmuls alone 40%, norms alone 0%" in said
     assert (
-        "with everything batch invariant, logits packed and alone have the same bits and each "
-        "document's own gradients have the same bits; a step takes 1.50 times as long." in said
+        "with everything batch invariant, packed and alone: logits, hidden states and own "
+        "gradients of 1 of 2 documents have the same bits; a step takes 1.50 times as long." in said
     )
     assert "fa2 against unpacked: within seed noise" in said
 

@@ -21,7 +21,9 @@ from flexvarlen.drift.training.tables import training_markdown, training_sentenc
 from flexvarlen.drift.training.variants import angle_steps, training_drift
 from flexvarlen.drift.training.verdict import (
     BEYOND,
+    BY_LOSSES,
     NOT_ROUNDING,
+    PASSED,
     SUITE,
     WITHIN,
     last_quarter,
@@ -143,7 +145,10 @@ def judged(losses, angle=1.0, twin=1.0):
         ([9.0] * 6 + [1.0, 1.0], 2.9, 1.0, WITHIN),
         ([9.0] * 6 + [1.0, 1.0], 3.1, 1.0, NOT_ROUNDING),
         ([9.0] * 6 + [1.0, 1.0], math.nan, 1.0, NOT_ROUNDING),
-        ([9.0] * 6 + [1.0, 1.0], None, None, WITHIN),
+        ([9.0] * 6 + [1.0, 1.0], None, None, BY_LOSSES),
+        ([9.0] * 6 + [1.0, 1.0], 9.0, None, BY_LOSSES),
+        ([9.0] * 6 + [1.0, 1.0], None, 1.0, BY_LOSSES),
+        ([9.0] * 6 + [1.21, 1.21], None, None, BEYOND),
     ],
 )
 def test_rule_of_the_verdict(losses, angle, twin, verdict):
@@ -151,7 +156,8 @@ def test_rule_of_the_verdict(losses, angle, twin, verdict):
     assert row.measures["sigma"] == pytest.approx(0.1)
     assert row.measures["band"] == pytest.approx(0.2)
     assert row.measures["variants"]["sdpa"]["verdict"] == verdict
-    assert row.status == ("ok" if verdict == WITHIN else "wrong")
+    assert row.status == ("ok" if verdict in PASSED else "wrong")
+    assert f"sdpa against unpacked: {verdict}." in training_sentences([row])[0]
 
 
 def test_backend_that_cannot_train_has_a_row_with_its_reason(batches):
@@ -162,16 +168,21 @@ def test_backend_that_cannot_train_has_a_row_with_its_reason(batches):
     assert "flex" in training_markdown(rows)
 
 
-def test_kernel_that_raises_ends_the_comparison(batches, monkeypatch):
+class KernelError(Exception):
+    """As some kernel packages have: no RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, ValueError, KernelError])
+def test_kernel_that_raises_ends_the_comparison(batches, monkeypatch, kind):
     def raises(attend):
         def run(plan, options):
-            raise RuntimeError("no such kernel\nmore")
+            raise kind("no such kernel\nmore")
 
         return run
 
     plant(monkeypatch, raises)
     rows, _ = compared(batches, "reference", "sdpa")
-    assert (rows[4].status, rows[4].reason) == ("failed", "RuntimeError: no such kernel")
+    assert (rows[4].status, rows[4].reason) == ("failed", f"{kind.__name__}: no such kernel")
     assert rows[5].status == "ok"
 
 

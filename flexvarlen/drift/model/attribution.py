@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexvarlen.drift.model.fixed_shapes import PIECE_TOKENS, fixed_shapes
-from flexvarlen.drift.model.invariance import differences, invariance, invariant_variant
+from flexvarlen.drift.model.invariance import (
+    differences,
+    invariance,
+    invariant_variant,
+    why_not_equal,
+)
 from flexvarlen.drift.model.run import ModelRun, run_alone, run_packed
 from flexvarlen.drift.model.serial import CLASSES, serial
 from flexvarlen.drift.model.setting import (
@@ -42,7 +47,7 @@ from flexvarlen.equivalence.batch import PackedBatch
 from flexvarlen.equivalence.truth import clean
 from flexvarlen.equivalence.variants import THEIRS, Variant, counted_labels, variant_names
 from flexvarlen.measure import time_interleaved
-from flexvarlen.rows import Row
+from flexvarlen.rows import Row, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +86,7 @@ def attribute(
         model: a transformers model of a verified family, dense, with a head for causal language
             modelling.
         batch, tokens, name, commit, append, progress: as in `model_drift`.
-        backends: "all" (flexvarlen's), or names.
+        backends: "all" (flexvarlen's), or names; "auto" is none.
         what: of `WHAT`; "all" is always run, as the others are held against it.
         dtype: to run in; default: the model's.
         train: forward and backward; else the forward alone.
@@ -92,14 +97,20 @@ def attribute(
 
     Returns:
         A row for each of `what` of each backend; the truth is each document alone on the same
-        backend, in "invariant" also batch invariant.
+        backend, in "invariant" also batch invariant. "none" and "invariant" are "wrong" where they
+        are not its bits, all where something is not finite.
 
     Raises:
-        ValueError: an unknown backend or `what`, or a batch that breaks the contract.
+        ValueError: an unknown backend or `what`, "auto", or a batch that breaks the contract.
         NotImplementedError: the model type is not verified.
     """
     asked = _what_names(what)
     names = [n for n in variant_names(backends, model.device) if not n.startswith(THEIRS)]
+    if "auto" in names:
+        raise ValueError(
+            "backends must be all, or names of backends, got 'auto'; name the backend whose "
+            "operations are to be run apart."
+        )
     setting = ModelSetting.of(
         model,
         batch,
@@ -164,9 +175,9 @@ class _Attribution:
         variants: dict[str, Variant] = {}
         refused: dict[str, Broken] = {}
         plain: list[Broken] = []
+        self.say("each document alone")
         with caught(plain):
             variant = self.setting.variant(self.backend)
-            self.say("each document alone")
             truth = run_alone(variant, self.setting.batch)
             for name in self.what:
                 if name != INVARIANT:
@@ -265,4 +276,8 @@ class _Attribution:
         if measures is None:
             status, reason = refused or ("failed", "it was not run.")
             return Row(SUITE, case, status, reason, {}, self.setting.environment)
-        return Row(SUITE, case, "ok", None, measures, self.setting.environment)
+        why = measures.pop("why_wrong", None)
+        if why is None and what in ("none", INVARIANT):
+            why = why_not_equal(measures, len(self.setting.batch.lengths))
+        judged: Status = "wrong" if why else "ok"
+        return Row(SUITE, case, judged, why, measures, self.setting.environment)

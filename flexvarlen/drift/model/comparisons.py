@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexvarlen.drift.model.measures import run_measures
+from flexvarlen.drift.model.measures import run_measures, why_not_finite
 from flexvarlen.drift.model.run import ModelRun, compiled, run_alone, run_packed, run_padded
 from flexvarlen.drift.model.setting import (
     BASELINE,
@@ -185,8 +185,11 @@ class _ModelDrift:
                 self._refuse(backend, comparison, "skipped", left_out(backend))
             else:
                 own: list[Broken] = []
+                rows: list[Row] = []
                 with caught(own):
-                    self._compare(comparison, variant, packed)
+                    rows = self._compare(comparison, variant, packed)
+                for row in rows:
+                    self._append(row)
                 if own:
                     self._refuse(backend, comparison, *own[0])
             clean(self.setting.base)
@@ -197,12 +200,11 @@ class _ModelDrift:
     def _is_wide(self) -> bool:
         return bool(self.setting.base.dtype.itemsize >= 4)
 
-    def _compare(self, comparison: str, variant: Variant, packed: ModelRun | None) -> None:
-        """One comparison; `packed` is there but for "dtype" of a wide model."""
+    def _compare(self, comparison: str, variant: Variant, packed: ModelRun | None) -> list[Row]:
+        """The rows of one comparison; `packed` is there but for "dtype" of a wide model."""
         backend, batch = variant.name, self.setting.batch
         if comparison == "dtype":
-            self._compare_dtypes(variant, packed)
-            return
+            return self._compare_dtypes(variant, packed)
         assert packed is not None
         other = None
         if comparison == "packed-alone":
@@ -216,9 +218,9 @@ class _ModelDrift:
             again = self.setting.variant(backend)
             with compiled(again.model, self.compiler) as call:
                 found, truth = run_packed(again, batch, call=call), packed
-        self._add(self.setting, comparison, variant, found, truth, other=other)
+        return self._rows_of(self.setting, comparison, variant, found, truth, other=other)
 
-    def _compare_dtypes(self, variant: Variant, packed: ModelRun | None) -> None:
+    def _compare_dtypes(self, variant: Variant, packed: ModelRun | None) -> list[Row]:
         """In low precision against float32, both of weights that low precision holds."""
         low = self.setting.in_dtype(torch.bfloat16) if self._is_wide else self.setting
         if packed is None:
@@ -231,7 +233,9 @@ class _ModelDrift:
             truth_variant = wide.variant(BASELINE)
         truth = run_packed(truth_variant, wide.batch)
         other = truth_variant.name if truth_variant.name != variant.name else None
-        self._add(low, "dtype", variant, packed, truth, other=other, other_dtype="float32")
+        return self._rows_of(
+            low, "dtype", variant, packed, truth, other=other, other_dtype="float32"
+        )
 
     def _case(
         self,
@@ -252,7 +256,7 @@ class _ModelDrift:
             index=index,
         )
 
-    def _add(
+    def _rows_of(
         self,
         setting: ModelSetting,
         comparison: str,
@@ -260,8 +264,10 @@ class _ModelDrift:
         found: ModelRun,
         truth: ModelRun,
         **others: str | None,
-    ) -> None:
-        """The rows of two runs."""
+    ) -> list[Row]:
+        """Of two runs; "wrong" is the batch's where either is not finite."""
+        reason = why_not_finite(found, truth)
+        rows = []
         for scope, index, measures in run_measures(found, truth, setting.batch):
             if scope == "batch":
                 measures["longest_document"] = max(setting.batch.lengths)
@@ -270,7 +276,10 @@ class _ModelDrift:
                 if variant.why_no_backward is not None:
                     measures["why_no_gradients"] = variant.why_no_backward
             case = self._case(setting, comparison, variant.name, scope, index, **others)
-            self._append(Row(SUITE, case, "ok", None, measures, setting.environment))
+            why = reason if scope == "batch" else None
+            status: Status = "wrong" if why else "ok"
+            rows.append(Row(SUITE, case, status, why, measures, setting.environment))
+        return rows
 
     def _refuse(self, backend: str, comparison: str, status: Status, reason: str) -> None:
         other = self.baseline if comparison == "backend-backend" else None

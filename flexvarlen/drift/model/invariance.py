@@ -11,9 +11,10 @@ Shapes: N documents.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 import flexvarlen as fv
 from flexvarlen.drift.difference import Difference
 from flexvarlen.drift.model.fixed_shapes import fixed_shapes
-from flexvarlen.drift.model.measures import gradient_measures
+from flexvarlen.drift.model.measures import gradient_measures, why_not_finite
 from flexvarlen.drift.model.run import (
     ModelRun,
     alone_batch,
@@ -86,7 +87,8 @@ def invariance(setting: ModelSetting, variant: Variant, piece: int, sample: int)
 
     Returns:
         As `differences`; "equal_logits", "equal_hidden" (of the worst block) and "equal_gradients":
-        shares of elements that are bit-equal; "document_gradients_*": as `Difference.measures`.
+        shares of elements that are bit-equal; "any_hidden_max_abs": over all blocks;
+        "document_gradients_*": as `Difference.measures`.
     """
     batch = setting.batch
     with fixed_shapes(variant.model, batch.lengths, piece):
@@ -97,6 +99,7 @@ def invariance(setting: ModelSetting, variant: Variant, piece: int, sample: int)
     found |= {
         "equal_logits": found["logits_equal"],
         "equal_hidden": min(layer.equal for layer in hidden),
+        "any_hidden_max_abs": largest([layer.max_abs for layer in hidden]),
         "piece_tokens": piece,
     }
     del run, alone
@@ -111,14 +114,55 @@ def invariance(setting: ModelSetting, variant: Variant, piece: int, sample: int)
 
 
 def differences(run: ModelRun, truth: ModelRun, variant: Variant) -> dict[str, Any]:
-    """Logits, the last block's hidden states, and the gradients if both have them."""
+    """Logits, the last block's hidden states, and the gradients if both have them.
+
+    "why_wrong" is there where either is not finite.
+    """
     found = Difference.between(run.logits, truth.logits).measures("logits")
     found |= Difference.between(run.hidden[-1], truth.hidden[-1]).measures("hidden")
     if run.gradients is not None and truth.gradients is not None:
         found |= gradient_measures(run.gradients, truth.gradients)
     if variant.why_no_backward is not None:
         found["why_no_gradients"] = variant.why_no_backward
+    reason = why_not_finite(run, truth)
+    if reason is not None:
+        found["why_wrong"] = reason
     return found
+
+
+def why_not_equal(measures: Mapping[str, Any], documents: int) -> str | None:
+    """What differs that must be equal bit for bit, and by how much; or None.
+
+    Args:
+        measures: of `invariance`, or of `differences` of a run that is documents alone.
+        documents: how many the batch has.
+    """
+    parts: list[tuple[str, str, str]]
+    if "equal_logits" in measures:
+        chosen = len(measures.get("gradient_documents", ()))
+        own = f"own gradients of {chosen} of {documents} documents"
+        parts = [
+            ("logits", "equal_logits", "logits_max_abs"),
+            ("hidden states", "equal_hidden", "any_hidden_max_abs"),
+            (own, "equal_gradients", "document_gradients_max_abs"),
+        ]
+    else:
+        parts = [
+            ("logits", "logits_equal", "logits_max_abs"),
+            ("the last block's hidden states", "hidden_equal", "hidden_max_abs"),
+        ]
+    apart = [
+        f"{name} differ in {100 * (1 - measures[equal]):.3g}% of their elements, by at most "
+        f"{measures[size]:.1e}"
+        for name, equal, size in parts
+        if measures.get(equal, 1) != 1
+    ]
+    return f"packed and alone must have the same bits: {'; '.join(apart)}." if apart else None
+
+
+def largest(sizes: Sequence[float]) -> float:
+    """The largest; NaN is larger than any."""
+    return max(sizes, key=lambda size: math.inf if math.isnan(size) else size)
 
 
 def _own_gradients(
@@ -166,15 +210,12 @@ def _joined(parts: Sequence[Difference]) -> Difference:
     """Of several, never held at once: the largest of the maxima, the mean of all else."""
     elements = sum(part.elements for part in parts)
 
-    def mean(name: str) -> float:
-        return float(sum(getattr(p, name) * p.elements for p in parts) / max(1, elements))
+    def joined(name: str) -> float:
+        own = [getattr(part, name) for part in parts]
+        if name.startswith("max_"):
+            return largest(own)
+        weighted = (value * part.elements for value, part in zip(own, parts, strict=True))
+        return float(sum(weighted) / max(1, elements))
 
-    return Difference(
-        max_abs=max(part.max_abs for part in parts),
-        mean_abs=mean("mean_abs"),
-        relative=mean("relative"),
-        max_ulps=max(part.max_ulps for part in parts),
-        mean_ulps=mean("mean_ulps"),
-        equal=mean("equal"),
-        elements=elements,
-    )
+    names = [field.name for field in fields(Difference) if field.name != "elements"]
+    return Difference(**{name: joined(name) for name in names}, elements=elements)

@@ -6,7 +6,7 @@ Shapes: T tokens of all documents, n of some; V = vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +180,26 @@ def run_measures(found: ModelRun, truth: ModelRun, batch: PackedBatch) -> list[S
         ("layer", index - 1, layer.measures("hidden")) for index, layer in enumerate(layers)
     ]
     return [("batch", None, whole), *documents, *per_layer]
+
+
+def why_not_finite(found: ModelRun, truth: ModelRun) -> str | None:
+    """What of two runs is not finite, as a reason; None if all is. A NaN may equal a NaN."""
+    said = []
+    for who, run in (("the run", found), ("what it is held against", truth)):
+        parts = {"logits": [run.logits], "hidden states": run.hidden}
+        if run.gradients is not None:
+            parts["gradients"] = list(run.gradients.values())
+        shares = {name: _not_finite(tensors) for name, tensors in parts.items()}
+        bad = [f"{100 * share:.3g}% of the {name}" for name, share in shares.items() if share]
+        if bad:
+            said.append(f"{', '.join(bad)} of {who}")
+    return f"not finite: {'; '.join(said)}." if said else None
+
+
+def _not_finite(tensors: Sequence[Tensor]) -> float:
+    """Share of elements."""
+    count = torch.stack([x.numel() - x.isfinite().sum() for x in tensors]).sum().item()
+    return count / max(1, sum(x.numel() for x in tensors))
 
 
 def parting(layers: list[Difference], logits: Difference) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def caught(broken: list[Broken]) -> Iterator[None]:
         broken.append(("unsupported", " ".join(str(error).split())[:300]))
     except torch.OutOfMemoryError as error:
         broken.append(("oom", one_line(error)))
-    except RuntimeError as error:
+    except Exception as error:  # Kernel packages assert, and raise types of their own.
         broken.append(("failed", one_line(error)))
 
 

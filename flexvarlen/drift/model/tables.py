@@ -217,9 +217,23 @@ _INVARIANT = (
 )
 
 
+_INVARIANT_SIZES = (
+    "logits_max_abs",
+    "hidden_max_abs",
+    "any_hidden_max_abs",
+    "document_gradients_max_abs",
+)
+"""Of what must be equal."""
+
+
+def _judged(row: Row) -> str:
+    """The backend; its numbers are shown where they are wrong too."""
+    return str(row.case["backend"]) + (" (wrong)" if row.status == "wrong" else "")
+
+
 def _share_line(row: Row) -> tuple[str, ...]:
-    of, head = row.measures, (str(row.case["backend"]), str(row.case["what"]))
-    if row.status != "ok":
+    of, head = row.measures, (_judged(row), str(row.case["what"]))
+    if row.status not in ("ok", "wrong"):
         return (*head, f"{row.status}: {row.reason}", *[NOTHING] * (len(_SHARES) - 3))
     return (
         *head,
@@ -232,10 +246,10 @@ def _share_line(row: Row) -> tuple[str, ...]:
 
 
 def _invariant_line(row: Row) -> tuple[str, ...]:
-    of, backend = row.measures, str(row.case["backend"])
-    if row.status != "ok":
+    of, backend = row.measures, _judged(row)
+    if row.status not in ("ok", "wrong"):
         return (backend, f"{row.status}: {row.reason}", *[NOTHING] * (len(_INVARIANT) - 2))
-    largest = max(of["logits_max_abs"], of.get("document_gradients_max_abs", 0.0))
+    sizes = [of[name] for name in _INVARIANT_SIZES if of.get(name) is not None]
     documents = of.get("gradient_documents")
     return (
         backend,
@@ -243,7 +257,7 @@ def _invariant_line(row: Row) -> tuple[str, ...]:
         share(of["equal_hidden"]),
         share(of.get("equal_gradients")),
         NOTHING if documents is None else f"{len(documents)} of {row.case['documents']}",
-        number(largest),
+        number(max(sizes, key=_nan_most)),
         *_time(of),
     )
 

@@ -9,10 +9,10 @@ from flexvarlen.drift.grid import NOTHING, Grid, number
 from flexvarlen.drift.training.verdict import (
     BAND_ANGLES,
     BAND_SIGMAS,
+    PASSED,
     ROUNDING,
     SUITE,
     VERDICT,
-    WITHIN,
     last_quarter,
 )
 from flexvarlen.rows import Row
@@ -22,8 +22,8 @@ RULE = (
     f"{BAND_SIGMAS:g} σ from the baseline's, or that has a loss that is not finite, is beyond seed "
     f"noise; else one whose first gradient is more than {BAND_ANGLES:g} times as far from the "
     "baseline's as that of the rounding twin (all parameters moved by one unit in the last place) "
-    "is not rounding; else it is within seed noise. σ is the standard deviation of that mean over "
-    "the baseline's seeds."
+    "is not rounding; else it is within seed noise, by losses alone where these angles were not "
+    "taken. σ is the standard deviation of that mean over the baseline's seeds."
 )
 
 _COLUMNS = (
@@ -103,7 +103,7 @@ def _grid(runs: Sequence[Row]) -> Grid:
     verdict = verdict_of(runs)
     judged: dict[str, Any] = {} if verdict is None else verdict.measures["variants"]
     lines = [_line(row, judged) for row in runs if row.case["variant"] != VERDICT]
-    bad = {i for i, line in enumerate(lines) if line[1] not in (WITHIN, *_NO_VERDICT)}
+    bad = {i for i, line in enumerate(lines) if line[1] not in (*PASSED, *_NO_VERDICT)}
     return Grid(f"Training, {what(runs)}", _COLUMNS, tuple(lines), frozenset(bad))
 
 
