@@ -12,8 +12,12 @@ import torch
 
 from flexvarlen.backends import sdpa
 from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.drift.op.cases import OpCase
+from flexvarlen.drift.op.backend_run import BackendRun
+from flexvarlen.drift.op.blame import blame
+from flexvarlen.drift.op.cases import Inputs, OpCase
 from flexvarlen.drift.op.comparisons import operator_drift
+from flexvarlen.drift.op.exact import Answer
+from flexvarlen.drift.op.judge import Truth, Verdict
 
 LENGTHS = (70, 1, 40, 90, 33)
 HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
@@ -334,6 +338,60 @@ def test_gradient(plant, bug, dtype):
     named(row, *words)
     assert row.measures["ratio_out"] <= 1
     assert row.measures["ratio_lse"] <= 1
+
+
+LOST = {"dq": "q", "dk": "k", "dv": "v"}
+LONG_ROW = OpCase(
+    "long row", (64, 1024, 300), causal=True, num_heads=2, num_kv_heads=1, head_dim=64
+)
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+@pytest.mark.parametrize("name", LOST)
+def test_gradient_of_the_last_tokens_is_lost(plant, name, tokens):
+    def lose(gradient):
+        gradient = gradient.clone()
+        gradient[1088 - tokens : 1088] = 0
+        return gradient
+
+    row = plant(LONG_ROW, torch.bfloat16, backward={LOST[name]: lose})
+    assert row.status == "wrong"
+    assert [x for x in ("dq", "dk", "dv") if row.measures[f"ratio_{x}"] > 1] == [name]
+
+
+def test_a_lost_stretch_of_a_long_row_is_named():
+    case = OpCase("packed", (1024, 2048), causal=True, num_heads=1, num_kv_heads=1, head_dim=32)
+    truth = Truth.of(case, Inputs.random(case, torch.bfloat16, "cpu", 0), gradients=True)
+    parts = {name: x.clone() for name, x in truth.peer.parts().items()}
+    assert Verdict.of(Answer(**parts), truth).reason() is None
+    parts["dv"][-512:] = 0
+    answer = Answer(**parts)
+    verdict = Verdict.of(answer, truth)
+    assert verdict.wrong == ["dv"]
+    if verdict.in_stretches:
+        said = blame(truth, answer, verdict)
+        assert "in 4 of 24 stretches of about 128 tokens, most in tokens" in said
+        assert "of document 1" in said
+
+
+STRETCHED = [
+    OpCase("causal", (70, 1, 40, 90, 33), 8, 4, 32, True),
+    OpCase("window", (70, 1, 300, 90, 33), 8, 4, 32, True, 16),
+    OpCase("tiny ones", (1, 1, 2, 3, 700, 128), 4, 2, 64, True),
+    OpCase("both ways", (299, 515), 2, 2, 64),
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", STRETCHED, ids=lambda case: case.name)
+def test_right_gradients_have_a_margin_in_every_stretch(case, dtype, seed):
+    inputs = Inputs.random(case, dtype, "cpu", seed)
+    truth = Truth.of(case, inputs, gradients=True)
+    for backend in ("sdpa", "reference"):
+        run = BackendRun(backend, case, inputs, lse=False, train=True, seed=0)
+        for name in ("dq", "dk", "dv"):
+            assert truth.stretches(name, run.batch.parts()[name]).most < 1.6
 
 
 class _Detached(torch.autograd.Function):

@@ -11,10 +11,12 @@ import torch
 import flexvarlen as fv
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.drift.difference import Difference
+from flexvarlen.drift.op import case_run
 from flexvarlen.drift.op import exact as op_exact
 from flexvarlen.drift.op.cases import SUITES, Inputs, OpCase, other_order, spans_of
 from flexvarlen.drift.op.comparisons import COMPARISONS, OF_ONE, operator_drift
 from flexvarlen.drift.op.exact import Answer, Sight, each_alone, keys_seen
+from flexvarlen.drift.op.failures import DeviceLostError
 from flexvarlen.drift.op.judge import Limit
 from tests import oracle
 from tests.oracle import Documents, differentiate
@@ -319,7 +321,12 @@ def test_a_backend_without_backward_is_compared_forward(monkeypatch):
         assert (gradient in row.measures) == of_both
 
 
+class CompilerError(Exception):
+    """As of CuTe DSL and Triton: of no class but Exception."""
+
+
 FAILURES = [
+    (CompilerError("no such layout"), "failed", "CompilerError: no such layout"),
     (RuntimeError("the kernel broke\nat length"), "failed", "RuntimeError: the kernel broke"),
     (torch.OutOfMemoryError("too much"), "oom", "OutOfMemoryError: too much"),
     (NotImplementedError("not here"), "unsupported", "NotImplementedError: not here"),
@@ -339,5 +346,95 @@ def test_what_a_kernel_raises_is_its_rows_and_ends_nothing(plant, error, status,
             assert row.status == "ok"
         else:
             assert reason in row.reason
-            unchecked = row.case["comparison"] == "runtime"
-            assert row.status == status or (unchecked and row.status == "wrong")
+            assert row.status == status
+            assert row.measures == {}
+
+
+def test_what_ends_the_program_is_no_row(plant):
+    def change(out, mask):
+        raise KeyboardInterrupt
+
+    plant(change)
+    with pytest.raises(KeyboardInterrupt):
+        drift()
+
+
+LOST = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered\nCompile with"),
+    CompilerError("cudaErrorLaunchFailure: unspecified launch failure"),
+]
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("comparison", ["exact", "run-run", "runtime"])
+def test_a_lost_device_ends_the_run_after_its_row(plant, error, comparison):
+    def change(out, mask):
+        raise error
+
+    plant(change)
+    seen = []
+    with pytest.raises(DeviceLostError, match="the device is lost after reference") as raised:
+        drift(SMALL, ["reference", "sdpa"], comparisons=[comparison], append=seen.append)
+    assert raised.value.__cause__ is error
+    row = only(seen)
+    assert (row.case["backend"], row.case["comparison"]) == ("reference", comparison)
+    assert row.status == "failed"
+    assert str(error).partition("\n")[0] in row.reason
+
+
+def test_a_refused_launch_loses_no_device(plant):
+    def change(out, mask):
+        raise RuntimeError("CUDA error: invalid argument")
+
+    plant(change)
+    rows = drift(SMALL, ["reference", "sdpa"], comparisons=["exact"])
+    assert [row.status for row in rows] == ["failed", "ok"]
+
+
+@pytest.mark.parametrize("comparisons", [["runtime"], ["exact", "runtime"]])
+def test_what_is_wrong_stays_wrong_if_blame_fails(monkeypatch, plant, comparisons):
+    def broken(*args):
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(case_run, "blame", broken)
+    plant(lambda out, mask: out * 1.1)
+    for row in drift(SMALL, ["reference"], comparisons=comparisons):
+        assert row.status == "wrong"
+        assert row.reason.startswith("out, dq, dk, dv wrong: out is off by")
+        assert row.reason.endswith("Why is not known: OutOfMemoryError: too much")
+        assert ("out_max_abs" in row.measures) == (row.case["comparison"] == "exact")
+
+
+@pytest.mark.parametrize("comparisons", [["runtime"], ["exact", "runtime"]])
+def test_what_cannot_be_checked_is_not_timed(monkeypatch, comparisons):
+    def broken(*args, **options):
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(case_run.Truth, "of", broken)
+    rows = drift(SMALL, ["reference", "sdpa"], comparisons=comparisons)
+    assert {row.status for row in rows} == {"oom"}
+    timed = [row for row in rows if row.case["comparison"] == "runtime"]
+    assert [row.reason.partition(": ")[0] for row in timed] == ["not checked, so not timed"] * 2
+    assert [row.measures for row in timed] == [{}, {}]
+
+
+@pytest.mark.parametrize("good_calls", [5, 8, 12])
+def test_what_fails_while_timed_is_dropped_and_the_others_are_timed(plant, good_calls):
+    calls = []
+
+    def change(out, mask):
+        calls.append(0)
+        if len(calls) > good_calls:
+            raise torch.OutOfMemoryError("too much")
+        return out
+
+    plant(change)
+    case = replace(SMALL, lengths=(40,))
+    rows = drift(case, ["reference", "sdpa"], comparisons=["runtime"], repeats=3)
+    found = {row.case["backend"]: row for row in rows}
+    assert len(rows) == len(found) == 2
+    assert (found["reference"].status, found["reference"].measures) == ("oom", {})
+    assert "too much" in found["reference"].reason
+    assert found["sdpa"].status == "ok"
+    assert found["sdpa"].measures["repeats"] == 3

@@ -11,11 +11,11 @@ from flexvarlen.drift.op.tables import (
     differences_table,
     exact_table,
     runtime_table,
-    sentences,
     share,
     stability_table,
     study_tables,
 )
+from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.rows import Row
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 100)
@@ -96,6 +96,23 @@ def test_study_has_three_tables_a_dtype():
     assert "2 (0.67×)" in study_tables(rows, baseline="flex")
 
 
+def test_baseline_is_the_first_known_one_that_ran():
+    def titles(*backends):
+        made = [
+            row("runtime", name, ms_p50=1.0) if name != "fa2" else row("runtime", status="oom")
+            for name in backends
+        ]
+        return study_tables(made)
+
+    for backends, baseline in (
+        (["reference", "sdpa", "flex"], "flex"),
+        (["reference", "sdpa"], "sdpa"),
+        (["reference", "fa2", "varlen"], "varlen"),
+        (["reference", "cudnn"], "reference"),
+    ):
+        assert f"one call a document, {baseline} against the others" in titles(*backends)
+
+
 def test_exact_names_what_is_wrong():
     judged = {"peer_out": FAR, "ratio_out": 1.5}
     rows = [
@@ -136,32 +153,41 @@ def test_what_cannot_run_at_all_stands_in_no_table():
         assert "fa2" in table(rows)
         assert "fa4" not in table(rows)
     assert "unsupported" in exact_table(rows)  # flex runs elsewhere
-    assert sentences(rows)[-1] == "fa4, bfloat16: unsupported: no package (256)."
 
 
-def test_sentences_answer_whether_batch_is_exact():
+BATCH = "bfloat16, all documents in one call, against one call a document"
+
+
+def test_sentence_counts_the_cases_that_each_backend_ran():
     rows = [
         row("batch-serial", name="256", out=ZERO, lse=ZERO, dq=ZERO, dk=ZERO),
         row("batch-serial", name="320,320", out=ZERO, lse=ZERO, dq=OFF, dk=ZERO),
         row("batch-serial", name="4160", out=ZERO, lse=ZERO, dq=FAR, dk=ZERO),
         row("batch-serial", "cudnn", out=ZERO),
+        row("batch-serial", "reference", out=ZERO, dq=ZERO),
+        row("batch-serial", "reference", name="320,320", status="oom", reason="no room"),
+        row("batch-serial", "reference", name="4160", status="oom", reason="no room"),
         row("batch-serial", "fa4", status="unsupported", reason="fa4 needs a package."),
-        row("batch-serial", "fa4", name="319", status="unsupported", reason="fa4 needs a package."),
-        row("exact", "flex", status="wrong", reason="out wrong: so."),
     ]
-    assert sentences(rows) == [
-        "fa2, bfloat16: exact in batch against serial (3 cases)? Forward: yes. Backward: no, in 2 "
-        "of them, first at 320,320 (dq by 2.50e-01 at most, 75% of its elements equal).",
-        "cudnn, bfloat16: exact in batch against serial (1 case)? Forward: yes. Backward: not "
-        "compared.",
-        "fa4, bfloat16: unsupported: fa4 needs a package (256; 319).",
-        "flex, bfloat16: wrong on 256: out wrong: so.",
+    assert plain_sentences(rows) == [
+        f"{BATCH}, 3 cases: the same bits forward, not backward: fa2 (dq by 9.0e-01 relative in "
+        "4160) in 2 of 3; the same bits forward (no backward compared): cudnn [ran 1 of 3]; the "
+        "same bits, forward and backward: reference [ran 1 of 3; oom: 320,320, 4160]."
     ]
+
+
+def test_a_backward_in_some_cases_is_not_one_in_all():
+    rows = [
+        row("batch-serial", out=ZERO, dq=ZERO),
+        row("batch-serial", name="320", out=ZERO),
+    ]
+    (sentence,) = plain_sentences(rows)
+    assert sentence.endswith("forward and backward: fa2, with a backward in 1.")
 
 
 def test_an_lse_that_differs_is_no_exact_forward():
-    (sentence,) = sentences([row("batch-serial", out=ZERO, lse=OFF)])
-    assert "Forward: no, in 1 of them, first at 256 (lse by" in sentence
+    (sentence,) = plain_sentences([row("batch-serial", out=ZERO, lse=OFF)])
+    assert "1 case: other bits: fa2 (lse by" in sentence
 
 
 @pytest.mark.parametrize(

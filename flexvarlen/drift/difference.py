@@ -97,10 +97,10 @@ class Difference:
     @classmethod
     def of_measures(cls, measures: dict[str, Any], prefix: str) -> Difference | None:
         """What `measures` wrote under that prefix, or None."""
-        names = cls.__dataclass_fields__
-        if f"{prefix}_max_abs" not in measures:
+        known = {name: measures.get(f"{prefix}_{name}") for name in cls.__dataclass_fields__}
+        if known["max_abs"] is None:
             return None
-        return cls(**{name: measures[f"{prefix}_{name}"] for name in names})
+        return cls(**{name: value for name, value in known.items() if value is not None})
 
 
 def relative_norm(squares: float, truth_squares: float) -> float:

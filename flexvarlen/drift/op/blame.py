@@ -115,7 +115,6 @@ def _known_scale(factor: float, scale: float) -> str:
         "log2 e: scores multiplied by log2 e, and then exp": 1 / math.log(2),
         "no scale at all": 1 / scale,
         "the scale twice": scale,
-        "1 / head_dim": scale**2 / scale,
         "half of the right one": 0.5,
         "twice the right one": 2.0,
         "1/√2: the scale of twice the head_dim": 0.5**0.5,

@@ -17,6 +17,7 @@ from flexvarlen.drift.op.fit import Fit, best_of, least_squares, near
 from flexvarlen.drift.op.hypotheses import structural_hypotheses
 from flexvarlen.drift.op.judge import Limit, Truth, Verdict
 from flexvarlen.drift.op.trial import Trial, tokens_to_try
+from flexvarlen.equivalence.accuracy import GRADIENT_FACTOR
 
 
 def blame_gradients(truth: Truth, answer: Answer, verdict: Verdict) -> str:
@@ -41,6 +42,8 @@ def _listed(names: list[str]) -> str:
 
 def _why(name: str, truth: Truth, answer: Answer, verdict: Verdict) -> str:
     found, exact = answer.parts()[name], truth.exact.parts()[name]
+    if name in verdict.in_stretches:
+        return f"{truth.stretches(name, found).sentence(GRADIENT_FACTOR)}."
     simple = [_fit_of_factor(truth, found, exact, verdict.limits[name])]
     if name != "dq":
         simple += _wrong_heads(name, truth, found, verdict.limits[name])

@@ -16,14 +16,12 @@ from flexvarlen.drift.op.backend_run import Abilities, BackendRun
 from flexvarlen.drift.op.blame import blame
 from flexvarlen.drift.op.cases import Inputs, OpCase
 from flexvarlen.drift.op.exact import Answer
+from flexvarlen.drift.op.failures import DeviceLostError, is_lost, status_of
 from flexvarlen.drift.op.judge import Truth, Verdict
 from flexvarlen.measure import Timing, time_interleaved
 from flexvarlen.rows import Row, Status, one_line
 
 SUITE = "drift-op"
-
-# What kernels raise when they cannot; it becomes a row.
-FAILURES = (RuntimeError, ImportError, ValueError, TypeError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,10 @@ class Settings:
     seed: int
 
 
+_Timed = dict[str, dict[str, Callable[[], object]]]
+"""Backend -> kind -> call."""
+
+
 @dataclass(frozen=True)
 class _Result:
     measures: dict[str, Any]
@@ -47,7 +49,11 @@ class _Result:
 
 
 class CaseRun:
-    """One case: every backend, every comparison."""
+    """One case: every backend, every comparison.
+
+    What a kernel raises becomes a row. `except Exception` stands at this border alone: compilers of
+    kernels (Triton, CuTe DSL) raise classes of their own that derive from nothing else.
+    """
 
     def __init__(
         self,
@@ -60,9 +66,15 @@ class CaseRun:
         self.case, self.settings, self.environment = case, settings, environment
         self.write_row, self.progress = write, progress
         self.truth: Truth | None = None
-        self.wrong: dict[str, str] = {}
+        self.not_timed: dict[str, _Result] = {}
+        self.lost: BaseException | None = None
 
     def run(self, backends: Sequence[str]) -> None:
+        """Write the rows of all.
+
+        Raises:
+            DeviceLostError: after the row of a kernel that broke the device.
+        """
         settings = self.settings
         try:
             self.inputs = Inputs.random(self.case, settings.dtype, settings.device, settings.seed)
@@ -100,9 +112,11 @@ class CaseRun:
         """All that needs no other backend. Untimed correctness comes along with "runtime"."""
         wanted = self.settings.comparisons
         if "exact" in wanted:
-            self._attempt(run, "exact", lambda: self._exact(run))
+            self._attempt(run, "exact", lambda: self._checked(run))
         elif "runtime" in wanted:
-            self._judge_for_timing(run)
+            self._checked(run)
+            if self.lost is not None:
+                self._calls(run)
         works: dict[str, Callable[[], _Result]] = {
             "batch-serial": lambda: _documents(run, run.batch, run.serial),
             "run-run": lambda: _Result(_measures([(run.answer(run.inputs), run.batch)])),
@@ -115,6 +129,18 @@ class CaseRun:
         run.drop_batch()
         self._clean()
 
+    def _checked(self, run: BackendRun) -> _Result:
+        """`_exact`; what did not end ok there is not timed."""
+        try:
+            result = self._exact(run)
+        except Exception as error:
+            result = self._failed(error)
+        if result.status != "ok":
+            unchecked = "" if result.status == "wrong" else "not checked, so not timed: "
+            reason = f"{unchecked}{result.reason}"
+            self.not_timed[run.backend] = _Result({}, result.status, reason)
+        return result
+
     def _exact(self, run: BackendRun) -> _Result:
         truth = self._truth()
         verdict = Verdict.of(run.batch, truth)
@@ -122,15 +148,12 @@ class CaseRun:
         measures = verdict.measures() | {"blame": None}
         if reason is None:
             return _Result(measures)
-        measures["blame"] = blame(truth, run.batch, verdict)
-        self.wrong[run.backend] = f"{reason} {measures['blame']}"
-        return _Result(measures, "wrong", self.wrong[run.backend])
-
-    def _judge_for_timing(self, run: BackendRun) -> None:
         try:
-            self._exact(run)
-        except FAILURES as error:  # OutOfMemoryError is a RuntimeError
-            self.wrong[run.backend] = f"it could not be checked: {one_line(error)}"
+            measures["blame"] = blame(truth, run.batch, verdict)
+        except Exception as error:  # wrong it is, whether or not it can be said why
+            failed = self._failed(error)
+            return _Result(measures, "wrong", f"{reason} Why is not known: {failed.reason}")
+        return _Result(measures, "wrong", f"{reason} {measures['blame']}")
 
     def _truth(self) -> Truth:
         if self.truth is None:
@@ -147,7 +170,7 @@ class CaseRun:
     # --- time ------------------------------------------------------------------------------------
 
     def _time(self, runs: Sequence[BackendRun]) -> None:
-        timed: dict[str, dict[str, Callable[[], object]]] = {}
+        timed: _Timed = {}
         for run in runs:
             calls = self._calls(run)
             if calls is not None:
@@ -155,35 +178,52 @@ class CaseRun:
         if not timed:
             return
         self.progress(f"{self.case.name}: timing {', '.join(timed)}")
+        while timed:
+            failed, culprits = self._time_together(timed)
+            if failed is None:
+                return
+            for backend in culprits:
+                del timed[backend]
+                self._write(backend, "runtime", failed)
+            self._clean()
+
+    def _time_together(self, timed: _Timed) -> tuple[_Result | None, list[str]]:
+        """Time and write the rows; or what failed, and whose call it was: all if nobody's."""
+        device, repeats = self.settings.device, self.settings.repeats
+        running: list[str] = []
+
+        def watched(backend: str, call: Callable[[], object]) -> None:
+            running[:] = [backend]
+            call()
+
         variants = {
-            f"{backend} {kind}": call
+            f"{backend} {kind}": partial(watched, backend, call)
             for backend, calls in timed.items()
             for kind, call in calls.items()
         }
-        device, repeats = self.settings.device, self.settings.repeats
         try:
             timings = time_interleaved(variants, device=device, repeats=repeats)
-        except FAILURES as error:  # each ran alone: together they do not fit, say
-            for backend in timed:
-                self._write(backend, "runtime", _failed(error))
-            return
+        except Exception as error:  # each ran alone: together they do not fit, say
+            return self._failed(error), running or list(timed)
         for backend in timed:
             self._write(backend, "runtime", _Result(_milliseconds(backend, timings)))
+        return None, []
 
     def _calls(self, run: BackendRun) -> dict[str, Callable[[], object]] | None:
         """What is to be timed, each called once; None, and a row that says why, if nothing."""
-        reason = self.wrong.get(run.backend)
-        if reason is not None:
-            self._write(run.backend, "runtime", _Result({}, "wrong", reason))
-            return None
-        try:
-            calls = run.calls()
-            for call in calls.values():
-                call()
-        except FAILURES as error:
-            self._write(run.backend, "runtime", _failed(error))
-            return None
-        return calls
+        result = self.not_timed.get(run.backend)
+        if result is None:
+            try:
+                calls = run.calls()
+                for call in calls.values():
+                    call()
+                self._synchronize()  # what goes wrong on the device is this backend's
+            except Exception as error:
+                result = self._failed(error)
+            else:
+                return calls
+        self._write(run.backend, "runtime", result)
+        return None
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -198,8 +238,8 @@ class CaseRun:
         self.progress(f"{self.case.name}: {run.backend}{beside} {comparison}")
         try:
             result = work()
-        except FAILURES as error:
-            result = _failed(error)
+        except Exception as error:
+            result = self._failed(error)
         self._write(run.backend, comparison, result, None if other is None else other.backend)
 
     def _give_up(self, backend: str, status: Status, reason: str) -> None:
@@ -215,20 +255,27 @@ class CaseRun:
         self.write_row(
             Row(SUITE, case, result.status, result.reason, result.measures, self.environment)
         )
+        if self.lost is not None:
+            raise DeviceLostError(
+                f"the device is lost after {backend}, {comparison}, in {self.case.name}: "
+                f"{one_line(self.lost)}; what runs after it in this process would fail through no "
+                "fault of its own: run the other backends again, without this one."
+            ) from self.lost
+
+    def _failed(self, error: Exception) -> _Result:
+        """What an exception makes of a row; `_write` raises after it if the device is lost."""
+        if is_lost(error, self.settings.device):
+            self.lost = error
+        return _Result({}, *status_of(error))
+
+    def _synchronize(self) -> None:
+        if self.settings.device.type == "cuda":
+            torch.cuda.synchronize(self.settings.device)
 
     def _clean(self) -> None:
         if self.settings.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-
-
-def _failed(error: BaseException) -> _Result:
-    """What an exception makes of a row."""
-    if isinstance(error, NotImplementedError | ImportError):
-        return _Result({}, "unsupported", one_line(error))
-    if isinstance(error, torch.OutOfMemoryError):
-        return _Result({}, "oom", one_line(error))
-    return _Result({}, "failed", one_line(error))
 
 
 def _milliseconds(backend: str, timings: Mapping[str, Timing]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ three times that; in its largest error and in its mean one.
 
 In half precision that rounding hides an accumulation of long sums in half precision. So there the
 output is also held, in root mean square, against twice the peer alone (which is rounded too): over
-all queries, and over those that see the most keys.
+all queries, and over those that see the most keys. Gradients are held so against three times the
+peer, in each stretch of tokens: see `stretches.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flexvarlen.drift.difference import Difference
 from flexvarlen.drift.op.cases import Inputs, OpCase, spans_of
 from flexvarlen.drift.op.exact import GRADIENTS, Answer, Sight, each_alone, keys_seen
 from flexvarlen.drift.op.noise import Noise
+from flexvarlen.drift.op.stretches import Stretches
 from flexvarlen.equivalence.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR
 
 HALF = (torch.bfloat16, torch.float16)
@@ -89,6 +91,11 @@ class Truth:
         exact, peer = self.exact.parts()[name], self.peer.parts()[name]
         return Noise.of(found, exact, peer, self.keys_T if by_query else None)
 
+    def stretches(self, name: str, found: Tensor) -> Stretches:
+        """The errors of a gradient by stretches of tokens, beside the peer's."""
+        exact, peer = self.exact.parts()[name], self.peer.parts()[name]
+        return Stretches.of(found, exact, peer, self.case.lengths)
+
     def document_of(self, token: int) -> int:
         """Which document a token lies in."""
         return next(d for d, (_, end) in enumerate(spans_of(self.case.lengths)) if token < end)
@@ -127,12 +134,15 @@ class Verdict:
         ratios: error over what the rule allows, by part; above 1, or NaN, is wrong.
         limits: what the rule allows, by part.
         peer_differences: the peer's.
+        in_stretches: gradients that are wrong in some stretches, and in the whole row within
+            the limits.
     """
 
     differences: dict[str, Difference]
     ratios: dict[str, float]
     limits: dict[str, Limit]
     peer_differences: dict[str, Difference]
+    in_stretches: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, answer: Answer, truth: Truth) -> Verdict:
@@ -146,7 +156,14 @@ class Verdict:
         if answer.out.dtype in HALF and ratios["out"] <= 1:
             noise = truth.noise("out", answer.out)
             ratios["out"] = max(ratios["out"], noise.most_times_peer / OUTPUT_FACTOR)
-        return cls(found, ratios, limits, truth.peer_differences)
+        lost = []
+        for name, x in answer.parts().items():
+            if name in GRADIENTS and x.dtype in HALF and ratios[name] <= 1:
+                ratio = truth.stretches(name, x).most / GRADIENT_FACTOR
+                if not ratio <= 1:
+                    lost.append(name)
+                ratios[name] = max(ratios[name], ratio)
+        return cls(found, ratios, limits, truth.peer_differences, tuple(lost))
 
     @property
     def wrong(self) -> list[str]:

@@ -1,6 +1,6 @@
-"""The tables of operator drift, from rows alone, as Markdown; and what they say, as sentences.
+"""The tables of operator drift, from rows alone, as Markdown.
 
-Backends that cannot run any case of a dtype stand in no table: their sentence says why.
+Backends that cannot run any case of a dtype stand in no table: the report's notes say why.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
 PARTS = (*FORWARD, *BACKWARD)
 STABILITY = ("run-run", "place", "eager-compiled")
 NOTHING = "–"
+BASELINES = ("fa2", "varlen", "flex", "sdpa")
+"""What the others are held against, by preference: the study's, then what runs in most places."""
 
 
 def study_tables(rows: Iterable[Row], *, baseline: str | None = None) -> str:
@@ -24,13 +26,13 @@ def study_tables(rows: Iterable[Row], *, baseline: str | None = None) -> str:
     Args:
         rows: of the suite "drift-op"; others are left out.
         baseline: the backend that times are divided by, and that the third table holds the others
-            against. Default: the first that was timed, or compared.
+            against. Default: of `BASELINES` the first that ran, else the first that was timed.
     """
     rows = _that_run(rows)
     pieces = []
     for dtype in _dtypes(rows):
         own = [row for row in rows if row.case["dtype"] == dtype]
-        first = baseline or _first_backend(own)
+        first = baseline or _baseline(own)
         pieces += [
             f"### {dtype}: runtime of all documents in one call, ms",
             runtime_table(own, first),
@@ -146,63 +148,6 @@ def _stability_cell(row: Row | None) -> str:
     return "exact" if worst is None else f"{worst[0]}: {worst[1].max_abs:.2e}"
 
 
-def sentences(rows: Iterable[Row]) -> list[str]:
-    """For each backend and dtype, whether batch and serial agree in every bit; what is wrong.
-
-    What cannot run at all gets its reason, once.
-    """
-    rows = _of_suite(rows)
-    said = []
-    for dtype in _dtypes(rows):
-        own = [row for row in rows if row.case["dtype"] == dtype]
-        for backend in _unique(row.case["backend"] for row in own):
-            of_backend = [row for row in own if row.case["backend"] == backend]
-            said += _sentences_of(f"{backend}, {dtype}", of_backend)
-    return said
-
-
-def _sentences_of(who: str, rows: Sequence[Row]) -> list[str]:
-    said = []
-    compared = _of(rows, "batch-serial")
-    ran = [row for row in compared if row.status == "ok"]
-    if ran:
-        documents = f"{len(ran)} case{'s' if len(ran) > 1 else ''}"
-        forward, backward = _exactness(ran, FORWARD), _exactness(ran, BACKWARD)
-        said.append(
-            f"{who}: exact in batch against serial ({documents})? Forward: {forward}. Backward: "
-            f"{backward}."
-        )
-    reasons: dict[str, list[str]] = {}
-    for row in compared:
-        if row.status != "ok":
-            reason = f"{row.status}: {row.reason}"
-            reasons.setdefault(reason, []).append(row.case["name"])
-    for reason, names in reasons.items():
-        said.append(f"{who}: {reason.rstrip('.')} ({_some(names)}).")
-    wrong = [row for row in _of(rows, "exact") if row.status == "wrong"]
-    said += [f"{who}: wrong on {row.case['name']}: {row.reason}" for row in wrong]
-    return said
-
-
-def _exactness(rows: Sequence[Row], parts: Sequence[str]) -> str:
-    """Yes, or no with the first case that differs."""
-    if not any(_differences(row, parts) for row in rows):
-        return "not compared"
-    differing = [(row, worst) for row in rows if (worst := _most_different(row, parts))]
-    if not differing:
-        return "yes"
-    row, (part, difference) = differing[0]
-    return (
-        f"no, in {len(differing)} of them, first at {row.case['name']} ({part} by "
-        f"{difference.max_abs:.2e} at most, {share(difference.equal)} of its elements equal)"
-    )
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    beyond = f" and {len(names) - most} more" if len(names) > most else ""
-    return "; ".join(names[:most]) + beyond
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
@@ -211,7 +156,7 @@ def _of_suite(rows: Iterable[Row]) -> list[Row]:
 
 
 def _that_run(rows: Iterable[Row]) -> list[Row]:
-    """Without the backends that nothing here can run: `sentences` says why not, once each."""
+    """Without the backends that nothing here can run: the report's notes say why not."""
     rows = _of_suite(rows)
     ran = {(r.case["dtype"], r.case["backend"]) for r in rows if r.status != "unsupported"}
     return [row for row in rows if (row.case["dtype"], row.case["backend"]) in ran]
@@ -233,10 +178,15 @@ def _dtypes(rows: Iterable[Row]) -> list[str]:
     return _unique(row.case["dtype"] for row in rows)
 
 
-def _first_backend(rows: Sequence[Row]) -> str:
-    """The first that was timed, else the first at all."""
-    timed = [row for row in _of(rows, "runtime") if row.status == "ok"]
-    return str((timed or rows)[0].case["backend"])
+def _baseline(rows: Sequence[Row]) -> str:
+    """The first of `BASELINES` that was timed, else that ran at all, else the first backend."""
+    ran = [row for row in rows if row.status == "ok"]
+    for found in (_of(ran, "runtime"), ran):
+        names = _unique(row.case["backend"] for row in found)
+        known = [name for name in BASELINES if name in names]
+        if known or names:
+            return str((known or names)[0])
+    return str(rows[0].case["backend"])
 
 
 def _unique(names: Iterable[Any]) -> list[str]:

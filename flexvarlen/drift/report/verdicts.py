@@ -97,29 +97,61 @@ def _operators(rows: Sequence[Row]) -> list[str]:
         for comparison in ("batch-serial", "run-run", "place", "eager-compiled"):
             compared = [row for row in of_dtype if row.case["comparison"] == comparison]
             if compared:
-                said.append(_who_is_exact(dtype, comparison, compared))
+                asked = [row for row in suite_rows(rows, "drift-op") if row.case["dtype"] == dtype]
+                asked = [row for row in asked if row.case["comparison"] == comparison]
+                said.append(_who_is_exact(dtype, comparison, asked))
         said += _worst_error(dtype, [row for row in of_dtype if row.case["comparison"] == "exact"])
     return said
 
 
 def _who_is_exact(dtype: str, comparison: str, rows: list[Row]) -> str:
-    """One sentence: the backends by how far they are exact."""
+    """One sentence: the backends by how far they are exact, each in the cases that it ran.
+
+    `rows`: all of the comparison, those without a result too.
+    """
+    cases = len(groups(rows, "name"))
     kinds: dict[str, list[str]] = {}
-    for (backend,), own in groups(rows, "backend").items():
+    for (backend,), asked in groups(rows, "backend").items():
+        own = [row for row in asked if row.status == "ok"]
+        if not own:
+            continue
         forward, backward = equal_bits(own, FORWARD), equal_bits(own, BACKWARD)
+        ran = _ran(asked, cases)
         if forward and backward is not False:
             kind = "the same bits, forward and backward"
             kind = kind if backward else "the same bits forward (no backward compared)"
-            kinds.setdefault(kind, []).append(str(backend))
-        elif forward:
-            text = f"{backend} ({_farthest(own, BACKWARD)})"
-            kinds.setdefault("the same bits forward, not backward", []).append(text)
-        else:
-            text = f"{backend} ({_farthest(own, (*FORWARD, *BACKWARD))})"
-            kinds.setdefault("other bits", []).append(text)
+            with_backward = sum(equal_bits([row], BACKWARD) is not None for row in own)
+            if 0 < with_backward < len(own):
+                ran += f", with a backward in {with_backward}"
+            kinds.setdefault(kind, []).append(f"{backend}{ran}")
+            continue
+        kind = "the same bits forward, not backward" if forward else "other bits"
+        parts = BACKWARD if forward else (*FORWARD, *BACKWARD)
+        differing = sum(equal_bits([row], parts) is False for row in own)
+        text = f"{backend} ({_farthest(own, parts)})"
+        if differing < len(own):
+            text += f" in {differing} of {len(own)}"
+        kinds.setdefault(kind, []).append(f"{text}{ran}")
     found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
-    cases = len(groups(rows, "name"))
     return f"{dtype}, {IN_WORDS[comparison]}, {cases} case{'s' * (cases != 1)}: {found}."
+
+
+def _ran(asked: list[Row], cases: int) -> str:
+    """In brackets how many cases a backend ran, and what became of the others; empty if all."""
+    ran = len(groups((row for row in asked if row.status == "ok"), "name"))
+    if ran == cases:
+        return ""
+    ended: dict[str, list[str]] = {}
+    for row in asked:
+        if row.status != "ok":
+            ended.setdefault(row.status, []).append(str(row.case["name"]))
+    why = "".join(f"; {status}: {_some(names)}" for status, names in ended.items())
+    return f" [ran {ran} of {cases}{why}]"
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    beyond = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + beyond
 
 
 def _farthest(rows: list[Row], parts: Sequence[str]) -> str:
@@ -195,16 +227,30 @@ def _shares(rows: Sequence[Row]) -> list[str]:
         if parts:
             said.append(f"{text} (shares need not add up: rounding errors partly cancel).")
         if "invariant" in by:
-            said.append(f"{model}, {dtype}, {backend}: {_invariant(by['invariant'])}")
+            said.append(f"{model}, {dtype}, {backend}: {_invariant(by['invariant'], own[0])}")
     return said
 
 
-def _invariant(measures: dict[str, Any]) -> str:
-    """What batch invariance gave, and its cost."""
-    forward = "have the same bits" if measures.get("equal_logits") == 1 else "differ"
-    text = f"with everything batch invariant, logits packed and alone {forward}"
+def _invariant(measures: dict[str, Any], row: Row) -> str:
+    """What batch invariance gave, over how many of the row's documents, and its cost."""
+    parts = {"logits": measures.get("equal_logits"), "hidden states": measures.get("equal_hidden")}
     if measures.get("equal_gradients") is not None:
-        same = "have the same bits" if measures["equal_gradients"] == 1 else "differ"
-        text += f" and each document's own gradients {same}"
+        compared = f"{len(measures['gradient_documents'])} of {row.case['documents']}"
+        parts[f"own gradients of {compared} documents"] = measures["equal_gradients"]
+    kinds = {
+        "have the same bits": [name for name, equal in parts.items() if equal == 1],
+        "differ": [name for name, equal in parts.items() if equal is not None and equal != 1],
+    }
+    found = "; ".join(f"{_listed(names)} {kind}" for kind, names in kinds.items() if names)
+    text = f"with everything batch invariant, packed and alone: {found}"
     cost = measures.get("cost")
     return f"{text}." if cost is None else f"{text}; a step takes {cost:.2f} times as long."
+
+
+def _listed(names: Sequence[str]) -> str:
+    """In words.
+
+    >>> _listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
