@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -13,13 +13,18 @@ from flexvarlen.cli_console import (
     NOT_RIGHT,
     Device,
     Dtype,
+    FailAbove,
+    RowTokens,
+    Text,
+    Train,
     console,
     device_of,
     dtype_of,
     errors,
+    progress_bar,
     sentences,
 )
-from flexvarlen.cli_drift import FailAbove, drift
+from flexvarlen.cli_drift import drift
 from flexvarlen.cli_verify import verify
 
 if TYPE_CHECKING:
@@ -56,28 +61,13 @@ def compare(
     backends: Annotated[
         str, typer.Option(help="all, or names with commas between; see flexvarlen doctor.")
     ] = "all",
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of the packed row. [default: 1024, 8192 on a GPU]",
-            show_default=False,
-        ),
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A text file of documents, instead of Python's help topics. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    tokens: RowTokens = None,
+    text: Text = None,
     dtype: Dtype = None,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Run under torch.compile.")
     ] = False,
-    train: Annotated[
-        bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
-    ] = True,
+    train: Train = True,
     seed: Annotated[int, typer.Option(help="Of weights, documents and all else random.")] = 0,
     out: Annotated[
         Path, typer.Option(help="Folder for rows.jsonl, table.md and compare.png.")
@@ -242,7 +232,6 @@ def _compare(
     out: Path,
 ) -> Report:
     import transformers
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from flexvarlen.equivalence import Report, compare
     from flexvarlen.equivalence.compare import DEFAULT_TOKENS
@@ -260,19 +249,12 @@ def _compare(
     if out.exists() and not out.is_dir():
         raise ValueError(f"out must be a folder, got the file {str(out)!r}; name another.")
     reports: list[Report] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar() as bar:
         for spec in specs:
             name = spec.label
-            task = progress.add_task(name, total=None)
 
-            def show(done: int, total: int, what: str, task: Any = task, name: str = name) -> None:
-                progress.update(task, completed=done, total=total, description=f"{name}: {what}")
+            def show(done: int, total: int, what: str, name: str = name) -> None:
+                bar(done, total, f"{name}: {what}")
 
             model, tokenizer = build_model(spec.name, device=device, dtype=dtype, seed=seed)
             batch = packed_text(
@@ -294,7 +276,6 @@ def _compare(
                     progress=show,
                 )
             )
-            progress.remove_task(task)
     return Report(tuple(row for report in reports for row in report.rows))
 
 

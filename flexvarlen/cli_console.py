@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,7 +34,34 @@ Dtype = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="[default: cuda if there is one]", show_default=False)
 ]
-"""Options of several commands, as `dtype_of` and `device_of` read them."""
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A text file of documents, instead of Python's help topics. Repeatable.",
+        show_default=False,
+    ),
+]
+Train = Annotated[
+    bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
+]
+RowTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens of the packed row. [default: 1024, 8192 on a GPU]",
+        show_default=False,
+    ),
+]
+FailAbove = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MEASURE=VALUE",
+        help="End with exit code 1 if a measure is larger in any row; MEASURE is a name as in "
+        "rows.jsonl, or the end of several (relative, max_abs). Repeatable.",
+        show_default=False,
+    ),
+]
+"""Options of several commands; `dtype_of` and `device_of` read the first two."""
 
 
 @contextmanager
@@ -69,3 +97,24 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
     if name not in known:
         raise ValueError(f"dtype must be one of {', '.join(known)}, got {name!r}; choose one.")
     return known[name]
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """What shows the steps done, all steps, and what is being done; gone in the end."""
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total, description=escape(what))
+
+        yield show

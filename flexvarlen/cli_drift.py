@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from flexvarlen.cli_console import CPU_MODELS, Device, sentences
+from flexvarlen.cli_console import (
+    CPU_MODELS,
+    Device,
+    FailAbove,
+    RowTokens,
+    Text,
+    Train,
+    sentences,
+)
 
 drift = typer.Typer(
     no_args_is_help=True,
@@ -25,16 +33,6 @@ Dtypes = Annotated[
     ),
 ]
 Backends = Annotated[str, typer.Option(help="all, or names with commas between.")]
-Text = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="A text file of documents, instead of Python's help topics. Repeatable.",
-        show_default=False,
-    ),
-]
-Train = Annotated[
-    bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
-]
 Compile = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Also compare compiled with eager.")
 ]
@@ -42,15 +40,6 @@ Seed = Annotated[int, typer.Option(help="Of all that is random.")]
 Out = Annotated[Path, typer.Option(help="Folder for rows.jsonl, report.md and report.html.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Keep the rows in the folder; run what they lack.")
-]
-FailAbove = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="MEASURE=VALUE",
-        help="End with exit code 1 if a measure is larger in any row; MEASURE is a name as in "
-        "rows.jsonl, or the end of several (relative, max_abs). Repeatable.",
-        show_default=False,
-    ),
 ]
 Commit = Annotated[
     str | None, typer.Option(help="To record, where git cannot tell it.", show_default=False)
@@ -131,14 +120,7 @@ def model_command(
         ),
     ] = None,
     text: Text = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of the packed row. [default: 1024, 8192 on a GPU]",
-            show_default=False,
-        ),
-    ] = None,
+    tokens: RowTokens = None,
     backends: Backends = "all",
     baseline: Annotated[
         str, typer.Option(help="The backend that the others are held against.")

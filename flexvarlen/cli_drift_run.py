@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import transformers
 import typer
 
 import flexvarlen as fv
-from flexvarlen.cli_console import NOT_RIGHT, console, device_of, dtype_of, errors
+from flexvarlen.cli_console import NOT_RIGHT, console, device_of, dtype_of, errors, progress_bar
 from flexvarlen.doctor import parse_heads
 from flexvarlen.drift.report.complete import has_attribution, has_case, has_model, has_training
 from flexvarlen.drift.report.journal import Journal
@@ -142,7 +141,7 @@ def run_op(
     shared: dict[str, Any] = {"device": place.device, "comparisons": wanted, "train": train}
     operator_drift([], names, **shared)  # all mistakes before any work
     todo = [(dtype, case) for dtype in place.dtypes for case in cases]
-    with _progress() as show:
+    with progress_bar() as show:
         for done, (dtype, case) in enumerate(todo):
 
             def say(what: str, done: int = done) -> None:
@@ -194,7 +193,7 @@ def run_model(
             "backends must be names of kernels for --attribution, got 'auto'; name the one that it "
             "takes (flexvarlen doctor --explain), or pass --no-attribution."
         )
-    with _progress() as show:
+    with progress_bar() as show:
         for spec, dtype in [(spec, dtype) for spec in specs for dtype in place.dtypes]:
             model, tokenizer = build_model(spec.name, device=place.device, dtype=dtype, seed=seed)
             wide = tokens or DEFAULT_TOKENS[place.device.type]
@@ -246,7 +245,7 @@ def run_train(
     check_training([baseline, *names], steps, chosen)  # all mistakes before any work
     read_documents(text)
     width = tokens or TRAINING_TOKENS[place.device.type]
-    with _progress() as show:
+    with progress_bar() as show:
         for dtype in place.dtypes:
 
             def make_model(seed: int, dtype: torch.dtype = dtype) -> Any:
@@ -311,26 +310,6 @@ def _quiet_transformers() -> None:
 
 
 # ---- what is shown ----
-
-
-@contextmanager
-def _progress() -> Iterator[Show]:
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            progress.update(task, completed=done, total=total, description=escape(what))
-
-        yield show
 
 
 def _named(show: Show, name: str) -> Show:

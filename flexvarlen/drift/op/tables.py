@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flexvarlen.drift.difference import Difference
+from flexvarlen.drift.grid import NOTHING
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 
 FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
 PARTS = (*FORWARD, *BACKWARD)
 STABILITY = ("run-run", "place", "eager-compiled")
-NOTHING = "–"
 BASELINES = ("fa2", "varlen", "flex", "sdpa")
 """What the others are held against, by preference: the study's, then what runs in most places."""
 
