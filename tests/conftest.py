@@ -1,5 +1,6 @@
 """What every test runs under: no hub, a fair share of the cores, repeatable examples."""
 
+import gc
 import os
 
 # Read when the libraries are imported, so set before any of them is.
@@ -53,3 +54,18 @@ def _gradients_stay_on():
     on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert on, "autograd was left off"
+
+
+@pytest.fixture
+def process_group():
+    """One process, by gloo; destroyed when nothing of the test refers to it any more.
+
+    A wrapper such as DDP that outlives its group destroys it with the interpreter's lock held, and
+    gloo's threads may wait for that lock: the process then hangs for ever (pytorch issue 56297).
+    """
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    gc.collect()
+    torch.distributed.destroy_process_group()

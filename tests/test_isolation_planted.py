@@ -291,24 +291,18 @@ def test_frozen_model_with_adapters_is_tested_inside_peft(batch):
     assert (report.layers, report.gradients) == (2, "bits")
 
 
-def test_ddp_trains_on_afterwards(model, batch, tmp_path):
-    from torch import distributed
+@pytest.mark.usefixtures("process_group")
+def test_ddp_trains_on_afterwards(model, batch):
     from torch.nn.parallel import DistributedDataParallel
 
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
-        parallel = DistributedDataParallel(model.train())
-        calls = []
-        parallel.register_forward_pre_hook(lambda *_: calls.append(1))
-        assert verify_isolation(parallel, batch).gradients == "bits"
-        assert not calls  # each would send buffers to processes that wait elsewhere
-        for _ in range(2):
-            parallel(**batch.inputs(), labels=batch.input_ids).loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-    finally:
-        distributed.destroy_process_group()
+    parallel = DistributedDataParallel(model.train())
+    calls = []
+    parallel.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert verify_isolation(parallel, batch).gradients == "bits"
+    assert not calls  # each would send buffers to processes that wait elsewhere
+    for _ in range(2):
+        parallel(**batch.inputs(), labels=batch.input_ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_compiled_graph_is_tested_by_its_outputs(model, batch):

@@ -174,27 +174,23 @@ def test_other_processes_run_it_only_where_parameters_are_sharded(
     assert not model.training
 
 
-def test_sharded_parameters_are_seen(tmp_path):
-    from torch.distributed import destroy_process_group, init_process_group
+@pytest.mark.usefixtures("process_group")
+def test_sharded_parameters_are_seen():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = fv.patch_model(build_model("llama")[0], "sdpa")
     assert not is_sharded(model)
-    init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        assert is_sharded(model)
-        report = fv.verify_isolation(model, DataCollatorWithFlattening()(examples()[:3]))
-        assert (report.layers, report.gradients) == (2, "bits")
-        assert all(parameter.grad is None for parameter in model.parameters())
-        model(**DataCollatorWithFlattening()(examples()[:3])).loss.backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-    finally:
-        destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert is_sharded(model)
+    report = fv.verify_isolation(model, DataCollatorWithFlattening()(examples()[:3]))
+    assert (report.layers, report.gradients) == (2, "bits")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(**DataCollatorWithFlattening()(examples()[:3])).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_batch_holds_the_first_examples():

@@ -13,7 +13,6 @@ import numpy as np
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -309,14 +308,6 @@ def _lora(model):
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(model, config)
-
-
-@pytest.fixture
-def process_group():
-    """One process, by gloo."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 WRAPPERS = {
