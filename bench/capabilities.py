@@ -1,4 +1,4 @@
-"""`python -m bench.capabilities`: what each backend can do, by its own checks, as rows and a table.
+"""`flexvarlen.bench.capabilities`: what each backend can do, by its own checks.
 
 Every cell is what `flexvarlen.why_not` answers on the machine where the rows were made; nothing
 runs but its checks.
@@ -135,7 +135,9 @@ def _ranges(dims: list[int]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.capabilities", description=summary)
+    parser = argparse.ArgumentParser(
+        prog="python -m flexvarlen.bench.capabilities", description=summary
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="recorded in place of what git finds here")
     parser.add_argument("--out", type=Path, help="JSON lines to append to")

@@ -1,4 +1,4 @@
-"""`python -m bench.compile_time`: what compiling a patched model costs, whole and layer by layer.
+"""`flexvarlen.bench.compile_time`: what compiling a patched model costs, whole and layer by layer.
 
 By layer as accelerate does it, which compiles what surrounds the layers too, and the decoder layers
 alone, which is one graph.
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from bench.bench_run import BenchRun
-from bench.cases import GEOMETRIES
+from flexvarlen.bench.bench_run import BenchRun
+from flexvarlen.bench.cases import GEOMETRIES
 from flexvarlen.rows import Status
 
 SUITE = "compile"
@@ -34,7 +34,9 @@ SCOPES = ("whole", "layer", "decoder")
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.compile_time", description=summary)
+    parser = argparse.ArgumentParser(
+        prog="python -m flexvarlen.bench.compile_time", description=summary
+    )
     add = parser.add_argument
     add("--geometry", choices=sorted(GEOMETRIES), default="qwen3-1.7b")
     add("--layers", type=int, help="default: the model's own number")
@@ -95,7 +97,13 @@ class Parent(BenchRun):
         answer.unlink(missing_ok=True)
         own = ["--child", part, "--scope", scope, "--answer", str(answer)]
         # The backend stands last, and wins: resolved by now.
-        command = [sys.executable, "-m", "bench.compile_time", *forwarded(self.args), *own]
+        command = [
+            sys.executable,
+            "-m",
+            "flexvarlen.bench.compile_time",
+            *forwarded(self.args),
+            *own,
+        ]
         command += ["--backend", self.backend]
         where = {
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
@@ -163,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.child is None:
         Parent(args).run()
         return
-    from bench.compile_time_child import Child
+    from flexvarlen.bench.compile_time_child import Child
 
     found = getattr(Child(args), args.child)()
     args.answer.write_text(json.dumps(found))

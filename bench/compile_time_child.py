@@ -1,4 +1,4 @@
-"""What a process of `bench.compile_time` does: resolve "auto", compile a model, or time steps."""
+"""What a process of `compile_time.py` does: resolve "auto", compile a model, or time steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import flexvarlen as fv
-from bench.accuracy import errors_of, packed_answer, per_document, wider
-from bench.cases import log_normal_lengths, new_base_model
-from bench.compile_time import SCOPES
-from bench.utilisation import peak_tflops, resolved_auto, step_tflop, utilisation
+from flexvarlen.bench.accuracy import errors_of, packed_answer, per_document, wider
+from flexvarlen.bench.cases import log_normal_lengths, new_base_model
+from flexvarlen.bench.compile_time import SCOPES
+from flexvarlen.bench.utilisation import peak_tflops, resolved_auto, step_tflop, utilisation
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.measure import time_interleaved, watch_compilation
 

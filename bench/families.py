@@ -1,4 +1,4 @@
-"""`python -m bench.families`: every family, on every backend, in every form of a batch.
+"""`flexvarlen.bench.families`: every family, on every backend, in every form of a batch.
 
 Tiny models with random weights that have all that is special to their family. A cell's errors are
 those of the packed logits, and of the gradients of all parameters, against each document alone in
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from bench.batch_forms import FORMS, LENGTHS, RESTART, Batch, Form, documents_of
-from bench.bench_run import BenchRun
+from flexvarlen.bench.batch_forms import FORMS, LENGTHS, RESTART, Batch, Form, documents_of
+from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.equivalence.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR
 from flexvarlen.equivalence.isolation_tokens import halves
 from flexvarlen.markdown import markdown
@@ -50,7 +50,9 @@ FIRST_POSITION = {"roberta": 2}
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.families", description=summary)
+    parser = argparse.ArgumentParser(
+        prog="python -m flexvarlen.bench.families", description=summary
+    )
     add = parser.add_argument
     add("--families", nargs="+", default=list(BY_TYPE), choices=list(BY_TYPE), metavar="TYPE")
     add("--backends", nargs="+", choices=fv.BACKENDS, help="default: all that this machine has")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.kernels_cells import LONGEST, SHORTEST, Cell
-from bench.report_kernels import PASSES, Measured, measured_cells, shown_cells, where_of
+from flexvarlen.bench.kernels_cells import LONGEST, SHORTEST, Cell
+from flexvarlen.bench.report_kernels import PASSES, Measured, measured_cells, shown_cells, where_of
 from flexvarlen.rows import Row
 
 # Of the marks of what could not be measured, in heights of the axes: the lowest, from one to next.

@@ -1,7 +1,7 @@
-"""`python -m bench.host_time`: what a call of ours costs the host over the raw kernel's own.
+"""`flexvarlen.bench.host_time`: what a call of ours costs the host over the raw kernel's own.
 
 Documents so short that the device waits for the host, each call of ours in turn with the raw one of
-`bench.raw_kernels`: many calls a round, the clock read before the first and behind the last launch.
+`raw_kernels.py`: many calls a round, the clock read before the first and behind the last launch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import flexvarlen as fv
-from bench.bench_run import BenchRun
-from bench.raw_kernels import RAW, Inputs
-from bench.variants import Unsupported
+from flexvarlen.bench.bench_run import BenchRun
+from flexvarlen.bench.raw_kernels import RAW, Inputs
+from flexvarlen.bench.variants import Unsupported
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, one_line
 
@@ -31,7 +31,9 @@ PASSES = ("forward", "forward for a backward", "forward and backward")
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.host_time", description=summary)
+    parser = argparse.ArgumentParser(
+        prog="python -m flexvarlen.bench.host_time", description=summary
+    )
     add = parser.add_argument
     add("--kernels", nargs="+", default=list(KERNELS), choices=sorted(RAW))
     add("--documents", type=int, nargs="+", default=[128, 128], metavar="TOKENS")

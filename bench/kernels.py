@@ -1,7 +1,7 @@
-"""`python -m bench.kernels`: every backend beside the raw kernel that it wraps, cell by cell.
+"""`flexvarlen.bench.kernels`: every backend beside the raw kernel that it wraps, cell by cell.
 
-    python -m bench.kernels --subset readme --out rows.jsonl
-    python -m bench.report rows.jsonl --readme README.md --figures bench/results
+    python -m flexvarlen.bench.kernels --subset readme --out rows.jsonl
+    python -m flexvarlen.bench.report rows.jsonl --readme README.md --figures bench/results
 
 For each cell, in one run: inputs; each variant's output and gradients held against fp64 on sampled
 documents, and against one another on the whole row; what is right is timed, forward and backward
@@ -29,11 +29,11 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 
-from bench.kernels_cell import RAW_PREFIX
-from bench.kernels_cells import SUBSETS, Cell
-from bench.kernels_run import Run
-from bench.raw_kernels import RAW
 from flexvarlen.backends import BACKENDS
+from flexvarlen.bench.kernels_cell import RAW_PREFIX
+from flexvarlen.bench.kernels_cells import SUBSETS, Cell
+from flexvarlen.bench.kernels_run import Run
+from flexvarlen.bench.raw_kernels import RAW
 
 CACHE = "FLEXVARLEN_CACHE"  # where "auto" keeps what it measured
 OURS = ("flex", "flex_fa4", "varlen", "fa2", "fa3", "fa4", "nested", "cudnn", "auto")
@@ -60,9 +60,9 @@ def default_variants(only: list[str] | None, on_cpu: bool) -> list[str]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels",
+        prog="python -m flexvarlen.bench.kernels",
         description=summary,
-        epilog="python -m bench.report --help: tables and figures of the rows.",
+        epilog="python -m flexvarlen.bench.report --help: tables and figures of the rows.",
     )
     add = parser.add_argument
     add("--subset", choices=sorted(SUBSETS), help="default: grid; with --quick: quick")

@@ -1,6 +1,6 @@
 """Some documents of a row, each alone in fp64, and how far every kernel of a cell is off on them.
 
-As `bench.mask_build_accuracy`, whose rule this keeps (within twice the error of a low-precision
+As `mask_build_accuracy.py`, whose rule this keeps (within twice the error of a low-precision
 peer, three times for gradients), but: the exact answers are made once for all kernels, a block of
 queries at a time, with or without a causal mask, so that long documents fit.
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.mask_build_accuracy import NAMES, Answer, disagreement, why_wrong
+from flexvarlen.bench.mask_build_accuracy import NAMES, Answer, disagreement, why_wrong
 
 SHORTEST_SAMPLE, LONGEST_SAMPLE = 16, 16_384
 QUERY_BLOCK = 1024  # fp64 scores of 4 heads then take 512 MiB on the longest sample

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from bench.kernels_accuracy import Oracle
-from bench.kernels_cells import Cell
-from bench.mask_build_accuracy import Answer
-from bench.mask_build_run import ERRORS, Wrong
-from bench.raw_kernels import RAW, Inputs, Prepared, behind_varlen
-from bench.variants import Unsupported
 from flexvarlen.backends import BACKENDS, get_backend, why_not
+from flexvarlen.bench.kernels_accuracy import Oracle
+from flexvarlen.bench.kernels_cells import Cell
+from flexvarlen.bench.mask_build_accuracy import Answer
+from flexvarlen.bench.mask_build_run import ERRORS, Wrong
+from flexvarlen.bench.raw_kernels import RAW, Inputs, Prepared, behind_varlen
+from flexvarlen.bench.variants import Unsupported
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import BUSY_MS, time_host_and_device
 from flexvarlen.rows import Status, one_line
 
 if TYPE_CHECKING:
-    from bench.kernels_run import Run
+    from flexvarlen.bench.kernels_run import Run
 
 PASSES = ("forward", "backward")
 RAW_PREFIX = "raw:"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from bench.cases import log_normal_lengths
+from flexvarlen.bench.cases import log_normal_lengths
 
 Documents = Literal["uniform", "log-normal", "short"]
 

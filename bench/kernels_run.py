@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from bench.bench_run import BenchRun
-from bench.kernels_cell import PASSES, MeasuredCell, Outcome
-from bench.kernels_cells import Cell
+from flexvarlen.bench.bench_run import BenchRun
+from flexvarlen.bench.kernels_cell import PASSES, MeasuredCell, Outcome
+from flexvarlen.bench.kernels_cells import Cell
 from flexvarlen.rows import Row, read_rows
 
 SUITE = "kernels"

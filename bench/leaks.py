@@ -1,4 +1,4 @@
-"""`python -m bench.leaks`: what leaks across documents in plain transformers, and what does here.
+"""`flexvarlen.bench.leaks`: what leaks across documents in plain transformers, and what does here.
 
 Tiny Llama and Qwen3 with random weights; the same documents in every form that a packed (or padded)
 batch can take. Each form's logits are compared with those of each document alone in fp64, at the
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 import flexvarlen as fv
-from bench.batch_forms import FORMS, LENGTHS, Form, documents_of
+from flexvarlen.bench.batch_forms import FORMS, LENGTHS, Form, documents_of
 from flexvarlen.measure import environment
 from flexvarlen.rows import Row, append_row, one_line
 
@@ -161,10 +161,10 @@ def default_backends(device: torch.device) -> list[str]:
 
 def main(argv: list[str] | None = None) -> list[Row]:
     """Run every form and print the table; rows go to `--out`, if given."""
-    from bench.report import leaks_table
+    from flexvarlen.bench.report import leaks_table
 
     parser = argparse.ArgumentParser(
-        prog="python -m bench.leaks", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m flexvarlen.bench.leaks", description=(__doc__ or "").partition("\n")[0]
     )
     add = parser.add_argument
     add("--out", type=Path, help="JSON lines to append to")

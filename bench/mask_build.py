@@ -1,4 +1,4 @@
-"""`python -m bench.mask_build`: building document BlockMasks, ours beside create_block_mask's.
+"""`flexvarlen.bench.mask_build`: building document BlockMasks, ours beside create_block_mask's.
 
 Packed rows of log-normal documents, boundaries on the device. What is wrong is never timed.
 
@@ -19,9 +19,9 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 
-from bench.mask_build_attention import Attention, Heads, long_row, share
-from bench.mask_build_builders import Builds, growth
-from bench.mask_build_run import Run
+from flexvarlen.bench.mask_build_attention import Attention, Heads, long_row, share
+from flexvarlen.bench.mask_build_builders import Builds, growth
+from flexvarlen.bench.mask_build_run import Run
 
 PARTS = ("build", "growth", "share", "attention", "long")
 
@@ -66,7 +66,9 @@ QUICK = Sizes(
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.mask_build", description=summary)
+    parser = argparse.ArgumentParser(
+        prog="python -m flexvarlen.bench.mask_build", description=summary
+    )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

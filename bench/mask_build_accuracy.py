@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, relative_error
+from flexvarlen.bench.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, relative_error
 
 SHORTEST_SAMPLE, LONGEST_SAMPLE = 16, 4096  # dense fp64 scores of 4 heads then take 512 MiB
 NAMES = ("out", "dq", "dk", "dv")

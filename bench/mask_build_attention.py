@@ -19,11 +19,17 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flexvarlen as fv
-from bench.cases import GEOMETRIES, new_base_model
-from bench.mask_build_accuracy import Answer, disagreement, sampled_errors, why_apart, why_wrong
-from bench.mask_build_builders import prepare_kind, theirs
-from bench.mask_build_run import ERRORS, PackedRow, Run, Wrong
-from bench.variants import Unsupported
+from flexvarlen.bench.cases import GEOMETRIES, new_base_model
+from flexvarlen.bench.mask_build_accuracy import (
+    Answer,
+    disagreement,
+    sampled_errors,
+    why_apart,
+    why_wrong,
+)
+from flexvarlen.bench.mask_build_builders import prepare_kind, theirs
+from flexvarlen.bench.mask_build_run import ERRORS, PackedRow, Run, Wrong
+from flexvarlen.bench.variants import Unsupported
 from flexvarlen.measure import (
     Timing,
     summarize,

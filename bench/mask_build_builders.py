@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexvarlen as fv
-from bench.mask_build_check import counts_of, difference, expected_tables
-from bench.mask_build_run import (
+from flexvarlen.bench.mask_build_check import counts_of, difference, expected_tables
+from flexvarlen.bench.mask_build_run import (
     ERRORS,
     Build,
     PackedRow,
@@ -28,7 +28,7 @@ from bench.mask_build_run import (
     Wrong,
     bound_of,
 )
-from bench.variants import Unsupported
+from flexvarlen.bench.variants import Unsupported
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.measure import watch_compilation
 from flexvarlen.rows import one_line

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from bench.bench_run import BenchRun
-from bench.cases import log_normal_lengths
-from bench.variants import Unsupported
+from flexvarlen.bench.bench_run import BenchRun
+from flexvarlen.bench.cases import log_normal_lengths
+from flexvarlen.bench.variants import Unsupported
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.measure import summarize

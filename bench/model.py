@@ -1,4 +1,4 @@
-"""`python -m bench.model`: training steps of a model, ours beside transformers' own, in one run.
+"""`flexvarlen.bench.model`: training steps of a model, ours beside transformers' own, in one run.
 
 One packed row of log-normal documents; random weights, shared by all variants; forward and backward
 of the base model (no LM head: its logits would drown the difference), eagerly and compiled.
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from bench.cases import GEOMETRIES
-from bench.model_run import Run
-from bench.variants import DEFAULT_VARIANTS
+from flexvarlen.bench.cases import GEOMETRIES
+from flexvarlen.bench.model_run import Run
+from flexvarlen.bench.variants import DEFAULT_VARIANTS
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.model", description=summary)
+    parser = argparse.ArgumentParser(prog="python -m flexvarlen.bench.model", description=summary)
     add = parser.add_argument
     cuda = torch.cuda.is_available()
     add("--geometry", choices=sorted(GEOMETRIES), default="qwen3-1.7b")

@@ -1,4 +1,4 @@
-"""One run of the model benchmark; its steps are in the docstring of `bench.model`."""
+"""One run of the model benchmark; its steps are in the docstring of `flexvarlen.bench.model`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
-from bench.bench_run import BenchRun
-from bench.cases import Case, log_normal_lengths, new_base_model
-from bench.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
-from bench.variants import Sizes, Unsupported, Variant, make_variant
+from flexvarlen.bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
+from flexvarlen.bench.bench_run import BenchRun
+from flexvarlen.bench.cases import Case, log_normal_lengths, new_base_model
+from flexvarlen.bench.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
+from flexvarlen.bench.variants import Sizes, Unsupported, Variant, make_variant
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import (
     memory_meaning,

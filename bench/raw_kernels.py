@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.variants import Unsupported
+from flexvarlen.bench.variants import Unsupported
 from flexvarlen.environment import flash_attention_impl
 
 # Evaluated pair by pair, an eager create_block_mask takes about 10 bytes a pair: 11 GB here.

@@ -1,4 +1,4 @@
-"""`python -m bench.report FILE…`: tables and figures, from rows alone.
+"""`python -m flexvarlen.bench.report FILE…`: tables and figures, from rows alone.
 
 Prints Markdown; `--readme` writes each suite's tables between its markers
 (`<!-- bench:model begin -->` and `<!-- bench:model end -->`), `--figures` a PNG for each measured
@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.capabilities import capabilities_section
-from bench.families import families_section
-from bench.figure_kernels import kernels_figure, kernels_figure_name
-from bench.figure_mask_build import mask_build_figure, mask_build_figure_name
-from bench.host_time import host_time_section
-from bench.report_compile import compile_section, small_inference_section
-from bench.report_kernels import kernels_groups, kernels_section
-from bench.report_mask_build import mask_build_groups, mask_build_section
+from flexvarlen.bench.capabilities import capabilities_section
+from flexvarlen.bench.families import families_section
+from flexvarlen.bench.figure_kernels import kernels_figure, kernels_figure_name
+from flexvarlen.bench.figure_mask_build import mask_build_figure, mask_build_figure_name
+from flexvarlen.bench.host_time import host_time_section
+from flexvarlen.bench.report_compile import compile_section, small_inference_section
+from flexvarlen.bench.report_kernels import kernels_groups, kernels_section
+from flexvarlen.bench.report_mask_build import mask_build_groups, mask_build_section
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, read_rows
 
@@ -294,7 +294,7 @@ FIGURES: dict[str, tuple[Callable[..., Any], ...]] = {
 def main(argv: list[str] | None = None) -> None:
     """Print every suite's tables; write them to the README and draw figures, if asked."""
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=summary)
+    parser = argparse.ArgumentParser(prog="python -m flexvarlen.bench.report", description=summary)
     parser.add_argument("files", nargs="*", type=Path, help="JSON lines of rows")
     parser.add_argument("--compare", type=Path, help="the rows.jsonl of flexvarlen compare")
     parser.add_argument("--readme", type=Path, help="file whose marked sections are replaced")

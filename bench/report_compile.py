@@ -1,4 +1,4 @@
-"""Tables of `bench.compile_time` and `bench.small_inference`, from their rows."""
+"""Tables of `compile_time.py` and `small_inference.py`, from their rows."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Tables of the suite "kernels", from rows alone; `bench.report` prints them."""
+"""Tables of the suite "kernels", from rows alone; `flexvarlen.bench.report` prints them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.kernels_cells import SUBSETS, Cell
-from bench.report_mask_build import Notes
+from flexvarlen.bench.kernels_cells import SUBSETS, Cell
+from flexvarlen.bench.report_mask_build import Notes
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.figure_mask_build import BUILDER_STYLES, where_of
+from flexvarlen.bench.figure_mask_build import BUILDER_STYLES, where_of
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 

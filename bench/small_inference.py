@@ -1,4 +1,4 @@
-"""`python -m bench.small_inference`: forward latency on one to four short documents.
+"""`flexvarlen.bench.small_inference`: forward latency on one to four short documents.
 
 Where the host, not the GPU, sets the time: each attention eagerly, compiled, and compiled with CUDA
 graphs (`mode="reduce-overhead"`), ours beside transformers' own, in one run under `no_grad`.
@@ -29,11 +29,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from bench.accuracy import Answer, Errors, errors_of, per_document, wider
-from bench.bench_run import BenchRun
-from bench.cases import GEOMETRIES, new_base_model
-from bench.small_inference_inputs import Inputs, other_packing
-from bench.utilisation import noting_auto, resolved_auto
+from flexvarlen.bench.accuracy import Answer, Errors, errors_of, per_document, wider
+from flexvarlen.bench.bench_run import BenchRun
+from flexvarlen.bench.cases import GEOMETRIES, new_base_model
+from flexvarlen.bench.small_inference_inputs import Inputs, other_packing
+from flexvarlen.bench.utilisation import noting_auto, resolved_auto
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.equivalence.variants import Unsupported, set_transformers
 from flexvarlen.measure import time_interleaved, watch_compilation
@@ -60,7 +60,9 @@ ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m bench.small_inference", description=summary)
+    parser = argparse.ArgumentParser(
+        prog="python -m flexvarlen.bench.small_inference", description=summary
+    )
     add = parser.add_argument
     add("--geometry", choices=sorted(GEOMETRIES), default="qwen3-1.7b")
     add("--layers", type=int, default=14)

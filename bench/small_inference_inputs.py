@@ -1,4 +1,4 @@
-"""What `bench.small_inference` calls a model with: two packings, in tensors that stay the same."""
+"""What `small_inference.py` calls a model with: two packings, in tensors that stay the same."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from bench.utilisation import resolved_auto
+from flexvarlen.bench.utilisation import resolved_auto
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.equivalence.variants import Unsupported, set_transformers
 
@@ -65,7 +65,7 @@ class Variant:
     resolved: Callable[[Sequence[int]], str | None]
     """Document lengths -> what attends: "auto" resolved (it measures, if it has not). None where
     that is transformers', and for "auto" from position_ids: a graph's sizes are not the layout's,
-    so only a run tells (`bench.utilisation.noting_auto`)."""
+    so only a run tells (`flexvarlen.bench.utilisation.noting_auto`)."""
 
     def compiled(self, compiler: str) -> Callable[..., Any]:
         """The module under torch.compile.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,23 +63,58 @@ def commit_of(environment: dict[str, Any]) -> str:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a row to a file, whole or not at all: one write, then flushed to the disk."""
+    """Add a row to a file, whole or not at all."""
+    append_rows(path, [row])
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Add rows to a file, all or none: one write, then flushed to the disk.
+
+    A last line without an end, which a full disk or a lost machine can leave, is ended first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(asdict(row), ensure_ascii=False, allow_nan=True) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    lines = "".join(
+        json.dumps(asdict(row), ensure_ascii=False, allow_nan=True) + "\n" for row in rows
+    )
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            lines = "\n" + lines
+        data = lines.encode()
+        written = os.write(descriptor, data)
+        if written != len(data):  # a full disk: what half was written is no row
+            os.ftruncate(descriptor, size)
+            raise OSError(f"rows must fit on the disk of {path.name}; free some space, run again")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
-    """All rows of the files, in order; of equal suite, case and GPU the last row only."""
+    """All rows of the files, in order; of equal suite, case and GPU the last row only.
+
+    A line that was cut off in the writing, as a lost machine can leave one, is passed over with a
+    warning.
+
+    Raises:
+        ValueError: a line is JSON, but no row.
+    """
     rows: dict[str, Row] = {}
     for path in paths:
-        for line in path.read_text().splitlines():
-            row = Row(**json.loads(line))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                row = Row(**json.loads(line))
+            except json.JSONDecodeError:
+                warnings.warn(
+                    f"line {number} of {path.name} was cut off and is passed over.", stacklevel=2
+                )
+                continue
+            except TypeError as error:
+                raise ValueError(
+                    f"{path.name} must hold rows of a benchmark, got on line {number} {line[:60]!r}"
+                    "; name a file that flexvarlen wrote."
+                ) from error
             key = json.dumps([row.suite, row.case, row.environment.get("gpu")], sort_keys=True)
             rows.pop(key, None)
             rows[key] = row

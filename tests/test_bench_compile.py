@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from bench import (
+from flexvarlen.bench import (
     compile_time,
     compile_time_child,
     report,
@@ -17,10 +17,10 @@ from bench import (
     small_inference_inputs,
     utilisation,
 )
-from bench.cases import GEOMETRIES, Case
-from bench.compile_time_child import Child
-from bench.utilisation import noting_auto, peak_tflops, step_tflop
-from bench.variants import DEFAULT_VARIANTS
+from flexvarlen.bench.cases import GEOMETRIES, Case
+from flexvarlen.bench.compile_time_child import Child
+from flexvarlen.bench.utilisation import noting_auto, peak_tflops, step_tflop
+from flexvarlen.bench.variants import DEFAULT_VARIANTS
 from flexvarlen.plotstyle import style_of
 from flexvarlen.rows import Row, append_row, read_rows
 

@@ -10,14 +10,21 @@ import types
 import pytest
 import torch
 
-from bench import figure_kernels, kernels, kernels_cell, kernels_run, report, report_kernels
-from bench.kernels_accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
-from bench.kernels_cells import SUBSETS, Cell
-from bench.mask_build_accuracy import Answer
-from bench.mask_build_accuracy import alone as by_autograd
-from bench.raw_kernels import RAW, Inputs, behind_varlen
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.bench import (
+    figure_kernels,
+    kernels,
+    kernels_cell,
+    kernels_run,
+    report,
+    report_kernels,
+)
+from flexvarlen.bench.kernels_accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
+from flexvarlen.bench.kernels_cells import SUBSETS, Cell
+from flexvarlen.bench.mask_build_accuracy import Answer
+from flexvarlen.bench.mask_build_accuracy import alone as by_autograd
+from flexvarlen.bench.raw_kernels import RAW, Inputs, behind_varlen
 from flexvarlen.rows import Row, append_row, read_rows
 
 CPU = torch.device("cpu")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.capabilities import BASE, FEATURES, capabilities_section, measure
 from flexvarlen import BACKENDS, why_not
+from flexvarlen.bench.capabilities import BASE, FEATURES, capabilities_section, measure
 from flexvarlen.rows import Row
 
 

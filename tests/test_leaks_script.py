@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench import leaks, report
-from bench.batch_forms import FORMS, LENGTHS
+from flexvarlen.bench import leaks, report
+from flexvarlen.bench.batch_forms import FORMS, LENGTHS
 from flexvarlen.rows import read_rows
 
 # Forms in which plain transformers, eager and sdpa, is right.

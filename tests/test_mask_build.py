@@ -11,11 +11,17 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexvarlen as fv
-from bench import mask_build, mask_build_builders, report
-from bench.mask_build_accuracy import Answer, alone, sampled_errors, sampled_spans, why_wrong
-from bench.mask_build_builders import BUILDERS, COMPILED, document_mask_mod
-from bench.mask_build_check import difference, expected_tables, held_bytes
-from bench.mask_build_run import PackedRow, Run, TooLarge
+from flexvarlen.bench import mask_build, mask_build_builders, report
+from flexvarlen.bench.mask_build_accuracy import (
+    Answer,
+    alone,
+    sampled_errors,
+    sampled_spans,
+    why_wrong,
+)
+from flexvarlen.bench.mask_build_builders import BUILDERS, COMPILED, document_mask_mod
+from flexvarlen.bench.mask_build_check import difference, expected_tables, held_bytes
+from flexvarlen.bench.mask_build_run import PackedRow, Run, TooLarge
 from flexvarlen.plotstyle import STYLES
 from flexvarlen.rows import append_row, read_rows
 
@@ -267,7 +273,7 @@ def test_runs_are_never_mixed_in_one_table(rows):
 
 
 def test_every_builder_has_a_style_of_its_own():
-    from bench.figure_mask_build import BUILDER_STYLES
+    from flexvarlen.bench.figure_mask_build import BUILDER_STYLES
 
     assert set(BUILDER_STYLES) == set(BUILDERS)
     assert len({STYLES[name] for name in BUILDER_STYLES.values()}) == len(BUILDERS)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from bench import figure_mask_build, report, report_mask_build
+from flexvarlen.bench import figure_mask_build, report, report_mask_build
 from flexvarlen.rows import Row
 
 WHERE = {"gpu": "G", "device": "cuda", "torch": "2", "started_utc": "1"}

@@ -1,0 +1,194 @@
+"""`run_suite`: a suite's cases measured one after another, their rows appended, resumable.
+
+What is in the file is not measured again: a case is done when each wanted variant has a row there
+of the same GPU. All rows of a case are written at once, when it ends: a run killed at any moment
+loses the case in flight and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexvarlen.bench.suite import Case, DeviceLost, Finding, Options, Suite
+from flexvarlen.rows import Row, append_rows, read_rows, run_environment
+
+Progress = Callable[[int, int, str], None]
+"""Cases done, cases of this run, what is being measured."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How much of a suite a run takes, and where its rows go.
+
+    Attributes:
+        out: file of rows, read first and appended to; None keeps none.
+        cases: a regular expression that the names of cases must hold.
+        until_s: no case begins later, in seconds of the run.
+        again: measure cases that the file holds too.
+        commit: recorded in place of what git finds.
+    """
+
+    out: Path | None = None
+    cases: str | None = None
+    until_s: float = float("inf")
+    again: bool = False
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: cases measured now, done before, and left because time was up."""
+
+    measured: int
+    done_before: int
+    left: int
+
+
+def chosen_cases(suite: Suite, options: Options, pattern: str | None) -> list[Case]:
+    """The suite's cases whose names a regular expression finds.
+
+    Raises:
+        ValueError: the expression is none, or finds no case.
+    """
+    every = list(suite.cases(options))
+    if pattern is None:
+        return every
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"cases must be a regular expression, got {pattern!r}: {error}; escape what is literal."
+        ) from error
+    found = [case for case in every if wanted.search(case.name)]
+    if not found:
+        names = ", ".join(case.name for case in every)
+        raise ValueError(
+            f"cases must find a case of {suite.name}, got {pattern!r}; there are {names}."
+        )
+    return found
+
+
+def run_suite(
+    suite: Suite, options: Options, run: Run, progress: Progress = lambda done, of, what: None
+) -> Ended:
+    """Measure what the file does not hold yet; rows of a case are appended when it ends.
+
+    Raises:
+        ValueError: no case is chosen, or the file holds lines that are no rows.
+        DeviceLost: the device died; what is known is written, and another run goes on.
+    """
+    cases = chosen_cases(suite, options, run.cases)
+    begin = time.perf_counter()
+    environment = run_environment(options.device, run.commit)
+    before = _Before(suite, run, environment)
+    todo = [
+        (case, wanted)
+        for case in cases
+        if (wanted := before.left_of(case, _variants(suite, case, options)))
+    ]
+    for done, (case, variants) in enumerate(todo):
+        if time.perf_counter() - begin > run.until_s:
+            return Ended(done, len(cases) - len(todo), len(todo) - done)
+        progress(done, len(todo), case.name)
+        killers = before.killers(case)
+        alive = [name for name in variants if name not in killers]
+        findings = [finding for name in variants for finding in killers.get(name, ())]
+        try:
+            findings += suite.measure(case, alive, options) if alive else ()
+        except DeviceLost as error:
+            findings += error.findings
+            _append(suite, case, findings, environment, run.out)
+            raise
+        unknown = set(variants) - {finding.variant for finding in findings}
+        assert not unknown, f"{suite.name} has no finding of {sorted(unknown)} on {case.name}"
+        _append(suite, case, findings, environment, run.out)
+        for finding in findings:
+            if finding.status in ("wrong", "failed"):
+                passes = f" {finding.pass_}" if finding.pass_ else ""
+                options.say(
+                    f"{case.name}: {finding.variant}{passes} {finding.status}, {finding.reason}"
+                )
+    progress(len(todo), len(todo), "")
+    return Ended(len(todo), len(cases) - len(todo), 0)
+
+
+def _variants(suite: Suite, case: Case, options: Options) -> list[str]:
+    return list(suite.variants(case, options) if options.variants is None else options.variants)
+
+
+def row_case(case: Case, finding: Finding) -> dict[str, Any]:
+    """The case of a finding's row."""
+    data = case.data() | {"variant": finding.variant}
+    return data | {"pass": finding.pass_} if finding.pass_ else data
+
+
+def _append(
+    suite: Suite,
+    case: Case,
+    findings: Sequence[Finding],
+    environment: dict[str, Any],
+    out: Path | None,
+) -> None:
+    if out is None:
+        return
+    rows = [
+        Row(
+            suite.name,
+            row_case(case, finding),
+            finding.status,
+            finding.reason,
+            dict(finding.measures),
+            environment,
+        )
+        for finding in findings
+    ]
+    append_rows(out, rows)
+
+
+class _Before:
+    """What the file holds of this suite and this GPU."""
+
+    def __init__(self, suite: Suite, run: Run, environment: Mapping[str, Any]) -> None:
+        rows = read_rows([run.out]) if run.out is not None and run.out.exists() else []
+        self.again = run.again
+        self.findings: dict[str, dict[str, list[Finding]]] = {}
+        for row in rows:
+            if row.suite != suite.name or row.environment.get("gpu") != environment["gpu"]:
+                continue
+            variant, pass_ = row.case["variant"], row.case.get("pass", "")
+            finding = Finding(variant, row.status, row.reason, row.measures, pass_)
+            key = _key({k: v for k, v in row.case.items() if k not in ("variant", "pass")})
+            self.findings.setdefault(key, {}).setdefault(variant, []).append(finding)
+
+    def _of(self, case: Case) -> dict[str, list[Finding]]:
+        return self.findings.get(_key(case.data()), {})
+
+    def left_of(self, case: Case, variants: Sequence[str]) -> list[str]:
+        """All variants of a case of which one is missing: they are measured interleaved.
+
+        Of time that ran out a row is no answer: such a variant is missing too.
+        """
+        found = self._of(case)
+        done = all(
+            name in found and all(finding.status != "skipped" for finding in found[name])
+            for name in variants
+        )
+        return [] if done and not self.again else list(variants)
+
+    def killers(self, case: Case) -> dict[str, list[Finding]]:
+        """Variants that killed the device on this case, with what was found then."""
+        return {
+            name: findings
+            for name, findings in self._of(case).items()
+            if any(finding.measures.get("fatal") for finding in findings)
+        }
+
+
+def _key(case: Mapping[str, Any]) -> str:
+    return json.dumps(dict(case), sort_keys=True)
