@@ -1,4 +1,4 @@
-"""`Suite`: what a benchmark brings to the runner: its cases, their variants, how one case is measured.
+"""`Suite`: what a benchmark brings to the runner: cases, their variants, how a case is measured.
 
 A *case* is what variants are compared on, all in one process and interleaved: one shape of
 attention, one model on one batch. Measuring it gives `Finding`s; the runner makes rows of them,

@@ -17,6 +17,8 @@ import torch
 
 from flexvarlen.equivalence.batch import PackedBatch, recut
 from flexvarlen.equivalence.check import Checked, Checks, check_variant, error_measures
+from flexvarlen.equivalence.corpus import DEFAULT_TOKENS as DEFAULT_TOKENS
+from flexvarlen.equivalence.corpus import batch_of
 from flexvarlen.equivalence.isolation import halves
 from flexvarlen.equivalence.oracle import alone, own_parameters, peer_model
 from flexvarlen.equivalence.report import PEER, Report, Role, Row
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 """Called with the steps done, all steps, and what is being done."""
-
-DEFAULT_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 TIMING_BUDGET_S = 3.0  # a variant
 FEWEST_REPEATS, MOST_REPEATS = 3, 20
@@ -98,12 +98,7 @@ def compare(
     require_verified(model.config.model_type)
     names = variant_names(backends, model.device)
     base = unpatch_model(own_parameters(model, model.dtype if dtype is None else dtype))
-    if batch is None:
-        from flexvarlen.equivalence.corpus import packed_text
-
-        wanted = DEFAULT_TOKENS.get(model.device.type, 1024) if tokens is None else tokens
-        batch = packed_text(vocabulary=model.config.vocab_size, tokens=wanted, seed=seed)
-    packed = PackedBatch.of(batch).to(model.device)
+    packed = batch_of(base, batch, tokens=tokens, seed=seed)
     label = name or str(model.config.name_or_path or model.config.model_type)
     row = Row(
         model=label,

@@ -1,4 +1,4 @@
-"""Real text for a comparison: documents, tokens, one packed row.
+"""The batch of a comparison: a user's own, or real text: documents, tokens, one packed row.
 
 Without files, the documents are the topics of Python's own `pydoc_data.topics`, which every Python
 brings along: 79 texts of 200 to 62,000 characters.
@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexvarlen.equivalence.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""Of the packed row, by the kind of device."""
 
 VOCABULARY = 1024
 """Tokens of the BPE that is trained on the documents, for models without a tokenizer."""
@@ -25,6 +31,31 @@ SMALLEST_VOCABULARY = 257  # 256 bytes and one merge
 # No document may fill the row: isolation needs neighbours. Where a long document is cut varies, so
 # that boundaries fall anywhere in a kernel's blocks.
 CUT_SHARES = (16, 4)
+
+
+def batch_of(
+    model: PreTrainedModel,
+    batch: PackedBatch | Mapping[str, Any] | None,
+    *,
+    tokens: int | None = None,
+    seed: int = 0,
+) -> PackedBatch:
+    """The documents that a model is compared on, on its device.
+
+    Args:
+        model: whose vocabulary and device count.
+        batch: a `PackedBatch`, or a forward's keyword arguments; None: real text.
+        tokens: of that text; default `DEFAULT_TOKENS`.
+        seed: of how it is packed.
+
+    Raises:
+        ValueError: a batch that breaks the contract.
+    """
+    if batch is None:
+        if tokens is None:
+            tokens = DEFAULT_TOKENS.get(model.device.type, DEFAULT_TOKENS["cpu"])
+        batch = packed_text(vocabulary=model.config.vocab_size, tokens=tokens, seed=seed)
+    return PackedBatch.of(batch).to(model.device)
 
 
 def read_documents(files: Sequence[str | Path] = ()) -> tuple[str, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
-import flexvarlen as fv
 from flexvarlen.equivalence.batch import PackedBatch
+from flexvarlen.equivalence.corpus import batch_of
 from flexvarlen.equivalence.oracle import own_parameters
 from flexvarlen.equivalence.variants import Sizes, Unsupported, Variant, make_variant
 from flexvarlen.rows import Status, one_line, run_environment
@@ -24,22 +24,43 @@ BASELINE = "sdpa"
 LEAN_COMPILED = (BASELINE,)
 LEAN_LEFT_OUT = ("flex",)
 """On the CPU, where a run of all backends must end within a minute: those whose model is compiled,
-and those that compile by themselves, anew for each shape. Asked for without the others they run."""
-
-DEFAULT_TOKENS = {"cpu": 1024, "cuda": 8192}
+and those that compile by themselves, anew for each shape. Asked for by name they run."""
 
 Progress = Callable[[int, int, str], None]
 """Called with the comparisons done, all of them, and what is being done."""
 
 
-def is_lean(names: Sequence[str], device: torch.device) -> bool:
-    """Whether what compiles long is left out: on the CPU, where all backends are asked for."""
-    return device.type == "cpu" and set(fv.BACKENDS) <= set(names)
+def is_lean(backends: str | Sequence[str], device: torch.device) -> bool:
+    """Whether these words of a user leave out what compiles long: "all", on the CPU.
+
+    Whoever hands on names made of them, or only some of those, hands on this answer too.
+    """
+    return device.type == "cpu" and backends in ("all", ["all"], ("all",))
 
 
 def left_out(backend: str) -> str:
-    """The reason of a row that `is_lean` leaves out."""
+    """The reason of a row that a lean run leaves out."""
     return f"compiling takes too long on the CPU to be part of all; name {backend} to have it."
+
+
+class Shared(TypedDict, total=False):
+    """Options of both `model_drift` and `attribute`.
+
+    Keys:
+        dtype: to run in; default: the model's.
+        train: forward and backward (the default); else the forward alone, under `no_grad`.
+        tokens: of the default batch; default 1,024 on the CPU, 8,192 on CUDA.
+        seed: of all that is random; default 0.
+        name: the model's, for the rows.
+        commit: for the rows' environment, see `run_environment`.
+    """
+
+    dtype: torch.dtype | None
+    train: bool
+    tokens: int | None
+    seed: int
+    name: str | None
+    commit: str | None
 
 
 @dataclass(frozen=True)
@@ -65,29 +86,29 @@ class ModelSetting:
     def of(
         cls,
         model: PreTrainedModel,
-        batch: PackedBatch | Mapping[str, Any] | None,
-        *,
-        dtype: torch.dtype | None,
-        train: bool,
-        tokens: int | None,
-        seed: int,
-        name: str | None,
-        commit: str | None,
+        batch: PackedBatch | Mapping[str, Any] | None = None,
+        **shared: Unpack[Shared],
     ) -> ModelSetting:
-        """Of a model, which is not changed; arguments as in `model_drift`.
+        """Of a model, which is not changed.
 
         Raises:
             ValueError: a batch that breaks the contract.
+            TypeError: an option that is none of `Shared`.
             NotImplementedError: the model type is not verified.
         """
         from flexvarlen.patches import unpatch_model
         from flexvarlen.patches.families import require_verified
 
+        unknown = shared.keys() - Shared.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}; see the docstring.")
         require_verified(model.config.model_type)
-        base = unpatch_model(own_parameters(model, model.dtype if dtype is None else dtype))
-        packed = packed_batch(base, batch, tokens, seed)
-        label = name or str(model.config.name_or_path or model.config.model_type)
-        return cls(base, packed, train, seed, label, run_environment(base.device, commit))
+        base = unpatch_model(own_parameters(model, shared.get("dtype") or model.dtype))
+        seed = shared.get("seed", 0)
+        packed = batch_of(base, batch, tokens=shared.get("tokens"), seed=seed)
+        label = shared.get("name") or str(model.config.name_or_path or model.config.model_type)
+        environment = run_environment(base.device, shared.get("commit"))
+        return cls(base, packed, shared.get("train", True), seed, label, environment)
 
     def case(self, **own: Any) -> dict[str, Any]:
         """A row's case: what all share, and `own`."""
@@ -130,18 +151,3 @@ def caught(broken: list[Broken]) -> Iterator[None]:
         broken.append(("oom", one_line(error)))
     except Exception as error:  # Kernel packages assert, and raise types of their own.
         broken.append(("failed", one_line(error)))
-
-
-def packed_batch(
-    model: PreTrainedModel,
-    batch: PackedBatch | Mapping[str, Any] | None,
-    tokens: int | None,
-    seed: int,
-) -> PackedBatch:
-    """The batch on the model's device; without one, real text of so many tokens."""
-    if batch is None:
-        from flexvarlen.equivalence.corpus import packed_text
-
-        wanted = DEFAULT_TOKENS.get(model.device.type, 1024) if tokens is None else tokens
-        batch = packed_text(vocabulary=model.config.vocab_size, tokens=wanted, seed=seed)
-    return PackedBatch.of(batch).to(model.device)
