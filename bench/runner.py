@@ -50,27 +50,29 @@ class Ended:
     left: int
 
 
-def chosen_cases(suite: Suite, options: Options, pattern: str | None) -> list[Case]:
-    """The suite's cases whose names a regular expression finds.
+def chosen_cases(
+    suites: Sequence[Suite], options: Options, pattern: str | None
+) -> dict[Suite, list[Case]]:
+    """The suites that have cases whose names a regular expression finds, with these cases.
 
     Raises:
         ValueError: the expression is none, or finds no case.
     """
-    every = list(suite.cases(options))
-    if pattern is None:
-        return every
     try:
-        wanted = re.compile(pattern)
+        wanted = re.compile(pattern or "")
     except re.error as error:
         raise ValueError(
             f"cases must be a regular expression, got {pattern!r}: {error}; escape what is literal."
         ) from error
-    found = [case for case in every if wanted.search(case.name)]
+    every = {suite: list(suite.cases(options)) for suite in suites}
+    found = {
+        suite: chosen
+        for suite, cases in every.items()
+        if (chosen := [case for case in cases if wanted.search(case.name)])
+    }
     if not found:
-        names = ", ".join(case.name for case in every)
-        raise ValueError(
-            f"cases must find a case of {suite.name}, got {pattern!r}; there are {names}."
-        )
+        names = ", ".join(case.name for cases in every.values() for case in cases)
+        raise ValueError(f"cases must find a case, got {pattern!r}; there are {names}.")
     return found
 
 
@@ -83,7 +85,7 @@ def run_suite(
         ValueError: no case is chosen, or the file holds lines that are no rows.
         DeviceLost: the device died; what is known is written, and another run goes on.
     """
-    cases = chosen_cases(suite, options, run.cases)
+    cases = chosen_cases([suite], options, run.cases)[suite]
     begin = time.perf_counter()
     environment = run_environment(options.device, run.commit)
     before = _Before(suite, run, environment)
@@ -172,11 +174,15 @@ class _Before:
     def left_of(self, case: Case, variants: Sequence[str]) -> list[str]:
         """All variants of a case of which one is missing: they are measured interleaved.
 
-        Of time that ran out a row is no answer: such a variant is missing too.
+        Of time that ran out a row is no answer. A variant without a pass that another has was cut
+        off in the writing.
         """
         found = self._of(case)
+        passes = {finding.pass_ for findings in found.values() for finding in findings}
         done = all(
-            name in found and all(finding.status != "skipped" for finding in found[name])
+            name in found
+            and {finding.pass_ for finding in found[name]} == passes
+            and all(finding.status != "skipped" for finding in found[name])
             for name in variants
         )
         return [] if done and not self.again else list(variants)

@@ -1,4 +1,4 @@
-"""The command `flexvarlen`: `doctor`, `compare`, `drift`, `verify`; heavy imports happen inside."""
+"""The command `flexvarlen`: `doctor`, `compare`, `drift`, `verify`, `bench`; imports inside."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from flexvarlen.cli_bench import bench
 from flexvarlen.cli_console import (
     CPU_MODELS,
     NOT_RIGHT,
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 app.command()(verify)
 app.add_typer(drift, name="drift")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

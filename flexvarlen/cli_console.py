@@ -100,21 +100,33 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """What shows the steps done, all steps, and what is being done; gone in the end."""
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def progress_bar(*, left: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """What shows the steps done, all steps, and what is being done; gone in the end.
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+    `left`: also about how long it will still take.
+    """
+    from rich import progress as rich_progress
+    from rich.markup import escape
+
+    columns = [
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+    ]
+    if left:
+        columns += [
+            rich_progress.TextColumn("left"),
+            rich_progress.TimeRemainingColumn(),
+        ]
+    # Cases take minutes: the speed is that of the whole run.
+    bar = rich_progress.Progress(
+        *columns, console=console, transient=True, speed_estimate_period=86_400
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
+    with bar:
+        task = bar.add_task("", total=None)
 
         def show(done: int, total: int, what: str) -> None:
-            progress.update(task, completed=done, total=total, description=escape(what))
+            bar.update(task, completed=done, total=total, description=escape(what))
 
         yield show

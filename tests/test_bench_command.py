@@ -1,0 +1,101 @@
+"""`flexvarlen bench`: what it writes and says, and how it ends."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from flexvarlen.bench import suite as suite_module
+from flexvarlen.bench.suite import DeviceLost, Finding
+from flexvarlen.cli import app
+from flexvarlen.rows import read_rows
+from tests.test_bench_runner import Squares
+
+
+class Named(Squares):
+    """Says what became of it as its variants are called."""
+
+    def measure(self, case, variants, options):
+        self.measured.append((case.side, tuple(variants)))
+        if "lost" in variants:
+            raise DeviceLost("lost killed the device", [Finding("lost", "failed", "died")])
+        return [
+            Finding(name, name if name in ("wrong", "oom") else "ok", None if name == "a" else name)
+            for name in variants
+        ]
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    """Stands in for the suite `scaling`."""
+    made = Named(2)
+    monkeypatch.setattr(made, "name", "scaling", raising=False)
+    monkeypatch.setattr(suite_module, "suite_of", lambda name: made)
+    return made
+
+
+def bench(*args):
+    return CliRunner().invoke(app, ["bench", *map(str, args)])
+
+
+def test_rows_go_to_the_file_and_tables_to_the_screen(suite, tmp_path):
+    out = tmp_path / "mine.jsonl"
+    found = bench("scaling", "--out", out, "--device", "cpu", "--commit", "abc")
+    assert found.exit_code == 0, found.output
+    rows = read_rows([out])
+    assert len(rows) == 4
+    assert rows[0].environment["git_commit"] == "abc"
+    assert "4 rows" in found.output
+    assert "2 cases measured, 0 done before" in " ".join(found.output.split())
+
+
+def test_a_folder_gets_a_file_of_suite_and_device(suite, tmp_path):
+    assert bench("scaling", "--out", tmp_path, "--device", "cpu").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["scaling-cpu.jsonl"]
+    again = bench("scaling", "--out", tmp_path, "--device", "cpu")
+    assert "0 cases measured, 2 done before" in " ".join(again.output.split())
+    assert len(suite.measured) == 2
+    bench("scaling", "--out", tmp_path, "--device", "cpu", "--again", "--cases", "s1")
+    assert suite.measured[2:] == [(1, ("a", "b"))]
+
+
+@pytest.mark.parametrize(("variant", "code"), [("a", 0), ("oom", 0), ("wrong", 1)])
+def test_what_is_wrong_ends_with_1(suite, tmp_path, variant, code):
+    found = bench("scaling", "--out", tmp_path, "--device", "cpu", "--variants", f"a, {variant}")
+    assert found.exit_code == code, found.output
+
+
+def test_a_lost_device_is_one_sentence_and_nothing_is_lost(suite, tmp_path):
+    found = bench("scaling", "--out", tmp_path, "--device", "cpu", "--variants", "a,lost")
+    assert found.exit_code == 1
+    assert "lost killed the device. What was measured is kept; run again" in " ".join(
+        found.output.split()
+    )
+    assert "Traceback" not in found.output
+    assert len(read_rows([tmp_path / "scaling-cpu.jsonl"])) == 1
+
+
+def test_list_measures_nothing(suite, tmp_path):
+    found = bench("scaling", "--list", "--out", tmp_path / "none", "--device", "cpu")
+    assert found.output.split("\n")[:2] == ["scaling s0", "scaling s1"]
+    assert not suite.measured
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["scaling", "--cases", "["], "cases must be a regular expression"),
+        (["scaling", "--cases", "no such"], "cases must find a case"),
+        (["scaling", "--device", "tpu"], "device must be"),
+        (["all", "--out", "rows.jsonl"], "out must be a folder for several suites"),
+        (["report", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["diff", "no-such-file.jsonl", "nor-this.jsonl"], "no-such-file.jsonl"),
+    ],
+)
+def test_mistake_is_one_sentence_and_exit_code_2(suite, args, words):
+    device = [] if args[0] in ("report", "diff") or "--device" in args else ["--device", "cpu"]
+    found = bench(*args, *device)
+    assert found.exit_code == 2, found.output
+    assert words in " ".join(found.output.split())
+    assert "Traceback" not in found.output

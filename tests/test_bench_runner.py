@@ -1,0 +1,257 @@
+"""The runner of benchmarks: nothing that was measured is lost, nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+import torch
+
+import flexvarlen.rows as row_module
+from flexvarlen.bench.runner import Run, chosen_cases, run_suite
+from flexvarlen.bench.suite import SUITES, DeviceLost, Finding, Options, Suite
+from flexvarlen.rows import Row, append_rows, read_rows
+
+OPTIONS = Options(torch.device("cpu"), quick=True, say=lambda line: None)
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Square:
+    side: int
+
+    @property
+    def name(self):
+        return f"s{self.side}"
+
+    def data(self):
+        return asdict(self)
+
+
+class Squares(Suite):
+    """Cases of one number; `slow_s` is what each takes."""
+
+    name = "squares"
+
+    def __init__(self, count=3, slow_s=0.0):
+        self.count, self.slow_s, self.measured = count, slow_s, []
+
+    def cases(self, options):
+        return [Square(side) for side in range(self.count)]
+
+    def variants(self, case, options):
+        return ["a", "b"]
+
+    def measure(self, case, variants, options):
+        self.measured.append((case.side, tuple(variants)))
+        time.sleep(self.slow_s)
+        return [
+            Finding(name, "ok", None, {"ms_p50": float(case.side)}, pass_)
+            for name in variants
+            for pass_ in PASSES
+        ]
+
+    def section(self, rows):
+        return f"{len(rows)} rows"
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "folder" / "rows.jsonl"
+
+
+def test_rows_say_case_variant_pass_environment_and_commit(out):
+    ended = run_suite(Squares(2), OPTIONS, Run(out, commit="abc"))
+    assert (ended.measured, ended.done_before, ended.left) == (2, 0, 0)
+    rows = read_rows([out])
+    assert [row.case for row in rows[:3]] == [
+        {"side": 0, "variant": "a", "pass": "forward"},
+        {"side": 0, "variant": "a", "pass": "backward"},
+        {"side": 0, "variant": "b", "pass": "forward"},
+    ]
+    assert {row.environment["git_commit"] for row in rows} == {"abc"}
+    assert rows[0].environment["torch"] == torch.__version__
+    assert rows[-1].measures == {"ms_p50": 1.0}
+
+
+def test_what_is_done_is_not_measured_again(out):
+    run_suite(Squares(2), OPTIONS, Run(out))
+    suite = Squares(3)
+    assert run_suite(suite, OPTIONS, Run(out)).done_before == 2
+    assert suite.measured == [(2, ("a", "b"))]
+    run_suite(suite, OPTIONS, Run(out, again=True))
+    assert len(suite.measured) == 4
+
+
+def test_a_variant_that_is_missing_is_measured_among_the_others(out):
+    run_suite(Squares(1), replace(OPTIONS, variants=("a",)), Run(out))
+    suite = Squares(1)
+    run_suite(suite, OPTIONS, Run(out))
+    assert suite.measured == [(0, ("a", "b"))]
+    run_suite(suite, replace(OPTIONS, variants=("b",)), Run(out))
+    assert len(suite.measured) == 1
+
+
+def test_rows_of_another_gpu_are_no_answer(out, monkeypatch):
+    run_suite(Squares(1), OPTIONS, Run(out))
+    found = row_module.environment
+    monkeypatch.setattr(row_module, "environment", lambda device: found(device) | {"gpu": "other"})
+    suite = Squares(1)
+    run_suite(suite, OPTIONS, Run(out))
+    assert len(suite.measured) == 1
+
+
+def test_skipped_for_want_of_time_is_no_answer(out):
+    environment = row_module.environment(torch.device("cpu"))
+    case = {"side": 0, "variant": "a", "pass": "forward"}
+    append_rows(out, [Row("squares", case, "skipped", "late", {}, environment)])
+    append_rows(out, [Row("squares", case | {"variant": "b"}, "ok", None, {}, environment)])
+    suite = Squares(1)
+    run_suite(suite, OPTIONS, Run(out))
+    assert len(suite.measured) == 1
+
+
+def test_no_case_begins_when_time_is_up(out):
+    ended = run_suite(Squares(3, slow_s=0.2), OPTIONS, Run(out, until_s=0.1))
+    assert (ended.measured, ended.left) == (1, 2)
+    assert run_suite(Squares(3), OPTIONS, Run(out)).done_before == 1
+
+
+def test_a_variant_that_killed_the_device_gets_no_second_chance(out):
+    class Deadly(Squares):
+        def measure(self, case, variants, options):
+            found = super().measure(case, variants, options)
+            if case.side == 1 and "b" in variants:
+                fatal = {"fatal": True}
+                died = [Finding("b", "failed", "died", fatal, pass_) for pass_ in PASSES]
+                raise DeviceLost("b killed the device", died)
+            return found
+
+    with pytest.raises(DeviceLost, match="b killed"):
+        run_suite(Deadly(3), OPTIONS, Run(out))
+    assert {row.case["side"] for row in read_rows([out])} == {0, 1}
+    suite = Deadly(3)
+    run_suite(suite, OPTIONS, Run(out))
+    assert suite.measured == [(1, ("a",)), (2, ("a", "b"))]
+    rows = {(row.case["side"], row.case["variant"]): row for row in read_rows([out])}
+    assert rows[1, "b"].status == "failed"
+    assert rows[1, "b"].measures["fatal"]
+    assert rows[1, "a"].status == "ok"
+    run_suite(suite, OPTIONS, Run(out, again=True))
+    assert suite.measured[-2:] == [(1, ("a",)), (2, ("a", "b"))]
+
+
+def test_a_case_whose_measure_raises_leaves_the_cases_before(out):
+    class Broken(Squares):
+        def measure(self, case, variants, options):
+            if case.side == 1:
+                raise RuntimeError("a mistake of the suite")
+            return super().measure(case, variants, options)
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        run_suite(Broken(3), OPTIONS, Run(out))
+    assert {row.case["side"] for row in read_rows([out])} == {0}
+
+
+def test_a_variant_without_a_finding_is_a_mistake_of_the_suite(out):
+    class Forgets(Squares):
+        def measure(self, case, variants, options):
+            return super().measure(case, variants[:1], options)
+
+    with pytest.raises(AssertionError, match="no finding of"):
+        run_suite(Forgets(1), OPTIONS, Run(out))
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from tests.test_bench_runner import OPTIONS, Run, Squares, run_suite
+print("begun", flush=True)
+run_suite(Squares(1000, slow_s=0.02), OPTIONS, Run(Path(sys.argv[1])))
+"""
+
+
+def test_a_kill_loses_at_most_the_case_in_flight(out):
+    """SIGKILL at moments of any kind; each run goes on where the last was killed."""
+    seen = 0
+    for wait_s in (0.3, 0.51):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(out)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout.readline() == "begun\n"
+        begin = time.perf_counter()
+        while not out.exists() or len(out.read_text().splitlines()) <= seen:
+            assert time.perf_counter() - begin < 60, "no row came"
+            time.sleep(0.01)
+        time.sleep(wait_s)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        lines = out.read_text().splitlines()
+        sides = [json.loads(line)["case"]["side"] for line in lines]
+        assert len(lines) > seen
+        assert sides == [side for side in range(len(lines) // 4) for _ in range(4)]  # no half case
+        seen = len(lines)
+    assert run_suite(Squares(seen // 4 + 1), OPTIONS, Run(out)).measured == 1
+
+
+def test_a_line_cut_off_by_a_lost_machine_is_told_of_and_costs_its_case_alone(out):
+    run_suite(Squares(2), OPTIONS, Run(out))
+    whole = out.read_text()
+    out.write_text(whole[:-20])
+    suite = Squares(2)
+    with pytest.warns(UserWarning, match="line 8 of rows.jsonl was cut off"):
+        run_suite(suite, OPTIONS, Run(out))
+    assert suite.measured == [(1, ("a", "b"))]
+    with pytest.warns(UserWarning, match="cut off"):
+        rows = read_rows([out])
+    assert len(rows) == 8
+    assert rows[-1].case == {"side": 1, "variant": "b", "pass": "backward"}
+
+
+def test_a_full_disk_leaves_no_half_row(out, monkeypatch):
+    run_suite(Squares(1), OPTIONS, Run(out))
+    before = out.read_text()
+    write = row_module.os.write
+    monkeypatch.setattr(row_module.os, "write", lambda to, data: write(to, data[: len(data) // 2]))
+    with pytest.raises(OSError, match="must fit on the disk"):
+        run_suite(Squares(2), OPTIONS, Run(out))
+    assert out.read_text() == before
+
+
+def test_a_file_of_something_else_is_a_sentence(out):
+    out.parent.mkdir()
+    out.write_text('{"loss": 3.2}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl must hold rows of a benchmark"):
+        run_suite(Squares(1), OPTIONS, Run(out))
+
+
+def test_progress_counts_the_cases_of_this_run(out):
+    run_suite(Squares(1), OPTIONS, Run(out))
+    told = []
+    run_suite(Squares(3), OPTIONS, Run(out), lambda *step: told.append(step))
+    assert told == [(0, 2, "s1"), (1, 2, "s2"), (2, 2, "")]
+
+
+@pytest.mark.parametrize("pattern", ["s[", "no such case"])
+def test_cases_that_nothing_finds_are_a_sentence(pattern):
+    with pytest.raises(ValueError, match="cases must"):
+        chosen_cases([Squares(2)], OPTIONS, pattern)
+
+
+def test_cases_are_chosen_by_name():
+    suite = Squares(12)
+    assert [case.side for case in chosen_cases([suite], OPTIONS, "s1")[suite]] == [1, 10, 11]
+    assert list(chosen_cases([suite, Squares(1)], OPTIONS, "s1")) == [suite]
+
+
+def test_the_command_knows_every_suite():
+    from flexvarlen.cli_bench import SUITES as told
+
+    assert set(told) <= set(SUITES)
+    assert set(SUITES) - set(told) <= {"clock-check"}
