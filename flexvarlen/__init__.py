@@ -21,6 +21,13 @@ if TYPE_CHECKING:
         IsolationReport,
         verify_isolation,
     )
+    from flexvarlen.packing import (
+        BalancedSampler,
+        PackedCollator,
+        StreamPacker,
+        pack,
+        split_long,
+    )
 
 register()
 
@@ -28,18 +35,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BACKENDS",
+    "BalancedSampler",
     "DocumentMask",
     "Explanation",
     "IsolationError",
     "IsolationReport",
+    "PackedCollator",
     "PackedLayout",
+    "StreamPacker",
     "available_backends",
     "compare",
     "document_block_mask",
     "explain",
+    "pack",
     "packed_attention",
     "patch_model",
     "patched",
+    "split_long",
     "unpatch_model",
     "verify_isolation",
     "why_not",
@@ -56,4 +68,8 @@ def __getattr__(name: str) -> Any:
         from flexvarlen.equivalence import isolation
 
         return getattr(isolation, name)
+    if name in {"BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"}:
+        from flexvarlen import packing
+
+        return getattr(packing, name)
     raise AttributeError(f"module 'flexvarlen' has no attribute {name!r}")

@@ -345,22 +345,36 @@ class PackedLayout:
         )
         return real if self.padding is None else real & ~self.padding
 
-    def to(self, device: torch.device | str) -> PackedLayout:
-        """The same layout with its tensors on `device`; itself, if they are there."""
-        cu_seqlens = self.cu_seqlens.to(device)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
+        """The same layout with its tensors on `device`; itself, if they are there.
+
+        `non_blocking`: from pinned memory the host does not wait, as for `Tensor.to`.
+        """
+        cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         if cu_seqlens is self.cu_seqlens:
             return self
-        moved = PackedLayout(
+        padding = self.padding
+        if padding is not None:
+            padding = padding.to(device, non_blocking=non_blocking)
+        return self._with(cu_seqlens, padding)
+
+    def pin_memory(self) -> PackedLayout:
+        """The same layout with its tensors in page-locked memory; a `DataLoader` calls it."""
+        padding = None if self.padding is None else self.padding.pin_memory()
+        return self._with(self.cu_seqlens.pin_memory(), padding)
+
+    def _with(self, cu_seqlens: Tensor, padding: Tensor | None) -> PackedLayout:
+        made = PackedLayout(
             cu_seqlens,
             cu_seqlens_host=self.cu_seqlens_host,
             total_tokens=self.total_tokens,
             max_seqlen_bound=self.max_seqlen_bound,
             num_docs=self.num_docs,
             max_seqlen=self.max_seqlen,
-            padding=None if self.padding is None else self.padding.to(device),
+            padding=padding,
             has_padding=self.has_padding,
         )
-        return moved.fix_launch_sizes() if self._fixed_launch else moved
+        return made.fix_launch_sizes() if self._fixed_launch else made
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
         """Take over the documents of `other` in the same storage, as a CUDA graph needs. No sync.

@@ -1,0 +1,232 @@
+"""`pack`: documents put together into rows of a fixed number of tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Strategy = Literal["best_fit_decreasing", "first_fit", "in_order"]
+Lengths = Sequence[int] | NDArray[np.integer]
+
+
+class Piece(NamedTuple):
+    """Tokens `start:stop` of the document of that index."""
+
+    document: int
+    start: int
+    stop: int
+
+
+def pack(
+    lengths: Lengths, capacity: int, *, strategy: Strategy = "best_fit_decreasing"
+) -> list[list[int]]:
+    """Put documents together into rows of at most `capacity` tokens; no document is cut.
+
+    Args:
+        lengths: tokens of each document, from 1 to `capacity`; a sequence of integers or an integer
+            array `[num_docs]`. Cut longer documents with `split_long` first.
+        capacity: tokens of a row.
+        strategy: "best_fit_decreasing", longest documents first, each into the fullest row that it
+            fits: the fewest rows of the three, long documents in the first rows, so shuffle the
+            rows; "first_fit", in the order given, each into the first row that it fits;
+            "in_order", in the order given, a new row wherever a document does not fit the last.
+
+    Returns:
+        The rows: lists of indices into `lengths`, each index once, in each row in the order in
+        which they were put there.
+
+    Raises:
+        ValueError: a length is below 1, above `capacity`, or no integer; an unknown strategy.
+
+    A row is begun only where no open row can take the document. Time: O(n log n); a million
+    documents take well below a second by "best_fit_decreasing" and "in_order" (equal lengths are
+    placed together), a few by "first_fit".
+
+    Source: best fit decreasing as in Ding et al., Fewer Truncations Improve Language Modeling
+    (arXiv 2404.10830).
+
+    >>> pack([5, 3, 4, 4], 8)
+    [[0, 1], [2, 3]]
+    """
+    values = _checked(lengths, capacity)
+    strategies: dict[str, Callable[[NDArray[np.int64], int], list[list[int]]]] = {
+        "best_fit_decreasing": _best_fit_decreasing,
+        "first_fit": _first_fit,
+        "in_order": _in_order,
+    }
+    if strategy not in strategies:
+        raise ValueError(
+            f"strategy must be one of {', '.join(strategies)}, got {strategy!r}; choose one."
+        )
+    return strategies[strategy](values, capacity) if values.size else []
+
+
+def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
+    """Cut documents of more than `capacity` tokens into pieces of `capacity`, and what is left.
+
+    Pack the pieces, `pack([stop - start for _, start, stop in pieces], capacity)`: each then is a
+    document of its own, which sees nothing of the piece before.
+
+    Args:
+        lengths: tokens of each document, at least 1.
+        capacity: tokens of the longest piece.
+
+    Raises:
+        ValueError: as `pack`, but for long documents.
+
+    >>> split_long([3, 9], 8)  # doctest: +ELLIPSIS
+    [Piece(document=0, start=0, stop=3), Piece(document=1, start=0, stop=8), ...]
+    """
+    values = _checked(lengths, capacity, bounded=False)
+    counts = -(-values // capacity)
+    index = np.repeat(np.arange(values.size), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    start = (np.arange(index.size) - first) * capacity
+    stop = np.minimum(start + capacity, values[index])
+    return list(map(Piece._make, zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)))
+
+
+def efficiency(lengths: Lengths, rows: Sequence[Sequence[int]], capacity: int) -> float:
+    """The share of the rows' tokens that documents fill.
+
+    >>> efficiency([5, 3, 4], pack([5, 3, 4], 8), 8)
+    0.75
+    """
+    values = np.asarray(lengths)
+    return float(sum(values[row].sum() for row in map(list, rows))) / max(1, len(rows) * capacity)
+
+
+def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArray[np.int64]:
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
+        raise ValueError(
+            f"capacity must be an integer of at least 1, got {capacity!r}; pass a row's tokens."
+        )
+    values = np.asarray(lengths)
+    if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
+        raise ValueError(
+            "lengths must be one integer a document, got "
+            f"{values.dtype} of shape {list(values.shape)}; pass the tokens of each document."
+        )
+    found = values.astype(np.int64)
+    for wrong, contract, advice in (
+        (found < 1, "at least 1", "drop empty documents"),
+        (found > capacity, f"at most capacity, {capacity}", "cut long documents with split_long"),
+    )[: 2 if bounded else 1]:
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(f"lengths must be {contract}, got {found[i]} at index {i}; {advice}.")
+    return found
+
+
+def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Documents of one length at a time, and of those as many at a time as take rows alike.
+
+    The tightest row with `space` left takes `space // length` of them before the next tightest row
+    takes any: what is left of it stays the tightest.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    values, counts = np.unique(lengths, return_counts=True)
+    row_of = np.empty(lengths.size, np.int64)  # by place in `order`
+    rows_with: dict[int, list[NDArray[np.int64]]] = {}
+    spaces: list[int] = []  # the keys, sorted
+    num_rows = placed = 0
+
+    def leave(space: int, rows: NDArray[np.int64]) -> None:
+        if space and rows.size:
+            if space not in rows_with:
+                rows_with[space] = []
+                insort(spaces, space)
+            rows_with[space].append(rows)
+
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        end = placed + count
+        while placed < end:
+            tightest = bisect_left(spaces, length)
+            if tightest < len(spaces):
+                space = spaces.pop(tightest)
+                rows = np.concatenate(rows_with.pop(space))
+            else:
+                space = capacity
+                begun = -(-(end - placed) // (space // length))
+                rows = np.arange(num_rows, num_rows + begun)
+                num_rows += begun
+            each = space // length
+            taken = min(end - placed, each * rows.size)
+            full, rest = divmod(taken, each)
+            row_of[placed : placed + taken] = np.repeat(rows[: full + 1], each)[:taken]
+            leave(space - each * length, rows[:full])
+            if rest:
+                leave(space - rest * length, rows[full : full + 1])
+            leave(space, rows[full + bool(rest) :])
+            placed += taken
+    by_row = np.argsort(row_of, kind="stable")
+    ends = np.cumsum(np.bincount(row_of, minlength=num_rows)).tolist()
+    return _cut(order[by_row].tolist(), ends)
+
+
+def _first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """A tree over the space that rows have left, of the first row with as much.
+
+    Leaf `space` holds the first row with just that space (later ones wait in a heap), an inner node
+    the first of its leaves. Written without calls: they would take half of the time.
+    """
+    leaves = 1 << capacity.bit_length()  # spaces 0 to capacity
+    none = lengths.size
+    first = [none] * (2 * leaves)
+    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rows: list[list[int]] = []
+    left_in: list[int] = []  # space of each row
+
+    for index, length in enumerate(lengths.tolist()):
+        node = leaves + length
+        row = first[node]
+        while node > 1:  # of this leaf, and of all right of it
+            if not node & 1 and first[node + 1] < row:
+                row = first[node + 1]
+            node >>= 1
+        if row == none:
+            row, left = len(rows), capacity - length
+            rows.append([index])
+            left_in.append(left)
+        else:
+            space = left_in[row]
+            left_in[row] = left = space - length
+            rows[row].append(index)
+            node = leaves + space
+            first[node] = found = heappop(waiting[space]) if waiting[space] else none
+            while node > 1 and first[node >> 1] == row:  # it was the first there
+                sibling = first[node ^ 1]
+                node >>= 1
+                found = found if found < sibling else sibling
+                first[node] = found
+        if left:
+            node = leaves + left
+            held = first[node]
+            if held != none:
+                heappush(waiting[left], row if row > held else held)
+            if row < held:
+                first[node] = row
+                node >>= 1
+                while node and first[node] > row:
+                    first[node] = row
+                    node >>= 1
+    return rows
+
+
+def _in_order(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    ends = np.cumsum(lengths).tolist()
+    cuts: list[int] = []
+    filled = 0
+    while not cuts or cuts[-1] < lengths.size:
+        cuts.append(bisect_right(ends, filled + capacity))
+        filled = ends[cuts[-1] - 1]
+    return _cut(list(range(lengths.size)), cuts)
+
+
+def _cut(indices: list[int], ends: Sequence[int]) -> list[list[int]]:
+    return [indices[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -1,0 +1,123 @@
+"""`StreamPacker`: documents packed as they come, within a bounded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from flexvarlen.packing.bins import pack
+
+Document = TypeVar("Document")
+
+
+class StreamPacker(Generic[Document]):
+    """Packs documents of a stream into rows, a buffer at a time.
+
+    Documents wait in a buffer. When it is full they are packed best fit decreasing; the row of the
+    document that waited longest and the fullest others, half of all, are handed out, and what is
+    left waits on among the documents that come.
+
+    Args:
+        capacity: tokens of a row.
+        buffer: documents that wait at most; more fill the rows better.
+        length: gives the tokens of a document, from 1 to `capacity`.
+
+    Attributes:
+        num_given: documents given so far: where a stream that is resumed goes on.
+
+    >>> packer = StreamPacker(8, buffer=4, length=len)
+    >>> ["".join(row) for row in packer.pack(["abcde", "fgh", "ijkl", "mn", "opqr"])]
+    ['abcdefgh', 'ijklopqr', 'mn']
+    """
+
+    def __init__(
+        self, capacity: int, *, buffer: int = 8192, length: Callable[[Document], int]
+    ) -> None:
+        if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
+            raise ValueError(
+                f"buffer must be an integer of at least 1, got {buffer!r}; pass the documents that "
+                "may wait."
+            )
+        pack([], capacity)  # checks it
+        self.capacity, self.buffer, self._length = capacity, buffer, length
+        self.num_given = 0
+        self._waiting: list[Document] = []  # the oldest first
+        self._ready: list[list[Document]] = []  # rows to be handed out before anything else
+
+    def pack(self, documents: Iterable[Document]) -> Iterator[list[Document]]:
+        """The rows of a whole stream as they get full, each document in one of them.
+
+        Raises:
+            ValueError: a document's length is below 1 or above `capacity`; those before it wait on.
+        """
+        yield from self._hand_out()
+        for document in documents:
+            if not 1 <= (length := self._length(document)) <= self.capacity:
+                pack([length], self.capacity)  # raises, before the document counts as given
+            self.num_given += 1
+            self._waiting.append(document)
+            if len(self._waiting) >= self.buffer:
+                self._make_ready()
+                yield from self._hand_out()
+        while self._waiting:
+            self._make_ready()
+            yield from self._hand_out()
+
+    def skip(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """What of a stream that begins anew was not given yet.
+
+        Raises:
+            ValueError: the stream is shorter than what was given.
+        """
+        iterator = iter(documents)
+        for done in range(self.num_given):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise ValueError(
+                    f"documents must be the stream that the state is of, {self.num_given} long at "
+                    f"least, got {done}; load the state of this stream."
+                ) from None
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a stream that is resumed needs, for rows equal to those of one that was not stopped.
+
+        To be taken between any two rows. It holds the documents that wait as they were given: make
+        them indices, and it is small.
+        """
+        return {
+            "capacity": self.capacity,
+            "num_given": self.num_given,
+            "waiting": list(self._waiting),
+            "ready": [list(row) for row in self._ready],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: `packer.pack(packer.skip(documents))`.
+
+        Raises:
+            ValueError: it is of rows of another capacity.
+        """
+        if state["capacity"] != self.capacity:
+            raise ValueError(
+                f"state must be of rows of {self.capacity} tokens, got {state['capacity']}; make "
+                "the packer with that capacity, or begin anew."
+            )
+        self.num_given = state["num_given"]
+        self._waiting = list(state["waiting"])
+        self._ready = [list(row) for row in state["ready"]]
+
+    def _make_ready(self) -> None:
+        """Half of the rows of what waits, the oldest document's first; the others wait on."""
+        lengths = [self._length(document) for document in self._waiting]
+        rows = pack(lengths, self.capacity)
+        rows.sort(key=lambda row: (0 not in row, -sum(lengths[index] for index in row)))
+        rows = rows[: (len(rows) + 1) // 2]
+        gone = {index for row in rows for index in row}
+        self._ready = [[self._waiting[index] for index in row] for row in rows]
+        self._waiting = [each for i, each in enumerate(self._waiting) if i not in gone]
+
+    def _hand_out(self) -> Iterator[list[Document]]:
+        while self._ready:
+            yield self._ready.pop(0)

@@ -1,0 +1,203 @@
+"""Documents in one row of fixed shapes: what a model is given is what the documents say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening
+
+import flexvarlen as fv
+from tests.tiny_models import VOCABULARY, new_model
+
+SIZES = {"total_tokens": 16, "capacity": 4, "max_seqlen_bound": 8}
+DOCUMENTS = [[11, 12, 13], [21], [31, 32, 33, 34]]
+FEATURES = [{"input_ids": document} for document in DOCUMENTS]
+FILL = [0] * 8
+
+
+@pytest.fixture
+def collate():
+    return fv.PackedCollator(**SIZES)
+
+
+def same(batch, other):
+    assert batch.keys() == other.keys()
+    for name, value in batch.items():
+        if isinstance(value, fv.PackedLayout):
+            assert value.lengths == other[name].lengths
+        else:
+            torch.testing.assert_close(value, other[name], rtol=0, atol=0)
+
+
+def test_a_row_of_documents(collate):
+    batch = collate(FEATURES)
+    assert batch["input_ids"].tolist() == [[11, 12, 13, 21, 31, 32, 33, 34, *FILL]]
+    masked = [-100, 12, 13, -100, -100, 32, 33, 34, *[-100] * 8]
+    assert batch["labels"].tolist() == [masked]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3, *range(8)]]
+    layout = batch["packed_layout"]
+    assert layout.lengths == (3, 1, 4)
+    assert (layout.total_tokens, layout.capacity, layout.max_seqlen_bound) == (16, 4, 8)
+    assert layout.max_seqlen == 4
+    assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+
+
+def test_shapes_never_change(collate):
+    shapes = {
+        tuple(
+            (name, tuple(value.shape)) for name, value in batch.items() if name != "packed_layout"
+        )
+        for batch in (collate(FEATURES), collate(FEATURES[:1]), collate(FEATURES[1:]))
+    }
+    assert len(shapes) == 1
+
+
+def test_names_of_transformers():
+    collate = fv.PackedCollator(**SIZES, boundaries="cu_seq_lens")
+    batch = collate(FEATURES)
+    assert "packed_layout" not in batch
+    for side in "qk":
+        assert batch[f"cu_seq_lens_{side}"].tolist() == [0, 3, 4, 8, 8]
+        assert batch[f"cu_seq_lens_{side}"].dtype == torch.int32
+        assert batch[f"max_length_{side}"] == 8
+    same(collate(batch), batch)  # what it makes it takes
+
+
+@pytest.mark.parametrize("of", [list, torch.tensor, np.array])
+def test_tokens_as_lists_tensors_and_arrays(collate, of):
+    same(collate([{"input_ids": of(document)} for document in DOCUMENTS]), collate(FEATURES))
+    same(collate([of(document) for document in DOCUMENTS]), collate(FEATURES))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_flash_attn_kwargs": True},
+        {"return_seq_idx": True, "return_position_ids": False},
+        {"return_seq_idx": True, "return_flash_attn_kwargs": True},
+        {"position_ids_start": 2},
+    ],
+)
+def test_batches_of_data_collator_with_flattening(collate, options):
+    flat = DataCollatorWithFlattening(return_tensors="pt", **options)(FEATURES)
+    same(collate(flat), collate(FEATURES))
+    same(collate([flat]), collate(FEATURES))
+
+
+def test_packed_rows_of_trl(collate):
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    data = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
+    packed = trl.pack_dataset(data, seq_length=8)
+    batch = collate([row for row in packed])
+    assert sorted(batch["packed_layout"].lengths) == [1, 3, 4]
+    inside = batch["input_ids"][0, :8].tolist()
+    assert sorted(inside) == sorted(token for document in DOCUMENTS for token in document)
+
+
+def test_padding_free_batches_of_trl(collate):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    made = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    features = [dict(feature) for feature in FEATURES]
+    same(collate(made(features)), collate(FEATURES))
+
+
+def test_padded_batches_lose_their_padding(collate):
+    padded = {
+        "input_ids": torch.tensor([[0, 11, 12, 13], [21, 0, 0, 0], [31, 32, 33, 34]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]),
+    }
+    same(collate(padded), collate(FEATURES))
+
+
+def test_labels_of_ones_own(collate):
+    batch = collate([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 7, 8]}])
+    assert batch["labels"][0, :5].tolist() == [-100, -100, 7, 8, -100]
+    first = collate([{"input_ids": [1, 2], "labels": [5, 6]}])
+    assert first["labels"][0, :2].tolist() == [-100, 6]  # nothing before it may predict it
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_loss_of_completions_alone(collate, mask):
+    batch = collate([{"input_ids": [1, 2, 3, 4], mask: [0, 0, 1, 1]}])
+    assert batch["labels"][0, :4].tolist() == [-100, -100, 3, 4]
+
+
+def test_columns_of_ones_own_are_told():
+    collate = fv.PackedCollator(**SIZES, extra={"weights": 0.5})
+    batch = collate([{"input_ids": [1, 2], "weights": [2.0, 3.0]}])
+    assert batch["weights"][0, :4].tolist() == [2.0, 3.0, 0.5, 0.5]
+
+
+def test_positions_of_roberta():
+    batch = fv.PackedCollator(**SIZES, position_ids_start=2)(FEATURES)
+    assert batch["position_ids"][0, :5].tolist() == [2, 3, 4, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        ([], "features must hold a document at least, got none"),
+        ([{"input_ids": []}], "features must hold a document at least"),
+        ([{"labels": [1]}], "features must hold input_ids, got labels"),
+        ([{"input_ids": [1], "text": "a"}], "got 'text'; drop it, or pass extra="),
+        ([{"input_ids": [1, 2], "labels": [1]}], "labels must have a value for each of 2 tokens"),
+        ([{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths must sum to the row's 2 tokens"),
+        ([{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "boundaries must rise from 0"),
+        ([{"input_ids": [1] * 9}] * 2, "total_tokens"),
+        ([{"input_ids": [1]}] * 5, "capacity"),
+        ([{"input_ids": [1] * 9}], "max_seqlen_bound"),
+        ([3], "features must be mappings with input_ids, got int"),
+    ],
+)
+def test_mistake_is_a_sentence(collate, features, words):
+    with pytest.raises(ValueError, match=words):
+        collate(features)
+
+
+def test_an_unknown_kind_of_boundaries_is_a_sentence():
+    with pytest.raises(ValueError, match="boundaries must be packed_layout or cu_seq_lens"):
+        fv.PackedCollator(boundaries="position_ids")
+
+
+@pytest.mark.parametrize("boundaries", ["packed_layout", "cu_seq_lens"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_model_learns_from_the_row_what_the_documents_teach(boundaries, workers):
+    """Loss and gradients of the row are the sums of those of each document alone."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (5, 1, 7, 2)
+    ]
+    model = fv.patch_model(new_model("llama").double(), "sdpa").train()
+    collate = fv.PackedCollator(
+        total_tokens=20, capacity=8, max_seqlen_bound=16, boundaries=boundaries
+    )
+    loader = DataLoader(documents, batch_size=4, collate_fn=collate, num_workers=workers)
+    (batch,) = loader
+    kept = (batch["labels"] != -100).sum()
+    (model(**batch).loss * kept).backward()
+    together = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for document in documents:
+        if len(document) > 1:
+            ids = torch.tensor([document])
+            (model(input_ids=ids, labels=ids).loss * (len(document) - 1)).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(together[name], parameter.grad)
+
+
+@pytest.mark.gpu
+def test_a_loader_pins_the_layout():
+    loader = DataLoader(
+        DOCUMENTS, batch_size=3, collate_fn=fv.PackedCollator(**SIZES), pin_memory=True
+    )
+    (batch,) = loader
+    assert batch["input_ids"].is_pinned()
+    assert batch["packed_layout"].cu_seqlens.is_pinned()
+    moved = batch["packed_layout"].to("cuda", non_blocking=True)
+    assert moved.lengths == (3, 1, 4)
+    assert moved.cu_seqlens.tolist() == [0, 3, 4, 8, 8]
