@@ -65,6 +65,13 @@ def test_names_of_transformers():
     same(collate(batch), batch)  # what it makes it takes
 
 
+def test_rows_of_documents(collate):
+    """What a data set of packed rows yields, a row or two at a time."""
+    same(collate([FEATURES]), collate(FEATURES))
+    same(collate([DOCUMENTS[:1], DOCUMENTS[1:]]), collate(FEATURES))
+    same(collate(DOCUMENTS), collate(FEATURES))
+
+
 @pytest.mark.parametrize("of", [list, torch.tensor, np.array])
 def test_tokens_as_lists_tensors_and_arrays(collate, of):
     same(collate([{"input_ids": of(document)} for document in DOCUMENTS]), collate(FEATURES))

@@ -42,7 +42,7 @@ class PackedCollator:
     FlashAttention takes: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, the last value
     repeated in the spare slots, and `max_length_q`, `max_length_k`, the bound.
 
-    What is taken, in a list or alone:
+    What is taken, alone, in a list, or in a list of lists (documents that `pack` put together):
 
         a document       `input_ids`, and `labels` or not; `attention_mask`: its zeros are dropped;
                          `completion_mask`, `assistant_masks`: no loss where they are zero
@@ -87,10 +87,9 @@ class PackedCollator:
 
     def __call__(self, features: Any) -> dict[str, Any]:
         """One batch; see the class."""
-        given = [features] if isinstance(features, Mapping) else list(features)
         documents = [
             document
-            for feature in given
+            for feature in _features(features)
             for row in _rows(feature)
             for document in self._documents(row)
         ]
@@ -155,6 +154,16 @@ class PackedCollator:
                 "input_ids": document["input_ids"].astype(np.int64),
                 "labels": labels,
             }
+
+
+def _features(given: Any) -> Iterator[Any]:
+    """Documents, or lists of them as a data set of packed rows yields, one by one."""
+    if isinstance(given, Mapping):
+        yield given
+        return
+    for feature in given:
+        nested = isinstance(feature, list) and feature and not isinstance(feature[0], int)
+        yield from _features(feature) if nested else (feature,)
 
 
 def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
