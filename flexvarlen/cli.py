@@ -236,8 +236,7 @@ def _compare(
     import transformers
 
     from flexvarlen.equivalence import Report, compare
-    from flexvarlen.equivalence.compare import DEFAULT_TOKENS
-    from flexvarlen.equivalence.corpus import packed_text, read_documents
+    from flexvarlen.equivalence.corpus import DEFAULT_TOKENS, packed_text, read_documents
     from flexvarlen.equivalence.models import build_model, parse_model
     from flexvarlen.equivalence.variants import variant_names
 

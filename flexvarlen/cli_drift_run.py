@@ -14,7 +14,13 @@ import typer
 import flexvarlen as fv
 from flexvarlen.cli_console import NOT_RIGHT, console, device_of, dtype_of, errors, progress_bar
 from flexvarlen.doctor import parse_heads
-from flexvarlen.drift.report.complete import has_attribution, has_case, has_model, has_training
+from flexvarlen.drift.report.complete import (
+    backends_left,
+    has_attribution,
+    has_case,
+    has_model,
+    has_training,
+)
 from flexvarlen.drift.report.journal import Journal
 from flexvarlen.drift.report.thresholds import (
     MODEL_MEASURES,
@@ -25,9 +31,12 @@ from flexvarlen.drift.report.thresholds import (
     measured,
     parse_thresholds,
 )
-from flexvarlen.equivalence.batch import PackedBatch
-from flexvarlen.equivalence.compare import DEFAULT_TOKENS
-from flexvarlen.equivalence.corpus import packed_text, read_documents
+from flexvarlen.equivalence.corpus import (
+    DEFAULT_TOKENS,
+    packed_rows,
+    packed_text,
+    read_documents,
+)
 from flexvarlen.equivalence.isolation_command import parse_lengths
 from flexvarlen.equivalence.models import build_model, parse_model
 from flexvarlen.equivalence.variants import THEIRS, variant_names
@@ -131,8 +140,9 @@ def run_op(
     train: bool,
     seed: int,
 ) -> None:
-    """The cases that the file lacks, one after another."""
+    """The cases that the file lacks, one after another, as long as there is a device."""
     from flexvarlen.drift.op.comparisons import COMPARISONS, operator_drift
+    from flexvarlen.drift.op.failures import DeviceLostError
 
     names = _backends(backends)
     wanted = list(COMPARISONS) if comparisons == "all" else _split(comparisons)
@@ -147,10 +157,14 @@ def run_op(
             def say(what: str, done: int = done) -> None:
                 show(done, len(todo), what)
 
-            if not has_case(place.journal, case.as_row_case(dtype), names, wanted):
+            row_case = case.as_row_case(dtype)
+            left = backends_left(place.journal, row_case, names)
+            if has_case(place.journal, row_case, left, wanted):
+                continue
+            try:
                 operator_drift(
                     [case],
-                    names,
+                    left,
                     dtypes=(dtype,),
                     seed=seed,
                     commit=place.commit,
@@ -158,6 +172,10 @@ def run_op(
                     progress=say,
                     **shared,
                 )
+            except DeviceLostError as error:
+                text = f"{error} The rows are kept: --resume goes on, without it in this case."
+                errors.print(text, style="red", markup=False, highlight=False)
+                return
 
 
 # ---- drift model ----
@@ -180,10 +198,11 @@ def run_model(
     """Each model in each dtype: the comparisons, then whose drift it is."""
     from flexvarlen.drift.model.attribution import attribute
     from flexvarlen.drift.model.comparisons import comparison_names, model_drift
+    from flexvarlen.drift.model.setting import is_lean
 
     _quiet_transformers()
     specs = [parse_model(name) for name in models]  # all mistakes before any work
-    names = variant_names(backends, place.device)
+    names, lean = variant_names(backends, place.device), is_lean(backends, place.device)
     variant_names([baseline], place.device)
     wanted = [n for n in comparison_names(comparisons) if compile or n != "eager-compiled"]
     read_documents(text)
@@ -197,7 +216,13 @@ def run_model(
         for spec, dtype in [(spec, dtype) for spec in specs for dtype in place.dtypes]:
             model, tokenizer = build_model(spec.name, device=place.device, dtype=dtype, seed=seed)
             wide = tokens or DEFAULT_TOKENS[place.device.type]
-            batch = _row_of_text(model.config.vocab_size, wide, seed, text, tokenizer)
+            batch = packed_text(
+                vocabulary=model.config.vocab_size,
+                tokens=wide,
+                seed=seed,
+                files=text,
+                tokenizer=tokenizer,
+            )
             case = {
                 "model": spec.label,
                 "dtype": _name(dtype),
@@ -211,11 +236,12 @@ def run_model(
                 "commit": place.commit,
                 "append": place.journal.append,
                 "progress": _named(show, spec.label),
+                "lean": lean,
             }
-            todo = [n for n in names if not has_model(place.journal, case, n, wanted)]
+            todo = [n for n in names if not has_model(place.journal, case, n, wanted, lean=lean)]
             if todo:
                 model_drift(model, batch, todo, comparisons=wanted, baseline=baseline, **shared)
-            todo = [n for n in ours if not has_attribution(place.journal, case, n)]
+            todo = [n for n in ours if not has_attribution(place.journal, case, n, lean=lean)]
             if attribution and todo:
                 attribute(model, batch, todo, **shared)
             del model
@@ -259,7 +285,13 @@ def run_train(
             del model
             training_drift(
                 make_model,
-                [_row_of_text(vocabulary, width, step, text, tokenizer) for step in range(steps)],
+                packed_rows(
+                    vocabulary=vocabulary,
+                    tokens=width,
+                    seeds=range(steps),
+                    files=text,
+                    tokenizer=tokenizer,
+                ),
                 names,
                 model=spec.label,
                 baseline=baseline,
@@ -294,14 +326,6 @@ def _backends(text: str) -> list[str]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _row_of_text(
-    vocabulary: int, tokens: int, seed: int, files: Sequence[Path], tokenizer: Any
-) -> PackedBatch:
-    return packed_text(
-        vocabulary=vocabulary, tokens=tokens, seed=seed, files=files, tokenizer=tokenizer
-    )
 
 
 def _quiet_transformers() -> None:

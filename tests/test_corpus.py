@@ -3,8 +3,18 @@
 import pytest
 import torch
 
+from flexvarlen.equivalence import corpus
 from flexvarlen.equivalence.batch import PackedBatch, recut
-from flexvarlen.equivalence.corpus import pack, packed_text, read_documents, tokenize
+from flexvarlen.equivalence.corpus import (
+    DEFAULT_TOKENS,
+    batch_of,
+    pack,
+    packed_rows,
+    packed_text,
+    read_documents,
+    tokenize,
+)
+from flexvarlen.equivalence.models import build_model
 from flexvarlen.layout import PackedLayout
 
 
@@ -83,6 +93,35 @@ def test_same_seed_same_row_and_other_seed_other_row():
     assert torch.equal(first.input_ids, again.input_ids)
     assert first.lengths == again.lengths
     assert not torch.equal(first.input_ids, other.input_ids)
+
+
+def test_rows_of_several_seeds_are_tokenized_once_for_all(monkeypatch):
+    shared = {"vocabulary": 300, "tokens": 64}
+    right = [packed_text(**shared, seed=seed) for seed in (3, 5)]
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return tokenize(*args, **options)
+
+    monkeypatch.setattr(corpus, "tokenize", counted)
+    found = packed_rows(**shared, seeds=(3, 5))
+    assert len(calls) == 1
+    for ours, theirs in zip(found, right, strict=True):
+        assert torch.equal(ours.input_ids, theirs.input_ids)
+        assert (ours.lengths, ours.source) == (theirs.lengths, theirs.source)
+
+
+def test_default_batch_is_that_of_the_seed_and_the_device():
+    model, _ = build_model("qwen3@1")
+    found = batch_of(model, None, seed=4)
+    right = packed_text(vocabulary=1024, tokens=DEFAULT_TOKENS["cpu"], seed=4)
+    assert torch.equal(found.input_ids, right.input_ids)
+    assert found.lengths == right.lengths
+    assert batch_of(model, None, tokens=32).total_tokens == 32
+    model.to("meta")  # a kind of device that has no default of its own
+    assert batch_of(model, right).input_ids.device.type == "meta"
+    assert batch_of(model, None).total_tokens == DEFAULT_TOKENS["cpu"]
 
 
 def test_labels_never_cross_a_border():

@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from flexvarlen.backends.flex import FlexBackend
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
+from flexvarlen.drift.report import page
 from flexvarlen.drift.report.files import DriftReport
 
 CPU = ["--device", "cpu"]
@@ -21,7 +23,20 @@ OP = ["op", "--lengths", "5,3; 7", *HEADS, "--backends", "reference,sdpa", "--no
 MODEL = ["model", "--model", "qwen3@1", "--tokens", "48", "--backends", "sdpa,reference", *CPU]
 MODEL += ["--comparisons", "packed-alone,backend-backend"]
 TRAIN = ["train", "--model", "qwen3@1", "--tokens", "64", "--steps", "4", *CPU]
-TRAIN += ["--backends", "sdpa,reference"]
+TRAIN += ["--backends", "reference"]
+PACKED = [*TRAIN, "--baseline", "sdpa"]  # where documents alone do not matter: in half the time
+
+
+@pytest.fixture(autouse=True)
+def _no_plots(request, monkeypatch):
+    """A second a run; test_drift_report.py draws them."""
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr(page, "pictures", lambda rows: [])
+
+
+@pytest.fixture
+def plots():
+    """The page of this test has them."""
 
 
 @pytest.fixture
@@ -40,11 +55,12 @@ def said(result):
     return " ".join(result.output.split())
 
 
-def test_op_writes_rows_tables_and_page(run, tmp_path):
+def test_op_writes_rows_tables_and_page(run, plots, tmp_path):
     result = run(*OP, "--no-train", "--seed", "3", "--commit", "abcdef0")
     assert result.exit_code == 0, result.output
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["report.html", "report.md", "rows.jsonl"]
+    assert "<img" in (tmp_path / "out" / "report.html").read_text()
     rows = rows_in(tmp_path)
     assert {row.case["name"] for row in rows} == {"5,3", "7"}
     assert {row.case["backend"] for row in rows} == {"reference", "sdpa"}
@@ -138,7 +154,7 @@ def test_resume_takes_a_failure_for_done(run, tmp_path, status):
 def test_resume_runs_a_finished_backend_again(run, monkeypatch, tmp_path):
     """A model takes minutes a backend: a run that is stopped must get on."""
     small = ["model", "--model", "qwen3@1", "--tokens", "48", *CPU, "--no-train"]
-    small += ["--comparisons", "packed-alone"]
+    small += ["--comparisons", "packed-alone", "--no-attribution"]
     run(*small, "--backends", "sdpa")
     before = rows_in(tmp_path)
 
@@ -146,15 +162,69 @@ def test_resume_runs_a_finished_backend_again(run, monkeypatch, tmp_path):
         pytest.fail("ran again")
 
     monkeypatch.setattr(SdpaBackend, "attend", ran)
-    result = run(*small, "--backends", "sdpa,reference", "--no-attribution", "--resume")
+    result = run(*small, "--backends", "sdpa,reference", "--resume")
     assert result.exit_code == 0, result.output
     added = rows_in(tmp_path)[len(before) :]
     assert {row.case["backend"] for row in added} == {"reference"}
 
 
+def test_resume_of_all_compiles_what_a_whole_run_leaves_out(run, monkeypatch, tmp_path):
+    def ran(*_args, **_options):
+        raise RuntimeError("it ran")
+
+    monkeypatch.setattr(FlexBackend, "attend", ran)
+    small = ["model", "--model", "qwen3@1", "--tokens", "32", *CPU, "--no-train"]
+    small += ["--no-attribution", "--comparisons", "backend-backend"]
+
+    def statuses():
+        return {r.case["backend"]: r.status for r in rows_in(tmp_path) if not r.case["index"]}
+
+    run(*small, "--backends", "sdpa,reference")
+    result = run(*small, "--resume")
+    assert result.exit_code == 0, result.output
+    found = statuses()
+    assert (found["sdpa"], found["reference"], found["flex"]) == ("ok", "ok", "skipped")
+    run(*small, "--backends", "flex", "--resume")  # what is named is not left out
+    assert statuses() == found | {"flex": "failed"}
+
+
+def test_lost_device_ends_with_a_traceback(run, monkeypatch, tmp_path):
+    attend = ReferenceBackend.attend
+
+    def broken(self, q, k, v, mask, plan, options):
+        if len(q) == 8:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with")
+        return attend(self, q, k, v, mask, plan, options)
+
+    monkeypatch.setattr(ReferenceBackend, "attend", broken)
+    small = [*OP, "--no-train", "--comparisons", "exact,run-run"]
+    result = run(*small, "--backends", "sdpa,reference")
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "the device is lost after reference, exact, in 5,3: RuntimeError: CUDA" in said(result)
+    assert "--resume goes on" in said(result)
+    assert "reference failed: RuntimeError: CUDA error" in said(result)
+    before = rows_in(tmp_path)
+    assert [(row.case["backend"], row.status) for row in before] == [
+        *[("sdpa", "ok")] * 2,
+        ("reference", "failed"),
+    ]
+    assert (tmp_path / "out" / "report.html").exists()
+    again = run(*small, "--backends", "sdpa,reference", "--resume")
+    assert "is lost" not in said(again)
+    rows = rows_in(tmp_path)
+    assert {(r.case["name"], r.case["backend"], r.case["comparison"]) for r in rows} == {
+        *((name, "sdpa", what) for name in ("5,3", "7") for what in ("exact", "run-run")),
+        *(("7", "reference", what) for what in ("exact", "run-run")),
+        ("5,3", "reference", "exact"),
+    }
+    assert again.exit_code == 1, again.output  # its row is still there
+    assert [row.status for row in rows].count("failed") == 1
+
+
 def test_resume_takes_another_training_for_this_one(run, tmp_path):
-    run(*TRAIN)
-    run(*TRAIN, "--lr", "0.01", "--resume")
+    run(*PACKED)
+    run(*PACKED, "--lr", "0.01", "--resume")
     found = rows_in(tmp_path)
     assert {row.measures["lr"] for row in found if "lr" in row.measures} == {0.01}
 
@@ -207,7 +277,7 @@ def test_train_within_seed_noise_ends_with_0(run, tmp_path):
     assert "reference against unpacked: within seed noise" in said(result)
     assert [row.case["variant"] for row in rows_in(tmp_path)][-1] == "verdict"
     again = run(*TRAIN, "--resume")
-    assert "7 rows of an earlier run are kept" in said(again)
+    assert "6 rows of an earlier run are kept" in said(again)
 
 
 def test_training_with_nan_ends_with_0(run, monkeypatch):
@@ -218,9 +288,9 @@ def test_training_with_nan_ends_with_0(run, monkeypatch):
         return out * math.nan, lse
 
     monkeypatch.setattr(ReferenceBackend, "attend", nan)
-    result = run(*TRAIN)
+    result = run(*PACKED)
     assert result.exit_code == 1, result.output
-    assert "reference against unpacked: beyond seed noise" in said(result)
+    assert "reference against sdpa: beyond seed noise" in said(result)
 
 
 def test_options_of_train_reach_the_rows(run, tmp_path):

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 from flexvarlen.drift.model.comparisons import COMPARISONS, model_drift
-from flexvarlen.drift.model.measures import (
-    BIN_EDGES,
-    TokenDrift,
-    gradient_measures,
-    histogram,
-    run_measures,
-    why_not_finite,
-)
+from flexvarlen.drift.model.measures import run_measures, why_not_finite
 from flexvarlen.drift.model.run import (
     ModelRun,
     padded_groups,
@@ -25,18 +18,10 @@ from flexvarlen.drift.model.run import (
     targets_of,
 )
 from flexvarlen.drift.model.setting import ModelSetting
-from flexvarlen.drift.model.tables import model_markdown
-from flexvarlen.equivalence import PackedBatch
+from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.rows import append_row, read_rows
-
-LENGTHS = (30, 1, 17, 40, 8)
-TOKENS = sum(LENGTHS)
-
-
-def new_batch(lengths=LENGTHS, vocabulary=1024):
-    generator = torch.Generator().manual_seed(0)
-    return PackedBatch(torch.randint(vocabulary, (1, sum(lengths)), generator=generator), lengths)
+from tests.drift_models import LENGTHS, TOKENS, new_batch
 
 
 @pytest.fixture(scope="module")
@@ -55,91 +40,8 @@ def of_batch(rows):
 
 
 def variant_of(model, **changes):
-    options = {"dtype": None, "train": True, "tokens": None, "seed": 0, "name": None}
-    setting = ModelSetting.of(model, new_batch(), commit=None, **{**options, **changes})
+    setting = ModelSetting.of(model, new_batch(), **changes)
     return setting.variant("sdpa"), setting.batch
-
-
-# ---- on tiny logits, by hand ----
-
-TARGETS = torch.tensor([1, -100, 0])
-
-
-def tiny_drift(found, truth, **options):
-    logs = [torch.tensor(rows).log() for rows in (found, truth)]
-    return TokenDrift.between(*logs, TARGETS, **options)
-
-
-def test_kl_top_tokens_and_log_probabilities_by_hand():
-    truth = [[0.5, 0.25, 0.25], [0.2, 0.5, 0.3], [0.1, 0.1, 0.8]]
-    found = [[0.25, 0.5, 0.25], [0.2, 0.5, 0.3], [0.4, 0.1, 0.5]]
-    found_drift = tiny_drift(found, truth)
-    kl = [0.25 * math.log(2), 0.0, 0.1 * math.log(0.1 / 0.4) + 0.8 * math.log(0.8 / 0.5)]
-    assert found_drift.kl.tolist() == pytest.approx(kl, abs=1e-6)
-    assert found_drift.same_top1.tolist() == [False, True, True]
-    assert found_drift.logprob[[0, 2]].tolist() == pytest.approx([math.log(2), math.log(4)])
-    measures = found_drift.measures()
-    assert measures["kl_mean"] == pytest.approx(sum(kl) / 3)
-    assert measures["kl_max"] == pytest.approx(max(kl))
-    assert measures["top1"] == pytest.approx(2 / 3)
-    assert measures["logprob_mean_abs"] == pytest.approx(1.5 * math.log(2))
-    assert measures["logprob_max_abs"] == pytest.approx(math.log(4))
-    assert measures["logprob_p50"] == pytest.approx(1.5 * math.log(2))
-    assert sum(measures["logprob_histogram"]["counts"]) == 2  # the token without a label is not in
-
-
-def test_top5_counts_the_tokens_that_both_have():
-    truth = torch.arange(8.0)[None]  # 7, 6, 5, 4, 3
-    found = truth.clone()
-    found[0, 0], found[0, 7] = 9.0, -9.0  # 0, 6, 5, 4, 3
-    measures = TokenDrift.between(found, truth, torch.tensor([-100])).measures()
-    assert measures["top5"] == pytest.approx(4 / 5)
-    assert measures["top1"] == 0
-    assert "logprob_mean_abs" not in measures
-
-
-def test_chunks_equal_the_whole():
-    generator = torch.Generator().manual_seed(0)
-    truth, found = torch.randn(2, 37, 11, generator=generator)
-    targets = torch.randint(11, (37,), generator=generator)
-    targets[[3, 36]] = -100
-    whole = TokenDrift.between(found, truth, targets, chunk=37)
-    pieces = TokenDrift.between(found, truth, targets, chunk=5)
-    for name in ("logprob", "kl", "same_top1", "top5", "counted"):
-        assert torch.equal(getattr(whole, name), getattr(pieces, name)), name
-
-
-def test_low_precision_logits_are_widened_before_the_softmax():
-    logits = torch.tensor([[8.0, 8.0625, 0.0]], dtype=torch.bfloat16)
-    same = TokenDrift.between(logits, logits.float(), torch.tensor([0]))
-    assert (same.logprob.item(), same.kl.item()) == (0, 0)
-
-
-def test_histogram_is_symmetric_and_counts_zeros_and_nans_apart():
-    values = torch.tensor([0.0, 0.0, float("nan"), 3e-3, -3e-3, 1e9, -1e9, 1e-12])
-    found = histogram(values)
-    counts, edges = found["counts"], found["edges"]
-    assert (found["zeros"], found["nans"], sum(counts)) == (2, 1, 5)
-    assert edges == [-edge for edge in reversed(edges)]
-    assert len(counts) == len(edges) - 1
-    assert (counts[0], counts[-1], counts[len(BIN_EDGES) - 1]) == (1, 1, 1)
-    place = next(i for i in range(len(counts)) if edges[i] <= 3e-3 < edges[i + 1])
-    assert (counts[place], counts[-1 - place]) == (1, 1)
-
-
-def test_gradient_cosine_and_worst_parameter_by_hand():
-    truth = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
-    found = {"a": torch.tensor([0.0, 6.0]), "b": torch.tensor([8.0])}
-    measures = gradient_measures(found, truth)
-    assert measures["gradient_cosine"] == pytest.approx(32 / 50)
-    assert measures["gradient_relative"] == pytest.approx(math.sqrt(45 + 16) / 5)
-    assert measures["worst_parameter"] == "a"
-    assert measures["worst_parameter_relative"] == pytest.approx(math.sqrt(5))
-    same = gradient_measures(truth, truth)
-    assert (same["gradient_cosine"], same["gradient_relative"]) == (1, 0)
-    assert same["worst_parameter"] is None
-    broken = gradient_measures({**truth, "b": torch.tensor([math.nan])}, truth)
-    assert broken["worst_parameter"] == "b"
 
 
 # ---- forms of a batch ----
@@ -176,9 +78,7 @@ def test_padded_calls_stay_within_the_row(llama):
 
 def test_padded_rows_have_room_for_their_padding(llama):
     batch = new_batch((3, 4) * 7 + (3,))  # 13 rows in the first call, 7 of them padded
-    setting = ModelSetting.of(
-        llama, batch, dtype=None, train=False, tokens=None, seed=0, name=None, commit=None
-    )
+    setting = ModelSetting.of(llama, batch, train=False)
     variant = setting.variant("sdpa")
     packed, padded = run_packed(variant, batch), run_padded(variant, batch)
     assert torch.allclose(padded.logits, packed.logits, atol=1e-3)
@@ -317,8 +217,8 @@ def test_every_comparison_has_rows_of_every_scope_and_tables(llama, tmp_path):
         append_row(tmp_path / "rows.jsonl", row)
     again = read_rows([tmp_path / "rows.jsonl"])
     assert len(again) == len(rows)  # no two have one case
-    text = model_markdown(again)
-    assert text == model_markdown(rows)
+    text = DriftReport(tuple(again)).markdown()
+    assert text == DriftReport(tuple(rows)).markdown()
     for said in ("packed-alone", "block 1", "documents that moved most", "worst parameter"):
         assert said in text
 
@@ -356,7 +256,7 @@ def test_what_breaks_is_a_row(llama, monkeypatch, kind):
     rows = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
     assert (rows[0].status, rows[0].reason) == ("failed", f"{kind.__name__}: the kernel broke")
     assert {row.status for row in rows[1:]} == {"ok"}
-    assert f"failed: {kind.__name__}" in model_markdown(rows)
+    assert f"failed: {kind.__name__}" in DriftReport(tuple(rows)).markdown()
 
 
 def test_journal_that_cannot_be_written_is_no_finding(llama):
@@ -379,7 +279,7 @@ def test_nan_everywhere_is_called_the_same_bits():
     assert whole.status == "wrong"
     assert whole.reason.startswith("not finite: 100% of the logits, ")
     assert "of the gradients of the run; 100% of the logits" in whole.reason
-    assert whole.reason in model_markdown(rows)
+    assert whole.reason in DriftReport(tuple(rows)).markdown()
 
 
 def test_one_gradient_that_is_not_finite_is_wrong(llama):
@@ -420,6 +320,18 @@ def test_on_the_cpu_all_leaves_out_what_compiles_long(llama):
         for name in ("flex", "reference", "transformers:sdpa"):
             assert by[name].status == "skipped"
             assert name in by[name].reason
+
+
+@pytest.mark.parametrize("backend", ["flex", "reference"])
+def test_names_that_remain_of_all_are_not_told_to_be_lean(llama, backend):
+    options = {"comparisons": ["eager-compiled"], "train": False}
+    (row,) = model_drift(llama, new_batch(), [backend], lean=True, **options)
+    assert row.status == "skipped"
+
+
+def test_unknown_option_is_ignored(llama):
+    with pytest.raises(TypeError, match="unknown options: sed"):
+        drift(llama, sed=3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`operator_drift`: its truth, its rows, and that each comparison sees what it is there to see."""
+"""`operator_drift`: its truth, its cases and its rows."""
 
 from __future__ import annotations
 
@@ -9,39 +9,25 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.op import case_run
 from flexvarlen.drift.op import exact as op_exact
 from flexvarlen.drift.op.cases import SUITES, Inputs, OpCase, other_order, spans_of
-from flexvarlen.drift.op.comparisons import COMPARISONS, OF_ONE, operator_drift
+from flexvarlen.drift.op.comparisons import OF_ONE
 from flexvarlen.drift.op.exact import Answer, Sight, each_alone, keys_seen
-from flexvarlen.drift.op.failures import DeviceLostError
 from flexvarlen.drift.op.judge import Limit
 from tests import oracle
+from tests.drift_ops import GROUPED, SMALL, drift
 from tests.oracle import Documents, differentiate
 
-GROUPED = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 CASES = [
     OpCase("bidirectional", (40, 1, 23), **GROUPED),
-    OpCase("causal", (40, 1, 23), causal=True, **GROUPED),
+    SMALL,
     OpCase("causal window", (40, 1, 23), causal=True, window=7, **GROUPED),
     OpCase("bidirectional window", (40, 1, 23), window=7, **GROUPED),
     OpCase("one head each", (33, 31), num_heads=3, num_kv_heads=3, head_dim=8),
 ]
-SMALL = CASES[1]
 PARTS = ("out", "lse", "dq", "dk", "dv")
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-def drift(case=SMALL, backends=("reference",), **options):
-    options = {"dtypes": [torch.float32], "repeats": 1} | options
-    return operator_drift([case], list(backends), device="cpu", **options)
-
-
-def only(rows):
-    (row,) = rows
-    return row
 
 
 # --- the truth -----------------------------------------------------------------------------------
@@ -194,6 +180,9 @@ def test_rows_have_what_tables_read(rows):
             if case["comparison"] == "exact" and part in parts:
                 assert Difference.of_measures(measures, f"peer_{part}") is not None
                 assert 0 <= measures[f"ratio_{part}"] <= 1
+            if case["comparison"] == "batch-serial" and part in parts:
+                assert Difference.of_measures(measures, f"serial_{part}") is not None
+                assert 0 <= measures[f"serial_ratio_{part}"] <= 1
         assert ("blame" in measures) == (case["comparison"] == "exact")
 
 
@@ -229,212 +218,3 @@ def test_all_backends_end_in_rows():
 def test_unknown_names(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         drift(**options)
-
-
-# --- what each comparison sees -------------------------------------------------------------------
-
-
-@pytest.fixture
-def plant(monkeypatch):
-    """Change the output of `reference`: `change(out, mask)`."""
-
-    def planted(change):
-        right = ReferenceBackend.attend
-
-        def attend(self, q, k, v, mask, plan, options):
-            out, lse = right(self, q, k, v, mask, plan, options)
-            return change(out, mask), lse
-
-        monkeypatch.setattr(ReferenceBackend, "attend", attend)
-
-    return planted
-
-
-NUDGE = 1 + 2**-20
-
-
-def zeros(case=SMALL, **options):
-    """Which comparisons find that nothing differs."""
-    rows = drift(case, comparisons=OF_ONE[1:], **options)
-    assert all(row.status == "ok" for row in rows), [row.reason for row in rows]
-    return {row.case["comparison"] for row in rows if row.measures["out_max_abs"] == 0}
-
-
-def test_batch_serial_sees_what_the_row_does(plant):
-    # What else is in the row: the same in any order.
-    plant(lambda out, mask: out * NUDGE**mask.layout.num_docs)
-    assert "batch-serial" not in zeros()
-    assert {"run-run", "place"} <= zeros()
-
-
-def test_run_run_sees_what_changes_from_call_to_call(plant):
-    calls = []
-
-    def change(out, mask):
-        calls.append(0)
-        return out * NUDGE ** len(calls)
-
-    plant(change)
-    (row,) = drift(comparisons=["run-run"])
-    assert row.measures["out_max_abs"] > 0
-
-
-@pytest.mark.parametrize("lengths", [(40, 1, 23), (40,), (16, 16)])
-def test_place_sees_where_a_document_lies(plant, lengths):
-    plant(lambda out, mask: out * (1 + 2**-16 * torch.arange(len(out))[:, None, None]))
-    case = replace(SMALL, lengths=lengths)
-    assert "place" not in zeros(case)
-    assert "run-run" in zeros(case)
-
-
-def test_compiled_sees_what_compilation_does(plant):
-    plant(lambda out, mask: out * 2 if torch.compiler.is_compiling() else out)
-    row = only(drift(comparisons=["eager-compiled"]))
-    assert row.measures["out_relative"] == pytest.approx(1.0, rel=1e-3)
-    row = only(drift(comparisons=["eager-compiled"], compile=[]))
-    assert (row.status, row.measures) == ("skipped", {})
-
-
-@pytest.mark.parametrize("comparisons", [["runtime"], ["exact", "runtime"]])
-def test_what_is_wrong_is_not_timed(plant, comparisons):
-    plant(lambda out, mask: out * 1.1)
-    rows = drift(SMALL, ["reference", "sdpa"], comparisons=comparisons)
-    times = {row.case["backend"]: row for row in rows if row.case["comparison"] == "runtime"}
-    assert (times["reference"].status, times["reference"].measures) == ("wrong", {})
-    assert "every output is multiplied by 1.1" in times["reference"].reason
-    assert times["sdpa"].status == "ok"
-    assert {row.case["comparison"] for row in rows} == set(comparisons)
-
-
-def test_a_backend_without_backward_is_compared_forward(monkeypatch):
-    right = ReferenceBackend.why_not
-
-    def why_not(self, request):
-        return "no backward here." if request.needs_grad else right(self, request)
-
-    monkeypatch.setattr(ReferenceBackend, "why_not", why_not)
-    rows = drift(SMALL, ["reference", "sdpa"], comparisons=COMPARISONS)
-    for row in rows:
-        assert row.status == "ok", row.reason
-        of_both = row.case["backend"] == "sdpa" and row.case["other"] is None
-        gradient = "both_ms_p50" if row.case["comparison"] == "runtime" else "dq_max_abs"
-        assert (gradient in row.measures) == of_both
-
-
-class CompilerError(Exception):
-    """As of CuTe DSL and Triton: of no class but Exception."""
-
-
-FAILURES = [
-    (CompilerError("no such layout"), "failed", "CompilerError: no such layout"),
-    (RuntimeError("the kernel broke\nat length"), "failed", "RuntimeError: the kernel broke"),
-    (torch.OutOfMemoryError("too much"), "oom", "OutOfMemoryError: too much"),
-    (NotImplementedError("not here"), "unsupported", "NotImplementedError: not here"),
-    (ImportError("no package"), "unsupported", "ImportError: no package"),
-]
-
-
-@pytest.mark.parametrize(("error", "status", "reason"), FAILURES, ids=lambda x: str(x)[:12])
-def test_what_a_kernel_raises_is_its_rows_and_ends_nothing(plant, error, status, reason):
-    def change(out, mask):
-        raise error
-
-    plant(change)
-    rows = drift(SMALL, ["reference", "sdpa"], comparisons=["exact", "run-run", "runtime"])
-    for row in rows:
-        if row.case["backend"] == "sdpa":
-            assert row.status == "ok"
-        else:
-            assert reason in row.reason
-            assert row.status == status
-            assert row.measures == {}
-
-
-def test_what_ends_the_program_is_no_row(plant):
-    def change(out, mask):
-        raise KeyboardInterrupt
-
-    plant(change)
-    with pytest.raises(KeyboardInterrupt):
-        drift()
-
-
-LOST = [
-    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError("CUDA error: device-side assert triggered\nCompile with"),
-    CompilerError("cudaErrorLaunchFailure: unspecified launch failure"),
-]
-
-
-@pytest.mark.parametrize("error", LOST, ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("comparison", ["exact", "run-run", "runtime"])
-def test_a_lost_device_ends_the_run_after_its_row(plant, error, comparison):
-    def change(out, mask):
-        raise error
-
-    plant(change)
-    seen = []
-    with pytest.raises(DeviceLostError, match="the device is lost after reference") as raised:
-        drift(SMALL, ["reference", "sdpa"], comparisons=[comparison], append=seen.append)
-    assert raised.value.__cause__ is error
-    row = only(seen)
-    assert (row.case["backend"], row.case["comparison"]) == ("reference", comparison)
-    assert row.status == "failed"
-    assert str(error).partition("\n")[0] in row.reason
-
-
-def test_a_refused_launch_loses_no_device(plant):
-    def change(out, mask):
-        raise RuntimeError("CUDA error: invalid argument")
-
-    plant(change)
-    rows = drift(SMALL, ["reference", "sdpa"], comparisons=["exact"])
-    assert [row.status for row in rows] == ["failed", "ok"]
-
-
-@pytest.mark.parametrize("comparisons", [["runtime"], ["exact", "runtime"]])
-def test_what_is_wrong_stays_wrong_if_blame_fails(monkeypatch, plant, comparisons):
-    def broken(*args):
-        raise torch.OutOfMemoryError("too much")
-
-    monkeypatch.setattr(case_run, "blame", broken)
-    plant(lambda out, mask: out * 1.1)
-    for row in drift(SMALL, ["reference"], comparisons=comparisons):
-        assert row.status == "wrong"
-        assert row.reason.startswith("out, dq, dk, dv wrong: out is off by")
-        assert row.reason.endswith("Why is not known: OutOfMemoryError: too much")
-        assert ("out_max_abs" in row.measures) == (row.case["comparison"] == "exact")
-
-
-@pytest.mark.parametrize("comparisons", [["runtime"], ["exact", "runtime"]])
-def test_what_cannot_be_checked_is_not_timed(monkeypatch, comparisons):
-    def broken(*args, **options):
-        raise torch.OutOfMemoryError("too much")
-
-    monkeypatch.setattr(case_run.Truth, "of", broken)
-    rows = drift(SMALL, ["reference", "sdpa"], comparisons=comparisons)
-    assert {row.status for row in rows} == {"oom"}
-    timed = [row for row in rows if row.case["comparison"] == "runtime"]
-    assert [row.reason.partition(": ")[0] for row in timed] == ["not checked, so not timed"] * 2
-    assert [row.measures for row in timed] == [{}, {}]
-
-
-@pytest.mark.parametrize("good_calls", [5, 8, 12])
-def test_what_fails_while_timed_is_dropped_and_the_others_are_timed(plant, good_calls):
-    calls = []
-
-    def change(out, mask):
-        calls.append(0)
-        if len(calls) > good_calls:
-            raise torch.OutOfMemoryError("too much")
-        return out
-
-    plant(change)
-    case = replace(SMALL, lengths=(40,))
-    rows = drift(case, ["reference", "sdpa"], comparisons=["runtime"], repeats=3)
-    found = {row.case["backend"]: row for row in rows}
-    assert len(rows) == len(found) == 2
-    assert (found["reference"].status, found["reference"].measures) == ("oom", {})
-    assert "too much" in found["reference"].reason
-    assert found["sdpa"].status == "ok"
-    assert found["sdpa"].measures["repeats"] == 3

@@ -1,4 +1,4 @@
-"""Reports of drift from rows made by hand: sentences, tables, plots, the page, limits."""
+"""Reports of drift from rows made by hand: sentences, tables, plots, the page, files."""
 
 from __future__ import annotations
 
@@ -15,153 +15,14 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from flexvarlen.drift.difference import Difference
 from flexvarlen.drift.grid import Grid
+from flexvarlen.drift.report import page
 from flexvarlen.drift.report.figures import pictures
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.drift.report.journal import Journal
-from flexvarlen.drift.report.thresholds import (
-    COMPARE_MEASURES,
-    MODEL_MEASURES,
-    OP_MEASURES,
-    TRAINING_MEASURES,
-    Measured,
-    broken_limits,
-    measured,
-    parse_thresholds,
-)
 from flexvarlen.drift.report.verdicts import plain_sentences
-from flexvarlen.drift.training.verdict import verdict_row
-from flexvarlen.equivalence.report import Row as CompareRow
 from flexvarlen.rows import Row, append_row
-
-ENVIRONMENT = {
-    "gpu": "NVIDIA H200",
-    "torch": "2.11.0+cu130",
-    "transformers": "5.17.0",
-    "flash_attn": "2.8.3",
-    "flexvarlen": "0.1.0",
-    "git_commit": "0123456789abcdef",
-    "git_dirty": False,
-}
-
-
-def difference(prefix, relative):
-    equal = 1.0 if relative == 0 else 0.5
-    size = math.nan if relative != relative else relative
-    return Difference(size, size / 10, relative, 3 * size, size, equal, 100).measures(prefix)
-
-
-def op_row(backend, comparison, *, status="ok", reason=None, name="64,64", ratio=None, **parts):
-    case = {"name": name, "lengths": [64, 64], "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
-    case |= {"causal": False, "window": None, "dtype": "bfloat16"}
-    case |= {"backend": backend, "comparison": comparison, "other": None}
-    measures = {}
-    for part, relative in parts.items():
-        measures |= difference(part, relative)
-        if ratio is not None:
-            measures |= difference(f"peer_{part}", 0.5) | {f"ratio_{part}": ratio}
-    if comparison == "exact":
-        measures["blame"] = reason
-    if comparison == "runtime":
-        measures |= {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 3.0, "serial_ms_p50": 4.0}
-    return Row("drift-op", case, status, reason, measures, ENVIRONMENT)
-
-
-def model_case(comparison, backend, scope, index=None):
-    case = {"model": "llama 1b", "comparison": comparison, "backend": backend, "other": None}
-    case |= {"dtype": "bfloat16", "other_dtype": None, "tokens": 64, "documents": 2, "seed": 0}
-    return case | {"scope": scope, "index": index}
-
-
-def model_rows(backend, relative, *, first=0, comparison="packed-alone"):
-    layers = [0.0] * (first + 1) + [relative] * (3 - first)
-    measures = difference("logits", relative) | {
-        "logprob_mean_abs": relative,
-        "logprob_max_abs": relative,
-        "logprob_p50": relative,
-        "logprob_p99": relative,
-        "logprob_histogram": {
-            "edges": [-1.0, -1e-4, 1e-4, 1.0],
-            "counts": [0 if relative == 0 else 3, 0, 0 if relative == 0 else 5],
-            "zeros": 8,
-            "nans": 0,
-        },
-        "kl_mean": relative,
-        "kl_max": relative,
-        "top1": 1.0 if relative == 0 else 0.97,
-        "top5": 1.0,
-        "loss": 7.0,
-        "other_loss": 7.0,
-        "loss_difference": -relative,
-        "gradient_cosine": 1.0,
-        "gradient_relative": relative,
-        "worst_parameter": None,
-        "worst_parameter_relative": relative,
-        "first_layer": None if relative == 0 else first,
-        "first_part": None if relative == 0 else f"block {first}",
-        "worst_tokens": [],
-    }
-    rows = [Row("drift-model", model_case(comparison, backend, "batch"), "ok", None, measures)]
-    for index, one in enumerate(layers):
-        case = model_case(comparison, backend, "layer", index - 1)
-        rows.append(Row("drift-model", case, "ok", None, difference("hidden", one)))
-    document = difference("logits", relative) | {"kl_mean": 0.0, "kl_max": 0.0, "top1": 1.0}
-    case = model_case(comparison, backend, "document", 0)
-    return [*rows, Row("drift-model", case, "ok", None, document | {"length": 32})]
-
-
-def share_row(what, share, **more):
-    case = {"model": "llama 1b", "backend": "fa3", "dtype": "bfloat16", "tokens": 64}
-    case |= {"documents": 2, "seed": 0, "what": what}
-    measures = difference("logits", share) | difference("hidden", share)
-    measures |= {"gradient_relative": share, "share": share, "ms_p50": 12.0, "cost": 1.5}
-    return Row("drift-attribution", case, "ok", None, measures | more, ENVIRONMENT)
-
-
-def training_rows(loss=1.0):
-    rows = []
-    runs = [("unpacked", 0, 1.0), ("unpacked", 1, 1.1), ("unpacked", 2, 1.2)]
-    for variant, seed, last in [*runs, ("rounding", 0, 1.0), ("fa2", 0, loss)]:
-        case = {"model": "llama 1b", "variant": variant, "seed": seed, "steps": 8, "tokens": 64}
-        measures = {"baseline": "unpacked", "losses": [2.0] * 6 + [last] * 2}
-        if variant != "unpacked":
-            measures |= {"angles": [0.1, 0.2], "angle_steps": [0, 4]}
-        rows.append(
-            Row("drift-training", case | {"dtype": "bfloat16"}, "ok", None, measures, ENVIRONMENT)
-        )
-    return [*rows, verdict_row(rows)]
-
-
-def every_row():
-    forward, backward = {"out": 0.0, "lse": 0.0}, {"dq": 0.0, "dk": 0.0, "dv": 0.0}
-    wrong = "out wrong: no <b>scale</b> in /usr/lib/python3/kernel.so | of 24/24 heads"
-    return [
-        op_row("fa3", "exact", ratio=0.5, out=1e-3, lse=1e-4, dq=2e-3, dk=2e-3, dv=1e-3),
-        op_row("fa3", "batch-serial", **forward, **backward),
-        op_row("fa3", "runtime"),
-        op_row("fa2", "exact", ratio=0.8, out=1e-3, dq=2e-3, dk=2e-3, dv=1e-3),
-        op_row("fa2", "batch-serial", **forward, dq=2e-4, dk=0.0, dv=0.0),
-        op_row("flex", "exact", status="wrong", reason=wrong, ratio=7.0, out=0.7),
-        op_row("flex", "batch-serial", out=1e-3),
-        op_row("fa4", "exact", status="unsupported", reason="fa4 is not installed; install it."),
-        *model_rows("fa3", 0.0),
-        *model_rows("fa2", 2e-3, first=1),
-        *model_rows("transformers:sdpa", 0.9),
-        share_row("all", 1.0),
-        share_row("attention", 0.7),
-        share_row("matmuls", 0.4),
-        share_row("norms", 0.0),
-        _invariant_row(),
-        *training_rows(),
-    ]
-
-
-def _invariant_row():
-    row = share_row("invariant", 0.0)
-    equal = {"equal_logits": 1.0, "equal_hidden": 1.0, "equal_gradients": 1.0}
-    measures = row.measures | equal | {"gradient_documents": [0], "share": None}
-    return Row(row.suite, row.case, "ok", None, measures, ENVIRONMENT)
+from tests.drift_rows import every_row, model_rows, op_row, share_row, training_rows
 
 
 def report():
@@ -202,6 +63,16 @@ def test_sentences_name_the_first_layer_and_attentions_share():
         "gradients of 1 of 2 documents have the same bits; a step takes 1.50 times as long." in said
     )
     assert "fa2 against unpacked: within seed noise" in said
+
+
+def test_sentence_leaves_the_error_of_the_serial_answer_out():
+    row = op_row("fa2", "batch-serial", out=0.0)
+    row = replace(row, measures=row.measures | {"serial_ratio_out": 0.9})
+    (said,) = [text for text in plain_sentences([*every_row(), row]) if "against fp64" in text]
+    assert "90%" in said
+    assert "out, one call a document, of fa2 in 64,64" in said
+    (grid,) = [g for g in DriftReport((row,)).grids() if "Attention alone" in g.title]
+    assert grid.rows[0][2] == "90%"
 
 
 def test_one_inexact_case_hides_behind_exact_ones():
@@ -268,6 +139,38 @@ def test_wide_table_is_turned():
     assert tall.table(2).row_count == 50
 
 
+def test_markdown_says_a_number_twice():
+    """One rendering of a row: the tables in short are not made again for the details."""
+    lines = [line for line in report().markdown().splitlines() if line.startswith("| ")]
+    rows = [line for line in lines if "---" not in line]
+    models = [line for line in rows if line.startswith("| packed-alone | fa2 |")]
+    assert len(models) == 2  # outputs and gradients
+    shares = [line for line in rows if line.startswith("| fa3 | attention |")]
+    assert len(shares) == 1
+    titles = [grid.title for grid in report().grids()]
+    assert len(set(titles)) == len(titles)
+    assert not {t for t in titles for text in report().details() if f"**{t}**" in text}
+
+
+def test_line_without_numbers_has_its_status_and_the_report_says_why():
+    case = model_rows("fa2", 0.0)[0].case
+    rows = [
+        Row("drift-model", case | {"comparison": "dtype", "other_dtype": "float32"}, status, why)
+        for status, why in (("failed", "KernelError: broke"),)
+    ]
+    skipped = Row("drift-model", case | {"backend": "flex"}, "skipped", "it takes too long.")
+    found = DriftReport((*rows, skipped))
+    (grid,) = found.grids()
+    assert [line[:3] for line in grid.rows] == [
+        ("dtype", "fa2", "failed"),
+        ("packed-alone", "flex", "skipped"),
+    ]
+    assert grid.bad == {0}
+    text = found.markdown()
+    assert "fa2 failed: KernelError: broke" in text
+    assert "flex, skipped: it takes too long." in text
+
+
 def test_markdown_says_what_where_and_why_not():
     text = report().markdown()
     assert "NVIDIA H200; torch 2.11.0+cu130, transformers 5.17.0, flash_attn 2.8.3" in text
@@ -305,21 +208,23 @@ def test_alt_text_holds_the_numbers():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, 1e-30, 1e30])
-def test_plot_of_odd_numbers_raises(value):
+def test_plot_of_odd_numbers_raises(monkeypatch, value):
     rows = [
         op_row("fa3", "exact", ratio=value, out=value),
         *model_rows("fa3", value),
         share_row("attention", value),
         *training_rows(value),
     ]
-    assert len(pictures(rows)) == 5
+    made = pictures(rows)
+    assert len(made) == 5
+    monkeypatch.setattr(page, "pictures", lambda _: made)
     assert DriftReport(tuple(rows)).html()
 
 
 def test_line_without_a_style_is_left_out():
-    rows = model_rows("a kernel of the future", 1e-3)
-    assert b"a kernel of the future" in pictures(rows)[0].svg  # a comment beside its paths
-    assert "a kernel of the future" in pictures(rows)[0].alt
+    made, *_ = pictures(model_rows("a kernel of the future", 1e-3))
+    assert b"a kernel of the future" in made.svg  # a comment beside its paths
+    assert "a kernel of the future" in made.alt
 
 
 # ---- the page ----
@@ -342,10 +247,10 @@ class Page(HTMLParser):
 
 
 def test_page_needs_something_outside_itself():
-    page = Page(html())
-    assert not page.tags & {"script", "link", "iframe", "object"}
+    read = Page(html())
+    assert not read.tags & {"script", "link", "iframe", "object"}
     assert "<script" not in html()
-    links = [(tag, value) for tag, name, value in page.attributes if name in ("src", "href")]
+    links = [(tag, value) for tag, name, value in read.attributes if name in ("src", "href")]
     assert links
     assert all(value.startswith("data:image/svg+xml;base64,") for _, value in links)
     assert "http" not in html()
@@ -365,16 +270,16 @@ def test_page_tells_of_the_machine_it_was_made_on():
 
 
 def test_page_takes_a_reason_for_markup():
-    page = Page(html())
-    assert "no <b>scale</b> in kernel.so" in page.text
-    assert "li" in page.tags
-    assert "b" not in page.tags
+    read = Page(html())
+    assert "no <b>scale</b> in kernel.so" in read.text
+    assert "li" in read.tags
+    assert "b" not in read.tags
 
 
 def test_every_plot_has_alt_text():
-    page = Page(html())
-    images = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
-    alts = [value for tag, name, value in page.attributes if (tag, name) == ("img", "alt")]
+    read = Page(html())
+    images = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
+    alts = [value for tag, name, value in read.attributes if (tag, name) == ("img", "alt")]
     assert len(images) == len(alts) == len(drawn())
     assert all(len(alt) > 20 for alt in alts)
 
@@ -388,7 +293,8 @@ def test_verdicts_come_before_plots_and_tables():
 # ---- files ----
 
 
-def test_save_writes_rows_that_read_back(tmp_path):
+def test_save_writes_rows_that_read_back(monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "pictures", lambda _: drawn())
     saved = report()
     for _ in range(2):
         paths = saved.save(tmp_path)
@@ -425,93 +331,3 @@ def test_journal_in_a_files_place(tmp_path):
     append_row(tmp_path / "x", op_row("fa2", "place"))
     with pytest.raises(ValueError, match="out must be a folder"):
         Journal(tmp_path / "x", resume=False)
-
-
-# ---- limits ----
-
-
-def limits(text, rows, known=OP_MEASURES):
-    return broken_limits(parse_thresholds([text], known), measured(rows))
-
-
-@pytest.mark.parametrize(
-    ("text", "broken"),
-    [
-        ("dq_relative=1e-2", None),
-        (
-            "dq_relative=1e-3",
-            "dq_relative is 0.002 in drift-op name=64,64 dtype=bfloat16 backend=fa",
-        ),
-        ("relative=1", None),
-        ("relative=0.1", "out_relative is 0.7 in drift-op name=64,64 dtype=bfloat16 backend=flex"),
-        ("ratio_out=1", "ratio_out is 7 in"),
-        ("max_ulps=0", "out_max_ulps is 2.1 in"),
-    ],
-)
-def test_limit_is_passed_or_not(text, broken):
-    said = limits(text, [row for row in every_row() if row.suite == "drift-op"])
-    assert (said == []) if broken is None else (broken in said[0])
-
-
-def test_peers_error_is_taken_for_ours():
-    row = op_row("fa3", "exact", ratio=0.1, out=1e-3)
-    assert row.measures["peer_out_relative"] == 0.5
-    assert limits("relative=0.01", [row]) == []
-
-
-def test_nan_is_below_a_limit():
-    assert "nan" in limits("relative=1", [op_row("fa3", "place", out=math.nan)])[0]
-    assert limits("relative=1", [op_row("fa3", "place", out=1.0)]) == []
-
-
-def test_negative_difference_is_below_a_limit():
-    assert limits("loss_difference=1e-3", model_rows("fa3", 2e-3), MODEL_MEASURES)
-    assert not limits("loss_difference=1e-2", model_rows("fa3", 2e-3), MODEL_MEASURES)
-
-
-def test_list_is_held_to_its_largest():
-    rows = [Measured("run", {"angles": [1.0, 3.0, 2.0]})]
-    assert "3" in broken_limits(parse_thresholds(["angles=2.5"], ["angles"]), rows)[0]
-    assert broken_limits(parse_thresholds(["angles=3"], ["angles"]), rows) == []
-
-
-def test_rounding_twin_is_held_to_a_limit():
-    rows = training_rows()
-    moved = replace(rows[3], measures=rows[3].measures | {"angles": [9.0]})
-    assert rows[3].case["variant"] == "rounding"
-    rows = [*rows[:3], moved, *rows[4:]]
-    assert limits("angles=1", rows, TRAINING_MEASURES) == []
-    assert limits("angles=0.15", rows, TRAINING_MEASURES)
-
-
-def test_limit_on_nothing_passes():
-    said = limits("dq_relative=1", [op_row("fa3", "place", out=0.0)])
-    assert said == ["fail-above dq_relative=1: no row has such a measure."]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("dq_relative", "must be MEASURE=VALUE"),
-        ("=1", "must name a measure"),
-        ("relativ=1", "got 'relativ'; choose among out_max_abs"),
-        ("kl_mean=1", "must name a measure of this command"),
-        ("equal=1", "must name a measure"),
-        ("relative=", "must have a value of at least 0"),
-        ("relative=-1", "must have a value of at least 0"),
-        ("relative=nan", "must have a value of at least 0"),
-    ],
-)
-def test_bad_limit_is_a_sentence(text, words):
-    with pytest.raises(ValueError, match=words):
-        parse_thresholds([text], OP_MEASURES)
-
-
-def test_known_measures_are_those_of_the_rows():
-    """A name that no row ever has could never fail."""
-    ops = [row for row in every_row() if row.suite == "drift-op"]
-    found = {name for row in ops for name in row.measures}
-    assert set(OP_MEASURES) <= found
-    models = {name for row in model_rows("x", 1.0) for name in row.measures}
-    assert set(MODEL_MEASURES) <= models
-    assert set(COMPARE_MEASURES) <= set(CompareRow.__dataclass_fields__)

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from flexvarlen.drift.difference import Difference
+from flexvarlen.drift.grid import share
 from flexvarlen.drift.op.tables import (
     differences_table,
     exact_table,
     runtime_table,
-    share,
     stability_table,
     study_tables,
 )
@@ -58,14 +58,17 @@ def test_runtime_over_the_baseline():
 
 def test_differences_of_every_part():
     rows = [
-        row("batch-serial", out=ZERO, dq=OFF, dk=LOST),
+        row("batch-serial", out=ZERO, dq=OFF, dk=LOST, serial_ratio_out=0.25, serial_ratio_dq=0.5),
+        row("batch-serial", "flex", status="wrong", out=ZERO, serial_ratio_out=7.0),
         row("batch-serial", "fa4", status="unsupported", reason="no package"),
         row("run-run", out=OFF),
     ]
     table = cells(differences_table(rows, "batch-serial"))
-    assert [line[:2] for line in table[1:]] == [["256", "fa2"], ["256", "fa4"]]
-    assert table[1][2:] == ["exact", "–", "2.50e-01, 1.25e-01, 75%", "nan, nan, 50%", "–"]
-    assert table[2][2:] == ["unsupported", "–", "–", "–", "–"]
+    assert [line[1] for line in table[1:]] == ["fa2", "flex (wrong)", "fa4"]
+    cells_of_fa2 = ["exact", "–", "2.50e-01, 1.25e-01, 75.00%", "nan, nan, 50.00%", "–", "0.5"]
+    assert table[1][2:] == cells_of_fa2
+    assert table[2][2:] == ["exact", "–", "–", "–", "–", "7"]
+    assert table[3][2:] == ["unsupported", "–", "–", "–", "–", "–"]
 
 
 def test_pairs_with_the_baseline_alone():
@@ -192,7 +195,7 @@ def test_an_lse_that_differs_is_no_exact_forward():
 
 @pytest.mark.parametrize(
     ("part", "text"),
-    [(1.0, "100%"), (0.0, "0%"), (0.999999, "99.99%"), (1e-7, "0.01%"), (0.123456, "12.35%")],
+    [(1.0, "100%"), (0.0, "0"), (0.999999, "99.99%"), (1e-7, "<0.01%"), (0.123456, "12.35%")],
 )
 def test_share_is_all_or_none_only_if_so(part, text):
     assert share(part) == text

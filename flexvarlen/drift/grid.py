@@ -85,6 +85,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "0" if value == 0 else f"{value:.{digits - 1}e}"
 
 
+def nan_last(value: float) -> float:
+    """To sort by: NaN as infinity."""
+    return math.inf if math.isnan(value) else value
+
+
 def share(value: float | None) -> str:
     """A share that is 100% only if it is all, and 0 only if it is nothing.
 

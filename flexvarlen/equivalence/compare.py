@@ -17,7 +17,6 @@ import torch
 
 from flexvarlen.equivalence.batch import PackedBatch, recut
 from flexvarlen.equivalence.check import Checked, Checks, check_variant, error_measures
-from flexvarlen.equivalence.corpus import DEFAULT_TOKENS as DEFAULT_TOKENS
 from flexvarlen.equivalence.corpus import batch_of
 from flexvarlen.equivalence.isolation import halves
 from flexvarlen.equivalence.oracle import alone, own_parameters, peer_model

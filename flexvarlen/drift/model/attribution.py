@@ -21,9 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Unpack
 
 from flexvarlen.drift.model.fixed_shapes import PIECE_TOKENS, fixed_shapes
 from flexvarlen.drift.model.invariance import (
@@ -39,6 +37,7 @@ from flexvarlen.drift.model.setting import (
     Broken,
     ModelSetting,
     Progress,
+    Shared,
     caught,
     is_lean,
     left_out,
@@ -65,17 +64,13 @@ def attribute(
     backends: str | Sequence[str] = "all",
     *,
     what: Sequence[str] = WHAT,
-    dtype: torch.dtype | None = None,
-    train: bool = True,
     sample: int = 4,
     piece: int = PIECE_TOKENS,
     repeats: int | None = None,
-    tokens: int | None = None,
-    seed: int = 0,
-    name: str | None = None,
-    commit: str | None = None,
+    lean: bool | None = None,
     append: Callable[[Row], None] | None = None,
     progress: Progress | None = None,
+    **shared: Unpack[Shared],
 ) -> list[Row]:
     """Measure what share of the drift each class of operations causes, and what it costs to have
     none.
@@ -85,15 +80,13 @@ def attribute(
     Args:
         model: a transformers model of a verified family, dense, with a head for causal language
             modelling.
-        batch, tokens, name, commit, append, progress: as in `model_drift`.
+        batch, lean, append, progress: as in `model_drift`.
         backends: "all" (flexvarlen's), or names; "auto" is none.
         what: of `WHAT`; "all" is always run, as the others are held against it.
-        dtype: to run in; default: the model's.
-        train: forward and backward; else the forward alone.
         sample: so many documents' own gradients are compared in "invariant".
         piece: tokens of a piece there.
         repeats: timed steps of each run, interleaved; default 5, on the CPU 2.
-        seed: of the sample, and of the default batch.
+        **shared: dtype, train, tokens, seed, name, commit; see `Shared`.
 
     Returns:
         A row for each of `what` of each backend; the truth is each document alone on the same
@@ -111,16 +104,9 @@ def attribute(
             "backends must be all, or names of backends, got 'auto'; name the backend whose "
             "operations are to be run apart."
         )
-    setting = ModelSetting.of(
-        model,
-        batch,
-        dtype=dtype,
-        train=train,
-        tokens=tokens,
-        seed=seed,
-        name=name,
-        commit=commit,
-    )
+    setting = ModelSetting.of(model, batch, **shared)
+    if lean is None:
+        lean = is_lean(backends, model.device)
     if repeats is None:
         repeats = 2 if model.device.type == "cpu" else 5
     rows: list[Row] = []
@@ -131,7 +117,7 @@ def attribute(
                 progress(done, len(names), f"{backend}: {text}")
 
         runs = _Attribution(setting, backend, asked, sample, piece, repeats, say)
-        skipped = is_lean(names, model.device) and backend in LEAN_LEFT_OUT
+        skipped = lean and backend in LEAN_LEFT_OUT
         for row in runs.skipped() if skipped else runs.rows():
             rows.append(row)
             if append is not None:

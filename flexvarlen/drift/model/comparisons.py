@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -25,6 +25,7 @@ from flexvarlen.drift.model.setting import (
     Broken,
     ModelSetting,
     Progress,
+    Shared,
     caught,
     is_lean,
     left_out,
@@ -51,16 +52,12 @@ def model_drift(
     backends: str | Sequence[str] = "all",
     *,
     comparisons: str | Sequence[str] = "all",
-    dtype: torch.dtype | None = None,
     baseline: str | None = None,
-    train: bool = True,
     compiler: str | None = None,
-    tokens: int | None = None,
-    seed: int = 0,
-    name: str | None = None,
-    commit: str | None = None,
+    lean: bool | None = None,
     append: Callable[[Row], None] | None = None,
     progress: Progress | None = None,
+    **shared: Unpack[Shared],
 ) -> list[Row]:
     """Run a model in pairs of ways that ought to agree, and measure how far they do.
 
@@ -73,16 +70,13 @@ def model_drift(
         backends: "all" (flexvarlen's, and transformers' own for contrast), or names; also
             "transformers:sdpa" and such.
         comparisons: "all", or names of `COMPARISONS`.
-        dtype: to compare in; default: the model's.
         baseline: the backend of the truth in "backend-backend"; default `sdpa`.
-        train: forward and backward; else the forward alone, under `no_grad`.
         compiler: torch.compile's backend; default "inductor", on the CPU "aot_eager".
-        tokens: of the default batch; default 1,024 on the CPU, 8,192 on CUDA.
-        seed: of the default batch.
-        name: the model's, for the rows.
-        commit: for the rows' environment, see `run_environment`.
+        lean: leave out what compiles long; default: where `backends` is "all", on the CPU. To be
+            said where `backends` are names that remain of "all".
         append: called with each row as it is made.
         progress: see `Progress`.
+        **shared: dtype, train, tokens, seed, name, commit; see `Shared`.
 
     Returns:
         For each comparison of each backend one row of the batch, one a document, one a layer; or
@@ -98,16 +92,7 @@ def model_drift(
     """
     names = variant_names(backends, model.device)
     wanted = comparison_names(comparisons)
-    setting = ModelSetting.of(
-        model,
-        batch,
-        dtype=dtype,
-        train=train,
-        tokens=tokens,
-        seed=seed,
-        name=name,
-        commit=commit,
-    )
+    setting = ModelSetting.of(model, batch, **shared)
     run = _ModelDrift(
         setting,
         wanted,
@@ -116,7 +101,7 @@ def model_drift(
         append,
         progress,
         total=len(names) * len(wanted),
-        lean=is_lean(names, model.device),
+        lean=is_lean(backends, model.device) if lean is None else lean,
     )
     for backend in names:
         run.compare(backend)

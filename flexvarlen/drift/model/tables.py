@@ -1,11 +1,14 @@
-"""Drift of a model and its attribution as Markdown tables, from rows alone."""
+"""The tables of a model's drift and of its attribution, from rows alone.
+
+A line without numbers has its status; the report's sentences and notes say why.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flexvarlen.drift.grid import NOTHING, Grid, number, share
+from flexvarlen.drift.grid import NOTHING, Grid, nan_last, number, share
 from flexvarlen.rows import Row
 
 MODEL_SUITE, ATTRIBUTION_SUITE = "drift-model", "drift-attribution"
@@ -18,28 +21,25 @@ NOTE_ON_SHARES = (
 )
 
 
-def model_markdown(rows: Sequence[Row]) -> str:
-    """All tables of the suite "drift-model"; empty without its rows.
-
-    Of each model and dtype: what the batch moved by; by layer; the documents that moved most.
-    """
-    return "\n\n".join(grid.markdown() for grid in model_grids(rows))
-
-
-def attribution_markdown(rows: Sequence[Row]) -> str:
-    """All tables of the suite "drift-attribution", and how shares are meant; or nothing."""
-    grids = attribution_grids(rows)
-    return "\n\n".join([*(grid.markdown() for grid in grids), NOTE_ON_SHARES]) if grids else ""
-
-
-def model_grids(rows: Sequence[Row]) -> list[Grid]:
-    """The tables of "drift-model", as data."""
-    found = [row for row in rows if row.suite == MODEL_SUITE]
+def batch_grids(rows: Sequence[Row]) -> list[Grid]:
+    """Of the suite "drift-model", of each model and dtype: what the batch moved by."""
     grids = []
-    for key, own in _groups(found, "model", "dtype", "tokens", "documents").items():
-        model, dtype, tokens, documents = key
-        title = f"{model}, {dtype}, {tokens:,} tokens in {documents} documents"
-        grids.append(_batches(title, _in_scope(own, "batch")))
+    for title, own in _titled(rows, MODEL_SUITE):
+        whole = _in_scope(own, "batch")
+        if whole:
+            grids.append(_batches(title, whole))
+        trained = [row for row in whole if row.status == "ok"]
+        trained = [row for row in trained if "gradient_relative" in row.measures]
+        if trained:
+            lines = tuple(map(_gradient_line, trained))
+            grids.append(Grid(f"{title}: gradients", _GRADIENTS, lines))
+    return grids
+
+
+def detail_grids(rows: Sequence[Row]) -> list[Grid]:
+    """Of the suite "drift-model": what moved by layer; the documents that moved most."""
+    grids = []
+    for title, own in _titled(rows, MODEL_SUITE):
         for by in (_layers, _documents):
             for (comparison,), compared in _groups(own, "comparison").items():
                 grids += by(f"{title}: {comparison}", compared)
@@ -47,12 +47,9 @@ def model_grids(rows: Sequence[Row]) -> list[Grid]:
 
 
 def attribution_grids(rows: Sequence[Row]) -> list[Grid]:
-    """The tables of "drift-attribution", as data."""
-    found = [row for row in rows if row.suite == ATTRIBUTION_SUITE]
+    """Of the suite "drift-attribution": the shares; what batch invariance gave."""
     grids = []
-    for key, own in _groups(found, "model", "dtype", "tokens", "documents").items():
-        model, dtype, tokens, documents = key
-        title = f"{model}, {dtype}, {tokens:,} tokens in {documents} documents"
+    for title, own in _titled(rows, ATTRIBUTION_SUITE):
         serial = [row for row in own if row.case["what"] != "invariant"]
         invariant = [row for row in own if row.case["what"] == "invariant"]
         if serial:
@@ -62,6 +59,16 @@ def attribution_grids(rows: Sequence[Row]) -> list[Grid]:
             lines = tuple(_invariant_line(row) for row in invariant)
             grids.append(Grid(f"{title}: batch invariant", _INVARIANT, lines, _bad(invariant)))
     return grids
+
+
+def _titled(rows: Iterable[Row], suite: str) -> list[tuple[str, list[Row]]]:
+    """The rows of a suite by model, dtype and batch, each with a title."""
+    of_suite = [row for row in rows if row.suite == suite]
+    grouped = _groups(of_suite, "model", "dtype", "tokens", "documents")
+    return [
+        (f"{model}, {dtype}, {tokens:,} tokens in {documents} documents", own)
+        for (model, dtype, tokens, documents), own in grouped.items()
+    ]
 
 
 def _groups(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -80,8 +87,8 @@ def _bad(rows: Sequence[Row]) -> frozenset[int]:
 
 
 def _name(row: Row) -> str:
-    """The backend, and what it is held against where that is another."""
-    beside = row.case.get("other")
+    """The backend, and the backend or dtype it is held against where that is another."""
+    beside = row.case.get("other") or row.case.get("other_dtype")
     return str(row.case["backend"]) + (f" / {beside}" if beside else "")
 
 
@@ -99,32 +106,35 @@ _BATCH = (
     "top-1",
     "top-5",
     "Δ loss",
-    "gradient cosine",
+)
+
+_GRADIENTS = (
+    "comparison",
+    "backend",
     "gradient relative",
+    "gradient cosine",
     "worst parameter",
+    "its relative",
 )
 
 
 def _batches(title: str, rows: Sequence[Row]) -> Grid:
-    ran = [row for row in rows if row.status == "ok"]
-    lines = [_batch_line(row) for row in ran]
+    lines = [_batch_line(row) for row in rows if row.status == "ok"]
     refused: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.status != "ok":  # most often a backend that has none of them, for one reason
-            key = (str(row.case["backend"]), f"{row.status}: {row.reason}")
-            refused.setdefault(key, []).append(row)
+            refused.setdefault((str(row.case["backend"]), row.status), []).append(row)
     bad = set()
-    for (backend, why), own in refused.items():
+    for (backend, status), own in refused.items():
         if _bad(own):
             bad.add(len(lines))
         which = ", ".join(row.case["comparison"] for row in own)
-        lines.append((which, backend, why, *[NOTHING] * (len(_BATCH) - 3)))
+        lines.append((which, backend, status, *[NOTHING] * (len(_BATCH) - 3)))
     return Grid(title, _BATCH, tuple(lines), frozenset(bad))
 
 
 def _batch_line(row: Row) -> tuple[str, ...]:
     of = row.measures
-    cosine, worst = of.get("gradient_cosine"), of.get("worst_parameter")
     return (
         str(row.case["comparison"]),
         _name(row),
@@ -137,9 +147,18 @@ def _batch_line(row: Row) -> tuple[str, ...]:
         share(of["top1"]),
         share(of["top5"]),
         number(of["loss_difference"]),
-        NOTHING if cosine is None else f"{cosine:.6f}",
-        number(of.get("gradient_relative")),
-        f"{worst} ({number(of['worst_parameter_relative'])})" if worst else NOTHING,
+    )
+
+
+def _gradient_line(row: Row) -> tuple[str, ...]:
+    of = row.measures
+    return (
+        str(row.case["comparison"]),
+        _name(row),
+        number(of["gradient_relative"]),
+        f"{of['gradient_cosine']:.6f}",
+        of["worst_parameter"] or NOTHING,
+        number(of["worst_parameter_relative"]),
     )
 
 
@@ -168,7 +187,7 @@ def _documents(title: str, rows: Sequence[Row]) -> list[Grid]:
     lines = []
     for own in _groups(_in_scope(rows, "document"), "backend", "other").values():
         moved = [row for row in own if row.measures["logits_equal"] != 1]
-        moved.sort(key=lambda row: -_nan_most(row.measures["logits_relative"]))
+        moved.sort(key=lambda row: -nan_last(row.measures["logits_relative"]))
         lines += [_document_line(row) for row in moved[:WORST_DOCUMENTS]]
     if not lines:
         return []
@@ -186,10 +205,6 @@ def _document_line(row: Row) -> tuple[str, ...]:
         number(of["kl_max"]),
         share(of["top1"]),
     )
-
-
-def _nan_most(value: float) -> float:
-    return float("inf") if value != value else value
 
 
 # ---- whose fault it is ----
@@ -234,7 +249,7 @@ def _judged(row: Row) -> str:
 def _share_line(row: Row) -> tuple[str, ...]:
     of, head = row.measures, (_judged(row), str(row.case["what"]))
     if row.status not in ("ok", "wrong"):
-        return (*head, f"{row.status}: {row.reason}", *[NOTHING] * (len(_SHARES) - 3))
+        return (*head, row.status, *[NOTHING] * (len(_SHARES) - 3))
     return (
         *head,
         number(of["logits_relative"]),
@@ -248,7 +263,7 @@ def _share_line(row: Row) -> tuple[str, ...]:
 def _invariant_line(row: Row) -> tuple[str, ...]:
     of, backend = row.measures, _judged(row)
     if row.status not in ("ok", "wrong"):
-        return (backend, f"{row.status}: {row.reason}", *[NOTHING] * (len(_INVARIANT) - 2))
+        return (backend, row.status, *[NOTHING] * (len(_INVARIANT) - 2))
     sizes = [of[name] for name in _INVARIANT_SIZES if of.get(name) is not None]
     documents = of.get("gradient_documents")
     return (
@@ -257,7 +272,7 @@ def _invariant_line(row: Row) -> tuple[str, ...]:
         share(of["equal_hidden"]),
         share(of.get("equal_gradients")),
         NOTHING if documents is None else f"{len(documents)} of {row.case['documents']}",
-        number(max(sizes, key=_nan_most)),
+        number(max(sizes, key=nan_last)),
         *_time(of),
     )
 

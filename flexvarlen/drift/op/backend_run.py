@@ -83,9 +83,10 @@ class BackendRun:
         each = [self.inputs.documents([d]) for d in range(len(self.inputs.lengths))]
         return Answer.joined([self.answer(inputs) for inputs in each])
 
-    def drop_batch(self) -> None:
-        """Free the batch's answer; the serial one is kept for the other backends."""
-        self.__dict__.pop("batch", None)
+    def drop(self, *answers: str) -> None:
+        """Free the answers "batch" or "serial"; they are run again when they are asked for."""
+        for name in answers:
+            self.__dict__.pop(name, None)
 
     def pairs_of_places(self) -> list[tuple[Answer, Answer]]:
         """Each document of the batch, first in another order of the documents, then as it was."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexvarlen.drift.op.blame_gradients import blame_gradients
 from flexvarlen.drift.op.cases import spans_of
 from flexvarlen.drift.op.exact import GRADIENTS, Answer
-from flexvarlen.drift.op.fit import Fit, best_of, least_squares, near
+from flexvarlen.drift.op.fit import NEARLY_ALL, Fit, best_of, least_squares, near
 from flexvarlen.drift.op.hypotheses import structural_hypotheses, truth_hypothesis
 from flexvarlen.drift.op.judge import Limit, Truth, Verdict
 from flexvarlen.drift.op.trial import Trial, best_scale, tokens_to_try
@@ -81,8 +81,9 @@ def _blame_output(truth: Truth, answer: Answer) -> str:
         for each in structural_hypotheses(truth, truth.document_of(worst))
     ]
     fits.append(_fit_of_factor(found, exact, limit))
-    fits.append(_fit_of_scale(trial, found, exact, limit))
     best = best_of(fits)
+    if not (best.explains and best.left <= NEARLY_ALL):  # a scale takes over a hundred trials
+        best = best_of([best, _fit_of_scale(trial, found, exact, limit)])
     if best.explains:
         return best.said("out")
     noise = truth.noise("out", answer.out)

@@ -16,7 +16,7 @@ from flexvarlen.drift.op.backend_run import Abilities, BackendRun
 from flexvarlen.drift.op.blame import blame
 from flexvarlen.drift.op.cases import Inputs, OpCase
 from flexvarlen.drift.op.exact import Answer
-from flexvarlen.drift.op.failures import DeviceLostError, is_lost, status_of
+from flexvarlen.drift.op.failures import LOST, DeviceLostError, is_lost, status_of
 from flexvarlen.drift.op.judge import Truth, Verdict
 from flexvarlen.measure import Timing, time_interleaved
 from flexvarlen.rows import Row, Status, one_line
@@ -91,7 +91,7 @@ class CaseRun:
                 self._attempt(one, "backend-backend", partial(_serial, one, other), other)
         if "runtime" in settings.comparisons:
             for run in alive:
-                run.__dict__.pop("serial", None)
+                run.drop("serial")
             self._time(alive)
         self._clean()
 
@@ -115,10 +115,15 @@ class CaseRun:
             self._attempt(run, "exact", lambda: self._checked(run))
         elif "runtime" in wanted:
             self._checked(run)
-            if self.lost is not None:
-                self._calls(run)
+            self._end_if_lost(run)
+        if "runtime" in wanted and "batch-serial" not in wanted:
+            try:
+                self._batch_serial(run)
+            except Exception as error:  # what cannot run says so when it is to be timed
+                self._failed(error)
+            self._end_if_lost(run)
         works: dict[str, Callable[[], _Result]] = {
-            "batch-serial": lambda: _documents(run, run.batch, run.serial),
+            "batch-serial": lambda: self._batch_serial(run),
             "run-run": lambda: _Result(_measures([(run.answer(run.inputs), run.batch)])),
             "place": lambda: _Result(_measures(run.pairs_of_places())),
             "eager-compiled": lambda: self._compiled(run),
@@ -126,13 +131,17 @@ class CaseRun:
         for comparison, work in works.items():
             if comparison in wanted:
                 self._attempt(run, comparison, work)
-        run.drop_batch()
+        run.drop("batch", *(() if "backend-backend" in wanted else ("serial",)))
         self._clean()
 
+    def _end_if_lost(self, run: BackendRun) -> None:
+        if self.lost is not None:
+            self._calls(run)  # its row of times says so
+
     def _checked(self, run: BackendRun) -> _Result:
-        """`_exact`; what did not end ok there is not timed."""
+        """The batch held against fp64; what did not end ok there is not timed."""
         try:
-            result = self._exact(run)
+            result = self._judged(run.batch)
         except Exception as error:
             result = self._failed(error)
         if result.status != "ok":
@@ -141,19 +150,42 @@ class CaseRun:
             self.not_timed[run.backend] = _Result({}, result.status, reason)
         return result
 
-    def _exact(self, run: BackendRun) -> _Result:
+    def _judged(self, answer: Answer) -> _Result:
+        """An answer held against fp64."""
         truth = self._truth()
-        verdict = Verdict.of(run.batch, truth)
+        verdict = Verdict.of(answer, truth)
         reason = verdict.reason()
         measures = verdict.measures() | {"blame": None}
         if reason is None:
             return _Result(measures)
         try:
-            measures["blame"] = blame(truth, run.batch, verdict)
+            measures["blame"] = blame(truth, answer, verdict)
         except Exception as error:  # wrong it is, whether or not it can be said why
             failed = self._failed(error)
             return _Result(measures, "wrong", f"{reason} Why is not known: {failed.reason}")
         return _Result(measures, "wrong", f"{reason} {measures['blame']}")
+
+    def _batch_serial(self, run: BackendRun) -> _Result:
+        """The difference, and the serial answer held against fp64 as "exact" holds the batch's.
+
+        Else a kernel that errs in both alike would be "the same bits", and no more be said. What is
+        wrong is not timed.
+        """
+        measures = _documents(run, run.batch, run.serial).measures
+        try:
+            judged = self._judged(run.serial)
+        except Exception as error:  # no room for the truth, say: the difference stands without it
+            failed = self._failed(error)
+            if self.lost is not None:
+                return failed
+            return _Result(measures | {"why_serial_not_checked": failed.reason})
+        found = judged.measures.items()
+        measures |= {f"serial_{name}": x for name, x in found if not name.startswith("peer_")}
+        if judged.status == "ok":
+            return _Result(measures)
+        reason = f"one call a document: {judged.reason}"
+        self.not_timed.setdefault(run.backend, _Result({}, judged.status, reason))
+        return _Result(measures, judged.status, reason)
 
     def _truth(self) -> Truth:
         if self.truth is None:
@@ -252,14 +284,13 @@ class CaseRun:
     ) -> None:
         case = self.case.as_row_case(self.settings.dtype)
         case |= {"backend": backend, "comparison": comparison, "other": other}
-        self.write_row(
-            Row(SUITE, case, result.status, result.reason, result.measures, self.environment)
-        )
+        measures = result.measures if self.lost is None else result.measures | {LOST: True}
+        self.write_row(Row(SUITE, case, result.status, result.reason, measures, self.environment))
         if self.lost is not None:
             raise DeviceLostError(
                 f"the device is lost after {backend}, {comparison}, in {self.case.name}: "
                 f"{one_line(self.lost)}; what runs after it in this process would fail through no "
-                "fault of its own: run the other backends again, without this one."
+                "fault of its own: run the others in a new process, without this backend."
             ) from self.lost
 
     def _failed(self, error: Exception) -> _Result:

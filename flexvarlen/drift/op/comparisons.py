@@ -5,7 +5,7 @@ A row a case, backend and comparison:
 | comparison | of what |
 |---|---|
 | exact | all documents in one call, against fp64 and the plain peer; what is wrong is named |
-| batch-serial | all in one call, against one call a document |
+| batch-serial | all in one call, against one call a document, which is held against fp64 too |
 | run-run | the same call again |
 | place | the documents in another order: each among other neighbours, at another place |
 | eager-compiled | torch.compile(fullgraph=True), against eager |
@@ -69,6 +69,7 @@ def operator_drift(
 
     Raises:
         ValueError: an unknown backend or comparison.
+        DeviceLostError: a kernel broke the device, after its row.
 
     Synchronizes the device.
     """

@@ -21,10 +21,14 @@ _LOST = (
 )
 
 
+LOST = "device_lost"
+"""The measure, True, of a row after which the device was lost."""
+
+
 class DeviceLostError(RuntimeError):
     """A kernel broke the device for the whole process: what runs after it fails through no fault.
 
-    Its rows are written before this is raised.
+    Its row is written before this is raised, with `LOST` among its measures.
     """
 
 

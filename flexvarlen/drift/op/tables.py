@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flexvarlen.drift.difference import Difference
-from flexvarlen.drift.grid import NOTHING
+from flexvarlen.drift.grid import NOTHING, nan_last, share
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 
@@ -75,7 +75,8 @@ def differences_table(rows: Iterable[Row], comparison: str, *, only: str | None 
 
     Args:
         rows: any.
-        comparison: which of them.
+        comparison: which of them. "batch-serial" has a last column: the largest error of one call
+            a document against fp64, over what the rule allows.
         only: for "backend-backend": the pairs with this backend. Default: all pairs.
     """
     lines = []
@@ -84,27 +85,25 @@ def differences_table(rows: Iterable[Row], comparison: str, *, only: str | None 
         if only is not None and only not in pair:
             continue
         who = " : ".join(name for name in pair if name)
-        lines.append([row.case["name"], who, *_cells(row, FORWARD + BACKWARD, _three_numbers)])
+        who += " (wrong)" if row.status == "wrong" else ""
+        beside = [_serial_cell(row)] if comparison == "batch-serial" else []
+        cells = [*_cells(row, FORWARD + BACKWARD, _three_numbers), *beside]
+        lines.append([row.case["name"], who, *cells])
     parts = [f"{part}: max, mean, equal" for part in PARTS]
+    parts += ["one call a document: error over the allowed"] * (comparison == "batch-serial")
     return markdown(["documents", "backend", *parts], lines)
+
+
+def _serial_cell(row: Row) -> str:
+    ratios = [row.measures.get(f"serial_ratio_{part}") for part in PARTS]
+    found = [ratio for ratio in ratios if ratio is not None]
+    return f"{max(found, key=nan_last):.2g}" if found else NOTHING
 
 
 def _three_numbers(difference: Difference, row: Row, part: str) -> str:
     if difference.is_zero:
         return "exact"
     return f"{difference.max_abs:.2e}, {difference.mean_abs:.2e}, {share(difference.equal)}"
-
-
-def share(part: float) -> str:
-    """A share in percent that says 0 or 100 % of nothing but none and all.
-
-    >>> share(0.99999), share(1.0), share(0.5)
-    ('99.99%', '100%', '50%')
-    """
-    if part in (0.0, 1.0):
-        return f"{part:.0%}"
-    percent = min(max(round(100 * part, 2), 0.01), 99.99)
-    return f"{percent:.4g}%"
 
 
 def exact_table(rows: Iterable[Row]) -> str:

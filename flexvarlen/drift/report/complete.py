@@ -10,6 +10,16 @@ from flexvarlen.drift.report.journal import Journal
 from flexvarlen.rows import Row
 
 
+def backends_left(journal: Journal, case: dict[str, Any], backends: Sequence[str]) -> list[str]:
+    """Without those that lost the device in this case: they would again, and nothing get on."""
+    from flexvarlen.drift.op.failures import LOST
+
+    lost = {
+        row.case["backend"] for row in journal.every("drift-op", **case) if LOST in row.measures
+    }
+    return [name for name in backends if name not in lost]
+
+
 def has_case(
     journal: Journal, case: dict[str, Any], backends: Sequence[str], comparisons: Sequence[str]
 ) -> bool:
@@ -38,27 +48,32 @@ def has_case(
 
 
 def has_model(
-    journal: Journal, case: dict[str, Any], backend: str, comparisons: Sequence[str]
+    journal: Journal, case: dict[str, Any], backend: str, comparisons: Sequence[str], *, lean: bool
 ) -> bool:
-    """Whether the file has all of a backend; a comparison of dtypes has a dtype of its own."""
+    """Whether the file has all of a backend; a comparison of dtypes has a dtype of its own.
+
+    What an earlier run left out for being lean is there for another lean run alone.
+    """
     shared = {name: value for name, value in case.items() if name != "dtype"}
-    return all(
-        journal.has(
-            "drift-model",
-            **(shared if comparison == "dtype" else case),
-            backend=backend,
-            comparison=comparison,
-        )
-        for comparison in comparisons
-    )
+
+    def has(comparison: str) -> bool:
+        own = shared if comparison == "dtype" else case
+        own = own | {"backend": backend, "comparison": comparison}
+        return _has(journal, "drift-model", own, lean)
+
+    return all(map(has, comparisons))
 
 
-def has_attribution(journal: Journal, case: dict[str, Any], backend: str) -> bool:
-    """Whether the file has all of a backend's runs."""
+def has_attribution(journal: Journal, case: dict[str, Any], backend: str, *, lean: bool) -> bool:
+    """Whether the file has all of a backend's runs; `lean` as above."""
     from flexvarlen.drift.model.attribution import WHAT
 
     shared = {**case, "backend": backend}
-    return all(journal.has("drift-attribution", **shared, what=what) for what in WHAT)
+    return all(_has(journal, "drift-attribution", shared | {"what": what}, lean) for what in WHAT)
+
+
+def _has(journal: Journal, suite: str, case: dict[str, Any], lean: bool) -> bool:
+    return any(lean or row.status != "skipped" for row in journal.rows(suite, **case))
 
 
 def has_training(

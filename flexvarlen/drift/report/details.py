@@ -1,10 +1,10 @@
-"""The long tables of a drift as Markdown, a text a suite."""
+"""What a drift's tables in short leave out, as Markdown, a text a suite."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexvarlen.drift.model.tables import attribution_markdown, model_markdown
+from flexvarlen.drift.model.tables import NOTE_ON_SHARES, detail_grids
 from flexvarlen.drift.op.tables import exact_table, stability_table, study_tables
 from flexvarlen.drift.report.verdicts import suite_rows
 from flexvarlen.drift.training.tables import RULE, comparisons
@@ -20,10 +20,12 @@ def detailed_tables(rows: Sequence[Row]) -> list[str]:
             f"## Attention alone: errors against fp64\n\n{exact_table(rows)}",
             f"## Attention alone: what should make no difference\n\n{stability_table(rows)}",
         ]
-    if suite_rows(rows, "drift-model"):
-        made.append(f"## A whole model: batch, layers, documents\n\n{model_markdown(rows)}")
+    grids = detail_grids(rows)
+    if grids:
+        tables = "\n\n".join(grid.markdown() for grid in grids)
+        made.append(f"## A whole model: layers, documents\n\n{tables}")
     if suite_rows(rows, "drift-attribution"):
-        made.append(f"## Whose drift it is\n\n{attribution_markdown(rows)}")
+        made.append(f"## Whose drift it is: the rule\n\n{NOTE_ON_SHARES}")
     if comparisons(rows):
         made.append(f"## The verdict on training\n\n{RULE}")
     return made

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flexvarlen.drift.grid import nan_last
 from flexvarlen.drift.report.drawing import (
     BAND,
     BAND_INK,
@@ -21,7 +22,6 @@ from flexvarlen.drift.report.verdicts import (
     FORWARD,
     IN_WORDS,
     groups,
-    nan_last,
     suite_rows,
 )
 from flexvarlen.drift.training.figure import draw_losses, losses_alt, losses_title

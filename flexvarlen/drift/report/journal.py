@@ -49,15 +49,17 @@ class Journal:
             self._replace = False
         append_row(self._path, row)
 
-    def rows(self, suite: str, **case: Any) -> list[Row]:
-        """Of an earlier run, those whose case has these entries and that need no second try."""
+    def every(self, suite: str, **case: Any) -> list[Row]:
+        """Of an earlier run, those whose case has these entries."""
         return [
             row
             for row in self._old
-            if row.suite == suite
-            and row.status not in _TRY_AGAIN
-            and all(row.case.get(name) == case[name] for name in case)
+            if row.suite == suite and all(row.case.get(name) == case[name] for name in case)
         ]
+
+    def rows(self, suite: str, **case: Any) -> list[Row]:
+        """Of these, those that need no second try."""
+        return [row for row in self.every(suite, **case) if row.status not in _TRY_AGAIN]
 
     def has(self, suite: str, **case: Any) -> bool:
         """Whether there is such a row."""

@@ -19,7 +19,10 @@ def _differences(*prefixes: str) -> tuple[str, ...]:
     return tuple(f"{prefix}_{name}" for prefix in prefixes for name in _DIFFERENCE)
 
 
-OP_MEASURES = _differences(*_PARTS) + tuple(f"ratio_{part}" for part in _PARTS)
+OP_MEASURES = (
+    *_differences(*_PARTS),
+    *(f"{of}ratio_{part}" for of in ("", "serial_") for part in _PARTS),
+)
 MODEL_MEASURES = (
     *_differences("logits", "hidden"),
     *("logprob_mean_abs", "logprob_max_abs", "logprob_p50", "logprob_p99"),

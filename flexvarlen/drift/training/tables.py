@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flexvarlen.drift.grid import NOTHING, Grid, number
+from flexvarlen.drift.grid import NOTHING, Grid, nan_last, number
 from flexvarlen.drift.training.verdict import (
     BAND_ANGLES,
     BAND_SIGMAS,
@@ -93,12 +93,6 @@ def training_grids(rows: Sequence[Row]) -> list[Grid]:
     return [_grid(runs) for runs in comparisons(rows)]
 
 
-def training_markdown(rows: Sequence[Row]) -> str:
-    """The tables and the rule; empty without rows of this suite."""
-    grids = training_grids(rows)
-    return "\n\n".join([*(grid.markdown() for grid in grids), RULE]) if grids else ""
-
-
 def _grid(runs: Sequence[Row]) -> Grid:
     verdict = verdict_of(runs)
     judged: dict[str, Any] = {} if verdict is None else verdict.measures["variants"]
@@ -126,9 +120,5 @@ def _line(row: Row, judged: dict[str, Any]) -> tuple[str, ...]:
         number(entry.get("difference")),
         number(entry.get("sigmas")),
         number(angles[0]),
-        number(max(angles, key=_nan_first) if angles[0] is not None else None),
+        number(max(angles, key=nan_last) if angles[0] is not None else None),
     )
-
-
-def _nan_first(angle: float) -> float:
-    return float("inf") if angle != angle else angle
