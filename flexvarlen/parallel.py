@@ -1,0 +1,153 @@
+"""Ulysses sequence parallelism: documents longer than one GPU holds, over any backend.
+
+Each of P ranks holds T/P tokens of one packed row, with all heads. Around attention the ranks
+exchange: each gets all T tokens of H/P heads, attends over the whole row's documents as one GPU
+would, and gives the outputs back. All else of a model works token by token, and needs no exchange.
+
+Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
+
+Shapes: P = ranks, T = tokens of the whole row, H = num_heads, Hkv = num_kv_heads, D = head_dim.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flexvarlen.attention import packed_attention
+from flexvarlen.layout import PackedLayout
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    *,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> Tensor:
+    """`packed_attention` of a row whose tokens lie on the ranks of a group, in order.
+
+    Args:
+        q: `[T/P, H, D]`: rank r holds tokens r·T/P to (r+1)·T/P.
+        k, v: `[T/P, Hkv, D]`.
+        layout: the documents of all T tokens, the same on each rank.
+        group: the ranks; None: all.
+        options: as for `packed_attention`, but `layout_k` and `return_lse`; `sinks` of all heads.
+
+    Returns:
+        `[T/P, H, D]`. Differentiable; gradients of what all ranks share, sinks among them, are this
+        rank's part, to be summed over the ranks. No sync but the exchange, four all-to-alls a
+        forward and as many a backward; traces under `fullgraph=True`.
+
+    H must be a multiple of P. Where Hkv is none, K and V go to the ranks as often as their heads
+    are needed there: where Hkv divides P, each rank gets the one that its queries share, else one a
+    query head.
+
+    Raises:
+        ValueError: T is not P times the tokens here; H is no multiple of P.
+        NotImplementedError: an option that cannot be split by heads.
+    """
+    size = dist.get_world_size(group)
+    refused = [name for name in ("layout_k", "return_lse") if options.get(name)]
+    if refused:
+        raise NotImplementedError(
+            f"ulysses_attention has no {', '.join(refused)}; attend on one rank, or leave it out."
+        )
+    tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    if tokens * size != layout.total_tokens:
+        raise ValueError(
+            f"layout must cover the {tokens} tokens of each of {size} ranks, got "
+            f"{layout.total_tokens} tokens; make it for the whole row, and shard the row evenly."
+        )
+    if heads % size:
+        raise ValueError(
+            f"num_heads must be a multiple of the {size} ranks, got {heads}; take fewer ranks."
+        )
+    if kv_heads % size:
+        copies = size // kv_heads if size % kv_heads == 0 else heads // kv_heads
+        k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+    if size == 1:
+        return _attend(q, k, v, layout, options)
+    if options.get("sinks") is not None:
+        own = options["sinks"].chunk(size)[dist.get_rank(group)]
+        options = options | {"sinks": own}
+    all_q, all_k, all_v = (_heads_for_tokens(x, size, group) for x in (q, k, v))
+    return _tokens_for_heads(_attend(all_q, all_k, all_v, layout, options), size, group)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: Any) -> Tensor:
+    out = packed_attention(q, k, v, layout, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _heads_for_tokens(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
+    """`[T/P, H, D]` -> `[T, H/P, D]`: block r of the heads goes to rank r."""
+    tokens, heads, dim = x.shape
+    blocks = x.view(tokens, size, heads // size, dim).transpose(0, 1)
+    return _exchanged(blocks, group).view(size * tokens, heads // size, dim)
+
+
+def _tokens_for_heads(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
+    """`[T, H/P, D]` -> `[T/P, H, D]`: block r of the tokens goes to rank r."""
+    tokens, heads, dim = x.shape
+    blocks = _exchanged(x.view(size, tokens // size, heads, dim), group)
+    return blocks.transpose(0, 1).reshape(tokens // size, size * heads, dim)
+
+
+def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Of `[P, …]`, block r goes to rank r; block r of what comes is rank r's."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    where = dist.group.WORLD if group is None else group
+    assert where is not None
+    return all_to_all_single_autograd(blocks.contiguous(), None, None, where)
+
+
+def shard_row(
+    batch: dict[str, Any], *, group: ProcessGroup | None = None, ignore_index: int = -100
+) -> dict[str, Any]:
+    """This rank's share of a batch of one packed row, which each rank holds whole.
+
+    Args:
+        batch: `input_ids`, `position_ids`, `labels` `[1, T]`, `packed_layout` over T tokens; T a
+            multiple of P.
+        group: the ranks; None: all.
+        ignore_index: of labels.
+
+    Returns:
+        The tensors `[1, T/P]`, with `shift_labels` in place of `labels`: the label of the next
+        token, which may lie on the next rank; `packed_layout` as it is.
+
+    Raises:
+        ValueError: a tensor that is not one row of T tokens, or T no multiple of P.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    layout: PackedLayout = batch["packed_layout"]
+    tokens = layout.total_tokens
+    if tokens % size:
+        raise ValueError(
+            f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row."
+        )
+    found: dict[str, Any] = {"packed_layout": layout}
+    for name, x in batch.items():
+        if name == "packed_layout":
+            continue
+        if not isinstance(x, Tensor) or x.shape != (1, tokens):
+            shape: Sequence[int] | str = (
+                list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            )
+            raise ValueError(f"{name} must be one row, [1, {tokens}], got {shape}; leave it out.")
+        if name == "labels":
+            name, x = "shift_labels", torch.cat([x[:, 1:], x.new_full((1, 1), ignore_index)], 1)
+        found[name] = x.chunk(size, dim=1)[rank].contiguous()
+    return found

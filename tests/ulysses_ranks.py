@@ -1,0 +1,125 @@
+"""What a rank of test_parallel.py does: every case, its share of outputs and gradients saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flexvarlen as fv
+from flexvarlen.parallel import shard_row, ulysses_attention
+
+LENGTHS = (37, 1, 50, 22)
+TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    ranks: int
+    heads: int = 8
+    kv_heads: int = 8
+    v_dim: int = 16
+    options: dict[str, Any] = field(default_factory=dict)
+    compiled: bool = False
+
+    def inputs(self):
+        """q, k, v of the whole row, the cotangent, the layout, sinks or None."""
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(self.heads, 16), (self.kv_heads, 16), (self.kv_heads, self.v_dim)]
+        shapes.append((self.heads, self.v_dim))
+        q, k, v, cotangent = (
+            torch.randn(TOKENS, *shape, generator=generator, dtype=torch.float64)
+            for shape in shapes
+        )
+        sinks = None
+        if self.options.get("sinks"):
+            sinks = torch.randn(self.heads, generator=generator, dtype=torch.float64)
+        layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
+        return [q, k, v], cotangent, layout, sinks
+
+    def keywords(self, sinks):
+        return self.options | ({} if sinks is None else {"sinks": sinks})
+
+
+REFERENCE = {"backend": "reference"}
+CASES = (
+    Case("plain", 2, options=REFERENCE),
+    Case("sdpa", 4, options={"backend": "sdpa"}),
+    Case("grouped", 2, kv_heads=4, options=REFERENCE),
+    Case("one_kv_head_a_rank", 4, kv_heads=4, options=REFERENCE),
+    Case("fewer_kv_heads_than_ranks", 4, kv_heads=2, options=REFERENCE),
+    Case("one_kv_head", 4, kv_heads=1, options=REFERENCE),
+    Case("kv_heads_that_ranks_do_not_divide", 4, heads=12, kv_heads=3, options=REFERENCE),
+    Case("kv_heads_that_two_ranks_do_not_divide", 2, heads=6, kv_heads=3, options=REFERENCE),
+    Case("window", 2, kv_heads=2, options=REFERENCE | {"window": 9, "softcap": 5.0}),
+    Case("bidirectional", 4, options=REFERENCE | {"causal": False}),
+    Case("sinks", 4, kv_heads=2, options=REFERENCE | {"sinks": True}),
+    Case("other_v", 2, v_dim=8, options=REFERENCE),
+    Case("compiled", 2, kv_heads=1, options=REFERENCE, compiled=True),
+)
+BATCH = {
+    "input_ids": torch.arange(TOKENS)[None],
+    "labels": torch.arange(TOKENS)[None] + 1000,
+    "position_ids": torch.arange(TOKENS)[None] % 7,
+}
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """Every case of so many ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet-{ranks}", rank=rank, world_size=ranks
+    )
+    found: dict[str, Any] = {}
+    for case in CASES:
+        if case.ranks == ranks:
+            found[case.name] = share(case, rank)
+    layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
+    own = shard_row({**BATCH, "packed_layout": layout})
+    found["shard_row"] = {name: x for name, x in own.items() if name != "packed_layout"}
+    found["errors"] = errors(layout)
+    torch.save(found, Path(folder) / f"{ranks}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def share(case: Case, rank: int) -> dict[str, Any]:
+    qkv, cotangent, layout, sinks = case.inputs()
+    here = slice(rank * TOKENS // case.ranks, (rank + 1) * TOKENS // case.ranks)
+    leaves = [x[here].clone().requires_grad_() for x in qkv]
+    shared = [] if sinks is None else [sinks.requires_grad_()]
+
+    def call(*leaves):
+        return ulysses_attention(*leaves, layout, **case.keywords(sinks))
+
+    if case.compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    out = call(*leaves)
+    gradients = torch.autograd.grad(out, [*leaves, *shared], cotangent[here])
+    return {"out": out.detach(), "gradients": gradients}
+
+
+def errors(layout: Any) -> list[str]:
+    """The sentences of what cannot be."""
+    ranks = dist.get_world_size()
+    said = []
+    for make in (
+        lambda: ulysses_attention(*[torch.randn(5, 8, 16)] * 3, layout),
+        lambda: ulysses_attention(*[torch.randn(TOKENS // ranks, 3, 16)] * 3, layout),
+        lambda: ulysses_attention(
+            *[torch.randn(TOKENS // ranks, 8, 16)] * 3, layout, return_lse=True
+        ),
+        lambda: shard_row({"input_ids": torch.zeros(2, 64), "packed_layout": layout}),
+        lambda: shard_row(
+            {"packed_layout": fv.PackedLayout.from_lengths([TOKENS + 1], total_tokens=TOKENS + 1)}
+        ),
+    ):
+        try:
+            make()
+        except (ValueError, NotImplementedError) as error:
+            said.append(str(error))
+    return said
