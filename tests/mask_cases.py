@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -56,11 +57,9 @@ chunks = st.integers(1, 40) | st.sampled_from([64, 128, 2**30, 2**31 - 1, 2**40]
 alignments = st.sampled_from(["bottom_right", "top_left"])
 
 
-@st.composite
-def cases(draw, kind):
-    """A `MaskCase` of one of `KINDS`."""
-    documents = draw(rows())
-    count = len(documents.lengths)
+@cache
+def options_of(kind, count):
+    """A strategy for the options of a mask over so many documents."""
     prefixes = st.lists(st.integers(0, 100), min_size=count, max_size=count)
     every = {
         "causal": st.booleans(),
@@ -81,9 +80,22 @@ def cases(draw, kind):
         "intersection": every,
         "cross_intersection": every,
     }[kind]
-    drawn = draw(st.fixed_dictionaries(options))
+    return st.fixed_dictionaries(options)
+
+
+@st.composite
+def _cases(draw, kind):
+    documents = draw(rows())
+    count = len(documents.lengths)
+    drawn = draw(options_of(kind, count))
     keys = draw(rows(count=count)) if kind.startswith("cross") else None
     return MaskCase(documents, drawn, keys)
+
+
+@cache
+def cases(kind):
+    """A `MaskCase` of one of `KINDS`."""
+    return _cases(kind)
 
 
 KINDS = (

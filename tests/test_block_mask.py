@@ -16,6 +16,7 @@ from tests.oracle import Documents
 
 TABLES = ("kv", "full_kv", "q", "full_q")
 block_sizes = st.sampled_from(BLOCK_SIZES)
+TOGETHER = 5  # cases an example: half of what hypothesis takes goes by examples
 
 
 def listed(block_mask, table):
@@ -72,11 +73,13 @@ def check(case, block_size, compact):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_and_mask_are_brute_forces(kind, pytestconfig):
     """`--mask-cases N` sets the number of random cases a kind."""
+    drawn = st.tuples(cases(kind), block_sizes, st.booleans())
 
-    @settings(max_examples=pytestconfig.getoption("--mask-cases"))
-    @given(cases(kind), block_sizes, st.booleans())
-    def run(case, block_size, compact):
-        check(case, block_size, compact)
+    @settings(max_examples=-(-pytestconfig.getoption("--mask-cases") // TOGETHER))
+    @given(st.tuples(*[drawn] * TOGETHER))
+    def run(several):
+        for case, block_size, compact in several:
+            check(case, block_size, compact)
 
     run()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from functools import cache
+import warnings
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from flexvarlen import PackedLayout, packed_attention
+from flexvarlen.backends import flex
 from tests import malformed_boundaries, oracle
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.test_backends import FLASH, kernels
@@ -220,14 +222,29 @@ def test_layers_of_other_scales_and_caps_trace_whole(option):
         torch.testing.assert_close(compiled(*qkv, number), layer(*qkv, number))
 
 
+@pytest.fixture
+def _flex_without_inductor(monkeypatch):
+    """Eager flex compiled by AOTAutograd's eager backend: how often is Dynamo's, and is fast."""
+    dynamo_alone = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", dynamo_alone)
+    flex._compiled.cache_clear()
+    yield
+    flex._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("_flex_without_inductor")
 def test_eager_flex_takes_any_number_of_scales():
     """Dynamo gives up on a function after eight compilations: each scale is a kind of its own."""
     q, k, v, _ = random_qkv(128, 2, 2, 16)
     layout = PackedLayout.from_lengths([128])
-    for number in range(10):
-        packed_attention(q, k, v, layout, backend="flex", scale=0.1 + number / 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # a kind that is full says so
+        for number in range(10):
+            packed_attention(q, k, v, layout, backend="flex", scale=0.1 + number / 100)
+    assert counters["stats"]["unique_graphs"] == 10
 
 
+@pytest.mark.usefixtures("_flex_without_inductor")
 def test_eager_flex_past_dynamos_limit():
     """Ever other strides, here: the run would end with Dynamo's error, hours after its start."""
     (q, k, v, _), layout = random_qkv(128, 4, 4, 16, seed=1), PackedLayout.from_lengths([50, 78])

@@ -23,6 +23,7 @@ from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
 
 BATCH = one_row()
 T = 256
+DYNAMO_ALONE = "eager"  # what compiles the graphs, where it matters only how many there are
 PARTS = 4  # what compile_regions compiles beside the layers: embedding, rotary, norm, head
 MIXED = {"full_attention": "sdpa", "sliding_attention": "reference"}
 
@@ -196,7 +197,7 @@ def test_returning_to_an_earlier_form_compiles_nothing(how):
     forms = ("layout", "position_ids", "document_ids", "cu_seq_lens")
     settings = [(True, True), (False, True), (False, False)]  # train, gradients
     with torch._dynamo.config.patch(recompile_limit=32):
-        compiled, counter = compiled_model(how, model, backend=MIXED)
+        compiled, counter = compiled_model(how, model, DYNAMO_ALONE, backend=MIXED)
         counts = []
         for train, grad in settings * 2:
             for form in forms:
@@ -234,6 +235,8 @@ def test_other_sizes_cost_at_most_one_compilation_more(how, form):
 
 # ---- nothing in silence ----
 
+FOR_EACH_SIZE = {"backend": "flex", "dynamic": False}
+
 
 @pytest.fixture
 def told(monkeypatch):
@@ -248,7 +251,7 @@ def told(monkeypatch):
 
 @pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
 def test_graphs_for_many_sizes_are_told_of(how, told):
-    compiled, _ = compiled_model(how, new_model("llama"), backend="flex", dynamic=False)
+    compiled, _ = compiled_model(how, new_model("llama"), DYNAMO_ALONE, **FOR_EACH_SIZE)
     for number, size in enumerate(SIZES, 1):
         with torch.no_grad():
             compiled(**inputs_of("layout", lengths_of(*size)))
@@ -262,12 +265,12 @@ def test_graphs_for_many_sizes_are_told_of(how, told):
 @pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
 def test_sizes_of_other_models_or_of_dropped_graphs_do_not_count(how, apart_by, told):
     model = new_model("llama")
-    compiled, _ = compiled_model(how, model, backend="flex", dynamic=False)
+    compiled, _ = compiled_model(how, model, DYNAMO_ALONE, **FOR_EACH_SIZE)
     for number, size in enumerate(SIZES[:6]):
         if number == 3 and apart_by == "reset":
             torch._dynamo.reset()
         elif number == 3:
-            compiled, _ = compiled_model(how, new_model("llama"), backend="flex", dynamic=False)
+            compiled, _ = compiled_model(how, new_model("llama"), DYNAMO_ALONE, **FOR_EACH_SIZE)
         with torch.no_grad():
             compiled(**inputs_of("layout", lengths_of(*size)))
     assert told() == []
@@ -296,7 +299,7 @@ def test_another_torch_without_comptime_compiles(error, told, monkeypatch):
         raise error(name)
 
     monkeypatch.setattr(ComptimeContext, "get_local", get_local)
-    compiled, _ = compiled_model("whole", new_model("llama"), backend="flex", dynamic=False)
+    compiled, _ = compiled_model("whole", new_model("llama"), DYNAMO_ALONE, **FOR_EACH_SIZE)
     with torch.no_grad():
         for size in SIZES[:5]:
             assert compiled(**inputs_of("layout", lengths_of(*size))).logits.isfinite().all()
@@ -319,7 +322,7 @@ def test_sizes_left_open_are_not_told_of(how, told):
 def test_a_recompile_limit_is_told_of(how, told):
     with torch._dynamo.config.patch(recompile_limit=2):
         settings = {"dynamic": False, "fullgraph": False}
-        compiled, _ = compiled_model(how, new_model("llama"), **settings)
+        compiled, _ = compiled_model(how, new_model("llama"), DYNAMO_ALONE, **settings)
         for number, size in enumerate(SIZES, 1):
             with torch.no_grad():
                 compiled(**inputs_of("layout", lengths_of(*size)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import socket
 
 import pytest
@@ -25,7 +26,10 @@ def made(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run, args=(port, str(folder)), nprocs=WORLD)
+    multiprocessing.set_forkserver_preload(["tests.contract_ranks"])  # imported once for both
+    torch.multiprocessing.start_processes(
+        run, args=(port, str(folder)), nprocs=WORLD, start_method="forkserver"
+    )
     return {
         name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]
         for name in CASES
