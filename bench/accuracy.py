@@ -8,7 +8,7 @@ a packed variant is right within twice that in its outputs, three times in its g
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 
+Cotangent = Callable[[Tensor, slice], Tensor]
+"""Outputs `[1, L, hidden]` of a document and its rows of the packed row -> their gradient."""
+
 _DOCUMENT_ATTENTION = "bench_one_document"
 
 
@@ -28,6 +31,11 @@ class Answer:
 
     outputs: Tensor
     gradients: dict[str, Tensor]
+
+    def to(self, device: torch.device | str) -> Answer:
+        """The same on another device: an oracle that waits on the host is in no one's peak."""
+        found = {name: gradient.to(device) for name, gradient in self.gradients.items()}
+        return Answer(self.outputs.to(device), found)
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,11 @@ def per_document(
     base: PreTrainedModel,
     input_ids: Tensor,
     lengths: Sequence[int],
-    cotangent: Tensor,
+    cotangent: Tensor | Cotangent,
     *,
     dtype: torch.dtype,
     gradients: bool = True,
+    checkpointing: bool = False,
 ) -> Answer:
     """Run each document alone, positions from 0, in `dtype`; gradients are summed in fp32 or wider.
 
@@ -85,15 +94,18 @@ def per_document(
         base: the base model; it is copied, never changed.
         input_ids: `[1, T]`, the packed row.
         lengths: tokens of each document; their sum is T.
-        cotangent: `[1, T, hidden]`, what the backward starts from.
+        cotangent: `[1, T, hidden]`, what the backward starts from, or what makes it of the outputs.
         dtype: of the copy.
         gradients: whether to run the backward.
+        checkpointing: keep the layers' inputs only, and compute the rest again in the backward.
     """
     model = copy.deepcopy(base)
     for parameter in model.parameters():  # not the buffers: RoPE's frequencies must stay fp32
         parameter.data = parameter.data.to(dtype)
     _register_document_attention()
     model.set_attn_implementation(_DOCUMENT_ATTENTION)
+    if checkpointing:
+        checkpoint_layers(model.train())
     names = probed_parameters(model) if gradients else []
     probed = [model.get_parameter(name) for name in names]
     sums: list[Tensor] = [
@@ -106,12 +118,24 @@ def per_document(
             rows = slice(offset, offset + length)
             out = model(input_ids=input_ids[:, rows], use_cache=False).last_hidden_state
             if gradients:
-                found = torch.autograd.grad(out, probed, cotangent[:, rows].to(dtype))
+                start = (
+                    cotangent[:, rows].to(dtype)
+                    if isinstance(cotangent, Tensor)
+                    else cotangent(out, rows)
+                )
+                found = torch.autograd.grad(out, probed, start)
                 for total, gradient in zip(sums, found, strict=True):
                     total += gradient
             outputs.append(out.detach()[0])
             offset += length
     return Answer(torch.cat(outputs), dict(zip(names, sums, strict=True)))
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Gradient checkpointing of every layer, by torch's way that is not reentrant."""
+    # transformers 5.2x calls it activation checkpointing, and warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def packed_answer(model: nn.Module, outputs: Tensor) -> Answer:

@@ -47,7 +47,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--compiler", default="inductor", choices=["inductor", "aot_eager"])
+    add("--compiler", default="inductor", choices=["inductor", "aot_eager", "eager"])
     add("--repeats", type=int, default=15, help="timed steps of each way; 0: no steady part")
     add("--timeout", type=float, default=300.0, metavar="S", help="of each process")
     add("--commit", help="recorded in place of what git finds here")
@@ -155,8 +155,8 @@ class Parent(BenchRun):
 
 def forwarded(args: argparse.Namespace) -> list[str]:
     """The arguments that a child needs, as on a command line."""
-    names = ("geometry", "layers", "tokens", "mean", "sigma", "seed", "dtype", "device")
-    names += ("compiler", "repeats")
+    names = ["geometry", "layers", "tokens", "mean", "sigma", "seed", "dtype", "device"]
+    names += ["compiler", "repeats"]
     given = {name: getattr(args, name) for name in names}
     return [
         word

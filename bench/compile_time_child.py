@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def by_layer(model: nn.Module, compiler: str) -> tuple[Callable[..., Any], str]:
 
 def decoder_layers(model: nn.Module, compiler: str) -> tuple[Callable[..., Any], str]:
     """The model with its decoder layers alone compiled, and by what."""
-    for layer in model.layers:
+    for layer in model.get_submodule("layers").children():
         layer.compile(backend=compiler, fullgraph=True)
     return model, "Module.compile"
 
@@ -101,7 +102,9 @@ class Child:
 
     def steady(self) -> dict[str, Any]:
         """Interleaved steps of all ways, once outputs and gradients of all are right."""
-        calls, found, steps = {}, {}, {}
+        calls: dict[str, Callable[..., Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
+        steps: dict[str, Callable[[], object]] = {}
         for scope in SCOPES:
             _, calls[scope], how = self.compiled(scope)
             found[scope] = {"how": how}
@@ -125,7 +128,7 @@ class Child:
             if reason is not None:
                 found[scope] |= {"status": "wrong", "reason": reason}
                 continue
-            steps[scope] = lambda call=call: self.step(call)
+            steps[scope] = partial(self.step, call)
         timings = time_interleaved(
             steps, device=self.device, repeats=self.args.repeats, flush_l2=False, lead_in=1
         )

@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.bench.batch_forms import FORMS, LENGTHS, RESTART, Batch, Form, documents_of
 from flexvarlen.bench.bench_run import BenchRun
+from flexvarlen.bench.report_families import families_section
 from flexvarlen.equivalence.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR
 from flexvarlen.equivalence.isolation_tokens import halves
-from flexvarlen.markdown import markdown
 from flexvarlen.patches.families import BY_TYPE
-from flexvarlen.rows import Row, commit_of, one_line
+from flexvarlen.rows import Row, one_line
 
 SUITE = "families"
 SAMPLE = (
@@ -211,17 +211,18 @@ class Run(BenchRun):
         except (NotImplementedError, ImportError) as error:  # a refusal, in a sentence
             self.write(case, "unsupported", one_line(error), {})
             return
+        except torch.OutOfMemoryError as error:
+            self.write(case, "oom", one_line(error), {})
+            return
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             self.write(case, "failed", one_line(error), {})
             return
         finally:
             model.eval()
-        (error, grad_error), (peer_error, peer_grad_error) = (
-            errors(found, exact),
-            errors(peer, exact),
-        )
+        logit_error, grad_error = errors(found, exact)
+        peer_error, peer_grad_error = errors(peer, exact)
         measures = {
-            "error": error,
+            "error": logit_error,
             "peer_error": peer_error,
             "grad_error": grad_error if trains else None,
             "peer_grad_error": peer_grad_error,
@@ -230,8 +231,8 @@ class Run(BenchRun):
         eps = torch.finfo(self.dtype).eps
         scale = max(x.abs().max().item() for x in exact.logits)
         wrong = []
-        if not error <= OUTPUT_FACTOR * (peer_error + eps * scale):
-            wrong.append(f"error {error:.2g}")
+        if not logit_error <= OUTPUT_FACTOR * (peer_error + eps * scale):
+            wrong.append(f"error {logit_error:.2g}")
         if trains and not grad_error <= GRADIENT_FACTOR * (peer_grad_error + eps):
             wrong.append(f"gradient error {grad_error:.2g}")
         if leaks:
@@ -260,57 +261,6 @@ class Run(BenchRun):
         self.append(case, status, reason, measures)
         if status not in ("ok", "unsupported"):
             self.say(f"{case['family']}, {case['backend']}, {case['form']}: {status}, {reason}")
-
-
-def families_section(rows: Sequence[Row]) -> str:
-    """A table of each machine: families down, backends across; what a family is, in the first."""
-    machines: dict[str, list[Row]] = {}
-    for row in rows:
-        machines.setdefault(row.environment.get("gpu") or "CPU", []).append(row)
-    tables = [_machine_table(own, described=i == 0) for i, own in enumerate(machines.values())]
-    return (
-        "In a cell: the forms that are right, of those that the backend serves; the largest error "
-        "of a logit over that of each document alone in the same dtype, and of a gradient; how "
-        "many logits changed with another document's tokens.\n\n" + "\n\n".join(tables)
-    )
-
-
-def _machine_table(rows: Sequence[Row], *, described: bool) -> str:
-    backends = list(dict.fromkeys(row.case["backend"] for row in rows))
-    found = {row.case["family"] for row in rows}
-    cells: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        cells.setdefault((row.case["family"], row.case["backend"]), []).append(row)
-    lines = []
-    for model_type in (name for name in BY_TYPE if name in found):
-        family = BY_TYPE[model_type]
-        shown = [_cell(cells.get((model_type, backend), [])) for backend in backends]
-        known = [family.name, f"`{model_type}`"]
-        lines.append([*known, *((family.has, family.needs) if described else ()), *shown])
-    said = ("beside causal GQA", "here") if described else ()
-    header = ["family", "model_type", *said, *(f"`{b}`" for b in backends)]
-    where, case = rows[0].environment, rows[0].case
-    forms = len({row.case["form"] for row in rows})
-    return (
-        f"Tiny models of head_dim {case['head_dim']}, {case['dtype']}, {forms} forms of a batch; "
-        f"{where.get('gpu') or 'CPU'}, torch {where.get('torch')}, transformers "
-        f"{where.get('transformers')}{commit_of(where)}:\n\n{markdown(header, lines)}"
-    )
-
-
-def _cell(rows: Sequence[Row]) -> str:
-    served = [row for row in rows if row.status != "unsupported"]
-    if not served:
-        return "–"
-    right = [row for row in served if row.status == "ok"]
-    measured = [row.measures for row in served if row.measures]
-    error = max((m["error"] / m["peer_error"] for m in measured), default=float("nan"))
-    pairs = [(m["grad_error"], m["peer_grad_error"]) for m in measured]
-    grads = [a / b for a, b in pairs if a is not None and b > 0]
-    gradient = f", {max(grads):.1f}" if grads else ""
-    leaks = sum(m["leaks"] for m in measured)
-    text = f"{len(right)}/{len(served)}: {error:.1f}{gradient}; {leaks}"
-    return text if len(right) == len(served) else f"**{text}**"
 
 
 def main(argv: list[str] | None = None) -> list[Row]:

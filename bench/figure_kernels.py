@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flexvarlen.bench.attention import PASSES
 from flexvarlen.bench.kernels_cells import LONGEST, SHORTEST, Cell
-from flexvarlen.bench.report_kernels import PASSES, Measured, measured_cells, shown_cells, where_of
+from flexvarlen.bench.report_kernels import Measured, measured_cells, shown_cells, where_of
 from flexvarlen.rows import Row
 
 # Of the marks of what could not be measured, in heights of the axes: the lowest, from one to next.

@@ -29,10 +29,40 @@ def where_of(rows: Sequence[Row]) -> str:
     return f"{machine}, torch {where.get('torch')}{commit_of(where)}"
 
 
-def latest_run(rows: Sequence[Row]) -> list[Row]:
-    """Those of the run that started last."""
-    latest = max((row.environment.get("started_utc") or "" for row in rows), default="")
-    return [row for row in rows if (row.environment.get("started_utc") or "") == latest]
+OLD_VARIANTS = {"build": "builder", "kinds": "kind", "attention": "mask"}
+"""Of rows from before the runner: by part, what of a case said its variant."""
+ONLY_VARIANT = {"long": "flex"}  # of the other parts: flexvarlen
+
+
+def with_variants(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with the `variant` of its case, also those from before the runner."""
+
+    def variant(row: Row) -> str:
+        part = row.case["part"]
+        if part in OLD_VARIANTS:
+            return str(row.case[OLD_VARIANTS[part]])
+        return ONLY_VARIANT.get(part, "flexvarlen")
+
+    return [
+        row
+        if "variant" in row.case
+        else dataclasses.replace(row, case=row.case | {"variant": variant(row)})
+        for row in rows
+    ]
+
+
+def place_of(row: Row) -> str:
+    """All of a row's environment but when its run began: a run that was resumed is one."""
+    where = {key: value for key, value in row.environment.items() if key != "started_utc"}
+    return repr(sorted(where.items()))
+
+
+def latest_place(rows: Sequence[Row]) -> list[Row]:
+    """Those measured in the environment of the run that started last."""
+    if not rows:
+        return []
+    latest = place_of(max(rows, key=lambda row: row.environment.get("started_utc") or ""))
+    return [row for row in rows if place_of(row) == latest]
 
 
 def mask_build_figure_name(rows: Sequence[Row]) -> str:
@@ -52,14 +82,15 @@ def mask_build_figure(rows: Sequence[Row], path: Path) -> None:
 
 
 def drawn(rows: Sequence[Row]) -> Any:
-    """The figure of one GPU's rows: of each part, the latest run."""
+    """The figure of one GPU's rows: of each part, the latest environment's."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
+    rows = with_variants(rows)
     parts = {
-        part: latest_run([row for row in rows if row.case["part"] == part])
+        part: latest_place([row for row in rows if row.case["part"] == part])
         for part in ("build", "growth")
     }
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 6.4), layout="constrained")
@@ -84,7 +115,7 @@ def _against_tokens(axes: Any, rows: Sequence[Row]) -> None:
 
     handles, missing = [], {}
     for builder, style_name in BUILDER_STYLES.items():
-        own = [row for row in rows if row.case["builder"] == builder]
+        own = [row for row in rows if row.case["variant"] == builder]
         if not own:
             continue
         style = STYLES[style_name]

@@ -18,8 +18,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.bench.bench_run import BenchRun
-from flexvarlen.bench.raw_kernels import RAW, Inputs
-from flexvarlen.bench.variants import Unsupported
+from flexvarlen.bench.raw_kernels import RAW, Inputs, Unsupported
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, one_line
 
@@ -101,12 +100,15 @@ class Run(BenchRun):
         needs_grad = passes != "forward"
         raw = RAW[kernel](self.inputs, needs_grad)
         leaves = self.inputs.leaves(needs_grad)
-        ours = partial(fv.packed_attention, *leaves, self.layout, backend=kernel)
-        both = [(ours, leaves), (raw.forward, raw.leaves)]
+        q, k, v = leaves
+        ours: Callable[[], Any] = partial(fv.packed_attention, q, k, v, self.layout, backend=kernel)
+        both: list[tuple[Callable[[], Any], Sequence[torch.Tensor]]] = [
+            (ours, leaves),
+            (raw.forward, raw.leaves),
+        ]
+        found = [call for call, _ in both]
         if passes == "forward and backward":
             found = [partial(_step, call, xs, self.inputs.cotangent) for call, xs in both]
-        else:
-            found = [call for call, _ in both]
         for call in found:
             call()
         return found[0], found[1]
@@ -127,7 +129,8 @@ class Run(BenchRun):
             call()
         seconds = time.perf_counter() - begin
         self.synchronize()
-        return seconds / self.args.calls * 1e6
+        calls: int = self.args.calls
+        return seconds / calls * 1e6
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

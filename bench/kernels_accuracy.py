@@ -150,7 +150,8 @@ class Oracle:
 
 
 def _relative(found: Tensor, exact: Tensor) -> Tensor:
-    return (found.to(exact.dtype) - exact).norm() / exact.norm()
+    relative: Tensor = (found.to(exact.dtype) - exact).norm() / exact.norm()
+    return relative
 
 
 def _worst(errors: Sequence[Tensor]) -> float:

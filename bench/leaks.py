@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 import flexvarlen as fv
 from flexvarlen.bench.batch_forms import FORMS, LENGTHS, Form, documents_of
+from flexvarlen.bench.report_leaks import leaks_table
 from flexvarlen.measure import environment
 from flexvarlen.rows import Row, append_row, one_line
 
@@ -136,13 +137,16 @@ def measure(
             except (ValueError, NotImplementedError) as error:  # a refusal, in a sentence
                 rows.append(make_row("unsupported", f"refused. {one_line(error)}", {}))
                 continue
+            except torch.OutOfMemoryError as error:
+                rows.append(make_row("oom", one_line(error), {}))
+                continue
             except (RuntimeError, TypeError, IndexError, AttributeError) as error:
                 rows.append(make_row("failed", one_line(error), {}))
                 continue
-            error = largest_error(found, expected)
-            measures = {"max_error": error, "limit": limit, "largest_logit": scale}
-            right = error <= limit
-            why = None if right else f"largest error {error:.2g}, at most {limit:.2g} is right"
+            worst = largest_error(found, expected)
+            measures = {"max_error": worst, "limit": limit, "largest_logit": scale}
+            right = worst <= limit
+            why = None if right else f"largest error {worst:.2g}, at most {limit:.2g} is right"
             rows.append(make_row("ok" if right else "wrong", why, measures))
     return rows
 
@@ -161,8 +165,6 @@ def default_backends(device: torch.device) -> list[str]:
 
 def main(argv: list[str] | None = None) -> list[Row]:
     """Run every form and print the table; rows go to `--out`, if given."""
-    from flexvarlen.bench.report import leaks_table
-
     parser = argparse.ArgumentParser(
         prog="python -m flexvarlen.bench.leaks", description=(__doc__ or "").partition("\n")[0]
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -29,7 +29,7 @@ from flexvarlen.bench.mask_build_accuracy import (
 )
 from flexvarlen.bench.mask_build_builders import prepare_kind, theirs
 from flexvarlen.bench.mask_build_run import ERRORS, PackedRow, Run, Wrong
-from flexvarlen.bench.variants import Unsupported
+from flexvarlen.equivalence.variants import Unsupported
 from flexvarlen.measure import (
     Timing,
     summarize,
@@ -37,7 +37,6 @@ from flexvarlen.measure import (
     time_interleaved,
     watch_compilation,
 )
-from flexvarlen.rows import one_line
 
 OURS, THEIRS = "flexvarlen", "create_block_mask"
 
@@ -60,7 +59,7 @@ def random_inputs(run: Run, tokens: int, heads: Heads) -> tuple[list[Tensor], Te
         return torch.randn(shape, dtype=run.dtype, device=run.device, generator=generator)
 
     counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-    # FlexAttention has no backward on the CPU.
+    # FlexAttention has no backward on the CPU, where `long_step` takes none either.
     qkv = [normal(count).requires_grad_(run.on_gpu) for count in counts]
     return qkv, normal(heads.num_heads)
 
@@ -73,28 +72,27 @@ def named(prefix: str, timing: Timing) -> dict[str, Any]:
 # --- share ---------------------------------------------------------------------------------------
 
 
-def share(run: Run, geometry: str, tokens: int, mean_doc: int) -> None:
+def share(run: Run, row: PackedRow, names: Sequence[str], geometry: str) -> None:
     """A build beside one layer's forward: a model of two layers less one of one layer."""
-    row = run.row(tokens, mean_doc)
-    case = row.case("share", geometry=geometry)
-
-    def work() -> dict[str, Any]:
-        live = prepare_kind(row, case, {})
-        times = run.time_builds({OURS: live.build})[OURS]
-        return live.measures | times | run.gpu_work(live.build) | layer_ms(run, row, geometry)
-
-    measures = run.attempt(case, work)
-    if measures is not None:
-        for name, us in (("build", "wall_us_p50"), ("gpu", "gpu_us")):
-            if measures[us] is not None and measures["layer_ms_p50"] > 0:
-                percent = measures[us] / (10 * measures["layer_ms_p50"])
-                measures[f"{name}_share_percent"] = percent
-        run.write(case, "ok", None, measures)
+    for name in names:
+        measures = run.attempt(name, partial(_share, run, row, geometry))
+        if measures is not None:
+            run.write(name, "ok", None, measures)
     run.clean()
 
 
+def _share(run: Run, row: PackedRow, geometry: str) -> dict[str, Any]:
+    live = prepare_kind(OURS, row, {})
+    times = run.time_builds({OURS: live.build})[OURS]
+    measures = live.measures | times | run.gpu_work(live.build) | layer_ms(run, row, geometry)
+    for name, us in (("build", "wall_us_p50"), ("gpu", "gpu_us")):
+        if measures[us] is not None and measures["layer_ms_p50"] > 0:
+            measures[f"{name}_share_percent"] = measures[us] / (10 * measures["layer_ms_p50"])
+    return measures
+
+
 def layer_ms(run: Run, row: PackedRow, geometry: str) -> dict[str, Any]:
-    """`layer_ms_p50`: forward without gradients, compiled, in the run's dtype."""
+    """`layer_ms_p50`: forward without gradients, in the run's dtype."""
     models = {f"model_{layers}_": one_model(run, geometry, layers) for layers in (1, 2)}
     vocabulary = GEOMETRIES[geometry](1).vocab_size
     ids = torch.randint(vocabulary, (1, row.tokens), device=run.device)
@@ -106,7 +104,7 @@ def layer_ms(run: Run, row: PackedRow, geometry: str) -> dict[str, Any]:
     calls = {name: partial(step, model) for name, model in models.items()}
     for call in calls.values():
         call()  # compiles
-    repeats = 3 if run.args.quick else 20
+    repeats = 3 if run.quick else 20
     timings = time_interleaved(calls, device=run.device, repeats=repeats, flush_l2=False, lead_in=1)
     one, two = timings.values()
     found = {"layer_ms_p50": two.ms_p50 - one.ms_p50}
@@ -116,11 +114,11 @@ def layer_ms(run: Run, row: PackedRow, geometry: str) -> dict[str, Any]:
 
 
 def one_model(run: Run, geometry: str, layers: int) -> Callable[..., Any]:
-    """The base model with random weights, patched with `flex` and compiled."""
+    """The base model with random weights, patched with `flex`; compiled, but in a quick run."""
     model = new_base_model(geometry, layers, run.dtype, run.device)
     model.eval().requires_grad_(False)
     fv.patch_model(model, backend="flex")
-    return torch.compile(model, backend="inductor" if run.on_gpu else "aot_eager", fullgraph=True)
+    return model if run.quick else torch.compile(model, fullgraph=True)
 
 
 # --- attention under either mask -----------------------------------------------------------------
@@ -130,58 +128,48 @@ def one_model(run: Run, geometry: str, layers: int) -> Callable[..., Any]:
 class Live:
     """flex_attention under one mask, right, on its way to the clock."""
 
-    case: dict[str, Any]
+    variant: str
     forward: Callable[[], Tensor]
     backward: Callable[[], object] | None
     measures: dict[str, Any] = field(default_factory=dict)
 
 
 class Attention:
-    """The part "attention": flex_attention under our mask and under create_block_mask's."""
+    """The part "attention": flex_attention under our mask and under create_block_mask's.
 
-    def __init__(self, run: Run, tokens: int, mean_doc: int, heads: Heads) -> None:
-        self.run, self.heads = run, heads
-        self.row = run.row(tokens, mean_doc)
-        self.qkv, self.cotangent = random_inputs(run, tokens, heads)
+    Args:
+        kernel: FlexAttention's BACKEND; on the CPU "C++", or "dense" for none: its plain torch.
+    """
 
-    def measure(self) -> None:
-        torch._dynamo.reset()
+    def __init__(self, run: Run, row: PackedRow, heads: Heads, kernel: str) -> None:
+        self.run, self.row, self.heads, self.kernel = run, row, heads, kernel
+        self.qkv, self.cotangent = random_inputs(run, row.tokens, heads)
+
+    def measure(self, names: Sequence[str]) -> None:
         masks = {OURS: lambda: fv.document_block_mask(self.row.layout), THEIRS: self.their_mask()}
-        for kernel in ("TRITON" if self.run.on_gpu else "C++", "FLASH"):
-            lives: dict[str, Live] = {}
-            first: dict[str, Answer] = {}
-            for name, build in masks.items():
-                case = self.row.case(
-                    "attention", mask=name, kernel=kernel, **dataclasses.asdict(self.heads)
-                )
-                work = partial(self.prepare, case, name, kernel, build, first)
-                live = self.run.attempt(case, work)
-                if live is not None:
-                    lives[name] = live
-            first.clear()
-            self.finish(lives)
+        first: dict[str, Answer] = {}
+        found = [
+            self.run.attempt(name, partial(self.prepare, name, masks[name], first))
+            for name in names
+        ]
+        first.clear()
+        self.finish([live for live in found if live is not None])
         self.run.clean()
 
-    def their_mask(self) -> Callable[[], object]:
+    def their_mask(self) -> Callable[[], BlockMask]:
         # The eager one needs T² memory.
         compiled = torch.compile(create_block_mask, dynamic=False)
         return theirs(self.row, compiled if self.run.on_gpu else create_block_mask)
 
-    def prepare(
-        self,
-        case: dict[str, Any],
-        name: str,
-        kernel: str,
-        build: Callable[[], Any],
-        first: dict[str, Answer],
-    ) -> Live:
+    def prepare(self, name: str, build: Callable[[], BlockMask], first: dict[str, Answer]) -> Live:
         """Compile, and judge the first answer on sampled documents and by that under our mask."""
-        refusal = self.why_not(kernel)
+        refusal = self.why_not()
         if refusal is not None:
             raise Unsupported(refusal)
-        call = own_flex_attention(f"{name}_{kernel}_{self.row.tokens}")
-        options = {"BACKEND": kernel} if self.run.on_gpu else None
-        mask: BlockMask = build()
+        compiler = "eager" if self.kernel == "dense" else "inductor"
+        call = own_flex_attention(f"{name}_{self.kernel}_{self.row.tokens}", compiler)
+        options = {"BACKEND": self.kernel} if self.run.on_gpu else None
+        mask = build()
         q, k, v = (x.transpose(0, 1)[None].contiguous().detach() for x in self.qkv)
         leaves = [x.requires_grad_(self.run.on_gpu) for x in (q, k, v)]
         cotangent = self.cotangent.transpose(0, 1)[None].contiguous()
@@ -210,10 +198,10 @@ class Attention:
             reason = why_apart(measures, self.run.dtype)
             if reason is not None:
                 raise Wrong(reason, measures)
-        return Live(case, forward, backward, measures)
+        return Live(name, forward, backward, measures)
 
-    def why_not(self, kernel: str) -> str | None:
-        if kernel == "FLASH":
+    def why_not(self) -> str | None:
+        if self.kernel == "FLASH":
             if not self.run.on_gpu:
                 return "BACKEND='FLASH' needs CUDA"
             try:
@@ -223,57 +211,55 @@ class Attention:
             return None if found else "BACKEND='FLASH' needs flash_attn.cute, not installed"
         return None
 
-    def finish(self, lives: dict[str, Live]) -> None:
+    def finish(self, lives: Sequence[Live]) -> None:
         if not lives:
             return
         calls: dict[str, Callable[[], object]] = {}
-        for name, live in lives.items():
-            calls[f"{name} forward"] = live.forward
+        for live in lives:
+            calls[f"{live.variant} forward"] = live.forward
             if live.backward is not None:
-                calls[f"{name} backward"] = live.backward
-        repeats = 3 if self.run.args.quick else 40
+                calls[f"{live.variant} backward"] = live.backward
+        repeats = 3 if self.run.quick else 40
         try:
             timings = time_host_and_device(calls, device=self.run.device, repeats=repeats)
         except ERRORS as error:
-            for live in lives.values():
-                self.run.write(live.case, "failed", one_line(error), live.measures)
+            self.run.failed({live.variant: live.measures for live in lives}, error)
             return
-        for name, live in lives.items():
+        for live in lives:
             for pass_ in ("forward", "backward"):
-                if f"{name} {pass_}" in timings:
-                    live.measures |= named(f"{pass_}_", timings[f"{name} {pass_}"].device)
-            self.run.write(live.case, "ok", None, live.measures)
+                timed = timings.get(f"{live.variant} {pass_}")
+                if timed is not None:
+                    live.measures |= named(f"{pass_}_", timed.device)
+            self.run.write(live.variant, "ok", None, live.measures)
 
 
-def own_flex_attention(name: str) -> Callable[..., Tensor]:
+def own_flex_attention(name: str, compiler: str) -> Callable[..., Tensor]:
     """flex_attention compiled by itself: Dynamo keeps its code by a function's code and name."""
 
-    def attend(*qkv: Tensor, **options: Any) -> Any:
-        return flex_attention(*qkv, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return flex_attention(q, k, v, **options)
 
     own = types.FunctionType(attend.__code__.replace(co_name=f"flex_{name}"), globals())
-    return torch.compile(own, dynamic=False, fullgraph=True)
+    return torch.compile(own, backend=compiler, dynamic=False, fullgraph=True)
 
 
 # --- long rows -----------------------------------------------------------------------------------
 
 
-def long_row(run: Run, tokens: int, mean_doc: int, heads: Heads) -> None:
-    """`packed_attention` on `flex` at a length past the int32 offsets of its templates."""
-    row = run.row(tokens, mean_doc)
-    case = row.case("long", **dataclasses.asdict(heads))
-    torch._dynamo.reset()
-    measures = run.attempt(case, lambda: long_measures(run, row, heads))
-    if measures is not None:
-        run.write(case, "ok", None, measures)
+def long_row(run: Run, row: PackedRow, names: Sequence[str], heads: Heads) -> None:
+    """`packed_attention` at a length past the int32 offsets of FlexAttention's templates."""
+    for name in names:
+        measures = run.attempt(name, partial(long_measures, run, row, heads, name))
+        if measures is not None:
+            run.write(name, "ok", None, measures)
     run.clean()
 
 
-def long_measures(run: Run, row: PackedRow, heads: Heads) -> dict[str, Any]:
+def long_measures(run: Run, row: PackedRow, heads: Heads, backend: str) -> dict[str, Any]:
     """Errors on sampled documents, then times of whole steps; raises `Wrong`."""
     qkv, cotangent = random_inputs(run, row.tokens, heads)
     with watch_compilation() as stats:
-        answer, _ = long_step(run, row, qkv, cotangent)
+        answer, _ = long_step(run, row, qkv, cotangent, backend)
     measures = row.measures() | {"compile_s": stats.compile_s}
     measures |= sampled_errors(answer, qkv, cotangent, row.lengths)
     reason = why_wrong(measures, run.dtype)
@@ -283,7 +269,7 @@ def long_measures(run: Run, row: PackedRow, heads: Heads) -> dict[str, Any]:
     if not run.on_gpu:
         return measures
     torch.cuda.reset_peak_memory_stats(run.device)
-    steps = [long_step(run, row, qkv, cotangent)[1] for _ in range(3)]
+    steps = [long_step(run, row, qkv, cotangent, backend)[1] for _ in range(3)]
     measures["peak_mib"] = torch.cuda.max_memory_allocated(run.device) / 2**20
     for name, samples in zip(("forward_", "backward_"), zip(*steps, strict=True), strict=True):
         measures |= named(name, summarize(samples))
@@ -291,14 +277,15 @@ def long_measures(run: Run, row: PackedRow, heads: Heads) -> dict[str, Any]:
 
 
 def long_step(
-    run: Run, row: PackedRow, qkv: list[Tensor], cotangent: Tensor
+    run: Run, row: PackedRow, qkv: list[Tensor], cotangent: Tensor, backend: str
 ) -> tuple[Answer, tuple[float, ...]]:
     """The answer of a step, mask included, and the ms of its forward and backward."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)] if run.on_gpu else []
     run.synchronize()
     if marks:
         marks[0].record()
-    out = fv.packed_attention(*qkv, row.layout, backend="flex")
+    q, k, v = qkv
+    out = fv.packed_attention(q, k, v, row.layout, backend=backend)
     assert isinstance(out, Tensor)
     if not marks:
         return Answer([out]), ()

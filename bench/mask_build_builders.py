@@ -5,9 +5,10 @@ Shapes: T = tokens of the row; NQ = ceil(T / 128).
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,27 +29,29 @@ from flexvarlen.bench.mask_build_run import (
     Wrong,
     bound_of,
 )
-from flexvarlen.bench.variants import Unsupported
+from flexvarlen.equivalence.variants import Unsupported
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.measure import watch_compilation
-from flexvarlen.rows import one_line
 from flexvarlen.tables import Tables
 
 # Eager create_block_mask evaluates T² pairs: 640 MiB at 8,192 tokens on an H200, torch 2.11.
 EAGER_BYTES_A_PAIR = 10
-MOST_BUILDER_S = 60.0  # a builder that would take longer at a size, over all its calls, is left out
+MOST_BUILDER_S = 60.0  # one that would take longer at a size, over all its calls, is not timed
 CALLS_OF_A_SLOW_BUILDER = 10
 
 
 # --- builders ------------------------------------------------------------------------------------
 
 
-def ours(run: Run, row: PackedRow) -> Build:
+MaskBuild = Callable[[], BlockMask]
+
+
+def ours(run: Run, row: PackedRow) -> MaskBuild:
     """From a layout in hand."""
     return lambda: fv.document_block_mask(row.layout)
 
 
-def ours_from_cu_seqlens(run: Run, row: PackedRow) -> Build:
+def ours_from_cu_seqlens(run: Run, row: PackedRow) -> MaskBuild:
     """From boundaries on the device, which are never read back."""
     bound = bound_of(row.lengths, row.tokens)
 
@@ -63,7 +66,7 @@ def ours_from_cu_seqlens(run: Run, row: PackedRow) -> Build:
 
 def theirs(
     row: PackedRow, create: Callable[..., BlockMask], mask_mod: Callable[..., Any] | None = None
-) -> Build:
+) -> MaskBuild:
     """torch's create_block_mask of causal documents, from boundaries on the device."""
 
     def build() -> BlockMask:
@@ -86,18 +89,18 @@ def document_mask_mod(cu_seqlens: Tensor, tokens: int) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def create_eagerly(run: Run, row: PackedRow) -> Build:
+def create_eagerly(run: Run, row: PackedRow) -> MaskBuild:
     _check_memory(run, row)
     return theirs(row, create_block_mask)
 
 
-def create_compiled(run: Run, row: PackedRow) -> Build:
+def create_compiled(run: Run, row: PackedRow) -> MaskBuild:
     if not run.on_gpu:
         raise Unsupported("compiled create_block_mask is measured on CUDA only")
     return theirs(row, torch.compile(create_block_mask, dynamic=False))
 
 
-def create_as_transformers_does(run: Run, row: PackedRow) -> Build:
+def create_as_transformers_does(run: Run, row: PackedRow) -> MaskBuild:
     """The flag that transformers sets wherever torch still has it: compiled anew each call."""
     if not run.on_gpu:
         raise Unsupported("compiled create_block_mask is measured on CUDA only")
@@ -106,17 +109,17 @@ def create_as_transformers_does(run: Run, row: PackedRow) -> Build:
     return theirs(row, partial(create_block_mask, _compile=True))
 
 
-def attention_gym(run: Run, row: PackedRow) -> Build:
+def attention_gym(run: Run, row: PackedRow) -> MaskBuild:
     """attention-gym's document mask_mod under create_block_mask, compiled on CUDA."""
     try:
-        from attn_gym.masks import causal_mask
-        from attn_gym.masks.document_mask import generate_doc_mask_mod
+        causal = importlib.import_module("attn_gym.masks").causal_mask
+        documents = importlib.import_module("attn_gym.masks.document_mask").generate_doc_mask_mod
     except ImportError as error:
         raise Unsupported(f"attention-gym is not installed ({error})") from error
     create = torch.compile(create_block_mask, dynamic=False) if run.on_gpu else create_block_mask
     if not run.on_gpu:
         _check_memory(run, row)
-    return theirs(row, create, lambda: generate_doc_mask_mod(causal_mask, row.cu_seqlens))
+    return theirs(row, create, lambda: documents(causal, row.cu_seqlens))
 
 
 def _check_memory(run: Run, row: PackedRow) -> None:
@@ -132,7 +135,7 @@ def _check_memory(run: Run, row: PackedRow) -> None:
         )
 
 
-BUILDERS: dict[str, Callable[[Run, PackedRow], Build]] = {
+BUILDERS: dict[str, Callable[[Run, PackedRow], MaskBuild]] = {
     "flexvarlen": ours,
     "flexvarlen from cu_seqlens": ours_from_cu_seqlens,
     "create_block_mask eager": create_eagerly,
@@ -143,11 +146,22 @@ BUILDERS: dict[str, Callable[[Run, PackedRow], Build]] = {
 COMPILED = ("create_block_mask compiled", "create_block_mask(_compile=True)", "attention-gym")
 
 
-def other_kinds(row: PackedRow, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Every kind but plain causal: name -> arguments of `document_block_mask`."""
+KINDS = (
+    "bidirectional",
+    "window=1024",
+    "two-sided window=1024",
+    "chunk=8192",
+    "prefix=64",
+    "cross",
+)
+"""Every kind of mask but plain causal."""
+
+
+def kind_options(kind: str, row: PackedRow, device: torch.device) -> dict[str, Any]:
+    """The arguments of `document_block_mask` for a kind."""
     prefix = torch.full((row.layout.capacity,), 64, dtype=torch.int32, device=device)
     keys = fv.PackedLayout.from_lengths(row.lengths[::-1], device=device)
-    return {
+    options: dict[str, dict[str, Any]] = {
         "bidirectional": {"causal": False},
         "window=1024": {"window": 1024},
         "two-sided window=1024": {"causal": False, "window": 1024},
@@ -155,6 +169,7 @@ def other_kinds(row: PackedRow, device: torch.device) -> dict[str, dict[str, Any
         "prefix=64": {"prefix": prefix},
         "cross": {"layout_k": keys},
     }
+    return options[kind]
 
 
 # --- the parts -----------------------------------------------------------------------------------
@@ -164,115 +179,80 @@ def other_kinds(row: PackedRow, device: torch.device) -> dict[str, dict[str, Any
 class Live:
     """A builder that is right, on its way to the clock."""
 
-    case: dict[str, Any]
+    variant: str
     build: Build
     measures: dict[str, Any] = field(default_factory=dict)
 
 
-class Builds:
-    """The part "build", a size at a time; remembers how long each builder took."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.took: dict[str, tuple[int, float]] = {}
-
-    def measure(self, tokens: int, mean_doc: int) -> None:
-        """All builders of causal documents against each other, then the other kinds."""
-        row = self.run.row(tokens, mean_doc)
-        torch._dynamo.reset()
-        self.causal(row)
-        self.run.clean()
-        self.kinds(row)
-
-    def causal(self, row: PackedRow) -> None:
-        expected = expected_tables(row.layout)
-        lives = {}
-        for name in BUILDERS:
-            case = row.case("build", builder=name, kind="causal")
-            live = self.run.attempt(case, partial(self.prepare, name, row, case, expected))
-            if live is not None:
-                lives[name] = live
-        finish(self.run, lives)
-
-    def kinds(self, row: PackedRow) -> None:
-        lives = {}
-        for kind, options in other_kinds(row, self.run.device).items():
-            case = row.case("kinds", builder="flexvarlen", kind=kind)
-            live = self.run.attempt(case, partial(prepare_kind, row, case, options))
-            if live is not None:
-                lives[kind] = live
-        finish(self.run, lives)
-
-    def prepare(
-        self,
-        name: str,
-        row: PackedRow,
-        case: dict[str, Any],
-        expected: Tables,
-    ) -> Live:
-        """The builder, once its first mask has been found right."""
-        run = self.run
-        if name in self.took and not name.startswith("flexvarlen"):
-            tokens, seconds = self.took[name]
-            guess = seconds * (row.tokens / tokens) ** 2
-            if guess * CALLS_OF_A_SLOW_BUILDER > MOST_BUILDER_S:
-                raise TooSlow(
-                    f"would take about {guess:.0f} s a build, by the square of the tokens from "
-                    f"{seconds:.2g} s at {tokens:,}"
-                )
-        build = BUILDERS[name](run, row)
-        with watch_compilation() as stats:
-            mask = build()
-            run.synchronize()
-        reason = difference(mask, expected)
-        measures = row.measures() | counts_of(mask)
-        if name in COMPILED:
-            measures["compile_s"] = stats.compile_s
-        if reason is not None:
-            raise Wrong(reason, measures)
-        del mask
-        run.clean()
-        self.took[name] = (row.tokens, min(run.seconds(build), run.seconds(build)))
-        return Live(case, build, measures)
+def builds(run: Run, row: PackedRow, names: Sequence[str]) -> None:
+    """Builders of causal documents against each other."""
+    expected = expected_tables(row.layout)
+    finish(run, [(name, partial(prepare, run, name, row, expected)) for name in names])
 
 
-def prepare_kind(row: PackedRow, case: dict[str, Any], options: dict[str, Any]) -> Live:
+def kinds(run: Run, row: PackedRow, names: Sequence[str]) -> None:
+    """The other kinds of masks, all by flexvarlen."""
+    options = {name: kind_options(name, row, run.device) for name in names}
+    finish(run, [(name, partial(prepare_kind, name, row, options[name])) for name in names])
+
+
+def growth(run: Run, row: PackedRow, names: Sequence[str]) -> None:
+    """Cost of flexvarlen's build at one point of a series, beside the blocks it keeps."""
+    finish(run, [(name, partial(prepare_kind, name, row, {})) for name in names])
+
+
+def prepare(run: Run, name: str, row: PackedRow, expected: Tables) -> Live:
+    """The builder, once its first mask has been found right."""
+    build = BUILDERS[name](run, row)
+    with watch_compilation() as stats:
+        mask = build()
+        run.synchronize()
+    reason = difference(mask, expected)
+    measures = row.measures() | counts_of(mask)
+    if name in COMPILED:
+        measures["compile_s"] = stats.compile_s
+    if reason is not None:
+        raise Wrong(reason, measures)
+    del mask
+    run.clean()
+    seconds = run.seconds(build)
+    if seconds * CALLS_OF_A_SLOW_BUILDER > MOST_BUILDER_S:
+        raise TooSlow(
+            f"takes {seconds:.2g} s a build, more than {MOST_BUILDER_S:g} s in "
+            f"{CALLS_OF_A_SLOW_BUILDER} of them; not timed"
+        )
+    return Live(name, build, measures)
+
+
+def prepare_kind(name: str, row: PackedRow, options: dict[str, Any]) -> Live:
     """flexvarlen's builder of a kind, once its mask has been found right."""
     mask = fv.document_block_mask(row.layout, **options)
     reason = difference(mask, expected_tables(row.layout, **options))
     measures = row.measures() | counts_of(mask)
     if reason is not None:
         raise Wrong(reason, measures)
-    return Live(case, lambda: fv.document_block_mask(row.layout, **options), measures)
+    return Live(name, lambda: fv.document_block_mask(row.layout, **options), measures)
 
 
-def finish(run: Run, lives: dict[str, Live]) -> None:
-    """Time what is right, all interleaved; then device work and memory of each; then its row."""
+def finish(run: Run, prepared: Sequence[tuple[str, Callable[[], Live]]]) -> None:
+    """Time what is right, all interleaved; then device work and memory of each; then say all."""
+    found = [run.attempt(name, make) for name, make in prepared]
+    lives = [live for live in found if live is not None]
     if not lives:
         return
     try:
         with watch_compilation() as stats:
-            times = run.time_builds({name: live.build for name, live in lives.items()})
+            times = run.time_builds({live.variant: live.build for live in lives})
     except ERRORS as error:
-        for live in lives.values():
-            run.write(live.case, "failed", f"while timing all: {one_line(error)}", live.measures)
+        run.failed({live.variant: live.measures for live in lives}, error)
         return
-    for name, live in lives.items():
+    for live in lives:
 
         def rest(build: Build = live.build) -> dict[str, Any]:
             return run.peak(build) | run.gpu_work(build)
 
         live.measures["compilations_while_timing_all"] = stats.compilations
-        more = run.attempt(live.case, rest, begun=True)
+        more = run.attempt(live.variant, rest, live.measures)
         if more is not None:
-            run.write(live.case, "ok", None, live.measures | times[name] | more)
+            run.write(live.variant, "ok", None, live.measures | times[live.variant] | more)
     run.clean()
-
-
-def growth(run: Run, series: str, tokens: int, mean_doc: int) -> None:
-    """Cost of flexvarlen's build at one point of a series, beside the blocks it keeps."""
-    row = run.row(tokens, mean_doc)
-    case = row.case("growth", series=series, builder="flexvarlen", kind="causal")
-    live = run.attempt(case, lambda: prepare_kind(row, case, {}))
-    if live is not None:
-        finish(run, {"flexvarlen": live})

@@ -1,8 +1,7 @@
-"""What the parts of the mask-build benchmark share: the run, its rows, packed rows, its clock."""
+"""What the parts of the mask-build benchmark share: findings, packed rows, the clock of builds."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import time
@@ -14,16 +13,16 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.cases import log_normal_lengths
-from flexvarlen.bench.variants import Unsupported
+from flexvarlen.bench.device_trace import device_events
+from flexvarlen.bench.suite import DeviceLost, Finding, Options
 from flexvarlen.boundaries import round_up_to_power_of_two
-from flexvarlen.mask import DEFAULT_BLOCK_SIZE
+from flexvarlen.equivalence.variants import Unsupported
 from flexvarlen.measure import summarize
 from flexvarlen.rows import Status, one_line
 
-SUITE = "mask-build"
 SIGMA, SEED = 1.0, 0
+TIMED_BUILDS = 200  # at most, of each builder
 PROFILED_BUILDS = 20
 UNTIMED_BUILDS = 5
 SLOW_BUILD_S = 0.2  # slower ones are timed few times, without untimed calls before each
@@ -48,7 +47,7 @@ class TooLarge(Exception):
 
 
 class TooSlow(Exception):
-    """Not tried, as it would take too long; the message says how long."""
+    """Right, but not timed, as that would take too long; the message says how long."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,6 @@ class PackedRow:
         ends = layout.cu_seqlens[: len(lengths) + 1].clone()
         return cls(tokens, mean_doc, lengths, layout, ends)
 
-    def case(self, part: str, **what: Any) -> dict[str, Any]:
-        """The case of a row of the benchmark."""
-        shape = {"tokens": self.tokens, "mean_doc": self.mean_doc, "sigma": SIGMA, "seed": SEED}
-        return {"part": part, **what, **shape, "block_size": DEFAULT_BLOCK_SIZE}
-
     def measures(self) -> dict[str, Any]:
         """What of the documents is worth a record."""
         return {
@@ -86,65 +80,88 @@ class PackedRow:
         }
 
 
-class Run(BenchRun):
-    """The shared state of one run: device, environment, clock, file."""
+class Run:
+    """What was asked for, and the findings of one case so far."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(SUITE, args)
-        self.on_gpu = self.device.type == "cuda"
+    def __init__(self, options: Options) -> None:
+        self.device, self.on_gpu, self.quick = options.device, options.on_gpu, options.quick
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.build_seconds = min(options.seconds, 0.1) if self.quick else options.seconds
+        self.findings: list[Finding] = []
 
     def row(self, tokens: int, mean_doc: int) -> PackedRow:
         return PackedRow.of(tokens, mean_doc, self.device)
 
     def write(
         self,
-        case: dict[str, Any],
+        variant: str,
         status: Status,
-        reason: str | None,
-        measures: dict[str, Any] | None = None,
+        reason: str | None = None,
+        measures: Mapping[str, Any] | None = None,
     ) -> None:
-        same = ("sigma", "seed", "block_size")  # in every row
-        named = ", ".join(f"{value}" for key, value in case.items() if key not in same)
-        self.say(f"{named}: {status}{'' if reason is None else ', ' + reason}")
-        self.append(case, status, reason, measures or {})
+        self.findings.append(Finding(variant, status, reason, measures or {}))
 
     def attempt(
-        self, case: dict[str, Any], work: Callable[[], Result], *, begun: bool = False
+        self,
+        variant: str,
+        work: Callable[[], Result],
+        measures: Mapping[str, Any] | None = None,
     ) -> Result | None:
-        """What `work` returns; None once a row says why it gave nothing.
+        """What `work` returns; None once a finding says why it gave nothing.
 
-        `begun` says that some of the case is measured already: then it is never too late.
+        Args:
+            measures: what is known of the variant before.
+
+        Raises:
+            DeviceLost: it killed the device.
         """
-        if not begun and self.seconds_since_begin() > self.args.start_until:
-            self.write(case, "skipped", f"not begun within {self.args.start_until:g} s of the run")
-            return None
+        known = dict(measures or {})
         try:
             return work()
         except Wrong as error:
-            self.write(case, "wrong", str(error), error.measures)
+            self.write(variant, "wrong", str(error), known | error.measures)
         except TooLarge as error:
-            self.write(case, "oom", str(error))
-        except TooSlow as error:
-            self.write(case, "skipped", str(error))
-        except Unsupported as error:
-            self.write(case, "unsupported", str(error))
+            self.write(variant, "oom", str(error), known)
+        except (TooSlow, Unsupported) as error:
+            self.write(variant, "unsupported", str(error), known)
         except (NotImplementedError, ImportError) as error:
-            self.write(case, "unsupported", one_line(error))
+            self.write(variant, "unsupported", one_line(error), known)
         except torch.OutOfMemoryError as error:
-            self.write(case, "oom", one_line(error))
+            self.write(variant, "oom", one_line(error), known)
         except ERRORS as error:
-            self.write(case, "failed", one_line(error))
+            self.failed({variant: known}, error)
         self.clean()
         return None
+
+    def failed(self, variants: Mapping[str, Mapping[str, Any]], error: Exception) -> None:
+        """Findings of variants of which an error stopped one, it is not known which if many.
+
+        Raises:
+            DeviceLost: the device serves no more.
+        """
+        lost = self._is_lost()
+        for variant, measures in variants.items():
+            fatal = {"fatal": True} if lost else {}
+            self.write(variant, "failed", one_line(error), {**measures, **fatal})
+        if lost:
+            message = f"{', '.join(variants)} killed the device; run again to go on without"
+            raise DeviceLost(message, self.findings) from error
+
+    def _is_lost(self) -> bool:
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return True
+        return False
 
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def clean(self) -> None:
-        gc.collect()
+        """Give memory back, where it is scarce."""
         if self.on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
 
     # --- measures of a build ---------------------------------------------------------------------
@@ -167,10 +184,12 @@ class Run(BenchRun):
         wall: dict[str, list[float]] = {name: [] for name in builds}
         host: dict[str, list[float]] = {name: [] for name in builds}
         took = {name: self.seconds(build) for name, build in builds.items()}
-        repeats = {name: self._repeats(seconds) for name, seconds in took.items()}
+        share_s = self.build_seconds / len(builds)
+        repeats = {name: _repeats(seconds, share_s) for name, seconds in took.items()}
         untimed = {name: UNTIMED_BUILDS * (took[name] < SLOW_BUILD_S) for name in builds}
         rounds, order = max(repeats.values()), random.Random(SEED)
-        gc.collect()
+        if self.on_gpu:
+            gc.collect()
         gc.disable()
         try:
             for index in range(rounds):
@@ -197,29 +216,20 @@ class Run(BenchRun):
             for name in builds
         }
 
-    def _repeats(self, seconds: float) -> int:
-        budget_s = 0.1 if self.args.quick else 2.0
-        return max(3, min(self.args.repeats, int(budget_s / ((UNTIMED_BUILDS + 1) * seconds))))
-
     def gpu_work(self, build: Build) -> dict[str, Any]:
         """`gpu_us`, the sum of what ran on the device, and `kernels`, how many, a build."""
         if not self.on_gpu:
             return {"gpu_us": None, "kernels": None}
         builds = PROFILED_BUILDS if self.seconds(build) < SLOW_BUILD_S else 2
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
+
+        def work() -> None:
             for _ in range(builds):
                 build()
-            self.synchronize()
-        events = [
-            event
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-            and not getattr(event, "is_user_annotation", False)
-        ]
+
+        events = device_events(work, self.device)
         if not events:  # the profiler saw nothing: that is no measurement of nothing
             return {"gpu_us": None, "kernels": None}
-        total = sum(event.time_range.elapsed_us() for event in events)
+        total = sum(event.duration_us for event in events)
         return {"gpu_us": total / builds, "kernels": len(events) / builds}
 
     def peak(self, build: Build) -> dict[str, Any]:
@@ -235,6 +245,10 @@ class Run(BenchRun):
         growth = torch.cuda.max_memory_allocated(self.device) - before
         del kept
         return {"peak_mib": growth / 2**20}
+
+
+def _repeats(seconds: float, share_s: float) -> int:
+    return max(3, min(TIMED_BUILDS, int(share_s / ((UNTIMED_BUILDS + 1) * seconds))))
 
 
 def _percentiles(wall_us: list[float], host_us: list[float]) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 One packed row of log-normal documents; random weights, shared by all variants; forward and backward
 of the base model (no LM head: its logits would drown the difference), eagerly and compiled.
 
+Whole training steps (with the loss and the optimizer), padded batches and generation are the suite
+`model` of `flexvarlen bench`, `model_suite.py`; both check and run a step by `model_step.py`.
+
     1. oracle    each document alone, one precision up; the peer: alone, in the model's own dtype
     2. variants  eager step, compiled step: checked against the oracle; what is wrong is not timed
     3. timing    all variants interleaved, eager and then compiled

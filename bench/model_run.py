@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,8 +17,9 @@ from torch import Tensor
 from flexvarlen.bench.accuracy import Answer, Errors, errors_of, packed_answer, per_document, wider
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.cases import Case, log_normal_lengths, new_base_model
+from flexvarlen.bench.model_step import Batch, forward_backward, free, outcome_of, seconds
 from flexvarlen.bench.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
-from flexvarlen.bench.variants import Sizes, Unsupported, Variant, make_variant
+from flexvarlen.bench.variants import Sizes, Variant, make_variant
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import (
     memory_meaning,
@@ -31,9 +31,6 @@ from flexvarlen.rows import Status, one_line
 
 SUITE = "model"
 SLOW_STEP_S = 1.0  # variants whose step takes longer get a third of the repeats
-
-# What kernels, compilers and transformers raise; anything else is a mistake of this script.
-ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
 
 
 @dataclass
@@ -118,13 +115,8 @@ class Run(BenchRun):
             variant = make_variant(name, self.base, self.sizes)
             live = Live(case, variant, variant.compiled(args.compiler))
             reason = self.check_and_compile(live)
-        except (Unsupported, NotImplementedError, ImportError) as error:
-            plain = isinstance(error, Unsupported)
-            self.write(case, "unsupported", str(error) if plain else one_line(error))
-        except torch.OutOfMemoryError as error:
-            self.write(case, "oom", one_line(error))
-        except ERRORS as error:
-            self.write(case, "failed", one_line(error))
+        except Exception as error:  # kernel packages assert, and raise types of their own
+            self.write(case, *outcome_of(error))
         else:
             if reason is None:
                 self.say(f"{name}: right and compiled, {live.measures}")
@@ -147,7 +139,7 @@ class Run(BenchRun):
             reason = error.why_wrong(self.peer, self.dtype)
             if reason is not None:
                 return f"eager: {reason}"
-            live.eager_s = self.seconds(lambda: self.step(live.variant.model, inputs))
+            live.eager_s = seconds(lambda: self.step(live.variant.model, inputs), self.device)
         begin = time.perf_counter()
         with watch_compilation() as stats, self.fresh_cache(), noting_auto() as chosen:
             error = self.errors(live, live.compiled, inputs)
@@ -164,7 +156,7 @@ class Run(BenchRun):
             "break_reasons": stats.break_reasons,
         }
         reason = error.why_wrong(self.peer, self.dtype)
-        live.compiled_s = self.seconds(lambda: self.step(live.compiled, inputs))
+        live.compiled_s = seconds(lambda: self.step(live.compiled, inputs), self.device)
         return None if reason is None else f"compiled: {reason}"
 
     def fresh_cache(self) -> AbstractContextManager[None]:
@@ -177,25 +169,20 @@ class Run(BenchRun):
         return fresh_cache(dir=self.caches.name, delete=False)
 
     def errors(self, live: Live, call: Callable[..., Any], inputs: dict[str, Any]) -> Errors:
-        outputs = self.step(call, inputs)
-        found = errors_of(packed_answer(live.variant.model, outputs), self.oracle)
+        outputs = self.step(call, inputs, keep=True)
+        found = errors_of(packed_answer(live.variant.model, outputs[0][None]), self.oracle)
         del outputs
         self.clean()
         return found
 
-    def step(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
+    def step(
+        self, call: Callable[..., Any], inputs: dict[str, Any], *, keep: bool = False
+    ) -> list[Tensor]:
         """One training step without the optimizer: gradients dropped, forward, backward."""
-        self.base.zero_grad(set_to_none=True)
-        outputs: Tensor = call(input_ids=self.input_ids, **inputs).last_hidden_state
-        outputs.backward(self.cotangent)
-        return outputs
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        self.synchronize()
-        begin = time.perf_counter()
-        call()
-        self.synchronize()
-        return time.perf_counter() - begin
+        batch = Batch({"input_ids": self.input_ids, **inputs})
+        return forward_backward(
+            self.base, call, [batch], lambda outputs, batch: self.cotangent, keep=keep
+        )
 
     # --- 3. timing -------------------------------------------------------------------------------
 
@@ -273,13 +260,13 @@ class Run(BenchRun):
                 if self.seconds_since_begin() > self.args.packings_until:
                     break
                 try:
-                    last = self.step(live.compiled, live.variant.inputs(lengths))
-                except ERRORS as error:
+                    (last,) = self.step(live.compiled, live.variant.inputs(lengths), keep=True)
+                except Exception as error:
                     reason = f"raised on another packing: {one_line(error)}"
                     break
                 done += 1
         if last is not None and done == len(self.packings) - 1:
-            found = errors_of(Answer(last.detach()[0], {}), self.last_oracle)
+            found = errors_of(Answer(last, {}), self.last_oracle)
             live.measures["error_last_packing"] = found.outputs
             wrong = found.why_wrong(self.peer, self.dtype)
             reason = None if wrong is None else f"on another packing: {wrong}"
@@ -293,12 +280,5 @@ class Run(BenchRun):
 
     # --- housekeeping ----------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def clean(self) -> None:
-        self.base.zero_grad(set_to_none=True)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(self.device, self.base)

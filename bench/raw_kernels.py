@@ -13,10 +13,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,92 +22,36 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexvarlen.bench.variants import Unsupported
+from flexvarlen.bench.attention_inputs import Inputs, Prepare, Prepared, Serial, serial
 from flexvarlen.environment import flash_attention_impl
+from flexvarlen.equivalence.variants import Unsupported
+
+__all__ = [
+    "RAW",
+    "Inputs",
+    "Prepare",
+    "Prepared",
+    "Serial",
+    "Unsupported",
+    "behind_varlen",
+    "deterministic_argument",
+    "sdpa_of_one",
+    "serial",
+]
 
 # Evaluated pair by pair, an eager create_block_mask takes about 10 bytes a pair: 11 GB here.
 MOST_EAGER_TOKENS = 32_768
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What every kernel of a cell is given.
-
-    Attributes:
-        q, k, v: `[T, H, D]` and `[T, Hkv, D]` twice, without gradients.
-        cotangent: `[T, H, D]`, what the backward starts from.
-        lengths: tokens of each document; their sum is T.
-        cu_seqlens: int32 `[num_docs + 1]`, no spare slots.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cotangent: Tensor
-    lengths: Sequence[int]
-    cu_seqlens: Tensor
-    causal: bool
-
-    @classmethod
-    def random(
-        cls,
-        lengths: Sequence[int],
-        heads: tuple[int, int],
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        causal: bool,
-        seed: int = 0,
-    ) -> Inputs:
-        """Normal tensors."""
-        generator = torch.Generator(device).manual_seed(seed)
-        tokens = sum(lengths)
-        q, k, v, cotangent = (
-            torch.randn((tokens, h, head_dim), dtype=dtype, device=device, generator=generator)
-            for h in (heads[0], heads[1], heads[1], heads[0])
-        )
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        return cls(q, k, v, cotangent, lengths, ends, causal)
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def grouped(self) -> bool:
-        return self.q.shape[1] != self.k.shape[1]
-
-    def leaves(self, needs_grad: bool) -> list[Tensor]:
-        """q, k, v as tensors of their own on the same memory."""
-        return [x.detach().requires_grad_(needs_grad) for x in (self.q, self.k, self.v)]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A call ready to be timed.
-
-    Attributes:
-        forward: gives the output; differentiable in `leaves` if they require gradients.
-        cotangent: of the output's shape.
-        as_THD: the output, or the gradient of a leaf, as `[T, heads, D]`.
-    """
-
-    forward: Callable[[], Tensor]
-    leaves: Sequence[Tensor]
-    cotangent: Tensor
-    as_THD: Callable[[Tensor], Tensor] = lambda x: x
-
-
-Prepare = Callable[[Inputs, bool], Prepared]
-"""Of the inputs, and whether a backward will follow."""
-
-
 def first_of(result: Any) -> Tensor:
     """The output of a function that may also return the LSE."""
-    return result[0] if isinstance(result, tuple) else result
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
 
 
-def packaged(module: str, inputs: Inputs, needs_grad: bool) -> Prepared:
+def packaged(
+    module: str, inputs: Inputs, needs_grad: bool, *, deterministic: bool = False
+) -> Prepared:
     """`flash_attn_varlen_func` of a FlashAttention package; generations differ in its arguments."""
     function = importlib.import_module(module).flash_attn_varlen_func
     known = inspect.signature(function).parameters
@@ -121,8 +63,26 @@ def packaged(module: str, inputs: Inputs, needs_grad: bool) -> Prepared:
         "causal": inputs.causal,
     }
     arguments = {name: value for name, value in offered.items() if name in known}
+    if deterministic:
+        arguments |= deterministic_argument(function)
     leaves = inputs.leaves(needs_grad)
-    return Prepared(lambda: first_of(function(*leaves, **arguments)), leaves, inputs.cotangent)
+    return Prepared(
+        lambda: first_of(function(*leaves, **arguments)),
+        leaves,
+        inputs.cotangent,
+        deterministic=deterministic,
+    )
+
+
+def deterministic_argument(function: Callable[..., Any]) -> dict[str, Any]:
+    """What asks a kernel's function for a deterministic backward.
+
+    Raises:
+        Unsupported: it has no such argument.
+    """
+    if "deterministic" not in inspect.signature(function).parameters:
+        raise Unsupported(f"{function.__module__}.{function.__name__} takes no `deterministic`")
+    return {"deterministic": True}
 
 
 def torch_varlen(inputs: Inputs, needs_grad: bool) -> Prepared:
@@ -141,11 +101,12 @@ def torch_varlen(inputs: Inputs, needs_grad: bool) -> Prepared:
         options["enable_gqa"] = inputs.grouped
     ends, longest = inputs.cu_seqlens, inputs.longest
     leaves = inputs.leaves(needs_grad)
-    return Prepared(
-        lambda: first_of(varlen_attn(*leaves, ends, ends, longest, longest, **options)),
-        leaves,
-        inputs.cotangent,
-    )
+
+    def forward() -> Tensor:
+        q, k, v = leaves
+        return first_of(varlen_attn(q, k, v, ends, ends, longest, longest, **options))
+
+    return Prepared(forward, leaves, inputs.cotangent)
 
 
 def behind_varlen(device: torch.device, *, raw: bool) -> dict[str, Any]:
@@ -157,12 +118,11 @@ def behind_varlen(device: torch.device, *, raw: bool) -> dict[str, Any]:
     from torch.nn.attention import varlen
 
     prefers_cudnn = getattr(varlen, "_should_use_cudnn", None)
-    asks = raw and device.type == "cuda" and prefers_cudnn is not None
-    index = torch.cuda.current_device() if asks and device.index is None else device.index
-    return {
-        "flash_attention_impl": flash_attention_impl(),
-        "prefers_cudnn": bool(asks and prefers_cudnn(index)),
-    }
+    prefers = False
+    if raw and device.type == "cuda" and prefers_cudnn is not None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        prefers = bool(prefers_cudnn(index))
+    return {"flash_attention_impl": flash_attention_impl(), "prefers_cudnn": prefers}
 
 
 def flex(backend: str, inputs: Inputs, needs_grad: bool) -> Prepared:
@@ -224,8 +184,8 @@ def compiled_flex(kind: tuple[object, ...]) -> Callable[..., Tensor]:
     Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name.
     """
 
-    def attend(*qkv: Tensor, **options: Any) -> Any:
-        return flex_attention(*qkv, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return flex_attention(q, k, v, **options)
 
     name = "raw_flex_" + "_".join(map(str, kind))
     own = types.FunctionType(attend.__code__.replace(co_name=name), globals())
@@ -266,3 +226,24 @@ RAW: dict[str, Prepare] = {
     "nested": nested,
 }
 """By the name of the backend that wraps it."""
+
+
+def sdpa_of_one(inputs: Inputs, needs_grad: bool) -> Prepared:
+    """`scaled_dot_product_attention` of a document alone, `[1, heads, tokens, head_dim]` views.
+
+    Raises:
+        Unsupported: there are several; `serial` makes a call of each.
+    """
+    if len(inputs.lengths) != 1:
+        raise Unsupported("scaled_dot_product_attention takes one document at a time, not packed")
+    leaves = inputs.leaves(needs_grad)
+    causal, grouped = inputs.causal, inputs.grouped
+
+    def forward() -> Tensor:
+        q_BHTD, k_BHTD, v_BHTD = (x.transpose(0, 1)[None] for x in leaves)
+        out = scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, is_causal=causal, enable_gqa=grouped
+        )
+        return out[0].transpose(0, 1)
+
+    return Prepared(forward, leaves, inputs.cotangent)

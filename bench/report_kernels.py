@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flexvarlen.bench.attention import PASSES, RAW_PREFIX
 from flexvarlen.bench.kernels_cells import SUBSETS, Cell
 from flexvarlen.bench.report_mask_build import Notes
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of
 
-PASSES = ("forward", "backward")
 CLOCKS = ("device", "host")
-RAW_PREFIX = "raw:"  # of a variant: the kernel itself, not flexvarlen's backend
 
 SLACK, OVERHEAD_MS = 1.02, 0.010  # what a layer of ours may cost over the raw kernel
 AUTO_CLOCKS = ("device", "eager")

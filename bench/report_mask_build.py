@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexvarlen.bench.figure_mask_build import BUILDER_STYLES, where_of
+from flexvarlen.bench.figure_mask_build import BUILDER_STYLES, place_of, where_of, with_variants
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 
@@ -18,23 +18,29 @@ COMPARED = "flexvarlen from cu_seqlens"  # starts each build from what the basel
 FEW_REPEATS = 20  # percentiles of fewer say how many they are of
 
 
-def mask_build_groups(rows: Sequence[Row], by_run: bool = False) -> list[list[Row]]:
-    """Rows of one GPU (or of the CPU), or of one run."""
+def mask_build_groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one GPU (or of the CPU)."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         where = row.environment
-        run = (where.get("cpu"), where.get("started_utc")) if by_run else ()
-        key = repr((where.get("gpu") or where.get("device"), *run))
-        groups.setdefault(key, []).append(row)
+        groups.setdefault(str(where.get("gpu") or where.get("device")), []).append(row)
+    return list(groups.values())
+
+
+def _places(rows: Sequence[Row]) -> list[list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(place_of(row), []).append(row)
     return list(groups.values())
 
 
 def mask_build_section(rows: Sequence[Row]) -> str:
-    """All parts' tables; rows of two runs never share one."""
+    """All parts' tables; rows of two machines, versions or commits never share one."""
+    rows = with_variants(rows)
     tables = []
     for part, table in PARTS.items():
         own = [row for row in rows if row.case["part"] == part]
-        tables += [table(group) for group in mask_build_groups(own, by_run=True)]
+        tables += [table(group) for group in _places(own)]
     return "\n\n".join(tables)
 
 
@@ -58,13 +64,13 @@ class Notes:
 def build_table(rows: Sequence[Row]) -> str:
     """Every builder of causal documents at every size."""
     base = {
-        (row.case["builder"], row.case["tokens"]): row.measures["wall_us_p50"]
+        (row.case["variant"], row.case["tokens"]): row.measures["wall_us_p50"]
         for row in rows
         if row.status == "ok"
     }
 
     def cells(row: Row) -> list[str]:
-        took, builder = row.measures["wall_us_p50"], row.case["builder"]
+        took, builder = row.measures["wall_us_p50"], row.case["variant"]
         theirs = [
             base.get((name, row.case["tokens"])) if builder in (COMPARED, name) else None
             for name in BASELINES
@@ -82,7 +88,7 @@ def build_table(rows: Sequence[Row]) -> str:
         + _table(
             rows,
             ["builder", *COST, *BASELINES.values()],
-            lambda row: [row.case["builder"]],
+            lambda row: [row.case["variant"]],
             cells,
         )
     )
@@ -97,7 +103,7 @@ def kinds_table(rows: Sequence[Row]) -> str:
     return f"The other kinds, by flexvarlen; {where_of(rows)}:\n\n" + _table(
         rows,
         ["mask", *COST, "blocks kept"],
-        lambda row: [row.case["kind"]],
+        lambda row: [row.case["variant"]],
         cells,
     )
 
@@ -140,14 +146,14 @@ def attention_table(rows: Sequence[Row]) -> str:
     return f"{title}\n\n" + _table(
         rows,
         header,
-        lambda row: [row.case["kernel"], row.case["mask"]],
+        lambda row: [row.case["kernel"], row.case["variant"]],
         cells,
     )
 
 
 def _attention_key(row: Row, mask: str | None = None) -> tuple[Any, ...]:
     case = row.case
-    return case["tokens"], case["mean_doc"], case["kernel"], mask or case["mask"]
+    return case["tokens"], case["mean_doc"], case["kernel"], mask or case["variant"]
 
 
 def _speed(row: Row, other: Row | None) -> str:
@@ -173,15 +179,16 @@ def long_table(rows: Sequence[Row]) -> str:
         ]
 
     heads = rows[0].case
+    backends = ", ".join(f"`{name}`" for name in dict.fromkeys(r.case["variant"] for r in rows))
     title = (
-        f"`packed_attention(backend='flex')` on long rows: {heads['num_heads']} heads, "
+        f"`packed_attention` on long rows, by {backends}: {heads['num_heads']} heads, "
         f"{heads['num_kv_heads']} KV heads, head_dim {heads['head_dim']}; {where_of(rows)}. Errors "
         "are relative, of sampled documents against each alone in fp64; in brackets, of each alone "
         "in the same dtype:"
     )
-    header = ["forward ms", "backward ms", "peak GiB"]
+    header = ["backend", "forward ms", "backward ms", "peak GiB"]
     header += ["error of out, dq, dk, dv (its peer's)"]
-    return f"{title}\n\n" + _table(rows, header, lambda row: [], cells)
+    return f"{title}\n\n" + _table(rows, header, lambda row: [row.case["variant"]], cells)
 
 
 def share_sentences(rows: Sequence[Row]) -> str:
@@ -258,7 +265,7 @@ def _table(
     builders = list(BUILDER_STYLES)
 
     def place(row: Row) -> tuple[int, int]:  # rows that fail are written first
-        builder = row.case.get("builder")
+        builder = row.case.get("variant")
         return row.case["tokens"], builders.index(builder) if builder in builders else 0
 
     for row in sorted(rows, key=place):

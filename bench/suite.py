@@ -125,6 +125,7 @@ SUITES: dict[str, str] = {
     "model": "flexvarlen.bench.model_suite",
     "mask-build": "flexvarlen.bench.mask_build",
     "kernels": "flexvarlen.bench.kernels",
+    "clock-check": "flexvarlen.bench.clock_check",
 }
 """The module of each suite, which holds it as `SUITE`; none is imported before it is asked for."""
 

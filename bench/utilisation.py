@@ -53,12 +53,21 @@ def peak_tflops(gpu: str | None, dtype: str) -> float | None:
     return next(found, None)
 
 
-def step_tflop(model: PreTrainedModel, lengths: Sequence[int], *, backward: bool = True) -> float:
-    """Operations (1e12) of one step of a base model over these documents."""
+def step_tflop(
+    model: PreTrainedModel, lengths: Sequence[int], *, backward: bool = True, head: int = 0
+) -> float:
+    """Operations (1e12) of one step of a base model over these documents.
+
+    Args:
+        model: the base model.
+        lengths: tokens of each document; pads are no work.
+        backward: a backward too.
+        head: parameters of an LM head that every token passes, tied or not.
+    """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     looked_up = sum(module.weight.numel() for module in embeddings)
-    products = sum(p.numel() for p in model.parameters()) - looked_up
-    work = (6 if backward else 2) * products * sum(lengths)
+    products = sum(p.numel() for p in model.parameters()) - looked_up + head
+    work: float = (6 if backward else 2) * products * sum(lengths)
     config = model.config
     layout = fv.PackedLayout.from_lengths(lengths)
     pairs: dict[tuple[bool, int | None], int] = {}

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.bench.utilisation import resolved_auto
 from flexvarlen.equivalence.oracle import share
-from flexvarlen.equivalence.variants import Unsupported, set_transformers
+from flexvarlen.equivalence.variants import Unsupported as Unsupported
+from flexvarlen.equivalence.variants import set_transformers
 
 DEFAULT_VARIANTS = (
     "transformers:sdpa",
@@ -73,8 +74,15 @@ class Variant:
         Dynamo keeps compiled code by code object, which all variants of a model class share. Each
         variant brings a backend object of its own, so that none is served another's graphs.
         """
-        backend = _inductor() if compiler == "inductor" else _debug_backend(compiler)
-        return torch.compile(self.model, backend=backend, fullgraph=self.fullgraph)
+        return compiled_alone(self.model, compiler, fullgraph=self.fullgraph)
+
+
+def compiled_alone(
+    model: PreTrainedModel, compiler: str, *, fullgraph: bool, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """A module under torch.compile, with a backend object of its own."""
+    backend = _inductor() if compiler == "inductor" else _debug_backend(compiler)
+    return torch.compile(model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
 
 
 def _inductor() -> Compiler:
@@ -97,11 +105,14 @@ def _debug_backend(name: str) -> Compiler:
     return wrapped
 
 
-def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
+def make_variant(
+    name: str, base: PreTrainedModel, sizes: Sizes, *, needs_grad: bool = True
+) -> Variant:
     """A variant of `base` that shares its parameters.
 
     Raises:
-        Unsupported: it cannot train here: a package is missing, or the kernel refuses.
+        Unsupported: it cannot run here, or not train where `needs_grad`: a package is missing, or
+            the kernel refuses.
         ValueError: an unknown name.
     """
     kind, _, boundaries = name.partition("@")
@@ -116,7 +127,7 @@ def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
     if theirs:
         set_transformers(model, kind.removeprefix("transformers:"))
     else:
-        _patch(model, kind)
+        _patch(model, kind, needs_grad)
     device = next(base.parameters()).device
 
     def layout_of(lengths: Sequence[int]) -> fv.PackedLayout:
@@ -131,7 +142,7 @@ def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
     def resolved(lengths: Sequence[int]) -> str | None:
         if kind != "auto" or boundaries:
             return None if theirs or kind == "auto" else kind
-        found = resolved_auto(model, layout_of(lengths), base.dtype)
+        found = resolved_auto(model, layout_of(lengths), base.dtype, needs_grad=needs_grad)
         return ", ".join(dict.fromkeys(found.values()))
 
     def inputs(lengths: Sequence[int]) -> dict[str, Any]:
@@ -153,7 +164,7 @@ def make_variant(name: str, base: PreTrainedModel, sizes: Sizes) -> Variant:
     return Variant(name, model, fullgraph=not theirs, inputs=inputs, resolved=resolved)
 
 
-def _patch(model: PreTrainedModel, backend: str) -> None:
+def _patch(model: PreTrainedModel, backend: str, needs_grad: bool) -> None:
     config, parameter = model.config, next(model.parameters())
     reason = None
     if backend != "auto":
@@ -164,7 +175,7 @@ def _patch(model: PreTrainedModel, backend: str) -> None:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            needs_grad=True,
+            needs_grad=needs_grad,
         )
     if reason is not None:
         raise Unsupported(reason)

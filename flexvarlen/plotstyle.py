@@ -2,7 +2,8 @@
 
 Our backends have saturated colours and solid lines; transformers' own have the pale colour and the
 marker of the kernel they share with ours, hollow and dashed. So a pair that should be compared is a
-pair for the eye, in print without colour too. The hues are the Okabe-Ito set, which people with any
+pair for the eye, in print without colour too. So are a kernel under its own name ("raw:"), dotted,
+and its fixed-length form ("fixed:"), dashed. The hues are the Okabe-Ito set, which people with any
 kind of colour vision can tell apart.
 
 Imports: the standard library only (matplotlib is the caller's business).
@@ -10,7 +11,7 @@ Imports: the standard library only (matplotlib is the caller's business).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,18 @@ STYLES: dict[str, Style] = {
     "transformers:flash_attention_2": Style("#80B5D8", "D", filled=False, linestyle="--"),
     "transformers:flash_attention_3": Style("#ABDAF4", "P", filled=False, linestyle="--"),
     "transformers:flash_attention_4": Style("#E5BBD2", "X", filled=False, linestyle="--"),
+    "eager": Style("#000000", "*", filled=False, linestyle="--"),
+    "sdpa:default": Style("#666666", "o", filled=False, linestyle="--"),
+    "sdpa:flash": Style("#0072B2", "d", filled=False, linestyle="--"),
+    "sdpa:efficient": Style("#882255", "H", filled=False, linestyle="--"),
+    "sdpa:cudnn": Style("#7F5539", "<", filled=False, linestyle="--"),
+    "sdpa:math": Style("#444444", "8", filled=False, linestyle="--"),
+    "padded:masked": Style("#666666", "o", filled=False, linestyle="--"),
+    "padded:unmasked": Style("#AAAAAA", "o", filled=False, linestyle=":"),
 }
+
+LINES_OF_FORMS = {"raw": ":", "fixed": "--"}
+"""Of a backend's kernel: called as its own users do; its fixed-length form."""
 
 UNSUPPORTED = Style("#BBBBBB", "x", linestyle="none")
 """A point that could not be measured: it is marked where it would stand, never left out."""
@@ -63,11 +75,16 @@ def style_of(variant: str) -> Style:
 
     >>> style_of("flex@position_ids") == STYLES["flex"]
     True
+    >>> style_of("raw:fa2")
+    Style(color='#0072B2', marker='D', filled=False, linestyle=':')
 
     Raises:
         ValueError: a name that has no style yet.
     """
     name = variant.partition("@")[0]
+    form, _, backend = name.rpartition(":")
+    if form in LINES_OF_FORMS and backend in STYLES:
+        return replace(STYLES[backend], filled=False, linestyle=LINES_OF_FORMS[form])
     if name not in STYLES:
         known = ", ".join(STYLES)
         raise ValueError(

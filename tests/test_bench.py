@@ -154,7 +154,16 @@ def test_lengths_fill_the_row_and_repeat_with_the_seed():
     assert 0.9 < sum(many) / len(many) / 2048 < 1.1
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("qwen3-1.7b", 1.72e9), ("llama-3.2-1b", 1.24e9)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3-0.6b", 0.596e9),
+        ("qwen3-1.7b", 1.72e9),
+        ("qwen3-4b", 4.02e9),
+        ("llama-3.2-1b", 1.24e9),
+        ("llama-3.1-8b", 8.03e9 - 128_256 * 4096),  # the head is not the base model's
+    ],
+)
 def test_geometries_have_the_published_number_of_parameters(name, parameters):
     from transformers import AutoModel
 
@@ -215,5 +224,6 @@ def test_every_variant_has_a_style():
     assert style_of("flex@position_ids") is STYLES["flex"]
     with pytest.raises(ValueError, match="plotstyle"):
         style_of("unheard-of")
-    drawn = [(style.color, style.filled) for style in STYLES.values()]
+    beside = [n for n in STYLES if n in (*fv.BACKENDS, "auto") or n.startswith("transformers:")]
+    drawn = [(STYLES[name].color, STYLES[name].filled) for name in beside]
     assert len(set(drawn)) == len(drawn)

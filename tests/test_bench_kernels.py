@@ -12,36 +12,30 @@ import torch
 
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
-from flexvarlen.bench import (
-    figure_kernels,
-    kernels,
-    kernels_cell,
-    kernels_run,
-    report,
-    report_kernels,
-)
+from flexvarlen.bench import attention, figure_kernels, kernels, report, report_kernels
+from flexvarlen.bench.kernels import SUITE, KernelCase
 from flexvarlen.bench.kernels_accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
 from flexvarlen.bench.kernels_cells import SUBSETS, Cell
 from flexvarlen.bench.mask_build_accuracy import Answer
 from flexvarlen.bench.mask_build_accuracy import alone as by_autograd
 from flexvarlen.bench.raw_kernels import RAW, Inputs, behind_varlen
+from flexvarlen.bench.runner import Run, row_case, run_suite
+from flexvarlen.bench.suite import DeviceLost, Finding, Options
 from flexvarlen.rows import Row, append_row, read_rows
 
 CPU = torch.device("cpu")
 ONE_CELL = "causal-t256-short"
 
 
-def run(out, *more, cells=ONE_CELL, only=("sdpa", "reference", "auto")):
-    kernels.main(["--quick", "--out", str(out), "--cells", cells, "--only", *only, *more])
+def run(out, cells=ONE_CELL, only=("sdpa", "reference", "auto"), said=None, **more):
+    say = (lambda line: None) if said is None else said.append
+    options = Options(CPU, quick=True, variants=tuple(only), seconds=0.1, say=say)
+    run_suite(SUITE, options, Run(out=out, cases=cells, **more))
     return read_rows([out]) if out.exists() else []
 
 
 def statuses(rows, variant):
     return {row.case["pass"]: row.status for row in rows if row.case["variant"] == variant}
-
-
-def lines(path):
-    return path.read_text().splitlines()
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -68,19 +62,24 @@ def test_no_two_cells_of_a_kind_hold_the_same_documents():
             assert cell.documents != "short" or max(cell.lengths()) <= 128
 
 
-def test_cells_of_one_kind_follow_one_another_small_first():
-    cells = kernels.cells_of(kernels.parse(["--subset", "readme"]))
-    kinds = [cell.kind for cell in cells]
-    assert len(list(itertools.groupby(kinds))) == len(set(kinds))
-    for _, group in itertools.groupby(cells, key=lambda cell: cell.kind):
-        tokens = [cell.tokens for cell in group]
-        assert tokens == sorted(tokens)
+def test_the_readmes_cells_come_first_those_of_one_kind_together_and_small_ones_first():
+    cases = SUITE.cases(Options(CPU))
+    subsets = {name: list(group) for name, group in itertools.groupby(cases, lambda c: c.subset)}
+    assert list(subsets) == ["readme", "grid"]
+    assert {case.cell for case in subsets["readme"]} == set(SUBSETS["readme"]())
+    assert {case.cell for case in cases} == set(SUBSETS["grid"]())
+    assert len({case.name for case in cases}) == len(cases) == len(SUBSETS["grid"]())
+    for found in subsets.values():
+        kinds = [case.cell.kind for case in found]
+        assert len(list(itertools.groupby(kinds))) == len(set(kinds))
+        for _, group in itertools.groupby(found, key=lambda case: case.cell.kind):
+            tokens = [case.cell.tokens for case in group]
+            assert tokens == sorted(tokens)
 
 
-def test_a_name_that_is_no_backend_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        kernels.parse(["--only", "fa9"])
-    assert "got fa9" in capsys.readouterr().err
+def test_a_name_that_is_no_backend_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"variants must be of .* got 'fa9'; choose"):
+        run(tmp_path / "rows.jsonl", only=("sdpa", "fa9"))
 
 
 # --- accuracy ------------------------------------------------------------------------------------
@@ -147,8 +146,8 @@ def test_an_error_outside_the_samples_is_found_by_the_next_variant():
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("kernels") / "rows.jsonl"
-    more = ["--commit", "x"]
-    return run(out, *more, cells="h2x2", only=("sdpa", "reference", "flex", "fa3", "auto"))
+    only = ("sdpa", "reference", "flex", "raw:flex", "fa3", "raw:fa3", "auto")
+    return run(out, cells="h2x2", only=only, commit="x")
 
 
 def test_every_variant_and_pass_has_a_row(measured):
@@ -160,6 +159,13 @@ def test_every_variant_and_pass_has_a_row(measured):
         assert row.environment["git_commit"] == "x"
         assert "flash_attn_3" in row.environment
         assert Cell.of(row.case) in SUBSETS["quick"]()
+
+
+def test_a_plain_run_measures_each_backend_on_each_cell_and_flex_once():
+    options = Options(CPU, quick=True)
+    found = [SUITE.variants(case, options) for case in SUITE.cases(options)]
+    assert all({"sdpa", "reference", "auto", "raw:fa2", "fa2"} <= set(one) for one in found)
+    assert sum("flex" in one for one in found) == sum("raw:flex" in one for one in found) == 1
 
 
 def test_what_is_right_is_timed(measured):
@@ -232,66 +238,49 @@ def test_auto_measures_into_a_fresh_folder(tmp_path, monkeypatch):
     assert os.environ[kernels.CACHE] == "mine"
 
 
-# --- going on ------------------------------------------------------------------------------------
+def test_what_auto_takes_is_said(tmp_path):
+    said = []
+    run(tmp_path / "rows.jsonl", only=("auto",), said=said)
+    (line,) = said
+    assert line.startswith("quick/d16-h4x2-causal-t256-short: auto takes sdpa (")
 
 
-def test_cells_that_are_done_are_skipped(tmp_path):
+def test_a_cell_that_the_file_holds_is_not_measured_again(tmp_path):
+    """Rows of the command before it was one of the runner's count too."""
     out = tmp_path / "rows.jsonl"
     run(out, only=("sdpa",))
-    before = lines(out)
-    assert len(before) == 2
-    run(out, only=("sdpa",))
-    assert lines(out) == before
-    run(out, cells="t256", only=("sdpa",))  # the same cell and two others
-    assert len(lines(out)) == 6
-    run(out, "--again", only=("sdpa",))
-    assert len(lines(out)) == 8
+    before = out.read_text()
+    assert run(out, only=("sdpa",))[0].case == row_case(
+        KernelCase(SUBSETS["quick"]()[-2], ""), Finding("sdpa", "ok", pass_="forward")
+    )
+    assert out.read_text() == before
 
 
-def test_a_cell_that_was_cut_short_is_measured_whole_again(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    run(out)
-    kept = lines(out)[:-1]
-    out.write_text("".join(f"{line}\n" for line in kept))
-    run(out)
-    assert len(lines(out)) == len(kept) + 6
-
-
-def test_no_cell_begins_when_time_is_up(tmp_path, capsys):
-    out = tmp_path / "rows.jsonl"
-    assert run(out, "--until", "0") == []
-    assert "1 cells left" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more", [(), ("--again",)], ids=["on", "again"])
-def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch, more):
+def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch):
     def attend(self, *args):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     out = tmp_path / "rows.jsonl"
     monkeypatch.setattr(ReferenceBackend, "attend", attend)
-    monkeypatch.setattr(kernels_cell.MeasuredCell, "_device_is_dead", lambda self: True)
-    with pytest.raises(SystemExit, match="reference killed the device"):
+    with pytest.raises(DeviceLost, match="reference killed the device"):
         run(out)
     assert statuses(read_rows([out]), "reference") == {"forward": "failed", "backward": "failed"}
-    rows = run(out, *more)
+    rows = run(out)
     assert statuses(rows, "reference") == {"forward": "failed", "backward": "failed"}
     assert statuses(rows, "auto") == {"forward": "ok", "backward": "ok"}
 
 
 def test_timing_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch):
-    def dies(self, **options):
+    def dies(*arguments):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     out = tmp_path / "rows.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(kernels_cell.MeasuredCell, "_time", dies)
-        patch.setattr(kernels_cell.MeasuredCell, "_device_is_dead", lambda self: True)
-        with pytest.raises(SystemExit, match="timing killed the device"):
+        patch.setattr(attention, "time_calls", dies)
+        with pytest.raises(DeviceLost, match="timing killed the device"):
             run(out, cells="t256")
     rows = run(out, cells="t256")  # this cell, which is not tried again, and another
-    cells = {Cell.of(row.case) for row in rows}
-    assert len(cells) > 1
+    assert len({Cell.of(row.case) for row in rows}) > 1
     dead = [row for row in rows if row.status == "failed"]
     assert {Cell.of(row.case).name for row in dead} == {Cell.of(dead[0].case).name}
     assert len(dead) == 6
@@ -325,7 +314,7 @@ def stand_in(seen):
 def test_raw_kernels_get_tight_boundaries_and_are_judged(tmp_path, monkeypatch, cells):
     seen: list[tuple[list[int], int, bool]] = []
     monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in(seen))
-    rows = run(tmp_path / "rows.jsonl", cells=cells, only=("fa3",))
+    rows = run(tmp_path / "rows.jsonl", cells=cells, only=("raw:fa3",))
     assert statuses(rows, "raw:fa3") == {"forward": "ok", "backward": "ok"}
     cell = Cell.of(rows[0].case)
     lengths = cell.lengths()
@@ -348,13 +337,17 @@ def test_rows_of_varlen_say_what_torch_runs_for_it(monkeypatch):
 
 
 def test_every_wrapped_backend_has_its_raw_kernel_beside_it():
-    variants = kernels.default_variants(None, on_cpu=False)
+    variants = kernels.default_variants(on_cpu=False)
     for name in RAW:
         assert variants[variants.index(name) + 1] == f"raw:{name}"
     assert variants[-1] == "auto"
 
 
 # --- report --------------------------------------------------------------------------------------
+
+
+def case_of(cell, variant, pass_):
+    return row_case(KernelCase(cell, ""), Finding(variant, "ok", pass_=pass_))
 
 
 def gpu_row(cell, variant, pass_, ms, host=None, started="2025-01-01", **more):
@@ -364,7 +357,7 @@ def gpu_row(cell, variant, pass_, ms, host=None, started="2025-01-01", **more):
             for at, factor in (("p20", 0.99), ("p50", 1.0), ("p80", 1.01)):
                 measures[f"{clock}_ms_{at}"] = value * factor
     where = {"gpu": "NVIDIA H200", "torch": "2.11.0", "started_utc": started}
-    case = kernels_run.case_of(cell, variant, pass_)
+    case = case_of(cell, variant, pass_)
     return Row("kernels", case, "ok", None, measures, where)
 
 
@@ -390,7 +383,7 @@ def gpu_rows():
                     more = {"resolved": "fa2" if small else "fa3", "resolved_compiled": "fa3"}
                     took *= 2 if small else 1
                 rows.append(gpu_row(cell, variant, pass_, took, 9 if much_python else 0.3, **more))
-            case = kernels_run.case_of(cell, "flex", pass_)
+            case = case_of(cell, "flex", pass_)
             reason = "flex is not here"
             rows.append(Row("kernels", case, "unsupported", reason, {}, rows[-1].environment))
     return rows

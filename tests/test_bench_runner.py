@@ -106,6 +106,14 @@ def test_rows_of_another_gpu_are_no_answer(out, monkeypatch):
     assert len(suite.measured) == 1
 
 
+def test_rows_that_no_runner_made_are_no_answer(out):
+    environment = row_module.environment(torch.device("cpu"))
+    append_rows(out, [Row("squares", {"side": 0, "builder": "a"}, "ok", None, {}, environment)])
+    suite = Squares(1)
+    run_suite(suite, OPTIONS, Run(out))
+    assert len(suite.measured) == 1
+
+
 def test_skipped_for_want_of_time_is_no_answer(out):
     environment = row_module.environment(torch.device("cpu"))
     case = {"side": 0, "variant": "a", "pass": "forward"}

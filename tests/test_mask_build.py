@@ -11,7 +11,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexvarlen as fv
-from flexvarlen.bench import mask_build, mask_build_builders, report
+from flexvarlen.bench import mask_build_attention, mask_build_builders, report
+from flexvarlen.bench.mask_build import PARTS, QUICK, SUITE, MaskCase
 from flexvarlen.bench.mask_build_accuracy import (
     Answer,
     alone,
@@ -19,14 +20,19 @@ from flexvarlen.bench.mask_build_accuracy import (
     sampled_spans,
     why_wrong,
 )
-from flexvarlen.bench.mask_build_builders import BUILDERS, COMPILED, document_mask_mod
+from flexvarlen.bench.mask_build_builders import BUILDERS, COMPILED, KINDS, document_mask_mod
 from flexvarlen.bench.mask_build_check import difference, expected_tables, held_bytes
-from flexvarlen.bench.mask_build_run import PackedRow, Run, TooLarge
+from flexvarlen.bench.mask_build_run import PackedRow, TooLarge
+from flexvarlen.bench.mask_build_run import Run as Findings
+from flexvarlen.bench.runner import Run, run_suite
+from flexvarlen.bench.suite import DeviceLost, Options, suite_of
 from flexvarlen.plotstyle import STYLES
 from flexvarlen.rows import append_row, read_rows
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
+OPTIONS = Options(CPU, quick=True, say=lambda line: None)
+BUILD = MaskCase("build", *QUICK.build[0])
 
 
 @pytest.fixture(autouse=True)
@@ -36,32 +42,32 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-def run_parts(out, *parts, more=()):
-    arguments = ["--quick", "--device", "cpu", "--out", str(out), "--parts", *parts]
-    mask_build.main([*arguments, *more])
-    return read_rows([out])
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("mask-build") / "rows.jsonl"
     torch._dynamo.reset()
-    return run_parts(out, *mask_build.PARTS, more=["--commit", "x"])
+    ended = run_suite(suite_of("mask-build"), OPTIONS, Run(out=out, commit="x"))
+    assert ended.left == 0
+    return read_rows([out])
 
 
 def of(rows, part, **case):
     return [r for r in rows if r.case["part"] == part and case.items() <= r.case.items()]
 
 
-def test_every_builder_and_kind_has_its_row(rows):
-    for tokens, _ in mask_build.QUICK.build:
-        assert {r.case["builder"] for r in of(rows, "build", tokens=tokens)} == set(BUILDERS)
-        assert len(of(rows, "kinds", tokens=tokens)) == 6
-    for row in of(rows, "build"):
-        there = row.case["builder"] not in COMPILED
+def measured(*variants):
+    return {finding.variant: finding for finding in SUITE.measure(BUILD, variants, OPTIONS)}
+
+
+def test_every_variant_of_every_part_has_its_row(rows):
+    for part in PARTS:
+        assert of(rows, part), part
+    assert {row.case["variant"] for row in of(rows, "build")} == set(BUILDERS)
+    assert [row.case["variant"] for row in of(rows, "kinds")] == list(KINDS)
+    for row in rows:
+        there = row.case["variant"] not in COMPILED
         assert row.status == ("ok" if there else "unsupported")
         assert there or row.reason
-    assert all(row.status == "ok" for row in of(rows, "kinds"))
 
 
 def test_builds_are_timed_and_counted(rows):
@@ -88,70 +94,118 @@ def test_rows_say_block_size_and_the_commit_that_was_given(rows):
 
 def test_attention_and_share_and_long_rows(rows):
     for row in of(rows, "attention"):
-        if row.case["kernel"] == "FLASH":
-            assert row.status == "unsupported"
-            continue
-        assert row.status == "ok"
         assert row.measures["forward_ms_p50"] > 0
         assert "backward_ms_p50" not in row.measures  # flex has none on the CPU
-    (theirs,) = of(rows, "attention", mask="create_block_mask", kernel="C++")
+    (theirs,) = of(rows, "attention", variant="create_block_mask")
     assert theirs.measures["max_difference"] < 1e-5
     (share,) = of(rows, "share")
-    assert share.status == "ok"
+    assert share.measures["build_share_percent"] > 0
     (long,) = of(rows, "long")
-    assert long.status == "ok"
     assert long.measures["samples"] == 6
     assert why_wrong(long.measures, torch.float32) is None
 
 
-def test_a_builder_of_another_mask_is_wrong_and_not_timed(tmp_path, monkeypatch):
+def test_a_mask_of_other_documents_is_wrong_and_its_attention_not_timed(monkeypatch):
+    case = MaskCase("attention", 512, 64, (("kernel", "dense"),))
+    plain = fv.document_block_mask
+    monkeypatch.setattr(fv, "document_block_mask", lambda layout: plain(layout, causal=False))
+    findings = SUITE.measure(case, SUITE.variants(case, OPTIONS), OPTIONS)
+    found = {finding.variant: finding for finding in findings}
+    assert found["create_block_mask"].status == "ok"
+    ours = found["flexvarlen"]
+    assert ours.status == "wrong"
+    assert ours.reason.startswith("relative error of out")
+    assert "forward_ms_p50" not in ours.measures
+
+
+def test_another_answer_than_under_our_mask_is_wrong(monkeypatch):
+    case = MaskCase("attention", 512, 64, (("kernel", "dense"),))
+    monkeypatch.setattr(mask_build_attention, "why_wrong", lambda measures, dtype: None)
+    plain = fv.document_block_mask
+    monkeypatch.setattr(fv, "document_block_mask", lambda layout: plain(layout, causal=False))
+    findings = SUITE.measure(case, SUITE.variants(case, OPTIONS), OPTIONS)
+    found = {finding.variant: finding for finding in findings}
+    assert found["create_block_mask"].status == "wrong"
+    assert "another answer" in found["create_block_mask"].reason
+
+
+def test_flash_says_what_it_needs():
+    case = MaskCase("attention", 512, 64, (("kernel", "FLASH"),))
+    (finding,) = SUITE.measure(case, ["flexvarlen"], OPTIONS)
+    assert (finding.status, finding.reason) == ("unsupported", "BACKEND='FLASH' needs CUDA")
+
+
+def test_a_builder_of_another_mask_is_wrong_and_not_timed(monkeypatch):
     def not_causal(run, row):
         return lambda: fv.document_block_mask(row.layout, causal=False)
 
-    monkeypatch.setattr(mask_build_builders, "BUILDERS", {"flexvarlen": not_causal})
-    found = of(run_parts(tmp_path / "rows.jsonl", "build"), "build")
-    assert [row.status for row in found] == ["wrong", "wrong"]
-    assert "tables" in found[0].reason
-    assert "wall_us_p50" not in found[0].measures
-    assert "wrong (1)" in report.SECTIONS["mask-build"](found)
+    monkeypatch.setitem(BUILDERS, "flexvarlen", not_causal)
+    found = measured("flexvarlen", "flexvarlen from cu_seqlens")
+    assert [finding.status for finding in found.values()] == ["wrong", "ok"]
+    assert "tables" in found["flexvarlen"].reason
+    assert "wall_us_p50" not in found["flexvarlen"].measures
 
 
-def test_cases_begun_too_late_are_skipped(tmp_path):
-    found = run_parts(tmp_path / "rows.jsonl", *mask_build.PARTS, more=["--start-until", "0"])
-    assert {row.status for row in found} == {"skipped"}
-    assert {row.case["part"] for row in found} == {*mask_build.PARTS, "kinds"}
-
-
-def test_what_a_builder_raises_is_its_row_and_the_others_go_on(tmp_path, monkeypatch):
+def test_what_a_builder_raises_is_its_row_and_the_others_go_on(monkeypatch):
     def too_large(run, row):
         raise torch.OutOfMemoryError("CUDA out of memory\nmuch text")
 
     def broken(run, row):
         raise RuntimeError("broken")
 
-    makers = {"a": too_large, "b": broken, "flexvarlen": BUILDERS["flexvarlen"]}
-    monkeypatch.setattr(mask_build_builders, "BUILDERS", makers)
-    found = of(run_parts(tmp_path / "rows.jsonl", "build"), "build", tokens=512)
-    assert [row.status for row in found] == ["oom", "failed", "ok"]
-    assert found[0].reason == "OutOfMemoryError: CUDA out of memory"
+    monkeypatch.setitem(BUILDERS, "attention-gym", too_large)
+    monkeypatch.setitem(BUILDERS, "create_block_mask compiled", broken)
+    found = measured("attention-gym", "create_block_mask compiled", "flexvarlen", "unheard-of")
+    assert {name: finding.status for name, finding in found.items()} == {
+        "unheard-of": "unsupported",
+        "attention-gym": "oom",
+        "create_block_mask compiled": "failed",
+        "flexvarlen": "ok",
+    }
+    assert found["attention-gym"].reason == "OutOfMemoryError: CUDA out of memory"
+    assert "no variant of part build" in found["unheard-of"].reason
+
+
+def test_a_builder_that_kills_the_device_ends_the_run_and_is_marked(monkeypatch):
+    def deadly(run, row):
+        monkeypatch.setattr(Findings, "_is_lost", lambda self: True)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setitem(BUILDERS, "attention-gym", deadly)
+    with pytest.raises(DeviceLost, match="attention-gym killed the device") as caught:
+        measured("attention-gym", "flexvarlen")
+    (finding,) = caught.value.findings
+    assert (finding.status, finding.measures) == ("failed", {"fatal": True})
+
+
+def test_what_raises_while_timing_is_a_row_of_each(monkeypatch):
+    def raises(self, builds):
+        raise RuntimeError("out of patience")
+
+    monkeypatch.setattr(Findings, "time_builds", raises)
+    found = measured("flexvarlen", "flexvarlen from cu_seqlens")
+    assert {finding.status for finding in found.values()} == {"failed"}
+    assert all(finding.measures["blocks"] > 0 for finding in found.values())
 
 
 def test_a_million_tokens_are_not_evaluated_pair_by_pair():
-    run = Run(mask_build.parse(["--device", "cpu"]))
     row = dataclasses.replace(PackedRow.of(512, 64, CPU), tokens=2**20)
     with pytest.raises(TooLarge, match=r"10,240 GiB"):
-        BUILDERS["create_block_mask eager"](run, row)
+        BUILDERS["create_block_mask eager"](Findings(OPTIONS), row)
 
 
-def test_a_builder_that_would_take_minutes_is_skipped(tmp_path):
-    run = Run(mask_build.parse(["--quick", "--device", "cpu", "--out", str(tmp_path / "r")]))
-    builds = mask_build_builders.Builds(run)
-    builds.took["create_block_mask eager"] = (64, 1.0)
-    builds.causal(run.row(1024, 128))
-    by_name = {row.case["builder"]: row for row in read_rows([tmp_path / "r"])}
-    assert by_name["create_block_mask eager"].status == "skipped"
-    assert "256 s a build" in by_name["create_block_mask eager"].reason
-    assert by_name["flexvarlen"].status == "ok"
+def test_a_builder_that_would_take_minutes_is_not_timed(monkeypatch):
+    plain = Findings.seconds
+
+    def slow(self, call):
+        return plain(self, call) + 25.6
+
+    monkeypatch.setattr(Findings, "seconds", slow)
+    monkeypatch.setattr(mask_build_builders, "MOST_BUILDER_S", 250.0)
+    (finding,) = measured("create_block_mask eager").values()
+    assert finding.status == "unsupported"
+    assert "26 s a build" in finding.reason
+    assert "wall_us_p50" not in finding.measures
 
 
 # --- equal blocks --------------------------------------------------------------------------------
@@ -262,14 +316,16 @@ def test_report_fills_the_readme_and_draws(rows, tmp_path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_are_never_mixed_in_one_table(rows):
+def test_machines_versions_and_commits_are_never_mixed_in_one_table(rows):
     built = of(rows, "build")
-    again = [
-        dataclasses.replace(row, environment=row.environment | {"started_utc": "2"})
-        for row in built
-    ]
-    section = report.SECTIONS["mask-build"]
-    assert section([*built, *again]).count("| tokens |") == 2 * section(built).count("| tokens |")
+
+    def elsewhere(**where):
+        return [dataclasses.replace(row, environment=row.environment | where) for row in built]
+
+    tables = SUITE.section(built).count("| tokens |")
+    assert SUITE.section([*built, *elsewhere(torch="0")]).count("| tokens |") == 2 * tables
+    resumed = elsewhere(started_utc="2")  # a run that was stopped goes on as one
+    assert SUITE.section([*built[:3], *resumed[3:]]).count("| tokens |") == tables
 
 
 def test_every_builder_has_a_style_of_its_own():

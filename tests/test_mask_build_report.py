@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
-from flexvarlen.bench import figure_mask_build, report, report_mask_build
+from flexvarlen.bench import figure_mask_build, report_mask_build
 from flexvarlen.rows import Row
 
 WHERE = {"gpu": "G", "device": "cuda", "torch": "2", "started_utc": "1"}
 STALE = {"git_commit": "0123456789abcdef", "git_dirty": True}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 COSTS = {"repeats": 200, "kernels": 1.0, "peak_mib": 1.0, "tables_mib": 0.5, "num_docs": 3}
 
 
@@ -35,7 +36,7 @@ def test_only_the_builder_that_starts_alike_is_compared():
         "create_block_mask(_compile=True)": 2000.0,
     }
     built = [made("build", wall=wall, builder=name) for name, wall in walls.items()]
-    section = report.SECTIONS["mask-build"](built)
+    section = report_mask_build.mask_build_section(built)
     assert [line_of(section, name)[-2:] for name in walls] == [
         ["–", "–"],
         ["10.0", "100"],
@@ -47,14 +48,14 @@ def test_only_the_builder_that_starts_alike_is_compared():
 
 def test_few_repeats_are_said():
     section = report_mask_build.build_table
-    many, few = (made("build", builder="flexvarlen", more={"repeats": n}) for n in (20, 3))
+    many, few = (made("build", variant="flexvarlen", more={"repeats": n}) for n in (20, 3))
     assert "repeats" not in section([many])
     assert "10.0 (10.0–10.0; 3 repeats)" in section([few])
 
 
 def test_sigma_and_block_size_come_from_the_rows():
-    old = made("build", builder="flexvarlen")
-    new = made("build", builder="flexvarlen", block_size=256)
+    old = made("build", variant="flexvarlen")
+    new = made("build", variant="flexvarlen", block_size=256)
     assert "(sigma 0.5), block size –;" in report_mask_build.build_table([old])
     assert "(sigma 0.5), block size 256;" in report_mask_build.build_table([new])
 
@@ -84,7 +85,7 @@ def test_digits_are_significant():
 def test_every_table_says_its_commit(part):
     case = {"builder": "flexvarlen", "kind": "k", "series": "tokens", "geometry": "g"}
     row = made(part, where=WHERE | STALE, more={"blocks": 1, "layer_ms_p50": 1.0}, **case)
-    section = report.SECTIONS["mask-build"]
+    section = report_mask_build.mask_build_section
     assert "torch 2, commit 0123456 with uncommitted changes" in section([row])
     clean = dataclasses.replace(row, environment=WHERE | STALE | {"git_dirty": None})
     assert "with uncommitted" not in section([clean])
@@ -133,7 +134,28 @@ def test_what_failed_is_marked_above_the_axes_at_no_cost_of_its_own(draw):
     assert left.get_ylim()[1] < 1000
 
 
-def test_a_figure_draws_one_run_of_each_part(draw):
+def test_rows_from_before_the_runner_and_after_it_read_alike():
+    old = [
+        made("build", builder="flexvarlen"),
+        made("kinds", builder="flexvarlen", kind="cross", more={"blocks": 1}),
+        made("attention", mask="flexvarlen", kernel="TRITON", **HEADS),
+        made("long", **HEADS),
+    ]
+    variants = ["flexvarlen", "cross", "flexvarlen", "flex"]
+    dropped = ("builder", "kind", "mask")
+    new = [
+        dataclasses.replace(
+            row,
+            case={k: v for k, v in row.case.items() if k not in dropped} | {"variant": variant},
+        )
+        for row, variant in zip(old, variants, strict=True)
+    ]
+    section = report_mask_build.mask_build_section
+    assert section(old) == section(new)
+    assert section(new).count("| tokens |") == len(new)
+
+
+def test_a_figure_draws_one_environment_of_each_part(draw):
     def build(tokens, started):
         where = WHERE | {"started_utc": started, "cpu": f"cpu of run {started}"}
         return made("build", tokens, where=where, builder="flexvarlen")

@@ -1,0 +1,148 @@
+"""Rows of attention as tables and figures want them: by case, variant and pass, of one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexvarlen.bench.report_mask_build import Notes
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row
+
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case's rows of its latest run, by variant and pass.
+
+    Attributes:
+        case: of the rows, without the variant and the pass.
+    """
+
+    case: Mapping[str, Any]
+    rows: Mapping[tuple[str, str], Row]
+
+    def variants(self) -> list[str]:
+        """In the order of the rows."""
+        return list(dict.fromkeys(variant for variant, _ in self.rows))
+
+    def passes(self) -> list[str]:
+        """In the order of the rows."""
+        return list(dict.fromkeys(pass_ for _, pass_ in self.rows))
+
+    def value(self, variant: str, pass_: str, name: str) -> Any:
+        """A measure of what was timed; None where it was not, or has no such measure."""
+        row = self.rows.get((variant, pass_))
+        return None if row is None or row.status != "ok" else row.measures.get(name)
+
+    def ms(self, variant: str, pass_: str, at: str = "p50") -> float | None:
+        """Milliseconds of the device; None where they were not measured."""
+        found: float | None = self.value(variant, pass_, f"device_ms_{at}")
+        return found
+
+    def ratio(self, slow: str, fast: str, pass_: str) -> float | None:
+        """How many times as long one takes as the other; None unless both were timed."""
+        both = self.ms(slow, pass_), self.ms(fast, pass_)
+        return None if both[0] is None or not both[1] else both[0] / both[1]
+
+    def why_none(self, variants: Sequence[str], pass_: str) -> str:
+        """Which of the variants have no time, and why."""
+        said = []
+        for name in variants:
+            row = self.rows.get((name, pass_))
+            if row is None:
+                said.append(f"`{name}` was not measured")
+            elif row.status != "ok":
+                said.append(f"`{name}` is {row.status} ({row.reason})")
+        return "; ".join(said)
+
+
+def measured_cases(rows: Sequence[Row]) -> list[Measured]:
+    """The cases of one machine's rows, each as its latest run has it.
+
+    Rows of two runs are never compared: one that measured a case again replaces all of its rows.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(json.dumps(_without_variant(row.case), sort_keys=True), []).append(row)
+    cases = []
+    for own in found.values():
+        latest = max(_started(row) for row in own)
+        of_run = [row for row in own if _started(row) == latest]
+        by_variant = {(row.case["variant"], row.case.get("pass", "")): row for row in of_run}
+        cases.append(Measured(_without_variant(own[0].case), by_variant))
+    return cases
+
+
+def _without_variant(case: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in case.items() if name not in ("variant", "pass")}
+
+
+def _started(row: Row) -> str:
+    return row.environment.get("started_utc") or ""
+
+
+def all_variants(cases: Sequence[Measured]) -> list[str]:
+    """Of all cases, in the order of the rows."""
+    return list(dict.fromkeys(name for each in cases for name in each.variants()))
+
+
+def three_digits(value: float) -> str:
+    """A figure to three digits, thousands whole.
+
+    >>> three_digits(0.01234), three_digits(12.0), three_digits(12345.6)
+    ('0.0123', '12.0', '12,346')
+    """
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: a line a case and pass, a column a variant.
+
+    Attributes:
+        header: of the columns before the variants'.
+        line: what stands in them, of a case and a pass.
+        value: what a variant's column shows, of a case, variant and pass; None: the status.
+        best: "min" or "max" of a line is bold; None: nothing.
+
+    Forwards stand first, then backwards.
+    """
+
+    header: Sequence[str]
+    line: Callable[[Measured, str], Sequence[str]]
+    value: Callable[[Measured, str, str], float | None]
+    best: str | None = "min"
+
+    def markdown(self, cases: Sequence[Measured], passes: Sequence[str] = PASSES) -> str:
+        """The table and, numbered below it, why cells are empty."""
+        variants, notes, lines = all_variants(cases), Notes(), []
+        for pass_ in passes:
+            for each in (x for x in cases if pass_ in x.passes()):
+                found = {name: self.value(each, name, pass_) for name in variants}
+                known = [value for value in found.values() if value is not None]
+                choose = {"min": min, "max": max}.get(self.best or "")
+                best = choose(known) if choose is not None and known else None
+                shown = [self._cell(each, name, pass_, found[name], best, notes) for name in found]
+                lines.append([*self.line(each, pass_), *shown])
+        return markdown([*self.header, *(f"`{x}`" for x in variants)], lines) + notes.text()
+
+    @staticmethod
+    def _cell(
+        each: Measured,
+        name: str,
+        pass_: str,
+        value: float | None,
+        best: float | None,
+        notes: Notes,
+    ) -> str:
+        if value is not None:
+            shown = three_digits(value)
+            return f"**{shown}**" if value == best else shown
+        row = each.rows.get((name, pass_))
+        if row is None or row.status == "ok":
+            return ""
+        return notes.status(row).replace("unsupported", "–")

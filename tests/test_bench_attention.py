@@ -1,0 +1,368 @@
+"""Attention measured: what is not right is not timed, and one variant's trouble is its own."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+from flexvarlen.bench import attention, attention_check, attention_clock
+from flexvarlen.bench.attention import PASSES, measure_attention, ours, raw, ways_of
+from flexvarlen.bench.attention_clock import MAX_REPEATS, MIN_REPEATS, time_calls
+from flexvarlen.bench.raw_kernels import Inputs, Prepared, Unsupported, sdpa_of_one, serial
+from flexvarlen.bench.suite import DeviceLost, Options
+from flexvarlen.measure import HostAndDevice, summarize
+
+CPU = torch.device("cpu")
+OPTIONS = Options(CPU, quick=True, seconds=0.01)
+LENGTHS = (20, 33, 17)
+
+
+@pytest.fixture
+def inputs():
+    return Inputs.random(LENGTHS, (4, 2), 16, torch.float32, CPU, causal=True)
+
+
+def measured(inputs, ways, **more):
+    findings = measure_attention(inputs, ways, OPTIONS, **more)
+    return {(finding.variant, finding.pass_): finding for finding in findings}
+
+
+def statuses(found, variant):
+    return [found[variant, pass_].status for pass_ in PASSES]
+
+
+def bent(*, out=None, gradients=None, backward=None):
+    """Prepares sdpa's call, with something done to what it gives."""
+
+    class Bent(Prepared):
+        def backward(self, out):
+            if backward is not None:
+                backward()
+            found = super().backward(out)
+            return found if gradients is None else tuple(gradients(x) for x in found)
+
+    def prepare(inputs, needs_grad):
+        right = ours("sdpa")(inputs, needs_grad)
+
+        def forward():
+            found = right.forward()
+            return found if out is None else out(found)
+
+        return Bent(forward, right.leaves, right.cotangent)
+
+    return prepare
+
+
+def raises(error):
+    def call(*arguments):
+        raise error
+
+    return call
+
+
+# --- what is right -------------------------------------------------------------------------------
+
+
+def test_what_is_right_is_timed_forward_and_backward_apart(inputs):
+    ways = {"auto": ours("auto"), "sdpa": ours("sdpa"), "reference": ours("reference")}
+    findings = measure_attention(inputs, ways, OPTIONS, peak=True)
+    assert [(x.variant, x.pass_) for x in findings] == [(v, p) for v in ways for p in PASSES]
+    for finding in findings:
+        assert (finding.status, finding.reason) == ("ok", None)
+        m = finding.measures
+        assert 0 < m["device_ms_p20"] <= m["device_ms_p50"] <= m["device_ms_p80"]
+        assert m["device_repeats"] >= MIN_REPEATS
+        errors = {name for name in m if name.startswith("error_")}
+        backward = finding.pass_ == "backward"
+        assert errors == ({"error_dq", "error_dk", "error_dv"} if backward else {"error_out"})
+        assert m["peak_mib"] is None
+        assert (m["num_docs"], m["longest"], m["capacity"]) == (3, 33, 4)
+        assert "timed_alone" not in m
+        assert "bits_equal" not in m
+        pairs = sum(n * (n + 1) // 2 for n in LENGTHS)
+        work = 4 * pairs * 16 * 4 * (2.5 if backward else 1)
+        assert m["tflops"] == pytest.approx(work / m["device_ms_p50"] / 1e9)
+
+
+def test_a_forward_alone_asks_for_no_gradients(inputs):
+    asked = []
+
+    def prepare(inputs, needs_grad):
+        asked.append(needs_grad)
+        return ours("sdpa")(inputs, needs_grad)
+
+    (finding,) = measure_attention(inputs, {"x": prepare}, OPTIONS, passes=("forward",))
+    assert (finding.pass_, finding.status) == ("forward", "ok")
+    assert not any(asked)
+
+
+def test_serial_calls_give_the_answer_of_the_batch(inputs):
+    ways = {"batch": ours("sdpa"), "ours": serial(ours("sdpa")), "raw": serial(sdpa_of_one)}
+    found = measured(inputs, ways)
+    for variant in ways:
+        assert statuses(found, variant) == ["ok", "ok"]
+        assert found[variant, "backward"].measures["num_docs"] == 3
+    one = serial(sdpa_of_one)(inputs, True)
+    outs = one.forward()
+    assert [len(out) for out in outs] == list(LENGTHS)
+    assert [len(x) for x in one.answer(outs, one.backward(outs))] == [sum(LENGTHS)] * 4
+    with pytest.raises(Unsupported, match="one document at a time"):
+        sdpa_of_one(inputs, True)
+
+
+# --- what is not ---------------------------------------------------------------------------------
+
+
+def test_a_wrong_output_is_not_timed(inputs):
+    ways = {"good": ours("sdpa"), "bad": bent(out=lambda x: 1.01 * x)}
+    found = measured(inputs, ways)
+    assert statuses(found, "good") == ["ok", "ok"]
+    assert statuses(found, "bad") == ["wrong", "wrong"]
+    for pass_ in PASSES:
+        assert "relative error of out" in found["bad", pass_].reason
+        assert not any("_ms_" in name for name in found["bad", pass_].measures)
+    assert found["bad", "forward"].measures["error_out"] > 0.009
+
+
+def test_wrong_gradients_leave_the_forward_its_time(inputs):
+    found = measured(inputs, {"bad": bent(gradients=lambda x: 1.01 * x)})
+    assert statuses(found, "bad") == ["ok", "wrong"]
+    assert "relative error of dq" in found["bad", "backward"].reason
+    assert "device_ms_p50" not in found["bad", "backward"].measures
+
+
+def test_unchecked_answers_are_timed_only_where_that_is_asked_for(inputs):
+    found = measured(inputs, {"bad": bent(out=lambda x: 2 * x)}, exact=False)
+    assert statuses(found, "bad") == ["ok", "ok"]
+    assert "error_out" not in found["bad", "forward"].measures
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (AssertionError("no such head_dim"), "failed"),
+        (NotImplementedError("not yet"), "unsupported"),
+        (torch.OutOfMemoryError("no room"), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "oom"),
+    ],
+    ids=["failed", "unsupported", "oom", "oom on the CPU"],
+)
+def test_a_backward_that_raises_leaves_the_forward_its_time(inputs, error, status):
+    found = measured(inputs, {"bad": bent(backward=raises(error)), "good": ours("sdpa")})
+    assert statuses(found, "bad") == ["ok", status]
+    assert str(error) in found["bad", "backward"].reason
+    assert statuses(found, "good") == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Unsupported("no such kernel"), "unsupported"),
+        (ImportError("no such package"), "unsupported"),
+        (KeyError("what a compiler raises"), "failed"),
+        (torch.OutOfMemoryError("no room"), "oom"),
+    ],
+    ids=["refused", "missing", "failed", "oom"],
+)
+def test_what_cannot_be_prepared_is_a_finding(inputs, error, status):
+    found = measured(inputs, {"good": ours("sdpa"), "bad": raises(error)})
+    assert statuses(found, "bad") == [status, status]
+    assert error.args[0] in found["bad", "forward"].reason
+    assert statuses(found, "good") == ["ok", "ok"]
+
+
+def test_without_a_backward_the_forward_is_prepared_alone(inputs):
+    def prepare(inputs, needs_grad):
+        if needs_grad:
+            raise Unsupported("there is no backward")
+        return ours("sdpa")(inputs, needs_grad)
+
+    found = measured(inputs, {"half": prepare})
+    assert statuses(found, "half") == ["ok", "unsupported"]
+    assert found["half", "backward"].reason == "there is no backward"
+    (finding,) = measure_attention(inputs, {"half": prepare}, OPTIONS, passes=("backward",))
+    assert finding.status == "unsupported"
+
+
+def test_no_room_for_the_exact_answers_is_said_of_all(inputs, monkeypatch):
+    monkeypatch.setattr(attention_check, "Oracle", raises(torch.OutOfMemoryError("no room")))
+    found = measured(inputs, {"a": ours("sdpa"), "b": ours("sdpa")})
+    assert {finding.status for finding in found.values()} == {"oom"}
+    assert len(found) == 4
+    assert "room for the exact answers" in found["b", "backward"].reason
+
+
+def test_a_name_that_is_not_known_is_refused():
+    known = {"sdpa": ours("sdpa"), "raw:fa2": raw("fa2")}
+    assert list(ways_of(("raw:fa2",), known)) == ["raw:fa2"]
+    with pytest.raises(ValueError, match="variants must be of sdpa, raw:fa2, got 'fa9'"):
+        ways_of(("sdpa", "fa9"), known)
+
+
+# --- bits ----------------------------------------------------------------------------------------
+
+
+def restless(*, deterministic):
+    """Right, but each backward's bits are others."""
+    calls = []
+
+    class Restless(Prepared):
+        def backward(self, out):
+            calls.append(None)
+            return tuple(x * (1 + len(calls) * 2**-23) for x in super().backward(out))
+
+    def prepare(inputs, needs_grad):
+        right = ours("sdpa")(inputs, needs_grad)
+        return Restless(right.forward, right.leaves, right.cotangent, deterministic=deterministic)
+
+    return prepare
+
+
+def test_a_deterministic_backward_must_repeat_its_bits(inputs):
+    ways = {
+        "promised": restless(deterministic=True),
+        "ordinary": restless(deterministic=False),
+        "kept": ours("sdpa", deterministic=True),
+    }
+    found = measured(inputs, ways, bits=True)
+    assert statuses(found, "promised") == ["ok", "wrong"]
+    assert "did not all give the same bits" in found["promised", "backward"].reason
+    assert "device_ms_p50" not in found["promised", "backward"].measures
+    assert statuses(found, "ordinary") == ["ok", "ok"]
+    bits = [found[name, "backward"].measures["bits_equal"] for name in ways]
+    assert bits == [False, False, True]
+    assert "bits_equal" not in found["ordinary", "forward"].measures
+
+
+def test_a_promise_is_checked_unasked(inputs):
+    found = measured(inputs, {"promised": restless(deterministic=True)})
+    assert statuses(found, "promised") == ["ok", "wrong"]
+
+
+def test_the_raw_kernel_is_asked_for_determinism_where_it_takes_that(inputs):
+    with pytest.raises(Unsupported, match="raw:flex takes no `deterministic`"):
+        raw("flex", deterministic=True)(inputs, False)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A device of so many bytes, held by what is alive."""
+
+    def __init__(self, size):
+        self.size, self.held = size, weakref.WeakKeyDictionary()
+
+    def allocated(self, options=None):
+        return sum(self.held.values())
+
+    def prepare(self, takes, inputs, needs_grad):
+        class Buffer:
+            pass
+
+        right, buffer = ours("sdpa")(inputs, needs_grad), Buffer()
+        if self.allocated() + takes > self.size:
+            raise torch.OutOfMemoryError("no room")
+        self.held[buffer] = takes
+
+        def forward(buffer=buffer):
+            return right.forward()
+
+        return Prepared(forward, right.leaves, right.cotangent)
+
+
+def test_what_does_not_fit_beside_the_others_is_timed_alone(inputs, monkeypatch):
+    """Neither are the small ones lost, nor the large one, whichever comes first."""
+    memory = Memory(10)
+    monkeypatch.setattr(attention_check, "allocated", memory.allocated)
+    takes = {"small": 2, "large": 9, "other": 3, "larger": 11}
+    ways = {name: partial(memory.prepare, size) for name, size in takes.items()}
+    found = measured(inputs, ways)
+    alone = {key[0] for key, finding in found.items() if finding.measures.get("timed_alone")}
+    assert statuses(found, "larger") == ["oom", "oom"]
+    for name in ("small", "other", "large"):
+        assert statuses(found, name) == ["ok", "ok"]
+    assert alone == {"large"}
+
+
+def test_a_variant_that_fails_when_it_is_timed_fails_alone(inputs):
+    calls = []
+
+    def prepare(inputs, needs_grad):
+        right = ours("sdpa")(inputs, needs_grad)
+
+        def forward():
+            calls.append(None)
+            if len(calls) > 3:  # checked, tried out
+                raise AssertionError("tired")
+            return right.forward()
+
+        return Prepared(forward, right.leaves, right.cotangent)
+
+    found = measured(inputs, {"tired": prepare, "good": ours("sdpa")})
+    assert statuses(found, "tired") == ["failed", "failed"]
+    assert "tired" in found["tired", "forward"].reason
+    assert statuses(found, "good") == ["ok", "ok"]
+
+
+# --- a dead device -------------------------------------------------------------------------------
+
+DEAD = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_kernel_that_kills_the_device_ends_the_case(inputs, where):
+    bad = bent(out=raises(DEAD)) if where == "forward" else bent(backward=raises(DEAD))
+    refused = raises(Unsupported("refused"))
+    with pytest.raises(DeviceLost, match=r"bad killed the device.*run again") as caught:
+        measured(inputs, {"refused": refused, "good": ours("sdpa"), "bad": bad})
+    found = {(x.variant, x.pass_): x for x in caught.value.findings}
+    assert statuses(found, "refused") == ["unsupported", "unsupported"]
+    assert statuses(found, "bad") == ["failed", "failed"]
+    assert all(found["bad", pass_].measures["fatal"] for pass_ in PASSES)
+    assert ("good", "forward") not in found  # it was not timed
+
+
+def test_of_a_death_while_timing_all_are_suspect(inputs, monkeypatch):
+    monkeypatch.setattr(attention, "time_calls", raises(DEAD))
+    with pytest.raises(DeviceLost, match="timing killed the device") as caught:
+        measured(inputs, {"a": ours("sdpa"), "b": ours("reference")})
+    assert [x.measures["fatal"] for x in caught.value.findings] == [True] * 4
+
+
+# --- the clock -----------------------------------------------------------------------------------
+
+
+def test_calls_on_the_cpu_are_timed_in_turn():
+    order = []
+    calls = {name: partial(order.append, name) for name in "abc"}
+    timings = time_calls(calls, dict.fromkeys(calls, 1e-6), OPTIONS)
+    assert {x["device_repeats"] for x in timings.values()} == {MAX_REPEATS}
+    assert not any(name.startswith("host") for x in timings.values() for name in x)
+    each = len(order) // (3 * MAX_REPEATS)
+    rounds = [order[i : i + 3 * each] for i in range(0, len(order), 3 * each)]
+    assert all(set(one) == set("abc") for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 1  # in an order of its own each
+
+
+def test_slow_calls_are_timed_a_few_times():
+    timings = time_calls({"a": lambda: None}, {"a": 10.0}, OPTIONS)
+    assert timings["a"]["device_repeats"] == MIN_REPEATS
+
+
+@pytest.mark.parametrize(("seconds", "lead_in"), [(1e-4, 1), (1e-2, 0)])
+def test_on_a_gpu_host_and_device_are_told_apart(monkeypatch, seconds, lead_in):
+    asked = []
+
+    def timed(calls, **options):
+        asked.append(options)
+        return {name: HostAndDevice(summarize([1.0]), summarize([2.0])) for name in calls}
+
+    monkeypatch.setattr(attention_clock, "time_host_and_device", timed)
+    options = Options(torch.device("cuda"), seconds=1.0)
+    found = time_calls({"a": lambda: None}, {"a": seconds}, options)
+    assert (found["a"]["host_ms_p50"], found["a"]["device_ms_p50"]) == (1.0, 2.0)
+    assert asked[0]["lead_in"] == lead_in

@@ -1,0 +1,447 @@
+"""The suite "model" on tiny models: right before timed, real tokens counted, all rows rendered."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexvarlen.bench import model_cases, model_measure, model_step, model_train
+from flexvarlen.bench.cases import new_causal_lm
+from flexvarlen.bench.model_batches import Collection, padded_groups
+from flexvarlen.bench.model_cases import ModelCase, split_variant, text_lengths, training_bytes
+from flexvarlen.bench.model_generate import Generation
+from flexvarlen.bench.model_step import IGNORE_INDEX, next_token_gradient, outcome_of, repeats_for
+from flexvarlen.bench.model_suite import SUITE
+from flexvarlen.bench.model_train import Training
+from flexvarlen.bench.runner import Run, run_suite
+from flexvarlen.bench.suite import DeviceLost, Options
+from flexvarlen.bench.variants import Unsupported, make_variant
+from flexvarlen.plotstyle import style_of
+from flexvarlen.rows import Row, read_rows
+
+QUICK = Options(torch.device("cpu"), quick=True, seconds=0.05, say=lambda line: None)
+TEXT, LOG_NORMAL, COMPILED, GENERATE = SUITE.cases(QUICK)
+ON_A_GPU = Options(torch.device("cuda"))
+BASELINE = "padded:transformers:sdpa"
+
+
+def measured(case: ModelCase, *variants: str):
+    return {(f.variant, f.pass_): f for f in SUITE.measure(case, variants, QUICK)}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "rows.jsonl"
+    ended = run_suite(SUITE, QUICK, Run(path, commit="x"))
+    assert (ended.measured, ended.left) == (4, 0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(path):
+    return read_rows([path])
+
+
+# --- what a run gives ----------------------------------------------------------------------------
+
+
+def test_every_variant_has_a_row_of_every_pass(rows):
+    found = {
+        (r.case["task"], r.case["tokens"], r.case["variant"], r.case.get("pass")) for r in rows
+    }
+    expected = {
+        (case.task, case.tokens, variant, pass_)
+        for case in SUITE.cases(QUICK)
+        for variant in SUITE.variants(case, QUICK)
+        for pass_ in (("prefill", "decode") if case.task == "generate" else (None,))
+    }
+    assert found == expected
+    status = {(row.case["variant"], row.status) for row in rows}
+    refused = ("packed:transformers:flash_attention_2", "unsupported")
+    assert refused in status
+    assert {(name, "ok") for name, _ in status if name != refused[0]} | {refused} == status
+
+
+def test_throughput_counts_no_pads(rows):
+    padded = [
+        row
+        for row in rows
+        if row.case["variant"] == BASELINE and row.case["documents"] == "log-normal"
+    ]
+    assert len(padded) == 3
+    for row in padded:
+        m, case = row.measures, row.case
+        assert m["positions"] > case["tokens"]
+        seconds = m["ms_p50"] / 1e3
+        counted = case["tokens"]
+        if case.get("pass") == "decode":
+            counted = m["prompts"] * (case["new_tokens"] - 1)
+        if m["tokens_per_s"] is not None:
+            assert m["tokens_per_s"] == pytest.approx(counted / seconds)
+
+
+def test_a_training_row_says_what_its_step_was(rows):
+    of_case = {(r.case["tokens"], r.case["variant"]): r for r in rows if r.case["mode"] == "eager"}
+    row = of_case[LOG_NORMAL.tokens, "serial:transformers:eager"]
+    assert "AdamW" in row.case["step"]
+    assert row.case["checkpointing"]
+    m = row.measures
+    assert m["forwards"] == m["documents"] > 1
+    assert m["error"] <= 2 * (m["peer_error"] + torch.finfo(torch.float32).eps)
+    assert m["grad_error"] <= 3 * (m["peer_grad_error"] + torch.finfo(torch.float32).eps)
+    assert m["ms_p20"] <= m["ms_p50"] <= m["ms_p80"]
+    assert of_case[TEXT.tokens, "packed:auto"].measures["attends"] == "sdpa"
+
+
+def test_compiling_is_told_apart(rows):
+    compiled = [row.measures for row in rows if row.case["mode"] == "compiled"]
+    assert len(compiled) == 2
+    for m in compiled:
+        assert (m["graphs"], m["compilations_while_timing_all"]) == (1, 0)
+        assert m["first_step_s"] > m["compile_s"] > 0
+        assert m["first_step_s"] > m["ms_p50"] / 1e3
+
+
+def test_a_finished_case_is_not_measured_again(path, monkeypatch):
+    monkeypatch.setattr(type(SUITE), "measure", lambda *args: pytest.fail("measured again"))
+    before = path.read_text()
+    ended = run_suite(SUITE, QUICK, Run(path, commit="x"))
+    assert (ended.measured, ended.done_before) == (0, 4)
+    assert path.read_text() == before
+
+
+# --- what is wrong is not timed ------------------------------------------------------------------
+
+
+def test_a_variant_that_leaks_is_wrong_and_not_timed(monkeypatch):
+    def leaking(name, *args, **options):
+        variant = make_variant(name, *args, **options)
+        if not name.startswith("transformers:"):
+            return variant
+        return dataclasses.replace(variant, inputs=lambda lengths: {"use_cache": False})
+
+    monkeypatch.setattr(model_train, "make_variant", leaking)
+    found = measured(TEXT, "packed:sdpa", "packed:transformers:sdpa", BASELINE)
+    leaked = found["packed:transformers:sdpa", ""]
+    assert leaked.status == "wrong"
+    assert "outputs" in leaked.reason
+    assert "ms_p50" not in leaked.measures
+    assert {f.status for f in found.values() if f is not leaked} == {"ok"}
+
+
+def test_labels_of_the_next_document_are_wrong(monkeypatch):
+    """A document's last token learning the next one's first: outputs are right, gradients not."""
+    packed = Collection.packed
+
+    def across(self, boundaries):
+        (batch,) = packed(self, boundaries)
+        return [dataclasses.replace(batch, labels=self.ids.roll(-1, dims=1))]
+
+    monkeypatch.setattr(Collection, "packed", across)
+    found = measured(LOG_NORMAL, "packed:sdpa")["packed:sdpa", ""]
+    assert found.status == "wrong"
+    assert "gradients" in found.reason
+
+
+def test_a_prompt_that_sees_its_pads_is_wrong(monkeypatch):
+    prompts = Collection.prompts
+
+    def unmasked(self):
+        found = prompts(self)
+        return found | {"attention_mask": torch.ones_like(found["input_ids"])}
+
+    monkeypatch.setattr(Collection, "prompts", unmasked)
+    found = measured(GENERATE, "padded:sdpa", "serial:sdpa")
+    assert {found["padded:sdpa", pass_].status for pass_ in Generation.passes} == {"wrong"}
+    assert {found["serial:sdpa", pass_].status for pass_ in Generation.passes} == {"ok"}
+
+
+def test_generation_is_not_packed():
+    found = measured(GENERATE, "packed:sdpa")
+    assert {f.status for f in found.values()} == {"unsupported"}
+    assert "not packed" in found["packed:sdpa", "decode"].reason
+
+
+# --- what raises is a row ------------------------------------------------------------------------
+
+
+def out_of_memory_at(monkeypatch, owner, name, condition):
+    own = getattr(owner, name)
+
+    def raising(self, *args, **options):
+        if condition(self, *args):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 PiB")
+        return own(self, *args, **options)
+
+    monkeypatch.setattr(owner, name, raising)
+
+
+def test_a_variant_that_does_not_fit_is_a_row_and_the_others_go_on(monkeypatch):
+    out_of_memory_at(monkeypatch, Training, "check", lambda self, name: name == "packed:sdpa")
+    found = measured(TEXT, "packed:sdpa", BASELINE)
+    assert found["packed:sdpa", ""].status == "oom"
+    assert "2 PiB" in found["packed:sdpa", ""].reason
+    assert found[BASELINE, ""].status == "ok"
+
+
+def test_an_oracle_that_does_not_fit_is_a_row_of_every_variant(monkeypatch):
+    out_of_memory_at(monkeypatch, Generation, "alone", lambda *args: True)
+    found = measured(GENERATE, "padded:sdpa", BASELINE)
+    assert len(found) == 4
+    assert {f.status for f in found.values()} == {"oom"}
+
+
+def test_what_raises_while_timed_is_left_out(monkeypatch):
+    calls = []
+
+    def third_time(self, call, batches):
+        packed = len(batches) == 1
+        calls.append(packed)
+        return packed and calls.count(True) > 2
+
+    out_of_memory_at(monkeypatch, Training, "step", third_time)
+    found = measured(LOG_NORMAL, "packed:sdpa", BASELINE, "serial:sdpa")
+    assert {name: f.status for (name, _), f in found.items()} == {
+        "packed:sdpa": "oom",
+        BASELINE: "ok",
+        "serial:sdpa": "ok",
+    }
+    assert "ms_p50" not in found["packed:sdpa", ""].measures
+
+
+def test_an_error_that_takes_the_device_ends_the_case(monkeypatch):
+    monkeypatch.setattr(model_measure, "is_lost", lambda error, device: True)
+
+    def illegal(self, variant):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(Training, "check", illegal)
+    with pytest.raises(DeviceLost, match="packed:sdpa") as raised:
+        SUITE.measure(TEXT, ["packed:sdpa", BASELINE], QUICK)
+    (finding,) = raised.value.findings
+    assert (finding.variant, finding.status) == ("packed:sdpa", "failed")
+    assert finding.measures["fatal"]
+
+
+def test_an_oracle_that_takes_the_device_is_no_variants_fault(monkeypatch):
+    monkeypatch.setattr(model_measure, "is_lost", lambda error, device: True)
+    out_of_memory_at(monkeypatch, Training, "alone", lambda *args: True)
+    with pytest.raises(DeviceLost, match="the oracle of qwen3-tiny") as raised:
+        SUITE.measure(TEXT, ["packed:sdpa"], QUICK)
+    assert raised.value.findings == ()
+
+
+def test_outcomes():
+    assert outcome_of(Unsupported("no package")) == ("unsupported", "no package")
+    assert outcome_of(NotImplementedError("no"))[0] == "unsupported"
+    assert outcome_of(torch.OutOfMemoryError("big"))[0] == "oom"
+    assert outcome_of(KeyError("x"))[0] == "failed"
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_at_once", [5, 4096])
+def test_the_loss_is_that_of_transformers(rows_at_once, monkeypatch):
+    monkeypatch.setattr(model_step, "LOSS_ROWS", rows_at_once)
+    torch.manual_seed(0)
+    lm = new_causal_lm("qwen3-tiny", None, torch.float64, torch.device("cpu"))
+    ids = torch.randint(128, (1, 32))
+    labels = Collection(ids, (12, 20)).labels
+    # transformers shifts by itself: the label before which a document begins counts for nothing.
+    theirs = ids.clone()
+    theirs[:, [0, 12]] = IGNORE_INDEX
+    lm(ids, labels=theirs).loss.backward()
+    expected = {name: p.grad.clone() for name, p in lm.named_parameters()}
+    lm.zero_grad()
+    hidden = lm.base_model(ids).last_hidden_state
+    hidden.backward(next_token_gradient(hidden, lm.lm_head.weight, labels, counted=30))
+    # transformers takes the logits to fp32.
+    for name, parameter in lm.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_steps_leave_the_weights_alone():
+    training = Training(TEXT, QUICK)
+    training.prepare()
+    before = [p.detach().clone() for p in training.lm.parameters()]
+    batches = training.collection.serial()
+    training.step(training.base, batches)
+    assert all(p.grad.abs().max() > 0 for p in training.lm.parameters())
+    assert all(map(torch.equal, before, training.lm.parameters()))
+    states = training.optimizer.state.values()
+    assert all(state["exp_avg_sq"].abs().max() > 0 for state in states)
+
+
+def test_every_way_of_batching_holds_the_same_tokens_and_labels():
+    lengths = (5, 1, 17, 9, 8)
+    whole = Collection(torch.randint(1, 128, (1, 40)), lengths)
+    for batches in (whole.packed({}), whole.padded(40), whole.serial()):
+        ids = [b.tokens_of(b.inputs["input_ids"][..., None]) for b in batches]
+        labels = [b.tokens_of(b.labels[..., None]) for b in batches]
+        assert torch.equal(torch.cat(ids)[:, 0], whole.ids[0])
+        assert torch.equal(torch.cat(labels)[:, 0], whole.labels[0])
+    assert int((whole.labels != IGNORE_INDEX).sum()) == whole.counted == 35
+    assert [len(b.labels) for b in whole.padded(40)] == [2, 2, 1]
+    prompts = whole.prompts()
+    real = prompts["attention_mask"].bool()
+    assert torch.equal(prompts["input_ids"][real], whole.ids[0])
+    assert real[:, -1].all()
+
+
+def test_padded_batches_fit_where_the_row_fits():
+    lengths = [300, 1, 1, 1000, 20, 700, 4]
+    groups = list(padded_groups(lengths, 2026))
+    assert [index for group in groups for index in group] == list(range(7))
+    assert all(len(g) * max(lengths[i] for i in g) <= 2026 for g in groups)
+    assert list(padded_groups([9], 3)) == [[0]]
+
+
+def test_slow_steps_are_timed_less_often():
+    budget, most = 3.0, 15
+    assert repeats_for({"a": 0.01, "b": 2.0, "c": 21.0}, budget, most) == {"a": 15, "b": 3, "c": 1}
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+def test_lengths_are_those_of_the_files(tmp_path):
+    short, long = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_text("one two three")
+    long.write_text("a longer text of several words. " * 30)
+    found = text_lengths(400, 0, [short, long])
+    assert sum(found) == 400
+    counts = {length: found.count(length) for length in set(found)}
+    assert len(counts) <= 3  # the two texts', and the last, cut
+    assert max(found) <= 200
+    options = dataclasses.replace(QUICK, text=(short, long))
+    (case,) = [case for case in SUITE.cases(options) if case.documents == "text"]
+    assert case.source == "short.txt, long.txt"
+    assert case.lengths(options.text) != case.lengths(None)
+    assert case.data() != TEXT.data()  # a resumed run measures other texts anew
+
+
+def test_cases_on_a_gpu_have_names_of_their_own():
+    cases = SUITE.cases(ON_A_GPU)
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    assert {case.tokens for case in cases} == {2048, 8192, 32_768, 131_072}
+    assert {case.mode for case in cases} == {"eager", "compiled"}
+    for case in cases:
+        assert case.task == "train" or case.new_tokens > 1
+        for variant in SUITE.variants(case, ON_A_GPU):
+            batching, attention = split_variant(variant)
+            assert style_of(attention)
+            assert (case.task, batching) != ("generate", "packed")
+
+
+def test_only_what_does_not_fit_is_checkpointed():
+    of = {case.name: case.checkpointing for case in SUITE.cases(ON_A_GPU)}
+    assert not of["qwen3-1.7b-train-eager-8K-text"]
+    assert of["qwen3-1.7b-train-eager-128K-text"]
+    assert not of["qwen3-1.7b-generate-eager-8K-text"]
+    assert training_bytes("llama-3.1-8b", 0) == pytest.approx(8 * 8.03e9, rel=0.01)
+    eager = [name for name in of if "-eager-8K" in name and "train" in name]
+    assert all(of[name] == of[name.replace("eager", "compiled")] for name in eager)
+
+
+def test_a_variant_must_say_how_it_batches():
+    with pytest.raises(ValueError, match="how its documents are batched"):
+        SUITE.measure(TEXT, ["sdpa"], QUICK)
+    with pytest.raises(ValueError, match="variant must be one of"):
+        split_variant("packed:")
+
+
+# --- tables and figures --------------------------------------------------------------------------
+
+
+def test_tables_show_every_row(rows):
+    text = SUITE.section(rows)
+    assert "commit x" in text
+    assert "| packed | `auto` (sdpa) |" in text
+    assert "| packed | transformers `flash_attention_2` | unsupported (1) |" in text
+    assert "layers checkpointed" in text
+    assert "| padded | transformers `sdpa` |" in text
+    assert "tokens generated for each" in text
+    assert f"{TEXT.tokens:,} tokens" in text
+
+
+def context(rows, tokens: int):
+    """The text case at another context."""
+    return [
+        dataclasses.replace(row, case=row.case | {"tokens": tokens})
+        for row in rows
+        if row.case["documents"] == "text"
+    ]
+
+
+def test_a_column_a_context(rows):
+    own = context(rows, 256) + context(rows, 1024)
+    own = [
+        dataclasses.replace(row, status="oom", reason="too big", measures={})
+        if (row.case["variant"], row.case["tokens"]) == ("packed:auto", 1024)
+        else row
+        for row in own
+    ]
+    text = SUITE.section(own)
+    assert "| batch | attention | 256 tokens | 1,024 tokens |" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| packed | `auto`")]
+    assert line.endswith("| oom (2) |")
+    assert "(2) too big" in text
+    (base,) = [line for line in text.splitlines() if line.startswith("| padded | transformers")]
+    assert base.count("1.00×") == 2
+
+
+def test_machines_are_not_mixed(rows):
+    other = [
+        dataclasses.replace(row, environment=row.environment | {"gpu": "NVIDIA H200"})
+        for row in context(rows, 256)
+    ]
+    text = SUITE.section(context(rows, 256) + other)
+    assert text.count("| batch | attention | 256 tokens |") == 2
+
+
+def test_figures_are_drawn_from_the_rows_alone(rows, tmp_path):
+    refused = [dataclasses.replace(row, status="oom") for row in context(rows, 512)]
+    drawn = SUITE.figures([*rows, *context(rows, 1024), *refused], tmp_path / "figures")
+    assert [path.name for path in drawn] == [
+        "model-qwen3-tiny-eager-text-cpu.png",
+        "model-llama-tiny-eager-log-normal-cpu.png",
+        "model-qwen3-tiny-compiled-uniform-cpu.png",
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_steps_of_the_benchmark_beside_it_share_the_page(rows, tmp_path):
+    """`flexvarlen.bench.model` writes rows of the same suite, which say no task."""
+    committed = Path(model_cases.__file__).parent / "results" / "model-qwen3-1.7b-h200.jsonl"
+    steps = read_rows([committed])
+    text = SUITE.section([*rows, *steps])
+    assert "forward+backward" in text
+    assert SUITE.section(rows) in text
+    drawn = SUITE.figures(steps, tmp_path)
+    assert drawn
+    assert all(path.exists() for path in drawn)
+
+
+def test_a_case_of_which_nothing_ran_has_a_table():
+    environment = {"gpu": "G", "started_utc": "1"}
+    found = [
+        Row("model", TEXT.data() | {"variant": "packed:auto"}, "oom", "big", {}, environment),
+        *(
+            Row(
+                "model",
+                GENERATE.data() | {"variant": "padded:auto", "pass": pass_},
+                "oom",
+                "big",
+                {},
+                environment,
+            )
+            for pass_ in Generation.passes
+        ),
+    ]
+    text = SUITE.section(found)
+    assert text.count("oom (1)") == 2
