@@ -49,13 +49,13 @@ lint: $(INSTALLED) ## Run ruff and mypy
 	.venv/bin/mypy
 
 bench: ## Time packed models on a GPU, with PYTHON (BENCH_ARGS="--help" lists the options)
-	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.model $(BENCH_ARGS)
+	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.model.packings $(BENCH_ARGS)
 
 bench-mask: ## Time building document masks on a GPU, with PYTHON
-	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.mask_build $(BENCH_ARGS)
+	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.mask_build.suite $(BENCH_ARGS)
 
 bench-kernels: ## Time every kernel beside the raw one that it wraps on a GPU, with PYTHON
-	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.kernels $(BENCH_ARGS)
+	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.attention.kernels $(BENCH_ARGS)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

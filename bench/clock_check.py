@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import torch
 import torch._functorch.config
 
+from flexvarlen.bench.attention.kernels_cells import document_lengths
+from flexvarlen.bench.attention.raw_kernels import RAW, Inputs
+from flexvarlen.bench.clock_check_tables import WITHIN, clock_section
 from flexvarlen.bench.device_trace import DeviceEvent, device_events
-from flexvarlen.bench.kernels_cells import document_lengths
-from flexvarlen.bench.raw_kernels import RAW, Inputs
-from flexvarlen.bench.report_clock_check import WITHIN, clock_section
 from flexvarlen.bench.runner import Run, run_suite
 from flexvarlen.bench.suite import Case, DeviceLost, Finding, Options, Suite
 from flexvarlen.equivalence.variants import Unsupported

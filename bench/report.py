@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from flexvarlen.bench.capabilities import capabilities_section
-from flexvarlen.bench.host_time import host_time_section
-from flexvarlen.bench.report_claims import CLAIM_SUITES, claims_section
-from flexvarlen.bench.report_compile import compile_section, small_inference_section
-from flexvarlen.bench.report_families import families_section
-from flexvarlen.bench.report_leaks import leaks_table
-from flexvarlen.bench.report_model import model_groups as model_groups
-from flexvarlen.bench.report_model import model_section as model_section
+from flexvarlen.bench.attention.host_time import host_time_section
+from flexvarlen.bench.claims_tables import CLAIM_SUITES, claims_section
+from flexvarlen.bench.contract.capabilities import capabilities_section
+from flexvarlen.bench.contract.families_tables import families_section
+from flexvarlen.bench.contract.leaks_tables import leaks_table
+from flexvarlen.bench.model.compile_tables import compile_section, small_inference_section
+from flexvarlen.bench.model.packings_tables import model_groups as model_groups
+from flexvarlen.bench.model.packings_tables import model_section as model_section
 from flexvarlen.bench.suite import SUITES, suite_of
 from flexvarlen.rows import Row, read_rows
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexvarlen.bench.report_mask_build import Notes
+from flexvarlen.bench.mask_build.tables import Notes
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 

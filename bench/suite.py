@@ -117,14 +117,14 @@ class Suite(ABC):
 
 
 SUITES: dict[str, str] = {
-    "varlen-study": "flexvarlen.bench.varlen_study",
-    "varlen-overhead": "flexvarlen.bench.varlen_overhead",
-    "scaling": "flexvarlen.bench.scaling",
-    "padding": "flexvarlen.bench.padding",
-    "sdpa-backends": "flexvarlen.bench.sdpa_backends",
-    "model": "flexvarlen.bench.model_suite",
-    "mask-build": "flexvarlen.bench.mask_build",
-    "kernels": "flexvarlen.bench.kernels",
+    "varlen-study": "flexvarlen.bench.attention.varlen_study",
+    "varlen-overhead": "flexvarlen.bench.attention.varlen_overhead",
+    "scaling": "flexvarlen.bench.attention.scaling",
+    "padding": "flexvarlen.bench.attention.padding",
+    "sdpa-backends": "flexvarlen.bench.attention.sdpa_backends",
+    "model": "flexvarlen.bench.model.suite",
+    "mask-build": "flexvarlen.bench.mask_build.suite",
+    "kernels": "flexvarlen.bench.attention.kernels",
     "clock-check": "flexvarlen.bench.clock_check",
 }
 """The module of each suite, which holds it as `SUITE`; none is imported before it is asked for."""

@@ -9,10 +9,12 @@ import torch
 
 import flexvarlen as fv
 import flexvarlen.rows as row_module
-from flexvarlen.bench import model, model_run, report
-from flexvarlen.bench.accuracy import Errors
-from flexvarlen.bench.cases import GEOMETRIES, Case, log_normal_lengths
-from flexvarlen.bench.variants import make_variant
+from flexvarlen.bench import report
+from flexvarlen.bench.model import packings as model
+from flexvarlen.bench.model import packings_run as model_run
+from flexvarlen.bench.model.accuracy import Errors
+from flexvarlen.bench.model.geometries import GEOMETRIES, Case, log_normal_lengths
+from flexvarlen.bench.model.variants import make_variant
 from flexvarlen.plotstyle import STYLES, style_of
 from flexvarlen.rows import Row, append_row, read_rows, run_environment
 

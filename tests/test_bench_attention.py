@@ -8,10 +8,18 @@ from functools import partial
 import pytest
 import torch
 
-from flexvarlen.bench import attention, attention_check, attention_clock
-from flexvarlen.bench.attention import PASSES, measure_attention, ours, raw, ways_of
-from flexvarlen.bench.attention_clock import MAX_REPEATS, MIN_REPEATS, time_calls
-from flexvarlen.bench.raw_kernels import Inputs, Prepared, Unsupported, sdpa_of_one, serial
+from flexvarlen.bench.attention import check as attention_check
+from flexvarlen.bench.attention import clock as attention_clock
+from flexvarlen.bench.attention import engine as attention
+from flexvarlen.bench.attention.clock import MAX_REPEATS, MIN_REPEATS, time_calls
+from flexvarlen.bench.attention.engine import PASSES, measure_attention, ours, raw, ways_of
+from flexvarlen.bench.attention.raw_kernels import (
+    Inputs,
+    Prepared,
+    Unsupported,
+    sdpa_of_one,
+    serial,
+)
 from flexvarlen.bench.suite import DeviceLost, Options
 from flexvarlen.measure import HostAndDevice, summarize
 

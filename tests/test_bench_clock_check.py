@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flexvarlen.bench import clock_check
+from flexvarlen.bench.attention.raw_kernels import Prepared
 from flexvarlen.bench.clock_check import SUITE, ClockCase, Unreadable, calls_of, clock_cases
 from flexvarlen.bench.device_trace import DeviceEvent
-from flexvarlen.bench.raw_kernels import Prepared
 from flexvarlen.bench.suite import DeviceLost, Options, suite_of
 from flexvarlen.measure import HostAndDevice, summarize
 from flexvarlen.rows import Row

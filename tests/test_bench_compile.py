@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.bench import (
+from flexvarlen.bench import report
+from flexvarlen.bench.model import (
     compile_time,
     compile_time_child,
-    report,
     small_inference,
     small_inference_inputs,
     utilisation,
 )
-from flexvarlen.bench.cases import GEOMETRIES, Case
-from flexvarlen.bench.compile_time_child import Child
-from flexvarlen.bench.utilisation import noting_auto, peak_tflops, step_tflop
-from flexvarlen.bench.variants import DEFAULT_VARIANTS
+from flexvarlen.bench.model.compile_time_child import Child
+from flexvarlen.bench.model.geometries import GEOMETRIES, Case
+from flexvarlen.bench.model.utilisation import noting_auto, peak_tflops, step_tflop
+from flexvarlen.bench.model.variants import DEFAULT_VARIANTS
 from flexvarlen.plotstyle import style_of
 from flexvarlen.rows import Row, append_row, read_rows
 

@@ -1,4 +1,4 @@
-"""flexvarlen.bench.families: what leaks or errs is a wrong cell, what is refused none."""
+"""flexvarlen.bench.contract.families: what leaks or errs is a wrong cell, what is refused none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from flexvarlen.bench import families
+from flexvarlen.bench.contract import families
 
 ARGUMENTS = ["--device", "cpu", "--sample", "--backends", "sdpa", "reference", "--families"]
 

@@ -12,13 +12,17 @@ import torch
 
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
-from flexvarlen.bench import attention, figure_kernels, kernels, report, report_kernels
-from flexvarlen.bench.kernels import SUITE, KernelCase
-from flexvarlen.bench.kernels_accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
-from flexvarlen.bench.kernels_cells import SUBSETS, Cell
-from flexvarlen.bench.mask_build_accuracy import Answer
-from flexvarlen.bench.mask_build_accuracy import alone as by_autograd
-from flexvarlen.bench.raw_kernels import RAW, Inputs, behind_varlen
+from flexvarlen.bench import report
+from flexvarlen.bench.attention import engine as attention
+from flexvarlen.bench.attention import kernels
+from flexvarlen.bench.attention import kernels_figure as figure_kernels
+from flexvarlen.bench.attention import kernels_tables as report_kernels
+from flexvarlen.bench.attention.accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
+from flexvarlen.bench.attention.kernels import SUITE, KernelCase
+from flexvarlen.bench.attention.kernels_cells import SUBSETS, Cell
+from flexvarlen.bench.attention.raw_kernels import RAW, Inputs, behind_varlen
+from flexvarlen.bench.mask_build.accuracy import Answer
+from flexvarlen.bench.mask_build.accuracy import alone as by_autograd
 from flexvarlen.bench.runner import Run, row_case, run_suite
 from flexvarlen.bench.suite import DeviceLost, Finding, Options
 from flexvarlen.rows import Row, append_row, read_rows

@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexvarlen.bench import model_cases, model_measure, model_step, model_train
-from flexvarlen.bench.cases import new_causal_lm
-from flexvarlen.bench.model_batches import Collection, padded_groups
-from flexvarlen.bench.model_cases import ModelCase, split_variant, text_lengths, training_bytes
-from flexvarlen.bench.model_generate import Generation
-from flexvarlen.bench.model_step import IGNORE_INDEX, next_token_gradient, outcome_of, repeats_for
-from flexvarlen.bench.model_suite import SUITE
-from flexvarlen.bench.model_train import Training
+from flexvarlen.bench.model import cases as model_cases
+from flexvarlen.bench.model import measure as model_measure
+from flexvarlen.bench.model import step as model_step
+from flexvarlen.bench.model import train as model_train
+from flexvarlen.bench.model.batches import Collection, padded_groups
+from flexvarlen.bench.model.cases import ModelCase, split_variant, text_lengths, training_bytes
+from flexvarlen.bench.model.generate import Generation
+from flexvarlen.bench.model.geometries import new_causal_lm
+from flexvarlen.bench.model.step import IGNORE_INDEX, next_token_gradient, outcome_of, repeats_for
+from flexvarlen.bench.model.suite import SUITE
+from flexvarlen.bench.model.train import Training
+from flexvarlen.bench.model.variants import Unsupported, make_variant
 from flexvarlen.bench.runner import Run, run_suite
 from flexvarlen.bench.suite import DeviceLost, Options
-from flexvarlen.bench.variants import Unsupported, make_variant
 from flexvarlen.plotstyle import style_of
 from flexvarlen.rows import Row, read_rows
 
@@ -416,8 +419,8 @@ def test_figures_are_drawn_from_the_rows_alone(rows, tmp_path):
 
 
 def test_steps_of_the_benchmark_beside_it_share_the_page(rows, tmp_path):
-    """`flexvarlen.bench.model` writes rows of the same suite, which say no task."""
-    committed = Path(model_cases.__file__).parent / "results" / "model-qwen3-1.7b-h200.jsonl"
+    """`flexvarlen.bench.model.packings` writes rows of the same suite, which say no task."""
+    committed = Path(model_cases.__file__).parent.parent / "results" / "model-qwen3-1.7b-h200.jsonl"
     steps = read_rows([committed])
     text = SUITE.section([*rows, *steps])
     assert "forward+backward" in text

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from flexvarlen.bench import padding, sdpa_ways
-from flexvarlen.bench.attention import Inputs
-from flexvarlen.bench.kernels_accuracy import Oracle
-from flexvarlen.bench.mask_build_accuracy import Answer
-from flexvarlen.bench.padded_module import Module, packed_module, padded_module
-from flexvarlen.bench.padding import PADDED, SUITE, PaddingCase
-from flexvarlen.bench.rectangle import Rectangle
-from flexvarlen.bench.sdpa_ways import sdpa
+from flexvarlen.bench.attention import padding, sdpa_ways
+from flexvarlen.bench.attention.accuracy import Oracle
+from flexvarlen.bench.attention.engine import Inputs
+from flexvarlen.bench.attention.padded_module import Module, packed_module, padded_module
+from flexvarlen.bench.attention.padding import PADDED, SUITE, PaddingCase
+from flexvarlen.bench.attention.rectangle import Rectangle
+from flexvarlen.bench.attention.sdpa_ways import sdpa
+from flexvarlen.bench.mask_build.accuracy import Answer
 from flexvarlen.bench.suite import Options, suite_of
 from tests.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large
 

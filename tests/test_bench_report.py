@@ -10,8 +10,8 @@ import torch
 
 from flexvarlen.bench import report as report_module
 from flexvarlen.bench.claims import Claim, Cost, Found, Within
+from flexvarlen.bench.claims_tables import CLAIM_SUITES, claims_section, published, sentence
 from flexvarlen.bench.report import SECTIONS, report, section_of
-from flexvarlen.bench.report_claims import CLAIM_SUITES, claims_section, published, sentence
 from flexvarlen.bench.series import measured_cases
 from flexvarlen.bench.suite import SUITES, Options, suite_of
 from flexvarlen.rows import Row, append_rows

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from flexvarlen.bench import padded, scaling
-from flexvarlen.bench.attention import Inputs, findings_of_all
-from flexvarlen.bench.kernels_accuracy import alone
-from flexvarlen.bench.padded import FIXED, fixed_flex, fixed_packaged, standard
-from flexvarlen.bench.scaling import SUITE, ScalingCase
+from flexvarlen.bench.attention import padded, scaling
+from flexvarlen.bench.attention.accuracy import alone
+from flexvarlen.bench.attention.engine import Inputs, findings_of_all
+from flexvarlen.bench.attention.padded import FIXED, fixed_flex, fixed_packaged, standard
+from flexvarlen.bench.attention.scaling import SUITE, ScalingCase
 from flexvarlen.bench.suite import Options, suite_of
 from flexvarlen.equivalence.variants import Unsupported
 from tests.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large, wrong

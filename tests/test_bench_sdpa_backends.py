@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from flexvarlen.bench import sdpa_backends, sdpa_ways
-from flexvarlen.bench.attention import Inputs
-from flexvarlen.bench.sdpa_backends import DEFAULT, FA2, SDPA, SUITE, SdpaCase
-from flexvarlen.bench.sdpa_ways import noted_forward, sdpa, sdpa_kernel_of
+from flexvarlen.bench.attention import sdpa_backends, sdpa_ways
+from flexvarlen.bench.attention.engine import Inputs
+from flexvarlen.bench.attention.sdpa_backends import DEFAULT, FA2, SDPA, SUITE, SdpaCase
+from flexvarlen.bench.attention.sdpa_ways import noted_forward, sdpa, sdpa_kernel_of
 from flexvarlen.bench.suite import Options, suite_of
 from flexvarlen.equivalence.variants import Unsupported
 from tests.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large, wrong

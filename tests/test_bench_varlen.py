@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from flexvarlen.backends.sdpa import SdpaBackend
-from flexvarlen.bench import raw_kernels, varlen_forms, varlen_overhead, varlen_study
+from flexvarlen.bench.attention import raw_kernels, varlen_forms, varlen_overhead, varlen_study
+from flexvarlen.bench.attention.varlen_forms import DETERMINISTIC, fixed_deterministic
+from flexvarlen.bench.attention.varlen_study import FA2, SDPA_SERIAL, SDPA_VARLEN, SERIAL
 from flexvarlen.bench.runner import Run, row_case, run_suite
 from flexvarlen.bench.suite import Finding, Options
-from flexvarlen.bench.varlen_forms import DETERMINISTIC, fixed_deterministic
-from flexvarlen.bench.varlen_study import FA2, SDPA_SERIAL, SDPA_VARLEN, SERIAL
 from flexvarlen.rows import Row, read_rows
 
 CPU = torch.device("cpu")

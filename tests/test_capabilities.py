@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexvarlen import BACKENDS, why_not
-from flexvarlen.bench.capabilities import BASE, FEATURES, capabilities_section, measure
+from flexvarlen.bench.contract.capabilities import BASE, FEATURES, capabilities_section, measure
 from flexvarlen.rows import Row
 
 

@@ -1,10 +1,10 @@
-"""flexvarlen.bench.host_time: a row a kernel and pass, and what is wrong is not timed."""
+"""flexvarlen.bench.attention.host_time: a row a kernel and pass, and what is wrong is not timed."""
 
 from __future__ import annotations
 
 import pytest
 
-from flexvarlen.bench import host_time
+from flexvarlen.bench.attention import host_time
 from flexvarlen.rows import read_rows
 
 ARGUMENTS = ["--kernels", "flex", "--rounds", "3", "--calls", "2", "--documents", "8", "9"]

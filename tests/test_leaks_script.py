@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flexvarlen.bench import leaks, report
-from flexvarlen.bench.batch_forms import FORMS, LENGTHS
+from flexvarlen.bench import report
+from flexvarlen.bench.contract import leaks
+from flexvarlen.bench.contract.batch_forms import FORMS, LENGTHS
 from flexvarlen.rows import read_rows
 
 # Forms in which plain transformers, eager and sdpa, is right.

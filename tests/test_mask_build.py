@@ -11,19 +11,21 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexvarlen as fv
-from flexvarlen.bench import mask_build_attention, mask_build_builders, report
-from flexvarlen.bench.mask_build import PARTS, QUICK, SUITE, MaskCase
-from flexvarlen.bench.mask_build_accuracy import (
+from flexvarlen.bench import report
+from flexvarlen.bench.mask_build import attention as mask_build_attention
+from flexvarlen.bench.mask_build import builders as mask_build_builders
+from flexvarlen.bench.mask_build.accuracy import (
     Answer,
     alone,
     sampled_errors,
     sampled_spans,
     why_wrong,
 )
-from flexvarlen.bench.mask_build_builders import BUILDERS, COMPILED, KINDS, document_mask_mod
-from flexvarlen.bench.mask_build_check import difference, expected_tables, held_bytes
-from flexvarlen.bench.mask_build_run import PackedRow, TooLarge
-from flexvarlen.bench.mask_build_run import Run as Findings
+from flexvarlen.bench.mask_build.builders import BUILDERS, COMPILED, KINDS, document_mask_mod
+from flexvarlen.bench.mask_build.check import difference, expected_tables, held_bytes
+from flexvarlen.bench.mask_build.run import PackedRow, TooLarge
+from flexvarlen.bench.mask_build.run import Run as Findings
+from flexvarlen.bench.mask_build.suite import PARTS, QUICK, SUITE, MaskCase
 from flexvarlen.bench.runner import Run, run_suite
 from flexvarlen.bench.suite import DeviceLost, Options, suite_of
 from flexvarlen.plotstyle import STYLES
@@ -329,7 +331,7 @@ def test_machines_versions_and_commits_are_never_mixed_in_one_table(rows):
 
 
 def test_every_builder_has_a_style_of_its_own():
-    from flexvarlen.bench.figure_mask_build import BUILDER_STYLES
+    from flexvarlen.bench.mask_build.figure import BUILDER_STYLES
 
     assert set(BUILDER_STYLES) == set(BUILDERS)
     assert len({STYLES[name] for name in BUILDER_STYLES.values()}) == len(BUILDERS)

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from flexvarlen.bench import figure_mask_build, report_mask_build
+from flexvarlen.bench.mask_build import figure as figure_mask_build
+from flexvarlen.bench.mask_build import tables as report_mask_build
 from flexvarlen.rows import Row
 
 WHERE = {"gpu": "G", "device": "cuda", "torch": "2", "started_utc": "1"}

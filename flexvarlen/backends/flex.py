@@ -255,7 +255,7 @@ FORWARD_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
 """Of the forward on Hopper, in half precision, in place of torch's 128 queries.
 
 Less of a tile lies outside the documents, and at head_dim 64 torch's own leave little room in the
-registers. `python -m flexvarlen.bench.kernels` times them: flex has these, raw:flex torch's.
+registers. `flexvarlen bench kernels` times them: flex has these, raw:flex torch's.
 """
 
 LONGEST_OF_TILES = 32768

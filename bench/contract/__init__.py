@@ -1,0 +1,1 @@
+"""What is right where: leaks of plain transformers, every family, every backend's capabilities."""

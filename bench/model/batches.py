@@ -1,0 +1,128 @@
+"""A case's documents as batches: one packed row, padded batches, one document at a time.
+
+All hold the same tokens and labels in the same order, so that their outputs and gradients can be
+held against the same oracle. Shapes: T tokens of all documents; B rows of S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from flexvarlen.bench.model.step import Batch
+from flexvarlen.equivalence.batch import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Documents, one after another.
+
+    Attributes:
+        ids: int64 `[1, T]`.
+        lengths: tokens of each; their sum is T.
+    """
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 `[1, T]`: each token's next one; `IGNORE_INDEX` at a document's last."""
+        labels = self.ids.roll(-1, dims=1)
+        ends = torch.tensor(self.lengths).cumsum(0) - 1
+        labels[:, ends.to(labels.device)] = IGNORE_INDEX
+        return labels
+
+    @property
+    def counted(self) -> int:
+        """Labels that count, at least 1."""
+        return max(1, sum(self.lengths) - len(self.lengths))
+
+    def documents(self) -> list[tuple[Tensor, Tensor]]:
+        """Ids and labels `[L]` of each."""
+        sizes = list(self.lengths)
+        return list(zip(self.ids[0].split(sizes), self.labels[0].split(sizes), strict=True))
+
+    # --- as batches ------------------------------------------------------------------------------
+
+    def packed(self, boundaries: Mapping[str, Any]) -> list[Batch]:
+        """One row of T; `boundaries`: what tells the model its documents."""
+        return [Batch({"input_ids": self.ids, **boundaries}, None, self.labels)]
+
+    def padded(self, positions: int) -> list[Batch]:
+        """Right-padded batches of documents as they come, at most `positions` each, pads too.
+
+        So many fit where the packed row fits: a user with the same memory would batch them so, and
+        sum the gradients.
+        """
+        documents = self.documents()
+        found = []
+        for group in padded_groups(self.lengths, positions):
+            ids, labels = zip(*(documents[index] for index in group), strict=True)
+            lengths = torch.tensor([self.lengths[index] for index in group])
+            real = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+            real = real.to(self.ids.device)
+            inputs = {
+                "input_ids": pad_sequence(list(ids), batch_first=True),
+                "attention_mask": real.long(),
+                "use_cache": False,
+            }
+            padded = pad_sequence(list(labels), batch_first=True, padding_value=IGNORE_INDEX)
+            found.append(Batch(inputs, real, padded))
+        return found
+
+    def serial(self) -> list[Batch]:
+        """Each document alone."""
+        return [
+            Batch({"input_ids": ids[None], "use_cache": False}, None, labels[None])
+            for ids, labels in self.documents()
+        ]
+
+    # --- as prompts ------------------------------------------------------------------------------
+
+    def prompts(self) -> dict[str, Tensor]:
+        """One left-padded batch for `generate`."""
+        sizes = list(self.lengths)
+        ids = pad_sequence(list(self.ids[0].split(sizes)), batch_first=True, padding_side="left")
+        lengths = torch.tensor(self.lengths, device=ids.device)
+        from_the_end = torch.arange(ids.shape[1], 0, -1, device=ids.device)
+        return {"input_ids": ids, "attention_mask": (from_the_end <= lengths[:, None]).long()}
+
+    def continued(self, tokens: Tensor) -> Collection:
+        """Each document with its row of `tokens`, int64 `[documents, N]`, after it."""
+        pieces = [
+            torch.cat([ids, more]) for (ids, _), more in zip(self.documents(), tokens, strict=True)
+        ]
+        return Collection(torch.cat(pieces)[None], tuple(len(piece) for piece in pieces))
+
+
+def padded_groups(lengths: Sequence[int], positions: int) -> Iterator[list[int]]:
+    """Documents of each padded batch: as many in a row as fit, pads included, at least one.
+
+    >>> list(padded_groups([3, 1, 4, 1, 1], 8))
+    [[0, 1], [2, 3], [4]]
+    """
+    group: list[int] = []
+    for index, length in enumerate(lengths):
+        longest = max((lengths[i] for i in group), default=0)
+        if group and (len(group) + 1) * max(longest, length) > positions:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def positions_of(batches: Sequence[Batch]) -> int:
+    """Positions computed, pads included."""
+    return sum(batch.inputs["input_ids"].numel() for batch in batches)
+
+
+def shapes_of(batches: Sequence[Batch]) -> int:
+    """How many different shapes the forwards get."""
+    return len({tuple(batch.inputs["input_ids"].shape) for batch in batches})
