@@ -9,6 +9,7 @@ PYTEST_GPU_ARGS ?=
 COMPARE_ARGS ?=
 BENCH_ARGS ?=
 EXTERNAL_ARGS ?=
+NOTEBOOKS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # OpenMP threads that spin while they wait starve each other where cores are few or shared.
@@ -19,7 +20,7 @@ INSTALLED := .venv/.installed
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-external lint bench bench-mask bench-kernels clean
+.PHONY: help demo test test-gpu test-external lint notebooks bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,14 +49,11 @@ lint: $(INSTALLED) ## Run ruff and mypy
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-bench: ## Time packed models on a GPU, with PYTHON (BENCH_ARGS="--help" lists the options)
-	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.model.packings $(BENCH_ARGS)
+notebooks: $(INSTALLED) ## Run the notebooks of examples/, and write their .ipynb anew
+	.venv/bin/python -m tests.notebooks $(NOTEBOOKS)
 
-bench-mask: ## Time building document masks on a GPU, with PYTHON
-	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.mask_build.suite $(BENCH_ARGS)
-
-bench-kernels: ## Time every kernel beside the raw one that it wraps on a GPU, with PYTHON
-	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.bench.attention.kernels $(BENCH_ARGS)
+bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="--help" lists the suites; default: all)
+	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.cli bench $(or $(BENCH_ARGS),all)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

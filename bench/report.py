@@ -2,15 +2,12 @@
 
 A page shows a suite's tables between `<!-- bench:NAME begin -->` and `<!-- bench:NAME end -->`, its
 figures between `<!-- bench:NAME-figures begin -->` and its end, and what public sources claimed
-beside what was measured between those of `bench:claims`. The command is `flexvarlen bench report`;
-`python -m flexvarlen.bench.report` also takes the rows of `flexvarlen compare`.
+beside what was measured between those of `bench:claims`. The command is `flexvarlen bench report`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -147,29 +144,3 @@ def replace_between_markers(text: str, name: str, body: str) -> str:
 
 
 # --- command -------------------------------------------------------------------------------------
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print every suite's tables; write them to pages and draw figures, if asked."""
-    summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m flexvarlen.bench.report", description=summary)
-    add = parser.add_argument
-    add("files", nargs="*", type=Path, help="JSON lines of rows")
-    add("--compare", type=Path, help="the rows.jsonl of flexvarlen compare")
-    add(
-        "--readme",
-        "--page",
-        dest="pages",
-        action="append",
-        type=Path,
-        default=[],
-        help="file whose marked sections are replaced; repeatable",
-    )
-    add("--figures", type=Path, help="folder for the PNGs")
-    args = parser.parse_args(argv)
-    text = report(args.files, pages=args.pages, figures=args.figures, compare=args.compare)
-    sys.stdout.write(text + "\n")
-
-
-if __name__ == "__main__":
-    main()

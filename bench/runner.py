@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flexvarlen.bench.suite import Case, DeviceLost, Finding, Options, Suite
+from flexvarlen.drift.op.failures import is_lost, status_of
 from flexvarlen.rows import Row, append_rows, read_rows, run_environment
 
 Progress = Callable[[int, int, str], None]
@@ -92,7 +93,7 @@ def run_suite(
     todo = [
         (case, wanted)
         for case in cases
-        if (wanted := before.left_of(case, _variants(suite, case, options)))
+        if (wanted := before.left_of(case, *_variants(suite, case, options)))
     ]
     for done, (case, variants) in enumerate(todo):
         if time.perf_counter() - begin > run.until_s:
@@ -107,6 +108,14 @@ def run_suite(
             findings += error.findings
             _append(suite, case, findings, environment, run.out)
             raise
+        except ValueError:  # the user's: a variant that the suite does not know
+            raise
+        except Exception as error:  # of this case: the others can be measured all the same
+            status, reason = status_of(error)
+            findings += [Finding(name, status, reason) for name in alive]
+            if is_lost(error, options.device):
+                _append(suite, case, findings, environment, run.out)
+                raise DeviceLost(f"{case.name} lost the device: {reason}", findings) from error
         unknown = set(variants) - {finding.variant for finding in findings}
         assert not unknown, f"{suite.name} has no finding of {sorted(unknown)} on {case.name}"
         _append(suite, case, findings, environment, run.out)
@@ -120,8 +129,10 @@ def run_suite(
     return Ended(len(todo), len(cases) - len(todo), 0)
 
 
-def _variants(suite: Suite, case: Case, options: Options) -> list[str]:
-    return list(suite.variants(case, options) if options.variants is None else options.variants)
+def _variants(suite: Suite, case: Case, options: Options) -> tuple[list[str], list[str]]:
+    """The variants that are wanted, and the suite's own."""
+    own = list(suite.variants(case, options))
+    return (own if options.variants is None else list(options.variants)), own
 
 
 def row_case(case: Case, finding: Finding) -> dict[str, Any]:
@@ -173,11 +184,12 @@ class _Before:
     def _of(self, case: Case) -> dict[str, list[Finding]]:
         return self.findings.get(_key(case.data()), {})
 
-    def left_of(self, case: Case, variants: Sequence[str]) -> list[str]:
+    def left_of(self, case: Case, variants: Sequence[str], known: Sequence[str]) -> list[str]:
         """All variants of a case of which one is missing: they are measured interleaved.
 
-        Of time that ran out a row is no answer. A variant without a pass that another has was cut
-        off in the writing.
+        Also those that the file holds beside the named ones, if the suite has them (`known`):
+        tables show a case as its last run has it. Of time that ran out a row is no answer. A
+        variant without a pass that another has was cut off in the writing.
         """
         found = self._of(case)
         passes = {finding.pass_ for findings in found.values() for finding in findings}
@@ -187,15 +199,25 @@ class _Before:
             and all(finding.status != "skipped" for finding in found[name])
             for name in variants
         )
-        return [] if done and not self.again else list(variants)
+        if done and not self.again:
+            return []
+        beside = [name for name in known if name in found and name not in variants]
+        return [*variants, *beside]
 
     def killers(self, case: Case) -> dict[str, list[Finding]]:
-        """Variants that killed the device on this case, with what was found then."""
-        return {
-            name: findings
-            for name, findings in self._of(case).items()
-            if any(finding.measures.get("fatal") for finding in findings)
-        }
+        """Variants that killed the device on this case, with what was found then.
+
+        A run that is to measure again gives them another chance.
+        """
+        return (
+            {}
+            if self.again
+            else {
+                name: findings
+                for name, findings in self._of(case).items()
+                if any(finding.measures.get("fatal") for finding in findings)
+            }
+        )
 
 
 def _key(case: Mapping[str, Any]) -> str:

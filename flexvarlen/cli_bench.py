@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ SUITES = {
     "kernels": "Every backend beside the raw kernel that it wraps, and what auto takes.",
 }
 """What `all` runs, with the line of the help; `flexvarlen.bench.suite` knows the modules."""
+OTHERS = {"clock-check": "Whether the clock of all suites agrees with a profiler's trace."}
 
-Files = Annotated[list[Path], typer.Argument(help="JSON lines of rows.", show_default=False)]
+Files = Annotated[list[Path] | None, typer.Argument(help="JSON lines of rows.", show_default=False)]
 
 
 @dataclass(frozen=True)
@@ -116,21 +118,23 @@ def _add(name: str, summary: str) -> None:
     bench.command(name=name)(run)
 
 
-for _name, _summary in {**SUITES, "all": "Every suite, one after another."}.items():
+for _name, _summary in {**SUITES, "all": "All of these, one after another.", **OTHERS}.items():
     _add(_name, _summary)
 
 
 @bench.command()
 def report(
-    files: Files,
-    readme: Annotated[
+    files: Files = None,
+    page: Annotated[
         list[Path] | None,
         typer.Option(
-            "--page",
-            "--readme",
             help="A Markdown file whose marked sections are replaced. Repeatable.",
             show_default=False,
         ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="The rows.jsonl of flexvarlen compare.", show_default=False),
     ] = None,
     figures: Annotated[
         Path | None, typer.Option(help="Folder for the PNGs.", show_default=False)
@@ -140,7 +144,7 @@ def report(
     with sentences():
         from flexvarlen.bench.report import report as rendered
 
-        text = rendered(files, pages=readme or (), figures=figures)
+        text = rendered(files or (), pages=page or (), figures=figures, compare=compare)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -180,12 +184,17 @@ def _bench(names: Sequence[str], asked: _Asked, only_list: bool) -> None:
             raise ValueError(
                 f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
             )
-    is_right = True
+        if len(names) > 1 and asked.variants is not None:
+            raise ValueError(
+                f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
+            )
+    is_right, begin = True, time.perf_counter()
     for suite in found:
         path = _file_of(suite.name, asked.out, options)
         try:
             with sentences():
-                is_right &= _measure(suite, options, asked, path)
+                left = (asked.until or float("inf")) - (time.perf_counter() - begin)
+                is_right &= _measure(suite, options, asked, path, left)
         except DeviceLost as lost:
             errors.print(
                 f"{suite.name}: {lost}. What was measured is kept; run again to go on.",
@@ -226,11 +235,12 @@ def _file_of(suite: str, out: Path, options: Options) -> Path:
         return out
     if not options.on_gpu:
         return out / f"{suite}-cpu.jsonl"
-    gpu = torch.cuda.get_device_name(options.device).lower().replace(" ", "-")
+    gpu = torch.cuda.get_device_name(options.device).lower().removeprefix("nvidia ")
+    gpu = gpu.replace(" ", "-")
     return out / f"{suite}-{gpu}{'-quick' if options.quick else ''}.jsonl"
 
 
-def _measure(suite: Any, options: Options, asked: _Asked, path: Path) -> bool:
+def _measure(suite: Any, options: Options, asked: _Asked, path: Path, until_s: float) -> bool:
     """Run a suite and print its tables; whether every number that was checked is right."""
     from flexvarlen.bench.runner import Run, run_suite
     from flexvarlen.rows import read_rows
@@ -238,7 +248,7 @@ def _measure(suite: Any, options: Options, asked: _Asked, path: Path) -> bool:
     run = Run(
         out=path,
         cases=asked.cases,
-        until_s=float("inf") if asked.until is None else asked.until,
+        until_s=until_s,
         again=asked.again,
         commit=asked.commit,
     )

@@ -102,7 +102,9 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
     """
     rows: dict[str, Row] = {}
     for path in paths:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+            if not line:
+                continue
             try:
                 row = Row(**json.loads(line))
             except json.JSONDecodeError:

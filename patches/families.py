@@ -2,7 +2,7 @@
 
 Verified: a packed batch gives what its documents give one by one, in outputs and gradients, on
 every backend that can serve the layers (tests/test_families.py, test_encoders.py and
-test_vision_families.py; `python -m flexvarlen.bench.families` makes the matrix).
+test_vision_families.py; `python -m flexvarlen.bench.contract.families` makes the matrix).
 """
 
 from __future__ import annotations

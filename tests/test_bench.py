@@ -193,14 +193,14 @@ def test_report_prints_writes_and_draws(rows, tmp_path, capsys):
     readme.write_text(
         "before\n<!-- bench:model begin -->\nstale table\n<!-- bench:model end -->\nafter\n"
     )
-    report.main([str(path), "--readme", str(readme), "--figures", str(tmp_path / "figures")])
+    told = report.report([path], pages=[readme], figures=tmp_path / "figures")
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "stale" not in text
     assert "| flexvarlen `sdpa` |" in text
     assert "unsupported (1)" in text
-    assert "float32, forward+backward" in capsys.readouterr().out
+    assert "float32, forward+backward" in told
     (png,) = (tmp_path / "figures").glob("*.png")
     assert png.read_bytes().startswith(b"\x89PNG")
 

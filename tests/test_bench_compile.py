@@ -94,7 +94,7 @@ def test_all_ways_are_right_before_they_are_timed(monkeypatch):
     assert "ms_p50" not in found["whole"]
 
 
-def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, monkeypatch, capsys):
+def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, monkeypatch):
     started = []
 
     def answer(self, part, scope, cache):
@@ -125,8 +125,7 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
         ("layer", "steady", "wrong"),
         ("decoder", "steady", "ok"),
     ]
-    report.main([str(out)])
-    text = capsys.readouterr().out
+    text = report.report([out])
     version = rows[0].environment["accelerate"]
     by = "accelerate.utils.compile_regions" + (f" {version}" if version else "")
     assert "| the whole model (torch.compile) | 9.0 | 9.0 | 1 | 0 | 2.0 (1.0–3.0) | 50% |" in text
@@ -159,7 +158,7 @@ def small(tmp_path, *variants):
     return out, {(row.case["variant"], row.case["mode"]): row for row in read_rows([out])}
 
 
-def test_small_inference_rows(tmp_path, capsys):
+def test_small_inference_rows(tmp_path):
     out, rows = small(tmp_path, "auto", "transformers:sdpa", "transformers:flash_attention_2")
     assert {row.status for row in rows.values()} == {"ok", "unsupported"}
     for variant in ("auto", "transformers:sdpa"):
@@ -174,9 +173,9 @@ def test_small_inference_rows(tmp_path, capsys):
     readme = tmp_path / "README.md"
     markers = ["<!-- bench:small-inference begin -->", "<!-- bench:small-inference end -->"]
     readme.write_text("\n".join(markers))
-    report.main([str(out), "--readme", str(readme)])
+    text = report.report([out], pages=[readme])
     assert "| flexvarlen `auto` (sdpa) | " in readme.read_text()
-    assert "4 documents of 128, 64, 40, 24 tokens" in capsys.readouterr().out
+    assert "4 documents of 128, 64, 40, 24 tokens" in text
 
 
 def test_defaults_hold_each_sides_other_form():
@@ -189,7 +188,7 @@ def test_defaults_hold_each_sides_other_form():
         small_inference.main([*QUICK, "--variants", "auto@cu_seq_lens"])
 
 
-def test_ours_from_position_ids_is_right_and_says_what_ran_in_each_mode(tmp_path, capsys):
+def test_ours_from_position_ids_is_right_and_says_what_ran_in_each_mode(tmp_path):
     out, rows = small(tmp_path, "auto@position_ids", "transformers:flash_attention_3@cu_seq_lens")
     for mode in ("eager", "compiled"):
         measures = rows["auto@position_ids", mode].measures
@@ -197,8 +196,7 @@ def test_ours_from_position_ids_is_right_and_says_what_ran_in_each_mode(tmp_path
         assert measures["graph_breaks"] == 0
         assert measures["recompilations"] == 0
         assert rows["transformers:flash_attention_3@cu_seq_lens", mode].status == "unsupported"
-    report.main([str(out)])
-    text = capsys.readouterr().out
+    text = report.report([out])
     assert "| flexvarlen `auto`, boundaries from position_ids (sdpa) | " in text
     assert "| transformers `flash_attention_3`, boundaries from cu_seq_lens | " in text
 

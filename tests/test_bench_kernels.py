@@ -441,7 +441,7 @@ def test_rows_of_two_runs_are_never_compared(gpu_rows):
     assert len(found) == len(report_kernels.measured_cells(gpu_rows))
 
 
-def test_report_is_written_from_rows_alone(gpu_rows, tmp_path, capsys):
+def test_report_is_written_from_rows_alone(gpu_rows, tmp_path):
     path, readme = tmp_path / "rows.jsonl", tmp_path / "README.md"
     for row in gpu_rows:
         append_row(path, row)
@@ -449,13 +449,13 @@ def test_report_is_written_from_rows_alone(gpu_rows, tmp_path, capsys):
         "# x\n<!-- bench:kernels begin -->\nstale\n<!-- bench:kernels end -->\nrest\n"
     )
     figures = tmp_path / "figures"
-    report.main([str(path), "--readme", str(readme), "--figures", str(figures)])
+    told = report.report([path], pages=[readme], figures=figures)
     text = readme.read_text()
     assert "stale" not in text
     assert text.endswith("rest\n")
     assert "auto eagerly | ÷ best" in text
     assert (figures / "kernels-nvidia-h200.png").stat().st_size > 10_000
-    assert "Device ms" in capsys.readouterr().out
+    assert "Device ms" in told
 
 
 def test_what_has_no_time_is_marked_in_the_figure(gpu_rows):

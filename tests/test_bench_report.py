@@ -106,10 +106,9 @@ def test_an_unknown_suite_is_an_error():
     assert not set(SECTIONS) & set(SUITES)
 
 
-def test_the_module_takes_several_pages(rows_of, tmp_path, capsys):
+def test_several_pages_are_written(rows_of, tmp_path):
     one, two = (page_with(tmp_path / name, "padding") for name in ("one.md", "two.md"))
-    report_module.main([str(rows_of("padding")), "--readme", str(one), "--page", str(two)])
-    assert capsys.readouterr().out == "padding of fa2\n"
+    assert report_module.report([rows_of("padding")], pages=[one, two]) == "padding of fa2"
     assert between(one, "padding") == between(two, "padding") == "padding of fa2"
 
 

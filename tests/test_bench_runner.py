@@ -97,6 +97,14 @@ def test_a_variant_that_is_missing_is_measured_among_the_others(out):
     assert len(suite.measured) == 1
 
 
+def test_a_variant_that_is_added_is_measured_beside_those_of_before(out):
+    """Tables show a case as its last run has it: the others would be gone from them."""
+    run_suite(Squares(1), OPTIONS, Run(out))
+    suite = Squares(1)
+    run_suite(suite, replace(OPTIONS, variants=("c",)), Run(out))
+    assert suite.measured == [(0, ("c", "a", "b"))]
+
+
 def test_rows_of_another_gpu_are_no_answer(out, monkeypatch):
     run_suite(Squares(1), OPTIONS, Run(out))
     found = row_module.environment
@@ -150,20 +158,54 @@ def test_a_variant_that_killed_the_device_gets_no_second_chance(out):
     assert rows[1, "b"].status == "failed"
     assert rows[1, "b"].measures["fatal"]
     assert rows[1, "a"].status == "ok"
-    run_suite(suite, OPTIONS, Run(out, again=True))
-    assert suite.measured[-2:] == [(1, ("a",)), (2, ("a", "b"))]
+    with pytest.raises(DeviceLost):  # asked to measure again, it gets another chance
+        run_suite(suite, OPTIONS, Run(out, again=True))
 
 
-def test_a_case_whose_measure_raises_leaves_the_cases_before(out):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("cuDNN Frontend error"), "failed"),
+        (AssertionError("sm90 only"), "failed"),
+        (torch.OutOfMemoryError("90 GiB"), "oom"),
+    ],
+)
+def test_a_case_whose_measure_raises_has_rows_and_the_others_go_on(out, error, status):
     class Broken(Squares):
         def measure(self, case, variants, options):
             if case.side == 1:
-                raise RuntimeError("a mistake of the suite")
+                raise error
             return super().measure(case, variants, options)
 
-    with pytest.raises(RuntimeError, match="a mistake"):
-        run_suite(Broken(3), OPTIONS, Run(out))
+    assert run_suite(Broken(3), OPTIONS, Run(out)).measured == 3
+    rows = read_rows([out])
+    found = [row for row in rows if row.case["side"] == 1]
+    assert [(row.case["variant"], row.status) for row in found] == [("a", status), ("b", status)]
+    assert str(error) in found[0].reason
+    assert {row.case["side"] for row in rows if row.status == "ok"} == {0, 2}
+
+
+def test_an_error_that_loses_the_device_ends_the_run_with_the_case_written(out):
+    class Lost(Squares):
+        def measure(self, case, variants, options):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    on_gpu = replace(OPTIONS, device=torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_module, "environment", lambda device: {"gpu": None})
+        with pytest.raises(DeviceLost, match="s0 lost the device"):
+            run_suite(Lost(2), on_gpu, Run(out))
     assert {row.case["side"] for row in read_rows([out])} == {0}
+
+
+def test_a_variant_that_the_suite_does_not_know_is_the_users_mistake(out):
+    class Strict(Squares):
+        def measure(self, case, variants, options):
+            raise ValueError("variants must be a or b, got 'c'; choose one.")
+
+    with pytest.raises(ValueError, match="variants must be a or b"):
+        run_suite(Strict(1), OPTIONS, Run(out))
+    assert not out.exists()
 
 
 def test_a_variant_without_a_finding_is_a_mistake_of_the_suite(out):
@@ -220,6 +262,15 @@ def test_a_line_cut_off_by_a_lost_machine_is_told_of_and_costs_its_case_alone(ou
         rows = read_rows([out])
     assert len(rows) == 8
     assert rows[-1].case == {"side": 1, "variant": "b", "pass": "backward"}
+
+
+def test_a_reason_with_a_line_separator_is_one_row(out):
+    class Odd(Squares):
+        def measure(self, case, variants, options):
+            return [Finding(name, "failed", "one\u2028two\x85three") for name in variants]
+
+    run_suite(Odd(1), OPTIONS, Run(out))
+    assert [row.reason for row in read_rows([out])] == ["one\u2028two\x85three"] * 2
 
 
 def test_a_full_disk_leaves_no_half_row(out, monkeypatch):

@@ -304,16 +304,16 @@ def test_one_wrong_token_of_a_sample_is_seen(broken):
 # --- report --------------------------------------------------------------------------------------
 
 
-def test_report_fills_the_readme_and_draws(rows, tmp_path, capsys):
+def test_report_fills_the_readme_and_draws(rows, tmp_path):
     path, readme = tmp_path / "rows.jsonl", tmp_path / "README.md"
     for row in rows:
         append_row(path, row)
-    readme.write_text((ROOT / "README.md").read_text())
-    report.main([str(path), "--readme", str(readme), "--figures", str(tmp_path / "figures")])
+    readme.write_text((ROOT / "docs" / "benchmarks.md").read_text())
+    told = report.report([path], pages=[readme], figures=tmp_path / "figures")
     text = readme.read_text()
     assert "| 1,000 | 11 (128) | flexvarlen |" in text
     assert "unsupported (1)" in text
-    assert "largest difference from ours" in capsys.readouterr().out
+    assert "largest difference from ours" in told
     (png,) = (tmp_path / "figures").glob("mask-build-cpu.png")
     assert png.read_bytes().startswith(b"\x89PNG")
 

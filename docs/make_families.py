@@ -1,0 +1,69 @@
+"""The tables of docs/families.md, from the code's own lists of families and refusals.
+
+python docs/make_families.py             # writes the page
+python docs/make_families.py --check     # exit code 1 if it would change
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flexvarlen.markdown import markdown
+from flexvarlen.patches.families import FAMILIES
+from flexvarlen.patches.stateful import STATEFUL
+
+PAGE = Path(__file__).resolve().parent / "families.md"
+
+
+def verified() -> str:
+    """Each verified family."""
+    rows = [
+        [
+            family.name,
+            f"`{family.model_type}`",
+            f"`AutoModelFor{family.task}`",
+            family.has,
+            family.needs,
+            "yes" if family.by_name_alone else "no",
+        ]
+        for family in FAMILIES
+    ]
+    header = ["family", "model_type", "verified as", "has", "what is done, or to know", "by name"]
+    return markdown(header, rows)
+
+
+def stateful() -> str:
+    """Model types that mix tokens beside attention, by what does it."""
+    by_state: dict[str, list[str]] = {}
+    for model_type, state in STATEFUL.items():
+        by_state.setdefault(state.rstrip(","), []).append(f"`{model_type}`")
+    rows = [[state, ", ".join(types)] for state, types in by_state.items()]
+    return markdown(["runs over the row", "model types"], rows)
+
+
+SECTIONS = {"verified": verified, "stateful": stateful}
+
+
+def made(page: str) -> str:
+    """The page with its marked parts replaced."""
+    for name, section in SECTIONS.items():
+        begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise ValueError(f"the page must have {begin} and {end} once; put them back.")
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{section()}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or check it."""
+    page = PAGE.read_text(encoding="utf-8")
+    if "--check" in arguments:
+        return int(made(page) != page)
+    PAGE.write_text(made(page), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,450 @@
+"""The pages: links lead somewhere, Python runs, commands exist, what is made of code is current."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import typer
+from accelerate.state import AcceleratorState
+from typer.testing import CliRunner
+
+import flexvarlen as fv
+from flexvarlen import switches
+from flexvarlen.cli import app
+from flexvarlen.patches import IMPLEMENTATIONS
+from flexvarlen.rows import read_rows
+from tests.tiny_models import new_model
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+RUN = [page for page in DOCS if page.name not in ("benchmarks.md", "drift.md")]
+
+NEEDS = re.compile(r"# needs a (GPU|download)")
+NOT_RUN = {"distributed.md": 1, "quick-start.md": 2}
+"""How many blocks of a page say in their first line that they need a GPU or a download."""
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+class Block(NamedTuple):
+    """Of code: fenced, with its language, or indented, with none."""
+
+    line: int
+    language: str
+    text: str
+
+
+def split(markdown: str) -> tuple[str, list[Block]]:
+    """The text without code blocks (its lines stay where they are), and the blocks."""
+    prose: list[str] = []
+    blocks: list[Block] = []
+    fence, begin, code = None, 0, []
+    for number, line in enumerate(markdown.splitlines(), 1):
+        opened = re.match(r"\s*(`{3,})\s*([\w-]*)\s*$", line)
+        if fence is None and opened:
+            fence, begin, code, language = opened[1], number, [], opened[2]
+        elif fence is not None and line.strip() == fence:
+            blocks.append(Block(begin + 1, language, "\n".join(code)))
+            fence = None
+        elif fence is not None:
+            code.append(line)
+        elif line.startswith("    "):
+            blocks.append(Block(number, "", line.strip()))
+        else:
+            prose.append(line)
+            continue
+        prose.append("")
+    assert fence is None, f"the fence of line {begin} is never closed"
+    return "\n".join(prose), blocks
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Of the headings, as GitHub makes them."""
+    found: list[str] = []
+    for line in split(page.read_text(encoding="utf-8"))[0].splitlines():
+        heading = re.match(r"#{1,6}\s+(.+?)\s*#*$", line)
+        if heading:
+            text = re.sub(r"\[([^]]*)]\([^)]*\)", r"\1", heading[1])
+            slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            again = sum(1 for each in found if re.fullmatch(rf"{re.escape(slug)}(-\d+)?", each))
+            found.append(f"{slug}-{again}" if again else slug)
+    return frozenset(found)
+
+
+def links(markdown: str) -> Iterator[tuple[int, str]]:
+    """Line and target of each link and image that stays in the repository."""
+    prose, _ = split(markdown)
+    prose = re.sub(r"(`+)[^`].*?\1", "", prose)
+    for number, line in enumerate(prose.splitlines(), 1):
+        for target in re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", line):
+            if not re.match(r"[a-z][a-z0-9+.-]*:", target):
+                yield number, target
+
+
+def broken_link(page: Path, target: str) -> str | None:
+    """Why a link leads nowhere, or None."""
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    if not file.exists():
+        return f"there is no {path}"
+    if ROOT not in (file, *file.parents):
+        return f"{path} is outside the repository"
+    if anchor and (file.suffix != ".md" or anchor not in anchors(file)):
+        return f"{file.name} has no heading #{anchor}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    broken = [
+        f"{named(page)}:{line}: {target}: {reason}"
+        for line, target in links(page.read_text(encoding="utf-8"))
+        if (reason := broken_link(page, target)) is not None
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_broken_links_are_seen(tmp_path):
+    page = ROOT / "docs" / "index.md"
+    text = (
+        "# 1\n[a](nowhere.md) ![b](index.md#no) `[c](code.md)` [d](https://x.org)\n    [e](x.md)\n"
+    )
+    assert [target for _, target in links(text)] == ["nowhere.md", "index.md#no"]
+    assert broken_link(page, "nowhere.md")
+    assert broken_link(page, "index.md#no")
+    assert broken_link(page, "../../elsewhere.md")
+    assert broken_link(page, "quick-start.md#install") is None
+    (tmp_path / "p.md").write_text("# A `b`: c, d\n## Same\n## Same\n```\n# no\n```\n")
+    assert anchors(tmp_path / "p.md") == {"a-b-c-d", "same", "same-1"}
+
+
+def test_each_page_is_in_the_table_of_contents():
+    page = ROOT / "docs" / "index.md"
+    linked = {target.partition("#")[0] for _, target in links(page.read_text(encoding="utf-8"))}
+    assert {each.name for each in DOCS} - {"index.md"} <= linked
+
+
+# ---- Python ----
+
+
+def python_blocks(page: Path) -> list[Block]:
+    _, blocks = split(page.read_text(encoding="utf-8"))
+    return [block for block in blocks if block.language in ("python", "py")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_is_python(page):
+    for block in python_blocks(page):
+        ast.parse("\n" * (block.line - 1) + block.text, filename=str(page))
+
+
+@pytest.fixture
+def _as_it_was(monkeypatch, tmp_path):
+    """Trainer leaves a state in the process; the pages write where they are."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    torch.manual_seed(0)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.parametrize("page", RUN, ids=named)
+def test_python_runs(page):
+    namespace: dict[str, Any] = {"__name__": "page"}
+    not_run = 0
+    for block in python_blocks(page):
+        if NEEDS.match(block.text):
+            not_run += 1
+            continue
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+        exec(code, namespace)
+    assert not_run == NOT_RUN.get(page.name, 0)
+
+
+# ---- commands ----
+
+
+def script(path: Path) -> Any:
+    """What `typer.run(main)` of a script makes."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_the_docs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # typer reads the annotations there
+    spec.loader.exec_module(module)
+    made = typer.Typer(add_completion=False)
+    made.command()(module.main)
+    return typer.main.get_command(made)
+
+
+@cache
+def command_of(program: str) -> Any:
+    return typer.main.get_command(app) if program == "flexvarlen" else script(ROOT / program)
+
+
+_PROGRAMS = r"(?:flexvarlen|accelerate launch (?:--\S+ )*examples/\w+\.py)"
+
+
+def command_lines(markdown: str) -> list[str]:
+    """Those of code blocks and of code in the text, without their comments."""
+    prose, blocks = split(markdown)
+    lines = [
+        line.strip()
+        for block in blocks
+        if block.language not in ("python", "py")
+        for line in block.text.replace("\\\n", " ").splitlines()
+    ]
+    lines += [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
+    return [re.sub(r"\s+#\s.*", "", line) for line in lines]
+
+
+def wrong_command(line: str) -> str | None:
+    """Why the line is not one that the program takes, or None."""
+    words = [word for word in shlex.split(line) if word not in ("...", "…")]
+    at = next((i for i, word in enumerate(words) if word.startswith("examples/")), 0)
+    program, words = words[at], words[at + 1 :]
+    command = command_of(program)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0].isupper():  # SUITE stands for any
+            return None
+        if words[0] not in command.commands:
+            return f"there is no command {words[0]}"
+        command, words = command.commands[words[0]], words[1:]
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    for word in words:
+        if word.startswith("-") and word.partition("=")[0] not in {*known, "--help"}:
+            return f"there is no option {word}"
+    if words and not hasattr(command, "commands") and "--help" not in words:
+        try:
+            command.make_context(program, list(words))  # values too; nothing is run
+        except _USAGE_ERROR as error:
+            return error.format_message()
+    return None
+
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that typer brings
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_exist(page):
+    wrong = [
+        f"{named(page)}: {line}: {reason}"
+        for line in command_lines(page.read_text(encoding="utf-8"))
+        if re.match(rf"{_PROGRAMS} ", line) and (reason := wrong_command(line)) is not None
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_wrong_commands_are_seen():
+    text = "`flexvarlen doctor --no-such`\n\n    flexvarlen drift op --lengths '3;4'  # --no-such\n"
+    assert command_lines(text) == [
+        "flexvarlen drift op --lengths '3;4'",
+        "flexvarlen doctor --no-such",
+    ]
+    assert [wrong_command(line) is None for line in command_lines(text)] == [True, False]
+    assert wrong_command("flexvarlen nothing")
+    assert wrong_command("flexvarlen doctor --tokens many")
+    assert wrong_command("accelerate launch examples/train.py --no-such 3")
+    assert wrong_command("accelerate launch examples/train.py --steps 3") is None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_modules_and_make_targets_exist(page):
+    lines = command_lines(page.read_text(encoding="utf-8"))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in lines:
+        module = re.match(r"python -m (flexvarlen[\w.]*\w|tests\.\w+)", line)
+        assert module is None or find_spec(module[1]) is not None, line
+        target = re.match(r"make ([a-z-]+)(?: [A-Z_]+=.*)?$", line)
+        assert target is None or target[1] in targets, line
+
+
+# ---- what pages tell in tables ----
+
+
+def table(page: str, heading: str) -> dict[str, list[str]]:
+    """The first table under a heading: the cells of each row, by each name in its first."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    below = text.split(f"{heading}\n", 1)[1]
+    found: dict[str, list[str]] = {}
+    for line in re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)[0].splitlines()[2:]:
+        first, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", first), cells)
+    return found
+
+
+def test_each_backend_is_told():
+    told = table("backends.md", "# Backends")
+    assert {name: cells[0].strip("`") for name, cells in told.items()} == {
+        backend: name for name, backend in IMPLEMENTATIONS.items()
+    }
+
+
+CAPABILITIES = ROOT / "bench" / "results" / "capabilities-h200.jsonl"
+
+
+def test_what_backends_can_is_what_their_rows_say(tmp_path):
+    page = ROOT / "docs" / "backends.md"
+    copy = tmp_path / page.name
+    copy.write_bytes(page.read_bytes())
+    arguments = ["bench", "report", str(CAPABILITIES), "--page", str(copy)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert copy.read_text() == page.read_text(), (
+        f"run: flexvarlen {' '.join(arguments[:-1])} {page}"
+    )
+
+
+def test_promises_are_those_of_the_checks():
+    """Of the GPU, as the checks there were asked: rows of bench/results."""
+    told = table("backends.md", "## `deterministic` and `batch_invariant`")
+    assert set(told) == set(fv.BACKENDS)
+    rows = read_rows([CAPABILITIES])
+    assert {row.case["backend"] for row in rows} == set(told)
+    for row in rows:
+        for cell, measure in zip(
+            told[row.case["backend"]], ("deterministic", "batch invariant"), strict=True
+        ):
+            refused = row.measures["why_not"][measure] is not None
+            assert refused is not cell.startswith("yes"), (row.case["backend"], measure, cell)
+
+
+def test_each_environment_variable_is_told():
+    named = {value for name, value in vars(switches).items() if name.isupper()}
+    assert set(table("backends.md", "## Environment variables")) == named
+
+
+# ---- what is made from the code ----
+
+
+@cache
+def maker(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["make_troubleshooting", "make_families"])
+def test_made_pages_are_current(name):
+    made = maker(name)
+    assert made.main(["--check"]) == 0, f"run: python docs/{name}.py"
+
+
+def test_a_page_that_is_not_current_is_seen(tmp_path, monkeypatch):
+    made = maker("make_troubleshooting")
+    page = tmp_path / "page.md"
+    page.write_text(made.PAGE.read_text().replace("capacity must be at least the", "capacity is"))
+    monkeypatch.setattr(made, "PAGE", page)
+    assert made.main(["--check"]) == 1
+    assert made.main([]) == 0
+    assert page.read_text() == (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+_SOURCE = """
+import warnings
+import torch
+ADVICE = "do that."
+_NAMED = "a name of its own; mend it."
+class Broken(Exception): ...
+def plain(x, shape):
+    if x: raise ValueError(f"x must be {'large' if shape else 'small'}, got {shape[0]}; {ADVICE}")
+    elif shape: raise Broken(_NAMED)
+    warnings.warn("slow, as it is; wait.", stacklevel=2)
+def passes(holds, message):
+    torch._assert_async(holds, f"flexvarlen: {message}")
+    raise ValueError(message) from None
+def uses(): passes(True, "it holds not; " "hold it.")
+def why_not(self): return "no kernel here; build one." if self else None
+def raises_again(error): raise ValueError(str(error))
+def local(a):
+    text = f"local {a.b.c} text; go."
+    raise RuntimeError(text)
+def ends(): raise StopIteration("not an error")
+def loops(x):
+    for bad, contract, advice in ((x < 1, "large", "raise it"), (x > 9, f"small, {x}", "halve it")):
+        if bad: raise ValueError(f"x is {contract}, got {x}; {advice}.")
+    raise TypeError(f"{contract} and {advice} stay.")
+def prints(): errors.print("the run is wrong.", style="red")
+"""
+
+
+def test_each_way_to_make_a_message_is_found(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text(_SOURCE)
+    messages, elsewhere = maker("make_troubleshooting").collect([file])
+    assert {(message.kind, message.text) for message in messages} == {
+        ("ValueError", "x must be <large / small>, got <shape[0]>; do that."),
+        ("Broken", "a name of its own; mend it."),
+        ("warning", "slow, as it is; wait."),
+        ("ValueError", "it holds not; hold it."),
+        ("refusal", "no kernel here; build one."),
+        ("RuntimeError", "local <c> text; go."),
+        ("ValueError", "x is large, got <x>; raise it."),
+        ("ValueError", "x is small, <x>, got <x>; halve it."),
+        ("TypeError", "<contract> and <advice> stay."),
+        ("printed", "the run is wrong."),
+    }
+    assert elsewhere == ["module.py: ValueError(str(error))"]
+    by_kind = {message.kind: message for message in messages}
+    assert by_kind["Broken"].says_and_advises() == ("a name of its own", "mend it.")
+
+
+def raised() -> Iterator[str]:
+    """What users are told, as it comes."""
+    layout = fv.PackedLayout.from_lengths([3, 2])
+    q = torch.zeros(5, 4, 8)
+    model = new_model("qwen3")
+    for mistake in (
+        lambda: fv.pack([9], 8),
+        lambda: fv.PackedLayout.from_cu_seqlens(torch.tensor([0, 3])),
+        lambda: fv.PackedLayout.from_lengths([3, 2], capacity=1),
+        lambda: fv.PackedCollator(total_tokens=4)([[1, 2, 3, 4, 5]]),
+        lambda: fv.BalancedSampler([[1]], num_replicas=0),
+        lambda: fv.packed_attention(q, q[:4], q, layout),
+        lambda: fv.packed_attention(q, q, q, layout, backend="fa2"),
+        lambda: fv.patch_model(model, "no_such"),
+        lambda: fv.patch_model(torch.nn.Linear(1, 1)),
+        lambda: fv.patch_model(model, "sdpa")(torch.zeros(1, 5).long(), cu_seqlens=torch.zeros(2)),
+        lambda: fv.patch_model(model)(torch.zeros(1, 5).long(), output_attentions=True),
+        lambda: (
+            fv.why_not("flex")
+            and fv.packed_attention(q.clone().requires_grad_(), q, q, layout, backend="flex")
+        ),
+    ):
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            mistake()
+        yield str(caught.value)
+
+
+def test_what_is_raised_is_on_the_page():
+    """The page is read from sources; here the errors are made."""
+    made = maker("make_troubleshooting")
+    patterns = [
+        re.compile(re.sub(r"<.*?>", "(?s:.+)", re.escape(message.text)))
+        for message in made.collect()[0]
+    ]
+    told = list(raised())
+    assert len(told) == 12
+    for message in told:
+        assert any(pattern.fullmatch(message) for pattern in patterns), message
