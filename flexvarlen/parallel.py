@@ -13,7 +13,8 @@ Imports: torch. Never transformers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,11 +126,17 @@ def shard_row(
         ignore_index: of labels.
 
     Returns:
-        The tensors `[1, T/P]`, with `shift_labels` in place of `labels`: the label of the next
-        token, which may lie on the next rank; `packed_layout` as it is.
+        The tensors `[1, T/P]`; beside `labels`, `shift_labels`: those of the next tokens, the last
+        of which may lie on the next rank, as transformers' losses take them; `packed_layout` as it
+        is, and numbers as they are.
+
+    A rank's mean loss is over its own labels, of which it may have none: pass
+    `num_items_in_batch`, the labels of the whole row. Its gradients are then the rank's part, to
+    be summed; DDP takes their mean, so multiply the loss by P.
 
     Raises:
-        ValueError: a tensor that is not one row of T tokens, or T no multiple of P.
+        ValueError: a tensor that is not one row of T tokens, T no multiple of P, or ranks that hold
+            different rows or documents (on every rank; a collective compares them).
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     layout: PackedLayout = batch["packed_layout"]
@@ -138,16 +145,37 @@ def shard_row(
         raise ValueError(
             f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row."
         )
+    _require_one_row(batch, layout, group)
     found: dict[str, Any] = {"packed_layout": layout}
     for name, x in batch.items():
         if name == "packed_layout":
+            continue
+        if isinstance(x, int) or (isinstance(x, Tensor) and x.ndim == 0):
+            found[name] = x
             continue
         if not isinstance(x, Tensor) or x.shape != (1, tokens):
             shape: Sequence[int] | str = (
                 list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             )
             raise ValueError(f"{name} must be one row, [1, {tokens}], got {shape}; leave it out.")
-        if name == "labels":
-            name, x = "shift_labels", torch.cat([x[:, 1:], x.new_full((1, 1), ignore_index)], 1)
         found[name] = x.chunk(size, dim=1)[rank].contiguous()
+        if name == "labels":
+            shifted = torch.cat([x[:, 1:], x.new_full((1, 1), ignore_index)], 1)
+            found["shift_labels"] = shifted.chunk(size, dim=1)[rank].contiguous()
     return found
+
+
+def _require_one_row(
+    batch: Mapping[str, Any], layout: PackedLayout, group: ProcessGroup | None
+) -> None:
+    """A data loader that deals rows to the ranks would mix them in silence. Syncs."""
+    tokens = batch.get("input_ids")
+    mine = (layout.lengths, None if tokens is None else zlib.crc32(tokens.cpu().numpy().tobytes()))
+    others: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(others, mine, group=group)
+    for rank, theirs in enumerate(others):
+        if theirs != mine:
+            raise ValueError(
+                "batch must be the same row on every rank of the group, got another on rank "
+                f"{rank}; give all ranks of a group the same data."
+            )

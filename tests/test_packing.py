@@ -111,6 +111,22 @@ def test_a_million_documents_in_two_seconds_and_995_in_1000_tokens_used():
     assert efficiency(lengths, rows, capacity) >= 0.995
 
 
+def test_many_alike_and_many_unlike_are_packed_in_seconds():
+    """Rows that one document of a length takes from must not be copied for each."""
+    lengths = np.concatenate([np.full(100_000, 65_537), np.arange(1, 20_001)])
+    begin = time.process_time()
+    rows = pack(lengths, 131_072)
+    assert time.process_time() - begin < 5
+    assert len(rows) == 100_000
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_a_capacity_of_numpy(strategy, kind):
+    assert pack([3, 2, 1], kind(4), strategy=strategy) == pack([3, 2, 1], 4, strategy=strategy)
+    assert len(split_long(np.array([9], np.uint16), kind(4))) == 3
+
+
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 40))
 def test_pieces_are_the_documents_cut(lengths, capacity):
     pieces = split_long(lengths, capacity)

@@ -37,6 +37,7 @@ def test_a_row_of_documents(collate):
     masked = [-100, 12, 13, -100, -100, 32, 33, 34, *[-100] * 8]
     assert batch["labels"].tolist() == [masked]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3, *range(8)]]
+    same(collate(batch), batch)  # what it makes it takes
     layout = batch["packed_layout"]
     assert layout.lengths == (3, 1, 4)
     assert (layout.total_tokens, layout.capacity, layout.max_seqlen_bound) == (16, 4, 8)
@@ -55,14 +56,27 @@ def test_shapes_never_change(collate):
 
 
 def test_names_of_transformers():
+    """The padding is a document: FlashAttention would leave its rows unwritten."""
     collate = fv.PackedCollator(**SIZES, boundaries="cu_seq_lens")
     batch = collate(FEATURES)
     assert "packed_layout" not in batch
     for side in "qk":
-        assert batch[f"cu_seq_lens_{side}"].tolist() == [0, 3, 4, 8, 8]
+        assert batch[f"cu_seq_lens_{side}"].tolist() == [0, 3, 4, 8, 16]
         assert batch[f"cu_seq_lens_{side}"].dtype == torch.int32
         assert batch[f"max_length_{side}"] == 8
-    same(collate(batch), batch)  # what it makes it takes
+    assert (batch["labels"][0, 8:] == -100).all()
+    longer = fv.PackedCollator(
+        total_tokens=30, capacity=8, max_seqlen_bound=8, boundaries="cu_seq_lens"
+    )
+    assert longer(FEATURES)["cu_seq_lens_q"].tolist() == [0, 3, 4, 8, 16, 24, 30, 30, 30]
+
+
+@pytest.mark.parametrize("boundaries", ["packed_layout", "cu_seq_lens"])
+def test_positions_of_padding_stay_below_the_bound(boundaries):
+    """A table of positions ends where the longest document may."""
+    sizes = {"total_tokens": 64, "capacity": 16, "max_seqlen_bound": 8}
+    batch = fv.PackedCollator(**sizes, boundaries=boundaries, position_ids_start=2)(FEATURES)
+    assert batch["position_ids"].max() == 9
 
 
 def test_rows_of_documents(collate):
@@ -72,7 +86,7 @@ def test_rows_of_documents(collate):
     same(collate(DOCUMENTS), collate(FEATURES))
 
 
-@pytest.mark.parametrize("of", [list, torch.tensor, np.array])
+@pytest.mark.parametrize("of", [list, tuple, torch.tensor, np.array, lambda x: list(np.array(x))])
 def test_tokens_as_lists_tensors_and_arrays(collate, of):
     same(collate([{"input_ids": of(document)} for document in DOCUMENTS]), collate(FEATURES))
     same(collate([of(document) for document in DOCUMENTS]), collate(FEATURES))
@@ -121,6 +135,26 @@ def test_padded_batches_lose_their_padding(collate):
     same(collate(padded), collate(FEATURES))
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"cu_seq_lens_k": [0, 3, 4, 8]},
+        {"cu_seq_lens_q": [0, 3, 4, 8], "attention_mask": [1, 1, 1, 2, 3, 3, 3, 3]},
+        {"seq_lengths": [3, 1, 4], "position_ids": [0, 1, 2, 0, 0, 1, 2, 3]},
+        {"attention_mask": [1, 1, 1, 2, 3, 3, 3, 3]},
+        {"position_ids": [0, 1, 2, 0, 5, 6, 7, 8]},
+    ],
+)
+def test_boundaries_that_agree(collate, row):
+    tokens = [token for document in DOCUMENTS for token in document]
+    same(collate({"input_ids": tokens, **row}), collate(FEATURES))
+
+
+def test_a_hole_in_a_document_makes_no_other(collate):
+    holed = {"input_ids": [11, 12, 99, 13], "attention_mask": [1, 1, 0, 1]}
+    same(collate([holed]), collate(FEATURES[:1]))
+
+
 def test_labels_of_ones_own(collate):
     batch = collate([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 7, 8]}])
     assert batch["labels"][0, :5].tolist() == [-100, -100, 7, 8, -100]
@@ -159,11 +193,45 @@ def test_positions_of_roberta():
         ([{"input_ids": [1]}] * 5, "capacity"),
         ([{"input_ids": [1] * 9}], "max_seqlen_bound"),
         ([3], "features must be mappings with input_ids, got int"),
+        (["text"], "features must be mappings with input_ids, got str"),
+        ([{"input_ids": [1.7, 2.0]}], "input_ids must be integers, got float64"),
+        ([{"input_ids": [1, 2], "labels": [1.0, float("nan")]}], "labels must be integers"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids must have rows of equal length"),
+        (
+            {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2]]},
+            "labels must have a row for each of 2",
+        ),
+        (
+            {"input_ids": [1, 2, 3, 4, 5], "cu_seq_lens_q": [0, 2]},
+            "boundaries must cover the row's tokens, got 2 of 5",
+        ),
+        (
+            {"input_ids": [1, 2, 3], "cu_seq_lens_q": [0, 3], "position_ids": [0, 1, 0]},
+            "must tell of the same documents, got another boundary at 2",
+        ),
+        (
+            {"input_ids": [1, 2, 3], "seq_lengths": [3], "attention_mask": [1, 1, 2]},
+            "must tell of the same documents, got another boundary at 2",
+        ),
+        (
+            {"input_ids": [1, 2, 3], "cu_seq_lens_q": [0, 3], "cu_seq_lens_k": [0, 1, 3]},
+            "must tell of the same documents",
+        ),
     ],
 )
 def test_mistake_is_a_sentence(collate, features, words):
     with pytest.raises(ValueError, match=words):
         collate(features)
+
+
+def test_a_name_of_its_own_is_no_extra():
+    with pytest.raises(ValueError, match="extra must name columns of your own, got 'labels'"):
+        fv.PackedCollator(extra={"labels": 0})
+
+
+def test_fills_keep_their_kind():
+    batch = fv.PackedCollator(**SIZES, extra={"w": 0.5})([{"input_ids": [1], "w": [3]}])
+    assert batch["w"][0, :2].tolist() == [3.0, 0.5]
 
 
 def test_an_unknown_kind_of_boundaries_is_a_sentence():

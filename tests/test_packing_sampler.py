@@ -99,8 +99,33 @@ def test_a_loader_gives_the_rows(rows):
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_replicas": 3}, "same num_replicas, 3, got 4"),
+        ({"window": 2}, "same window, 2, got 64"),
+        ({"drop_last": True}, "same drop_last, True, got False"),
+    ],
+)
+def test_a_state_of_another_order_is_a_sentence(rows, changes, words):
+    state = sampler(rows[:40]).state_dict()
+    with pytest.raises(ValueError, match=words):
+        fv.BalancedSampler(rows[:40], **{"num_replicas": RANKS, **changes}).load_state_dict(state)
+    with pytest.raises(ValueError, match="same rows"):
+        sampler([[5]] * 40).load_state_dict(state)
+    with pytest.raises(ValueError, match="taken must be from 0 to 40"):
+        sampler(rows[:40]).load_state_dict(state | {"taken": -3})
+
+
+def test_long_rows_of_small_integers_cost_most():
+    rows = [[np.int32(60_000)], [np.int32(10)]]
+    assert fv.BalancedSampler(rows, num_replicas=1).costs.tolist() == [3.6e9, 100.0]
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"num_replicas": 2, "seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"num_replicas": 2, "rank": 0.5}, "rank must be an integer"),
         ({"num_replicas": 0}, "num_replicas must be an integer of at least 1"),
         ({"num_replicas": 2, "window": 0}, "window must be an integer of at least 1"),
         ({"num_replicas": 2, "rank": 2}, "rank must be None or from 0 to 1, got 2"),

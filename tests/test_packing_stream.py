@@ -61,6 +61,18 @@ def test_no_more_than_the_buffer_waits_and_the_stream_is_read_as_needed():
         assert state["num_given"] <= count * 12 + 50
 
 
+def test_a_second_stream_is_resumed_at_its_own_place():
+    lengths = [30] * 40
+    stream = packer(lengths, buffer=8)
+    assert len(list(stream.pack(range(40)))) == 20
+    rows = stream.pack(range(40))
+    first = [next(rows) for _ in range(7)]
+    later = packer(lengths, buffer=8)
+    later.load_state_dict(stream.state_dict())
+    rest = list(later.pack(later.skip(range(40))))
+    assert sorted(index for row in first + rest for index in row) == list(range(40))
+
+
 def test_no_document_waits_for_ever():
     """One that fits nothing else leaves with the buffer after the one that it came in."""
     lengths = [33] + [64] * 200
@@ -91,9 +103,12 @@ def test_a_document_too_long_raises_and_loses_none_before_it():
 
 def test_a_state_of_other_rows_or_another_stream_is_a_sentence():
     stream = packer([1], capacity=8)
-    list(stream.pack([0]))
-    with pytest.raises(ValueError, match="state must be of rows of 16 tokens, got 8"):
-        packer([1], capacity=16).load_state_dict(stream.state_dict())
+    next(stream.pack([0]))
+    state = stream.state_dict()
+    with pytest.raises(ValueError, match="state must be of capacity 16, got 8"):
+        packer([1], capacity=16).load_state_dict(state)
+    with pytest.raises(ValueError, match="state must be of buffer 5, got 16"):
+        packer([1], capacity=8, buffer=5).load_state_dict(state)
     with pytest.raises(ValueError, match="documents must be the stream that the state is of, 1 "):
         stream.skip([])
     with pytest.raises(ValueError, match="buffer must be an integer of at least 1"):

@@ -45,7 +45,7 @@ def test_ranks_give_what_one_process_gives(shares, case):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_row_is_dealt_with_the_labels_of_the_next_token(shares, ranks):
     own = [share["shard_row"] for share in shares[ranks]]
-    for name in ("input_ids", "position_ids"):
+    for name in ("input_ids", "position_ids", "labels"):
         assert torch.cat([share[name] for share in own], 1).equal(BATCH[name])
     labels = torch.cat([share["shift_labels"] for share in own], 1)[0]
     assert labels[:-1].equal(BATCH["labels"][0, 1:])
@@ -60,6 +60,7 @@ def test_mistakes_are_sentences(shares):
         "ulysses_attention has no return_lse",
         "input_ids must be one row, [1, 128], got [2, 64]",
         "total_tokens must be a multiple of the 4 ranks, got 129",
+        "batch must be the same row on every rank of the group, got another on rank 1",
     ]
     said = shares[4][0]["errors"]
     assert [sentence.startswith(word) for sentence, word in zip(said, words, strict=True)] == (

@@ -105,7 +105,7 @@ def share(case: Case, rank: int) -> dict[str, Any]:
 
 def errors(layout: Any) -> list[str]:
     """The sentences of what cannot be."""
-    ranks = dist.get_world_size()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
     said = []
     for make in (
         lambda: ulysses_attention(*[torch.randn(5, 8, 16)] * 3, layout),
@@ -116,6 +116,9 @@ def errors(layout: Any) -> list[str]:
         lambda: shard_row({"input_ids": torch.zeros(2, 64), "packed_layout": layout}),
         lambda: shard_row(
             {"packed_layout": fv.PackedLayout.from_lengths([TOKENS + 1], total_tokens=TOKENS + 1)}
+        ),
+        lambda: shard_row(
+            BATCH | {"input_ids": BATCH["input_ids"] + rank, "packed_layout": layout}
         ),
     ):
         try:

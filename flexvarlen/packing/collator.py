@@ -21,7 +21,8 @@ IGNORED = -100
 """Of labels: no loss there, as torch's cross_entropy and transformers have it."""
 
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
+_BOUNDARIES = (*_CUMULATIVE, "max_length_q", "max_length_k")
 _LOSS_MASKS = ("completion_mask", "assistant_masks")
 
 
@@ -34,17 +35,20 @@ class PackedCollator:
         input_ids     int64 `[1, T]`, `pad_token_id` behind the last document
         labels        int64 `[1, T]`; -100 at the first token of each document (which nothing before
                       it may predict) and at padding
-        position_ids  int64 `[1, T]`, from `position_ids_start` in each document and in the padding
+        position_ids  int64 `[1, T]`, from `position_ids_start` in each document; in the padding the
+                      same, again and again, none above those of the longest document
         packed_layout the `PackedLayout`, whose boundaries and longest document the host knows: no
                       forward reads the device back
 
     or, with `boundaries="cu_seq_lens"`, in place of the layout the names that transformers' own
     FlashAttention takes: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, the last value
-    repeated in the spare slots, and `max_length_q`, `max_length_k`, the bound.
+    repeated in the spare slots, and `max_length_q`, `max_length_k`, the bound. There the padding is
+    a document too, or several (FlashAttention leaves rows of none unwritten): give slots for it.
 
     What is taken, alone, in a list, or in a list of lists (documents that `pack` put together):
 
-        a document       `input_ids`, and `labels` or not; `attention_mask`: its zeros are dropped;
+        a document       `input_ids`, and `labels` or not; `attention_mask`: its zeros are dropped,
+                         and the tokens around them are neighbours then;
                          `completion_mask`, `assistant_masks`: no loss where they are zero
         several in one   the same with `seq_lengths` (TRL's packing), or `position_ids`, `seq_idx`
                          or document ids in `attention_mask` that tell them apart
@@ -65,7 +69,8 @@ class PackedCollator:
 
     Raises, when called:
         ValueError: more tokens than `total_tokens`, more documents than `capacity`, a longer one
-            than `max_seqlen_bound`; a column that is missing, unknown, or of another length.
+            than `max_seqlen_bound`; a column that is missing, unknown, of another length or no
+            integers; boundaries that contradict one another, or leave tokens out.
 
     A `DataLoader(pin_memory=True)` pins the layout too.
     """
@@ -84,6 +89,11 @@ class PackedCollator:
                 "boundaries must be packed_layout or cu_seq_lens, got "
                 f"{self.boundaries!r}; choose one."
             )
+        for name in self.extra:
+            if name in (*_KNOWN, *_BOUNDARIES, *_LOSS_MASKS):
+                raise ValueError(
+                    f"extra must name columns of your own, got {name!r}; leave it out."
+                )
 
     def __call__(self, features: Any) -> dict[str, Any]:
         """One batch; see the class."""
@@ -95,20 +105,18 @@ class PackedCollator:
         ]
         if not documents:
             raise ValueError("features must hold a document at least, got none; pass some.")
-        layout = PackedLayout.from_lengths(
-            [len(document["input_ids"]) for document in documents],
-            total_tokens=self.total_tokens,
-            capacity=self.capacity,
-            max_seqlen_bound=self.max_seqlen_bound,
-        )
+        layout = self._layout([len(document["input_ids"]) for document in documents])
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, **self.extra}
         batch: dict[str, Any] = {}
         for name, fill in fills.items():
             values = np.concatenate([document[name] for document in documents])
-            row = np.full(layout.total_tokens, fill, values.dtype)
+            kind = np.result_type(values.dtype, np.asarray(fill).dtype)
+            row = np.full(layout.total_tokens, fill, kind)
             row[: values.size] = values
             batch[name] = torch.from_numpy(row)[None]
-        batch["position_ids"] = layout.position_ids()[None] + self.position_ids_start
+        # Tables of positions may end where the longest document may.
+        positions = layout.position_ids()[None] % layout.max_seqlen_bound
+        batch["position_ids"] = positions + self.position_ids_start
         if self.boundaries == "packed_layout":
             return batch | {"packed_layout": layout}
         ends, longest = layout.cu_seqlens, layout.max_seqlen_bound
@@ -118,6 +126,19 @@ class PackedCollator:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+    def _layout(self, lengths: list[int]) -> PackedLayout:
+        left = (self.total_tokens or 0) - sum(lengths)
+        if self.boundaries == "cu_seq_lens" and left > 0:
+            longest = self.max_seqlen_bound or max(lengths)
+            whole, rest = divmod(left, longest)
+            lengths = lengths + [longest] * whole + [rest] * bool(rest)
+        return PackedLayout.from_lengths(
+            lengths,
+            total_tokens=self.total_tokens,
+            capacity=self.capacity,
+            max_seqlen_bound=self.max_seqlen_bound,
+        )
 
     def _documents(self, row: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
         """The documents of one row, without padding; labels made where there are none."""
@@ -133,17 +154,23 @@ class PackedCollator:
                 raise ValueError(
                     f"features must hold {name}, got {', '.join(row)}; add the column."
                 )
+        for name, values in row.items():
+            if values.size and values.dtype.kind not in "iub" and name not in self.extra:
+                raise ValueError(
+                    f"{name} must be integers, got {values.dtype}; convert the column."
+                )
+            if name not in ("seq_lengths", *_BOUNDARIES):
+                _check_size(name, values, row["input_ids"])
         tokens = row["input_ids"]
-        columns = {name: row[name] for name in ("input_ids", "labels", *self.extra) if name in row}
+        columns = {name: row[name] for name in ("labels", "input_ids", *self.extra) if name in row}
         columns = {"labels": tokens, **columns}
-        kept = row.get("attention_mask", np.ones_like(tokens)) != 0
         for name in _LOSS_MASKS:
             if name in row:
-                _check_size(name, row[name], tokens)
                 columns["labels"] = np.where(row[name] != 0, columns["labels"], IGNORED)
-        for name, values in (*columns.items(), ("attention_mask", kept)):
-            _check_size(name, values, tokens)
-        for start, stop in pairwise(_ends(row)):
+        kept = row.get("attention_mask", np.ones_like(tokens)) != 0
+        ends = _ends(row, kept)
+        _require_no_loss_after(ends[-1], kept, row)
+        for start, stop in pairwise(ends):
             inside = kept[start:stop]
             if not inside.any():
                 continue  # a run of padding
@@ -162,22 +189,24 @@ def _features(given: Any) -> Iterator[Any]:
         yield given
         return
     for feature in given:
-        nested = isinstance(feature, list) and feature and not isinstance(feature[0], int)
+        first = feature[0] if isinstance(feature, list | tuple) and feature else 0
+        nested = not isinstance(first, int | np.integer) and not (
+            isinstance(first, Tensor | np.ndarray) and first.ndim == 0
+        )
         yield from _features(feature) if nested else (feature,)
 
 
 def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
     """A feature's rows as arrays of one dimension; a batch of several rows has several."""
     if not isinstance(feature, Mapping):
-        if isinstance(feature, Sequence | np.ndarray | Tensor):  # the tokens alone
-            feature = {"input_ids": feature}
-        else:
+        if not isinstance(feature, Sequence | np.ndarray | Tensor) or isinstance(feature, str):
             raise ValueError(
                 f"features must be mappings with input_ids, got {type(feature).__name__}; pass "
                 "what a data set of token ids yields."
             )
+        feature = {"input_ids": feature}  # the tokens alone
     arrays = {
-        name: np.asarray(value)
+        name: _array(name, value)
         for name, value in feature.items()
         if value is not None and name not in ("max_length_q", "max_length_k")
     }
@@ -185,11 +214,18 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
     if tokens is None or tokens.ndim == 1:
         yield arrays
         return
-    if tokens.ndim != 2 or ("cu_seq_lens_q" in arrays and len(tokens) > 1):
+    if tokens.ndim != 2 or (len(tokens) > 1 and any(name in arrays for name in _BOUNDARIES)):
         raise ValueError(
             "input_ids must be one row, or rows without cu_seq_lens_q, got shape "
             f"{list(tokens.shape)}; pass the rows one by one."
         )
+    for name, values in arrays.items():
+        shared = name == "position_ids" and len(values) == 1
+        if name not in _BOUNDARIES and len(values) != len(tokens) and not shared:
+            raise ValueError(
+                f"{name} must have a row for each of {len(tokens)}, got {len(values)}; mend that "
+                "column."
+            )
     for index in range(len(tokens)):
         yield {
             name: values if name in _BOUNDARIES else values[index if len(values) > 1 else 0]
@@ -197,31 +233,67 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
         }
 
 
-def _ends(row: Mapping[str, NDArray[Any]]) -> list[int]:
-    """Where the documents of a row begin, and its end."""
-    tokens = row["input_ids"].size
-    if "cu_seq_lens_q" in row:
-        ends = [int(end) for end in row["cu_seq_lens_q"]]
-    elif "seq_lengths" in row:
-        ends = [0, *np.cumsum(row["seq_lengths"]).tolist()]
-        if ends[-1] != tokens:
-            raise ValueError(
-                f"seq_lengths must sum to the row's {tokens} tokens, got {ends[-1]}; mend them."
-            )
-    else:
-        starts = np.zeros(tokens, bool)
-        for name in ("position_ids", "seq_idx", "attention_mask"):
-            if name in row:
-                _check_size(name, row[name], row["input_ids"])
-                steps = np.diff(row[name])
-                starts[1:] |= steps != 1 if name == "position_ids" else steps != 0
-        ends = [0, *np.flatnonzero(starts).tolist(), tokens]
-    if ends[0] != 0 or ends[-1] > tokens or any(end < start for start, end in pairwise(ends)):
+def _array(name: str, value: Any) -> NDArray[Any]:
+    if isinstance(value, PackedLayout):  # of a batch that this collator made
+        value = value.cu_seqlens.tolist()
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype == torch.bfloat16 else value
+    try:
+        found = np.asarray(value)
+    except ValueError as error:
         raise ValueError(
-            f"boundaries must rise from 0 to the row's {tokens} tokens, got {ends[:8]}; make "
-            "seq_lengths or cu_seq_lens_q anew."
+            f"{name} must have rows of equal length, got ragged ones; pass them one by one."
+        ) from error
+    return found[0] if name in _BOUNDARIES and found.ndim == 2 and len(found) == 1 else found
+
+
+def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]:
+    """Where the documents of a row begin, and the end of the last."""
+    tokens = row["input_ids"].size
+    starts = np.zeros(tokens, bool)
+    for name in ("position_ids", "seq_idx", "attention_mask"):
+        steps = np.diff(row.get(name, starts[:0]).astype(np.int64))
+        if name == "attention_mask" and not (row.get(name, starts) > 1).any():
+            continue  # zeros and ones number no documents
+        starts[1 : 1 + steps.size] |= steps != 1 if name == "position_ids" else steps != 0
+    told = [row[name].tolist() for name in _CUMULATIVE if name in row]
+    if "seq_lengths" in row:
+        told.append([0, *np.cumsum(row["seq_lengths"]).tolist()])
+        if told[-1][-1] != tokens:
+            raise ValueError(
+                f"seq_lengths must sum to the row's {tokens} tokens, got {told[-1][-1]}; mend them."
+            )
+    if not told:
+        return [0, *np.flatnonzero(starts).tolist(), tokens]
+    for ends in told:
+        if ends[0] != 0 or ends[-1] > tokens or any(b < a for a, b in pairwise(ends)):
+            raise ValueError(
+                f"boundaries must rise from 0 to the row's {tokens} tokens, got {ends[:8]}; make "
+                "seq_lengths or cu_seq_lens_q anew."
+            )
+    ends: list[int] = told[0]
+    inside = np.setdiff1d(np.flatnonzero(starts & kept), ends)
+    inside = inside[inside < ends[-1]]
+    if inside.size or any(set(other) != set(ends) for other in told):
+        where = int(inside[0]) if inside.size else told[1][:8]
+        raise ValueError(
+            "position_ids, seq_idx, attention_mask, seq_lengths and cu_seq_lens must tell of the "
+            f"same documents, got another boundary at {where}; drop what is wrong."
         )
     return ends
+
+
+def _require_no_loss_after(
+    end: int, kept: NDArray[np.bool_], row: Mapping[str, NDArray[Any]]
+) -> None:
+    """Tokens past the last boundary are padding, or they would be lost in silence."""
+    labels = row.get("labels", row["input_ids"])
+    if (kept[end:] & (labels[end:] != IGNORED)).any():
+        raise ValueError(
+            f"boundaries must cover the row's tokens, got {end} of {kept.size}; end them at the "
+            "last token, or mask what lies behind it (attention_mask 0 or labels -100)."
+        )
 
 
 def _check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,10 +47,15 @@ class BalancedSampler(Sampler[int]):
         window: int = 64,
         drop_last: bool = False,
     ) -> None:
-        for name, value in (("num_replicas", num_replicas), ("window", window)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        for name, value, least in (
+            ("num_replicas", num_replicas, 1),
+            ("window", window, 1),
+            ("seed", seed, 0),
+            ("rank", rank or 0, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"{name} must be an integer of at least 1, got {value!r}; raise it."
+                    f"{name} must be an integer of at least {least}, got {value!r}; mend it."
                 )
         if rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(
@@ -60,7 +66,7 @@ class BalancedSampler(Sampler[int]):
             raise ValueError(
                 f"rows must fill a step of {num_replicas} ranks, got {len(rows)}; pass more rows."
             )
-        self.costs = np.array([sum(n * n for n in row) for row in rows], np.float64)
+        self.costs = np.array([sum(int(n) ** 2 for n in row) for row in rows], np.float64)
         self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         self.window, self.drop_last = window, drop_last
         self.epoch = self._taken = self._begin = 0
@@ -108,12 +114,35 @@ class BalancedSampler(Sampler[int]):
         A `DataLoader` with workers asks for rows ahead of the batches that it gives: set "taken" to
         the rows of the batches that were trained on.
         """
-        return {"epoch": self.epoch, "taken": self._taken, "seed": self.seed}
+        return {"epoch": self.epoch, "taken": self._taken, "seed": self.seed} | self._order()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after these rows; over the same rows and ranks, the order is the same."""
+        """Go on after these rows; a state of a whole pass goes on with an empty one.
+
+        Raises:
+            ValueError: it is of other rows, ranks or options: the order would be another.
+        """
+        for name, mine in self._order().items():
+            if state[name] != mine:
+                raise ValueError(
+                    f"state must be of the same {name}, {mine}, got {state[name]}; make it "
+                    "as it was, or begin the epoch anew."
+                )
+        if not 0 <= state["taken"] <= len(self):
+            raise ValueError(
+                f"taken must be from 0 to {len(self)} rows, got {state['taken']}; mend the state."
+            )
         self.epoch, self.seed = state["epoch"], state["seed"]
         self._taken = self._begin = state["taken"]
+
+    def _order(self) -> dict[str, Any]:
+        """What the order depends on, besides the seed and the epoch."""
+        return {
+            "num_replicas": self.num_replicas,
+            "window": self.window,
+            "drop_last": self.drop_last,
+            "rows": [len(self.costs), zlib.crc32(self.costs.tobytes())],
+        }
 
     def _steps(self) -> int:
         rows = len(self.costs)

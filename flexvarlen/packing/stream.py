@@ -23,7 +23,8 @@ class StreamPacker(Generic[Document]):
         length: gives the tokens of a document, from 1 to `capacity`.
 
     Attributes:
-        num_given: documents given so far: where a stream that is resumed goes on.
+        num_given: documents given so far: where a stream that is resumed goes on. 0 again once all
+            of the stream is out.
 
     >>> packer = StreamPacker(8, buffer=4, length=len)
     >>> ["".join(row) for row in packer.pack(["abcde", "fgh", "ijkl", "mn", "opqr"])]
@@ -62,6 +63,7 @@ class StreamPacker(Generic[Document]):
         while self._waiting:
             self._make_ready()
             yield from self._hand_out()
+        self.num_given = 0
 
     def skip(self, documents: Iterable[Document]) -> Iterator[Document]:
         """What of a stream that begins anew was not given yet.
@@ -88,6 +90,7 @@ class StreamPacker(Generic[Document]):
         """
         return {
             "capacity": self.capacity,
+            "buffer": self.buffer,
             "num_given": self.num_given,
             "waiting": list(self._waiting),
             "ready": [list(row) for row in self._ready],
@@ -97,13 +100,14 @@ class StreamPacker(Generic[Document]):
         """Go on from a state: `packer.pack(packer.skip(documents))`.
 
         Raises:
-            ValueError: it is of rows of another capacity.
+            ValueError: it is of another capacity or buffer.
         """
-        if state["capacity"] != self.capacity:
-            raise ValueError(
-                f"state must be of rows of {self.capacity} tokens, got {state['capacity']}; make "
-                "the packer with that capacity, or begin anew."
-            )
+        for name, mine in (("capacity", self.capacity), ("buffer", self.buffer)):
+            if state[name] != mine:
+                raise ValueError(
+                    f"state must be of {name} {mine}, got {state[name]}; make the packer with that "
+                    f"{name}, or begin anew."
+                )
         self.num_given = state["num_given"]
         self._waiting = list(state["waiting"])
         self._ready = [list(row) for row in state["ready"]]
