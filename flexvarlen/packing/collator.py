@@ -272,16 +272,16 @@ def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]
                 f"boundaries must rise from 0 to the row's {tokens} tokens, got {ends[:8]}; make "
                 "seq_lengths or cu_seq_lens_q anew."
             )
-    ends: list[int] = told[0]
-    inside = np.setdiff1d(np.flatnonzero(starts & kept), ends)
-    inside = inside[inside < ends[-1]]
-    if inside.size or any(set(other) != set(ends) for other in told):
+    first: list[int] = told[0]
+    inside = np.setdiff1d(np.flatnonzero(starts & kept), first)
+    inside = inside[inside < first[-1]]
+    if inside.size or any(set(other) != set(first) for other in told):
         where = int(inside[0]) if inside.size else told[1][:8]
         raise ValueError(
             "position_ids, seq_idx, attention_mask, seq_lengths and cu_seq_lens must tell of the "
             f"same documents, got another boundary at {where}; drop what is wrong."
         )
-    return ends
+    return first
 
 
 def _require_no_loss_after(
