@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout import PackedLayout
+from flexvarlen.patches.context_parallel import refuse_context_parallel
 from flexvarlen.patches.documents import (
     BOUNDARIES,
     CONTEXT,
@@ -74,6 +75,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
             inputs["attention_mask"] = _placeholder(handed.layout.device)
         return inputs
     refuse_bypassed_caller(module)
+    refuse_context_parallel()
     refuse_other_names(inputs)
     refuse_mask_of_another_kind(inputs.get("attention_mask"))
     refuse_image_blocks(module.config, inputs)
