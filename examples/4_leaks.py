@@ -1,0 +1,301 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 4. Leaks: how plain packing goes wrong, and how to know
+#
+# In a packed row documents stand side by side. If the attention does not honour the borders, a
+# document reads its neighbours. Nothing crashes. The loss goes down. The model learns from text
+# that it will not have when it is used. So a leak must be looked for. This notebook makes leaks,
+# shows them, measures what they do, and ends with the call that finds them: `fv.verify_isolation`.
+
+# %%
+import copy
+import warnings
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.colors import LogNorm
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import flexvarlen as fv
+from flexvarlen.plotstyle import STYLES
+
+FULL = torch.cuda.is_available()  # the same cells, at a larger size
+DEVICE = "cuda" if FULL else "cpu"
+BACKEND = "flex" if FULL else "sdpa"
+LENGTHS = [60, 132, 12, 96, 84] if FULL else [10, 22, 2, 16, 14]
+SHAPE = (
+    {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    if FULL
+    else {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+)
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    initializer_range=0.04 if FULL else 0.15,  # attention that is not all but uniform
+    **SHAPE,
+)
+# float32 on a GPU too: what is left is then a leak, and no rounding.
+plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE).eval()
+patched = fv.patch_model(copy.deepcopy(plain), backend=BACKEND)
+
+TOTAL = sum(LENGTHS)
+ids = torch.randint(config.vocab_size, (1, TOTAL), device=DEVICE)
+layout = fv.PackedLayout.from_lengths(LENGTHS, device=DEVICE)
+print(f"{len(LENGTHS)} documents of {LENGTHS} tokens in one row of {TOTAL}")
+
+# %% [markdown]
+# ## Five ways to say where documents are
+#
+# All of these are met in practice, and each is meant to say the same. transformers gets each, and a
+# patched model too. The error is the distance from each document alone, in float64.
+
+
+# %%
+def joined(each):
+    """One value or tensor a document, as a row `[1, TOTAL]`."""
+    return torch.cat([torch.as_tensor(x) for x in each]).to(DEVICE)[None]
+
+
+positions = joined(torch.arange(n) for n in LENGTHS)  # from 0 again in each document
+numbers = joined(torch.full((n,), i + 1) for i, n in enumerate(LENGTHS))
+ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE, torch.int32)
+boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+boundaries |= {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+
+FORMS = {
+    "position_ids, use_cache=False": {"position_ids": positions, "use_cache": False},
+    "position_ids": {"position_ids": positions},
+    "position_ids and a mask of ones": {
+        "position_ids": positions,
+        "attention_mask": torch.ones_like(positions),
+        "use_cache": False,
+    },
+    "position_ids and cu_seq_lens": {"position_ids": positions, **boundaries},
+    "a mask of document numbers": {
+        "position_ids": positions,
+        "attention_mask": numbers,
+        "use_cache": False,
+    },
+}
+
+
+@torch.no_grad()
+def alone(model):
+    """Logits of each document in a call of its own, one after another."""
+    return torch.cat([model(part[None]).logits[0] for part in ids[0].split(LENGTHS)])
+
+
+truth = alone(copy.deepcopy(plain).double())
+
+
+@torch.no_grad()
+def error(model, form):
+    """Largest distance of a packed row's logits from the truth."""
+    return (model(input_ids=ids, **form).logits[0] - truth).abs().max().item()
+
+
+rounding = (alone(plain) - truth).abs().max().item()
+with warnings.catch_warnings():
+    warnings.simplefilter("error")  # a warning would end the cell
+    errors = {name: (error(plain, form), error(patched, form)) for name, form in FORMS.items()}
+print(f"logits reach {truth.abs().max().item():.1f}; rounding alone is {rounding:.1e}\n")
+print(f"{'':32} {'transformers':>12} {'patched':>9}")
+for name, (theirs, ours) in errors.items():
+    print(f"{name:32} {theirs:12.1e} {ours:9.1e}")
+
+# %% [markdown]
+# No call raised, and none warned. transformers looks for borders in `position_ids` only when there
+# is neither a mask nor a cache, and by default it makes a cache. The first row is right, to
+# rounding; the others are off by about as much as logits are large. Patched, all five mean the
+# same.
+
+# %%
+look = {"plain": STYLES["transformers:sdpa"], "patched": STYLES[BACKEND]}
+figure = plt.figure(figsize=(7, 2.4), dpi=80, layout="constrained")
+axes = figure.subplots()
+for y, found in enumerate(errors.values()):
+    for value, (name, style) in zip(found, look.items(), strict=True):
+        label = {"plain": "transformers", "patched": "patched"}[name] if y == 0 else None
+        size = 12 if name == "plain" else 7  # where both are right, one lies in the other
+        marker = style.line() | {"linestyle": "none", "markersize": size}
+        axes.plot([value], [y], label=label, **marker)
+axes.axvspan(rounding / 4, 4 * rounding, color="#E3F1E6", zorder=0)
+axes.text(rounding, len(errors) - 0.45, "rounding", ha="center", fontsize=8, color="#3F7A4C")
+axes.set_xscale("log")
+axes.set_yticks(range(len(errors)), errors)
+axes.set_ylim(len(errors) - 0.3, -0.5)
+axes.set_xlabel("largest error of the logits (log)")
+axes.grid(True, axis="x", color="#E4E4E4")
+axes.set_axisbelow(True)
+axes.spines[["top", "right"]].set_visible(False)
+axes.legend(frameon=False, loc="upper center", fontsize=8)
+plt.show()
+
+# %% [markdown]
+# ## Who reads whom
+#
+# A model is a function: to see whether token k reaches token q, change token k and look whether the
+# logits of q move. Doing that for each k gives a picture of the model, whatever happens inside it.
+# White is *exactly* zero: no bit moved.
+
+# %%
+AMBIGUOUS, RIGHT = FORMS["position_ids"], {"packed_layout": layout}
+
+
+@torch.no_grad()
+def influence(model, form):
+    """`[TOTAL, TOTAL]`: how far the logits of token q move if token k is another."""
+    before = model(input_ids=ids, **form).logits[0]
+    moved = []
+    for k in range(TOTAL):
+        other = ids.clone()
+        other[0, k] = (ids[0, k] + 1) % config.vocab_size
+        moved.append((model(input_ids=other, **form).logits[0] - before).abs().amax(-1))
+    return torch.stack(moved, dim=1).cpu()
+
+
+allowed = fv.DocumentMask.of(layout).to_dense().cpu()
+reached = {
+    "transformers, position_ids": influence(plain, AMBIGUOUS),
+    "patched": influence(patched, RIGHT),
+}
+
+figure = plt.figure(figsize=(8, 3.2), dpi=80, layout="constrained")
+panels = figure.subplots(1, 3, sharey=True)
+panels[0].imshow(allowed, cmap="Greys", vmax=1.6, interpolation="nearest")
+panels[0].set_title("what should be", loc="left", fontsize=10)
+scale = LogNorm(1e-2, max(float(moved.max()) for moved in reached.values()))
+for axes, (name, moved) in zip(panels[1:], reached.items(), strict=True):
+    drawn = axes.imshow(
+        moved.where(moved > 0, torch.nan), cmap="viridis_r", norm=scale, interpolation="nearest"
+    )
+    axes.set_title(name, loc="left", fontsize=10)
+figure.colorbar(drawn, ax=panels, label="change of the logits", shrink=0.7)
+for axes in panels:
+    for border in ends.tolist()[1:-1]:
+        axes.axhline(border - 0.5, color="#222222", lw=0.4)
+        axes.axvline(border - 0.5, color="#222222", lw=0.4)
+    axes.set_xlabel("token that is changed")
+panels[0].set_ylabel("token that moves")
+plt.show()
+
+leaked = {name: int((moved[~allowed] > 0).sum()) for name, moved in reached.items()}
+for name, count in leaked.items():
+    print(f"{name:28} {count:6,} of {int((~allowed).sum()):,} forbidden pairs leak")
+
+# %% [markdown]
+# ## What it does to training
+#
+# The gradient is what the model learns. Here it is the gradient of one row, against that of the
+# same documents one by one, as the angle between the two. The labels are the same: only the
+# attention is not.
+
+# %%
+labels = ids.clone()
+labels[0, ends[:-1].long()] = -100  # the first token of a document has nothing to be foretold by
+
+
+def gradient(calls):
+    """All parameters' gradients as one vector, of calls (model, arguments, weight of its loss)."""
+    calls = list(calls)
+    calls[0][0].zero_grad()
+    for model, arguments, weight in calls:
+        (model(**arguments).loss * weight).backward()
+    return torch.cat([p.grad.flatten() for p in calls[0][0].parameters()]).double()
+
+
+def cosine(one, other):
+    """Of the angle between two vectors: 1 if they point the same way."""
+    return (one @ other / one.norm() / other.norm()).item()
+
+
+counted = (labels != -100).sum().item()
+documents = [part[None] for part in ids[0].split(LENGTHS)]
+right = gradient(
+    (plain, {"input_ids": part, "labels": part}, (part.numel() - 1) / counted) for part in documents
+)
+inputs = {"input_ids": ids, "labels": labels}
+agree = {
+    "transformers, position_ids": cosine(gradient([(plain, inputs | AMBIGUOUS, 1)]), right),
+    "patched": cosine(gradient([(patched, inputs | RIGHT, 1)]), right),
+}
+for name, value in agree.items():
+    print(f"{name:28} cosine with the right gradient: {value:.6f}")
+
+# %% [markdown]
+# ## `verify_isolation`: the check
+#
+# It takes any transformers model, patched or not, and a batch as you would train on. It replaces
+# documents by others, and watches every layer's outputs, the logits and the gradients of all other
+# documents. If a bit moves, it raises, and says where.
+
+# %%
+try:
+    fv.verify_isolation(plain, {"input_ids": ids, **AMBIGUOUS})
+except fv.IsolationError as leak:
+    caught = leak
+print(caught)
+
+# %%
+report = fv.verify_isolation(patched, {"input_ids": ids, **RIGHT})
+print(report.sentence())
+
+# %% [markdown]
+# It also sees what is small. Suppose that a data loader counts one token too many, so that a single
+# border is off by one. Who would tell by the loss? (`layout=` says what the borders really are.)
+
+# %%
+off_by_one = list(LENGTHS)
+off_by_one[0] += 1
+off_by_one[1] -= 1
+wrong = fv.PackedLayout.from_lengths(off_by_one, device=DEVICE)
+with torch.no_grad():
+    for name, used in {"right borders": layout, "one off by one": wrong}.items():
+        print(f"{name:15} loss {patched(**inputs, packed_layout=used).loss.item():.3f}")
+
+try:
+    fv.verify_isolation(patched, {"input_ids": ids, "packed_layout": wrong}, layout=layout)
+except fv.IsolationError as leak:
+    small = leak
+print(small)
+
+# %% [markdown]
+# Where to put the check:
+#
+# - once by hand, with your model and a batch of your own collator, as above;
+# - in a training: `Trainer(..., callbacks=[flexvarlen.trainer.IsolationCallback()])`, see notebook
+#   3;
+# - in your tests: the pytest fixture of `flexvarlen.testing`;
+# - in a shell: `flexvarlen verify --help`.
+#
+# ## What was claimed, checked
+
+# %%
+first, *others = errors.values()
+assert first[0] < 4 * rounding  # transformers is right, if asked in just this way
+assert all(theirs > 1000 * rounding for theirs, _ in others)
+assert all(ours < 4 * rounding for _, ours in errors.values())
+
+# Not one forbidden pair, to the last bit; and the picture is not empty.
+assert leaked["patched"] == 0 < leaked["transformers, position_ids"]
+assert (reached["patched"][allowed] > 0).float().mean() > 0.9
+
+assert agree["patched"] > 0.999999 > 0.99 > agree["transformers, position_ids"]
+
+assert caught.layer == 0
+assert caught.kind == "attention"
+assert small.source != small.target
+assert report.num_docs == len(LENGTHS)
+print("all true")
