@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -93,11 +94,12 @@ def op(
     times for gradients).
     """
     with sentences():
-        from flexvarlen.cli_drift_run import Place, cases_of, finish, run_op
+        from flexvarlen.cli_drift_run import Place, cases_of, finish, run_op, run_to_end
 
         place = Place.of(device, dtype, out, resume, fail_above, commit, "drift-op")
         cases = cases_of(suite, lengths, heads, head_dim, causal, window, place.device)
-        run_op(
+        run = partial(
+            run_op,
             place,
             cases,
             backends,
@@ -106,7 +108,8 @@ def op(
             train=train,
             seed=seed,
         )
-    finish(place)
+        whole = run_to_end(run)
+    finish(place, whole=whole)
 
 
 @drift.command(name="model")
@@ -154,10 +157,12 @@ def model_command(
     a backend is right is what flexvarlen compare tells.
     """
     with sentences():
-        from flexvarlen.cli_drift_run import Place, finish, run_model
+        from flexvarlen.cli_drift_model import run_model
+        from flexvarlen.cli_drift_run import Place, finish, run_to_end
 
         place = Place.of(device, dtype, out, resume, fail_above, commit, "drift-model")
-        run_model(
+        run = partial(
+            run_model,
             place,
             model or list(CPU_MODELS[1:]),
             text or [],
@@ -170,7 +175,8 @@ def model_command(
             train=train,
             seed=seed,
         )
-    finish(place)
+        whole = run_to_end(run)
+    finish(place, whole=whole)
 
 
 @drift.command(name="train")
@@ -210,10 +216,12 @@ def train_command(
     Ends with exit code 1 if a backend of flexvarlen is beyond it.
     """
     with sentences():
-        from flexvarlen.cli_drift_run import Place, finish, run_train
+        from flexvarlen.cli_drift_model import run_train
+        from flexvarlen.cli_drift_run import Place, finish, run_to_end
 
         place = Place.of(device, dtype, out, resume, fail_above, commit, "drift-training")
-        run_train(
+        run = partial(
+            run_train,
             place,
             model,
             text or [],
@@ -224,4 +232,5 @@ def train_command(
             seeds=seeds,
             lr=lr,
         )
-    finish(place)
+        whole = run_to_end(run)
+    finish(place, whole=whole)

@@ -10,21 +10,10 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from flexvarlen.backends.flex import FlexBackend
 from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
 from flexvarlen.drift.report import page
-from flexvarlen.drift.report.files import DriftReport
-
-CPU = ["--device", "cpu"]
-HEADS = ["--heads", "2/1", "--head-dim", "8", *CPU]
-OP = ["op", "--lengths", "5,3; 7", *HEADS, "--backends", "reference,sdpa", "--no-compile"]
-MODEL = ["model", "--model", "qwen3@1", "--tokens", "48", "--backends", "sdpa,reference", *CPU]
-MODEL += ["--comparisons", "packed-alone,backend-backend"]
-TRAIN = ["train", "--model", "qwen3@1", "--tokens", "64", "--steps", "4", *CPU]
-TRAIN += ["--backends", "reference"]
-PACKED = [*TRAIN, "--baseline", "sdpa"]  # where documents alone do not matter: in half the time
+from tests.drift_commands import CPU, MODEL, OP, PACKED, TRAIN, rows_in, said
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +34,6 @@ def run(tmp_path):
         return CliRunner().invoke(app, ["drift", *args, "--out", str(tmp_path / "out")])
 
     return run
-
-
-def rows_in(folder):
-    return DriftReport.read(folder / "out").rows
-
-
-def said(result):
-    return " ".join(result.output.split())
 
 
 def test_op_writes_rows_tables_and_page(run, plots, tmp_path):
@@ -103,130 +84,6 @@ def test_limit_ends_op_with_1_and_names_the_row(run):
     assert "fail-above out_relative=1e-12: out_relative is" in said(result)
     assert "backend=" in said(result)
     assert "relative=9" not in said(result)
-
-
-def test_rerun_appends_to_the_rows_of_another(run, tmp_path):
-    run(*OP, "--no-train", "--comparisons", "place")
-    first = rows_in(tmp_path)
-    again = run("op", "--lengths", "9", *HEADS, "--backends", "sdpa", "--comparisons", "place")
-    assert "rows of an earlier run are replaced" in said(again)
-    assert {row.case["name"] for row in rows_in(tmp_path)} == {"9"}
-    resumed = run(*OP, "--no-train", "--comparisons", "place", "--resume")
-    assert "1 rows of an earlier run are kept" in said(resumed)
-    assert len(rows_in(tmp_path)) == len(first) + 1
-    lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
-    assert len(lines) == len(first) + 1
-
-
-def test_resume_runs_again_what_is_complete(run, monkeypatch, tmp_path):
-    run(*OP, "--no-train", "--comparisons", "place")
-
-    def ran(*_args, **_options):
-        pytest.fail("ran again")
-
-    monkeypatch.setattr(SdpaBackend, "attend", ran)
-    result = run(*OP, "--no-train", "--comparisons", "place", "--resume")
-    assert result.exit_code == 0, result.output
-    assert len(rows_in(tmp_path)) == 4
-
-
-def test_resume_takes_pairs_for_done(run, tmp_path):
-    """They come last: a run that was stopped before them lacks them alone."""
-    run(*OP, "--no-train", "--comparisons", "place")
-    both = [*OP, "--no-train", "--comparisons", "place,backend-backend", "--resume"]
-    run(*both)
-    found = [row.case["comparison"] for row in rows_in(tmp_path)]
-    assert "backend-backend" in found
-    lines = (tmp_path / "out" / "rows.jsonl").read_text()
-    run(*both)
-    assert (tmp_path / "out" / "rows.jsonl").read_text() == lines
-
-
-@pytest.mark.parametrize("status", ["failed", "oom"])
-def test_resume_takes_a_failure_for_done(run, tmp_path, status):
-    run(*OP, "--no-train", "--comparisons", "place")
-    path = tmp_path / "out" / "rows.jsonl"
-    path.write_text(path.read_text().replace('"status": "ok"', f'"status": "{status}"', 1))
-    run(*OP, "--no-train", "--comparisons", "place", "--resume")
-    assert {row.status for row in rows_in(tmp_path)} == {"ok"}
-
-
-def test_resume_runs_a_finished_backend_again(run, monkeypatch, tmp_path):
-    """A model takes minutes a backend: a run that is stopped must get on."""
-    small = ["model", "--model", "qwen3@1", "--tokens", "48", *CPU, "--no-train"]
-    small += ["--comparisons", "packed-alone", "--no-attribution"]
-    run(*small, "--backends", "sdpa")
-    before = rows_in(tmp_path)
-
-    def ran(*_args, **_options):
-        pytest.fail("ran again")
-
-    monkeypatch.setattr(SdpaBackend, "attend", ran)
-    result = run(*small, "--backends", "sdpa,reference", "--resume")
-    assert result.exit_code == 0, result.output
-    added = rows_in(tmp_path)[len(before) :]
-    assert {row.case["backend"] for row in added} == {"reference"}
-
-
-def test_resume_of_all_compiles_what_a_whole_run_leaves_out(run, monkeypatch, tmp_path):
-    def ran(*_args, **_options):
-        raise RuntimeError("it ran")
-
-    monkeypatch.setattr(FlexBackend, "attend", ran)
-    small = ["model", "--model", "qwen3@1", "--tokens", "32", *CPU, "--no-train"]
-    small += ["--no-attribution", "--comparisons", "backend-backend"]
-
-    def statuses():
-        return {r.case["backend"]: r.status for r in rows_in(tmp_path) if not r.case["index"]}
-
-    run(*small, "--backends", "sdpa,reference")
-    result = run(*small, "--resume")
-    assert result.exit_code == 0, result.output
-    found = statuses()
-    assert (found["sdpa"], found["reference"], found["flex"]) == ("ok", "ok", "skipped")
-    run(*small, "--backends", "flex", "--resume")  # what is named is not left out
-    assert statuses() == found | {"flex": "failed"}
-
-
-def test_lost_device_ends_with_a_traceback(run, monkeypatch, tmp_path):
-    attend = ReferenceBackend.attend
-
-    def broken(self, q, k, v, mask, plan, options):
-        if len(q) == 8:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with")
-        return attend(self, q, k, v, mask, plan, options)
-
-    monkeypatch.setattr(ReferenceBackend, "attend", broken)
-    small = [*OP, "--no-train", "--comparisons", "exact,run-run"]
-    result = run(*small, "--backends", "sdpa,reference")
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert "the device is lost after reference, exact, in 5,3: RuntimeError: CUDA" in said(result)
-    assert "--resume goes on" in said(result)
-    assert "reference failed: RuntimeError: CUDA error" in said(result)
-    before = rows_in(tmp_path)
-    assert [(row.case["backend"], row.status) for row in before] == [
-        *[("sdpa", "ok")] * 2,
-        ("reference", "failed"),
-    ]
-    assert (tmp_path / "out" / "report.html").exists()
-    again = run(*small, "--backends", "sdpa,reference", "--resume")
-    assert "is lost" not in said(again)
-    rows = rows_in(tmp_path)
-    assert {(r.case["name"], r.case["backend"], r.case["comparison"]) for r in rows} == {
-        *((name, "sdpa", what) for name in ("5,3", "7") for what in ("exact", "run-run")),
-        *(("7", "reference", what) for what in ("exact", "run-run")),
-        ("5,3", "reference", "exact"),
-    }
-    assert again.exit_code == 1, again.output  # its row is still there
-    assert [row.status for row in rows].count("failed") == 1
-
-
-def test_resume_takes_another_training_for_this_one(run, tmp_path):
-    run(*PACKED)
-    run(*PACKED, "--lr", "0.01", "--resume")
-    found = rows_in(tmp_path)
-    assert {row.measures["lr"] for row in found if "lr" in row.measures} == {0.01}
 
 
 def test_model_writes_rows_and_says_where_runs_part(run, tmp_path):

@@ -73,15 +73,60 @@ def test_what_is_wrong_in_serial_alone_is_timed(plant, comparisons):
     assert found["runtime"].measures == {}
 
 
-def test_serial_answer_is_lost_where_there_is_no_room_for_the_truth(monkeypatch):
+def test_serial_answer_that_was_not_checked_is_ok(monkeypatch):
     def broken(*args, **options):
         raise torch.OutOfMemoryError("too much")
 
     monkeypatch.setattr(case_run.Truth, "of", broken)
     row = only(drift(comparisons=["batch-serial"]))
-    assert (row.status, row.measures["out_max_abs"]) == ("ok", 0)
+    assert (row.status, row.measures["out_max_abs"]) == ("oom", 0)
+    assert row.reason == "one call a document: not checked: OutOfMemoryError: too much"
     assert row.measures["why_serial_not_checked"] == "OutOfMemoryError: too much"
     assert "serial_ratio_out" not in row.measures
+
+
+@pytest.mark.parametrize(
+    "comparisons", [["runtime"], ["exact", "runtime"], ["exact", "batch-serial", "runtime"]]
+)
+def test_serial_answer_that_was_not_checked_is_timed(monkeypatch, comparisons):
+    judged = case_run.CaseRun._judged
+
+    def broken(self, answer):
+        if answer is self.serial_of_reference:
+            raise torch.OutOfMemoryError("too much")
+        return judged(self, answer)
+
+    start = case_run.CaseRun._start
+
+    def started(self, backend):
+        run = start(self, backend)
+        self.serial_of_reference = run.serial
+        return run
+
+    monkeypatch.setattr(case_run.CaseRun, "_judged", broken)
+    monkeypatch.setattr(case_run.CaseRun, "_start", started)
+    found = {row.case["comparison"]: row for row in drift(SMALL, comparisons=comparisons)}
+    assert found["runtime"].status == "oom"
+    assert found["runtime"].measures == {}
+    assert found["runtime"].reason == (
+        "one call a document: not checked, so not timed: OutOfMemoryError: too much"
+    )
+    assert {found[name].status for name in comparisons if name == "exact"} <= {"ok"}
+
+
+@pytest.mark.parametrize("comparisons", [["runtime"], ["batch-serial", "runtime"]])
+def test_serial_calls_that_fail_once_are_timed_unchecked(plant, comparisons):
+    failed = []
+
+    def change(out, mask):
+        if mask.layout.num_docs == 1 and not failed:
+            failed.append(0)
+            raise torch.OutOfMemoryError("too much")
+        return out
+
+    plant(change)
+    for row in drift(SMALL, comparisons=comparisons):
+        assert (row.status, row.measures) == ("oom", {})
 
 
 def test_run_run_sees_what_changes_from_call_to_call(plant):

@@ -42,6 +42,7 @@ from flexvarlen.drift.model.setting import (
     is_lean,
     left_out,
 )
+from flexvarlen.drift.op.failures import DeviceLostError
 from flexvarlen.equivalence.batch import PackedBatch
 from flexvarlen.equivalence.truth import clean
 from flexvarlen.equivalence.variants import THEIRS, Variant, counted_labels, variant_names
@@ -49,6 +50,7 @@ from flexvarlen.measure import time_interleaved
 from flexvarlen.rows import Row, Status
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 SUITE = "drift-attribution"
@@ -96,6 +98,7 @@ def attribute(
     Raises:
         ValueError: an unknown backend or `what`, "auto", or a batch that breaks the contract.
         NotImplementedError: the model type is not verified.
+        DeviceLostError: a backend broke the device, after its rows.
     """
     asked = _what_names(what)
     names = [n for n in variant_names(backends, model.device) if not n.startswith(THEIRS)]
@@ -152,17 +155,28 @@ class _Attribution:
 
     def skipped(self) -> list[Row]:
         """Rows that say that they were left out."""
-        why: Broken = ("skipped", left_out(self.backend))
+        why = Broken("skipped", left_out(self.backend))
         return [self._row(name, None, why) for name in self.what]
 
-    def rows(self) -> list[Row]:
-        """One of each run, in order."""
+    def rows(self) -> Iterator[Row]:
+        """One of each run, in order; of those that were run, if the device is lost."""
         measures: dict[str, dict[str, Any]] = {}
-        variants: dict[str, Variant] = {}
         refused: dict[str, Broken] = {}
+        try:
+            self._run(measures, refused)
+        except DeviceLostError:
+            self._add_shares(measures)
+            known = [name for name in self.what if name in measures or name in refused]
+            yield from (self._row(n, measures.get(n), refused.get(n)) for n in known)
+            raise
+        yield from (self._row(n, measures.get(n), refused.get(n)) for n in self.what)
+
+    def _run(self, measures: dict[str, dict[str, Any]], refused: dict[str, Broken]) -> None:
+        """Fill in what each run gave, or why it did not."""
+        variants: dict[str, Variant] = {}
         plain: list[Broken] = []
         self.say("each document alone")
-        with caught(plain):
+        with caught(plain, self.device):
             variant = self.setting.variant(self.backend)
             truth = run_alone(variant, self.setting.batch)
             for name in self.what:
@@ -172,21 +186,32 @@ class _Attribution:
                     variants[name] = variant
             del truth
         if plain:
-            refused |= {name: plain[0] for name in self.what if name != INVARIANT}
+            short = [name for name in self.what if name != INVARIANT]
+            refused |= dict.fromkeys(short if plain[0].lost is None else short[:1], plain[0])
+            self._end_if_lost(plain[0])
         if INVARIANT in self.what:
             self.say(INVARIANT)
             broken: list[Broken] = []
-            with caught(broken):
+            with caught(broken, self.device):
                 variant = invariant_variant(self.setting, self.backend)
                 measures[INVARIANT] = invariance(self.setting, variant, self.piece, self.sample)
                 variants[INVARIANT] = variant
             if broken:
                 refused[INVARIANT] = broken[0]
+                self._end_if_lost(broken[0])
         clean(self.setting.base)
         self._add_shares(measures)
         self.say("speed of all, in turns")
-        self._add_times({name: variants[name] for name in measures}, measures)
-        return [self._row(name, measures.get(name), refused.get(name)) for name in self.what]
+        self._add_times({name: variants[name] for name in measures}, measures, refused)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all runs."""
+        device: torch.device = self.setting.base.device
+        return device
+
+    def _end_if_lost(self, broken: Broken) -> None:
+        broken.end_if_lost(f"{self.backend}, attribution, of {self.setting.label}")
 
     def _one(
         self,
@@ -197,11 +222,12 @@ class _Attribution:
         refused: dict[str, Broken],
     ) -> None:
         broken: list[Broken] = []
-        with caught(broken), self._placed(name, variant):
+        with caught(broken, self.device), self._placed(name, variant):
             run = run_packed(variant, self.setting.batch)
             measures[name] = differences(run, truth, variant)
         if broken:
             refused[name] = broken[0]
+            self._end_if_lost(broken[0])
 
     @contextmanager
     def _placed(self, name: str, variant: Variant) -> Iterator[None]:
@@ -225,25 +251,31 @@ class _Attribution:
                 own["share"] = own["logits_relative"] / total if total else None
 
     def _add_times(
-        self, variants: Mapping[str, Variant], measures: dict[str, dict[str, Any]]
+        self,
+        variants: Mapping[str, Variant],
+        measures: dict[str, dict[str, Any]],
+        refused: dict[str, Broken],
     ) -> None:
         """Milliseconds of a step, and how many times those of "all"."""
         batch = self.setting.batch
         labels = batch.labels()
         counted = counted_labels(labels)
 
+        running: list[str] = []
+
         def step_of(name: str, variant: Variant) -> Callable[[], None]:
             def step() -> None:
+                running[:] = [name]
                 with self._placed(name, variant):
                     variant.step(batch, labels, counted)
 
             return step
 
         broken: list[Broken] = []
-        with caught(broken):
+        with caught(broken, self.device):
             timings = time_interleaved(
                 {name: step_of(name, variant) for name, variant in variants.items()},
-                device=self.setting.base.device,
+                device=self.device,
                 warmup=1,
                 repeats=self.repeats,
                 flush_l2=False,  # a model's step evicts it by itself
@@ -255,13 +287,17 @@ class _Attribution:
                     measures[name]["cost"] = timing.ms_p50 / timings["all"].ms_p50
         if broken:
             for own in measures.values():
-                own["why_not_timed"] = broken[0][1]
+                own["why_not_timed"] = broken[0].reason
+            if broken[0].lost is not None:
+                refused |= dict.fromkeys(running, broken[0])
+            self._end_if_lost(broken[0])
 
     def _row(self, what: str, measures: dict[str, Any] | None, refused: Broken | None) -> Row:
         case = self.setting.case(backend=self.backend, what=what)
-        if measures is None:
-            status, reason = refused or ("failed", "it was not run.")
-            return Row(SUITE, case, status, reason, {}, self.setting.environment)
+        if measures is None or refused is not None:
+            broken = refused or Broken("failed", "it was not run.")
+            found = (measures or {}) | broken.measures
+            return Row(SUITE, case, broken.status, broken.reason, found, self.setting.environment)
         why = measures.pop("why_wrong", None)
         if why is None and what in ("none", INVARIANT):
             why = why_not_equal(measures, len(self.setting.batch.lengths))

@@ -85,6 +85,7 @@ def model_drift(
     Raises:
         ValueError: an unknown backend or comparison, or a batch that breaks the contract.
         NotImplementedError: the model type is not verified.
+        DeviceLostError: a backend broke the device, after its row.
 
     At most two runs' logits and hidden states are held at once. In "dtype" a model in float32 runs
     in bfloat16, and the truth is of its weights so rounded: they differ by arithmetic alone. Where
@@ -149,14 +150,15 @@ class _ModelDrift:
         """All comparisons of one backend; its own packed run is made once."""
         if self.lean and backend in LEAN_LEFT_OUT:
             for comparison in self.comparisons:
-                self._refuse(backend, comparison, "skipped", left_out(backend))
+                self._refuse(backend, comparison, Broken("skipped", left_out(backend)))
             self.done += len(self.comparisons)
             return
         packed: ModelRun | None = None
         variant: Variant | None = None
         broken: list[Broken] = []
         self._say(f"{backend}: the packed row")
-        with caught(broken):
+        device = self.setting.base.device
+        with caught(broken, device):
             variant = self.setting.variant(backend)
             if set(self.comparisons) - {"dtype"} or not self._is_wide:
                 packed = run_packed(variant, self.setting.batch)
@@ -165,18 +167,18 @@ class _ModelDrift:
             if comparison == "dtype" and self._is_wide:
                 packed = None  # it makes two runs of its own
             if broken or variant is None:
-                self._refuse(backend, comparison, *broken[0])
+                self._refuse(backend, comparison, broken[0])
             elif self.lean and comparison == "eager-compiled" and backend not in LEAN_COMPILED:
-                self._refuse(backend, comparison, "skipped", left_out(backend))
+                self._refuse(backend, comparison, Broken("skipped", left_out(backend)))
             else:
                 own: list[Broken] = []
                 rows: list[Row] = []
-                with caught(own):
+                with caught(own, device):
                     rows = self._compare(comparison, variant, packed)
                 for row in rows:
                     self._append(row)
                 if own:
-                    self._refuse(backend, comparison, *own[0])
+                    self._refuse(backend, comparison, own[0])
             clean(self.setting.base)
             self.done += 1
         self._say("")
@@ -266,11 +268,13 @@ class _ModelDrift:
             rows.append(Row(SUITE, case, status, why, measures, setting.environment))
         return rows
 
-    def _refuse(self, backend: str, comparison: str, status: Status, reason: str) -> None:
+    def _refuse(self, backend: str, comparison: str, broken: Broken) -> None:
         other = self.baseline if comparison == "backend-backend" else None
         other_dtype = "float32" if comparison == "dtype" else None
         case = self._case(self.setting, comparison, backend, other=other, other_dtype=other_dtype)
-        self._append(Row(SUITE, case, status, reason, {}, self.setting.environment))
+        environment = self.setting.environment
+        self._append(Row(SUITE, case, broken.status, broken.reason, broken.measures, environment))
+        broken.end_if_lost(f"{backend}, {comparison}, of {self.setting.label}")
 
     def _append(self, row: Row) -> None:
         self.rows.append(row)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
+from flexvarlen.drift.op.failures import LOST, DeviceLostError, is_lost, status_of
 from flexvarlen.equivalence.batch import PackedBatch
 from flexvarlen.equivalence.corpus import batch_of
 from flexvarlen.equivalence.oracle import own_parameters
 from flexvarlen.equivalence.variants import Sizes, Unsupported, Variant, make_variant
-from flexvarlen.rows import Status, one_line, run_environment
+from flexvarlen.rows import Status, run_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,6 +119,7 @@ class ModelSetting:
             "tokens": self.batch.total_tokens,
             "documents": len(self.batch.lengths),
             "seed": self.seed,
+            "train": self.train,
         }
         return shared | own
 
@@ -136,18 +138,51 @@ def dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-Broken = tuple[Status, str]
-"""Status and reason of what did not run."""
+class Broken(NamedTuple):
+    """What did not run.
+
+    Attributes:
+        status, reason: of its row.
+        lost: what it raised, if the device is of no use after it.
+    """
+
+    status: Status
+    reason: str
+    lost: BaseException | None = None
+
+    @classmethod
+    def of(cls, error: Exception, device: torch.device) -> Broken:
+        """Asks the device whether it is lost."""
+        status, reason = status_of(error)
+        if isinstance(error, Unsupported):
+            status = "unsupported"
+        if status == "unsupported":  # its own sentence
+            reason = " ".join(str(error).split())[:300]
+        return cls(status, reason, error if is_lost(error, device) else None)
+
+    @property
+    def measures(self) -> dict[str, Any]:
+        """Of its row."""
+        return {} if self.lost is None else {LOST: True}
+
+    def end_if_lost(self, where: str) -> None:
+        """Raise `DeviceLostError`, if the device is lost: when the row is written."""
+        if self.lost is not None:
+            raise DeviceLostError.after(where, self.lost) from self.lost
 
 
 @contextmanager
-def caught(broken: list[Broken]) -> Iterator[None]:
-    """What kernels, compilers and refusals raise is a finding, not a crash: it goes to the list."""
+def caught(broken: list[Broken], device: torch.device) -> Iterator[None]:
+    """What kernels, compilers and refusals raise is a finding, not a crash: it goes to the list.
+
+    Waits for a CUDA device at the end, so that what goes wrong there is found here. The
+    `DeviceLostError` of a block within, whose row is known, goes on.
+    """
     try:
         yield
-    except (Unsupported, NotImplementedError, ImportError) as error:
-        broken.append(("unsupported", " ".join(str(error).split())[:300]))
-    except torch.OutOfMemoryError as error:
-        broken.append(("oom", one_line(error)))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except DeviceLostError:
+        raise
     except Exception as error:  # Kernel packages assert, and raise types of their own.
-        broken.append(("failed", one_line(error)))
+        broken.append(Broken.of(error, device))

@@ -16,7 +16,7 @@ from flexvarlen.drift.op.backend_run import Abilities, BackendRun
 from flexvarlen.drift.op.blame import blame
 from flexvarlen.drift.op.cases import Inputs, OpCase
 from flexvarlen.drift.op.exact import Answer
-from flexvarlen.drift.op.failures import LOST, DeviceLostError, is_lost, status_of
+from flexvarlen.drift.op.failures import LOST, REFUSED, DeviceLostError, is_lost, status_of
 from flexvarlen.drift.op.judge import Truth, Verdict
 from flexvarlen.measure import Timing, time_interleaved
 from flexvarlen.rows import Row, Status, one_line
@@ -99,7 +99,7 @@ class CaseRun:
         settings = self.settings
         able = Abilities.of(backend, self.case, settings.dtype, settings.device)
         if able.refusal is not None:
-            self._give_up(backend, "unsupported", able.refusal)
+            self._give_up(backend, "unsupported", able.refusal, {REFUSED: True})
             return None
         train = settings.train and able.no_backward is None
         return BackendRun(
@@ -117,10 +117,7 @@ class CaseRun:
             self._checked(run)
             self._end_if_lost(run)
         if "runtime" in wanted and "batch-serial" not in wanted:
-            try:
-                self._batch_serial(run)
-            except Exception as error:  # what cannot run says so when it is to be timed
-                self._failed(error)
+            self._batch_serial(run)
             self._end_if_lost(run)
         works: dict[str, Callable[[], _Result]] = {
             "batch-serial": lambda: self._batch_serial(run),
@@ -169,16 +166,14 @@ class CaseRun:
         """The difference, and the serial answer held against fp64 as "exact" holds the batch's.
 
         Else a kernel that errs in both alike would be "the same bits", and no more be said. What is
-        wrong is not timed.
+        wrong, or could not be checked, is neither "ok" nor timed; the difference stands.
         """
-        measures = _documents(run, run.batch, run.serial).measures
+        measures: dict[str, Any] = {}
         try:
+            measures = _documents(run, run.batch, run.serial).measures
             judged = self._judged(run.serial)
-        except Exception as error:  # no room for the truth, say: the difference stands without it
-            failed = self._failed(error)
-            if self.lost is not None:
-                return failed
-            return _Result(measures | {"why_serial_not_checked": failed.reason})
+        except Exception as error:
+            return self._serial_unchecked(run, measures, self._failed(error))
         found = judged.measures.items()
         measures |= {f"serial_{name}": x for name, x in found if not name.startswith("peer_")}
         if judged.status == "ok":
@@ -186,6 +181,17 @@ class CaseRun:
         reason = f"one call a document: {judged.reason}"
         self.not_timed.setdefault(run.backend, _Result({}, judged.status, reason))
         return _Result(measures, judged.status, reason)
+
+    def _serial_unchecked(
+        self, run: BackendRun, measures: dict[str, Any], failed: _Result
+    ) -> _Result:
+        """What failed: the calls, if there are no measures yet, else the check (no room, say)."""
+        reason = f"one call a document: not checked, so not timed: {failed.reason}"
+        self.not_timed.setdefault(run.backend, _Result({}, failed.status, reason))
+        if not measures:
+            return failed
+        reason = f"one call a document: not checked: {failed.reason}"
+        return _Result(measures | {"why_serial_not_checked": failed.reason}, failed.status, reason)
 
     def _truth(self) -> Truth:
         if self.truth is None:
@@ -274,24 +280,24 @@ class CaseRun:
             result = self._failed(error)
         self._write(run.backend, comparison, result, None if other is None else other.backend)
 
-    def _give_up(self, backend: str, status: Status, reason: str) -> None:
+    def _give_up(
+        self, backend: str, status: Status, reason: str, measures: dict[str, Any] | None = None
+    ) -> None:
         for comparison in self.settings.comparisons:
             if comparison != "backend-backend":
-                self._write(backend, comparison, _Result({}, status, reason))
+                self._write(backend, comparison, _Result(measures or {}, status, reason))
 
     def _write(
         self, backend: str, comparison: str, result: _Result, other: str | None = None
     ) -> None:
-        case = self.case.as_row_case(self.settings.dtype)
+        settings = self.settings
+        case = self.case.as_row_case(settings.dtype, train=settings.train, seed=settings.seed)
         case |= {"backend": backend, "comparison": comparison, "other": other}
         measures = result.measures if self.lost is None else result.measures | {LOST: True}
         self.write_row(Row(SUITE, case, result.status, result.reason, measures, self.environment))
         if self.lost is not None:
-            raise DeviceLostError(
-                f"the device is lost after {backend}, {comparison}, in {self.case.name}: "
-                f"{one_line(self.lost)}; what runs after it in this process would fail through no "
-                "fault of its own: run the others in a new process, without this backend."
-            ) from self.lost
+            where = f"{backend}, {comparison}, in {self.case.name}"
+            raise DeviceLostError.after(where, self.lost) from self.lost
 
     def _failed(self, error: Exception) -> _Result:
         """What an exception makes of a row; `_write` raises after it if the device is lost."""

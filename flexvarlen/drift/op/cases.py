@@ -56,9 +56,14 @@ class OpCase:
         """Factor on the scores."""
         return float(self.head_dim**-0.5)
 
-    def as_row_case(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What a row says of the case, but the backend and the comparison."""
-        return {
+    def as_row_case(self, dtype: torch.dtype, **run: bool | int) -> dict[str, Any]:
+        """What a row says of the case, but the backend and the comparison.
+
+        Args:
+            dtype: of the tensors.
+            **run: what else decides the numbers of this run: `train` and `seed`, in drift.
+        """
+        case = {
             "name": self.name,
             "lengths": list(self.lengths),
             "num_heads": self.num_heads,
@@ -68,6 +73,7 @@ class OpCase:
             "window": self.window,
             "dtype": str(dtype).removeprefix("torch."),
         }
+        return case | run
 
 
 def spans_of(lengths: Sequence[int]) -> list[tuple[int, int]]:

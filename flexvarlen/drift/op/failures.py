@@ -21,6 +21,9 @@ _LOST = (
 )
 
 
+REFUSED = "refused"
+"""The measure, True, of a row whose backend cannot serve the case at all: no pair has it."""
+
 LOST = "device_lost"
 """The measure, True, of a row after which the device was lost."""
 
@@ -30,6 +33,15 @@ class DeviceLostError(RuntimeError):
 
     Its row is written before this is raised, with `LOST` among its measures.
     """
+
+    @classmethod
+    def after(cls, where: str, error: BaseException) -> DeviceLostError:
+        """With the sentence that says after what, and what to do; to be raised from `error`."""
+        return cls(
+            f"the device is lost after {where}: {one_line(error)}; what runs after it in this "
+            "process would fail through no fault of its own: run the others in a new process, "
+            "without this backend."
+        )
 
 
 def status_of(error: BaseException) -> tuple[Status, str]:

@@ -10,31 +10,55 @@ from flexvarlen.drift.report.journal import Journal
 from flexvarlen.rows import Row
 
 
-def backends_left(journal: Journal, case: dict[str, Any], backends: Sequence[str]) -> list[str]:
-    """Without those that lost the device in this case: they would again, and nothing get on."""
+def backends_left(
+    journal: Journal,
+    suite: str,
+    case: dict[str, Any],
+    backends: Sequence[str],
+    who: str = "backend",
+) -> list[str]:
+    """Without those that lost the device in this case: they would again, and nothing get on.
+
+    Args:
+        journal: of the rows.
+        suite: theirs.
+        case: what is about to run: entries of their case.
+        backends: what is asked for.
+        who: the entry of a row's case that names one.
+    """
     from flexvarlen.drift.op.failures import LOST
 
-    lost = {
-        row.case["backend"] for row in journal.every("drift-op", **case) if LOST in row.measures
-    }
+    lost = {row.case[who] for row in journal.every(suite, **case) if LOST in row.measures}
     return [name for name in backends if name not in lost]
 
 
 def has_case(
-    journal: Journal, case: dict[str, Any], backends: Sequence[str], comparisons: Sequence[str]
+    journal: Journal,
+    case: dict[str, Any],
+    backends: Sequence[str],
+    comparisons: Sequence[str],
+    compiled: Sequence[str],
 ) -> bool:
-    """Whether the file has all of a case."""
+    """Whether the file has all of a case.
+
+    Args:
+        journal: of the rows.
+        case: as `OpCase.as_row_case`, with `train` and `seed`: rows of another seed, or of the
+            forward alone, are none of this case.
+        backends, comparisons: what is asked for.
+        compiled: the backends that this run compiles: a row that says that one was not to be is
+            none of theirs.
+    """
+    from flexvarlen.drift.op.failures import REFUSED
+
+    def rows(backend: str, **more: Any) -> list[Row]:
+        return journal.rows("drift-op", **case, backend=backend, **more)
 
     def has(backend: str, **more: Any) -> bool:
-        return journal.has("drift-op", **case, backend=backend, **more)
+        found = rows(backend, **more)
+        return any(row.status != "skipped" or backend not in compiled for row in found)
 
-    refused = {
-        name
-        for name in backends
-        if any(
-            row.status == "unsupported" for row in journal.rows("drift-op", **case, backend=name)
-        )
-    }
+    refused = {name for name in backends if any(REFUSED in row.measures for row in rows(name))}
     for comparison in comparisons:
         if comparison != "backend-backend":
             if not all(has(name, comparison=comparison) for name in backends):
@@ -48,17 +72,25 @@ def has_case(
 
 
 def has_model(
-    journal: Journal, case: dict[str, Any], backend: str, comparisons: Sequence[str], *, lean: bool
+    journal: Journal,
+    case: dict[str, Any],
+    backend: str,
+    comparisons: Sequence[str],
+    baseline: str,
+    *,
+    lean: bool,
 ) -> bool:
     """Whether the file has all of a backend; a comparison of dtypes has a dtype of its own.
 
-    What an earlier run left out for being lean is there for another lean run alone.
+    `case` has `train` and `seed` too. The baseline matters for what is held against it alone. What
+    an earlier run left out for being lean is there for another lean run alone.
     """
     shared = {name: value for name, value in case.items() if name != "dtype"}
 
     def has(comparison: str) -> bool:
         own = shared if comparison == "dtype" else case
         own = own | {"backend": backend, "comparison": comparison}
+        own |= {"other": baseline} if comparison == "backend-backend" else {}
         return _has(journal, "drift-model", own, lean)
 
     return all(map(has, comparisons))

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flexvarlen.drift.op.failures import LOST, DeviceLostError, is_lost, status_of
 from flexvarlen.drift.training.run import UNPACKED, GradientLog, Schedule, nudge, step_of, train
 from flexvarlen.drift.training.verdict import ROUNDING, SUITE, last_quarter, verdict_row
 from flexvarlen.equivalence.batch import PackedBatch
 from flexvarlen.equivalence.variants import Unsupported, variant_names
-from flexvarlen.rows import Row, Status, one_line, run_environment
+from flexvarlen.rows import Row, Status, run_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +76,7 @@ def training_drift(
 
     Raises:
         ValueError: too few steps or seeds, an unknown variant, or a baseline that cannot train.
+        DeviceLostError: a variant broke the device, after its row.
     """
     if not batches:
         raise ValueError("batches must hold at least one row, got none; pack some documents.")
@@ -90,6 +92,7 @@ def training_drift(
         schedule=schedule,
         baseline=baseline,
         log=GradientLog(angle_steps(steps, every, gradient_bytes(first))),
+        device=first.device,
         case={
             "model": model,
             "steps": steps,
@@ -133,6 +136,7 @@ class _Comparison:
     schedule: Schedule
     baseline: str
     log: GradientLog
+    device: torch.device
     case: dict[str, Any]
     environment: dict[str, Any]
     append: Append | None
@@ -161,12 +165,10 @@ class _Comparison:
                 nudge(model, seed)
             attention = self.baseline if name == ROUNDING else name
             losses = train(model, attention, self.schedule, seed, after_backward)
-        except (Unsupported, NotImplementedError, ImportError) as error:
-            self.add(self._row(name, seed, "unsupported", one_line_of(error)))
-        except torch.OutOfMemoryError as error:
-            self.add(self._row(name, seed, "oom", one_line(error)))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # what goes wrong there is this variant's
         except Exception as error:  # Kernel packages assert, and raise types of their own.
-            self.add(self._row(name, seed, "failed", one_line(error)))
+            self._failed(name, seed, error)
         else:
             del model
             measures = {"losses": losses, "last_quarter_loss": last_quarter(losses)}
@@ -174,6 +176,21 @@ class _Comparison:
                 measures |= {"angles": angles, "angle_steps": list(self.log.steps)}
             self.add(self._row(name, seed, "ok", None, measures))
         self._say("", end - self.done)
+
+    def _failed(self, name: str, seed: int, error: Exception) -> None:
+        """The row of what a run raised; its end, if the device is of no use after it."""
+        status, reason = status_of(error)
+        if isinstance(error, Unsupported):
+            status = "unsupported"
+        if status == "unsupported":
+            reason = one_line_of(error)
+        if not is_lost(error, self.device):
+            self.add(self._row(name, seed, status, reason))
+            return
+        self.add(self._row(name, seed, status, reason, {LOST: True}))
+        raise DeviceLostError.after(f"{name}, seed {seed}, of {self.case['model']}", error) from (
+            error
+        )
 
     def _row(
         self,
@@ -183,7 +200,7 @@ class _Comparison:
         reason: str | None,
         measures: dict[str, Any] | None = None,
     ) -> Row:
-        if name == self.baseline and status != "ok":
+        if name == self.baseline and status != "ok" and LOST not in (measures or {}):
             raise ValueError(
                 f"baseline must be a variant that trains here, got {name!r}: {reason} Choose "
                 "another, fewer tokens or fewer layers."
