@@ -2,7 +2,10 @@
 
 One process or many, DDP or FSDP2: what accelerate was configured for. Documents are tokenized, put
 together into rows of equal tokens (none is cut but those longer than a row), and rows of like cost
-go to the ranks of a step. A run that was killed goes on with `--resume`, at the row it was at.
+go to the ranks of a step. Each document is seen once an epoch: ranks without a row in its last step
+get one of padding, without loss. A run that was killed goes on with `--resume`, at the row it was
+at; `--out` is a folder that all machines share. Weights are in fp32; on CUDA the forward is in bf16
+where neither accelerate nor `--precision` says another.
 
     accelerate launch examples/train.py --steps 100      # a small Llama, on Python's help topics
     accelerate launch examples/train.py --model Qwen/Qwen3-1.7B --data texts/ --tokens 16384
@@ -11,7 +14,10 @@ go to the ranks of a step. A run that was killed goes on with `--resume`, at the
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
+import zlib
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -20,37 +26,25 @@ from typing import Annotated, Any
 import torch
 import typer
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import Tensor
+from accelerate.utils import parse_flag_from_env, set_seed
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    get_cosine_schedule_with_warmup,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
 from flexvarlen.equivalence.corpus import read_documents, train_tokenizer
 
-SMALL = {
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-}
-VOCABULARY = 8192
+SMALL = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6)
 
 
-def tokenizer_and_model(name: str | None, texts: tuple[str, ...], dtype: torch.dtype) -> Any:
+def tokenizer_and_model(name: str | None, texts: tuple[str, ...]) -> Any:
     """Those of a folder or the hub; without a name a Llama of 20M parameters, not trained yet."""
     if name is not None:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         return AutoTokenizer.from_pretrained(name), model
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(texts, VOCABULARY))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(texts, 8192))
     config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **SMALL)
-    return tokenizer, AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return tokenizer, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def packed_rows(tokenizer: Any, texts: tuple[str, ...], tokens: int) -> list[list[list[int]]]:
@@ -60,26 +54,38 @@ def packed_rows(tokenizer: Any, texts: tuple[str, ...], tokens: int) -> list[lis
     documents = [ids for ids in documents if ids]
     pieces = fv.split_long([len(ids) for ids in documents], tokens)
     rows = fv.pack([piece.stop - piece.start for piece in pieces], tokens)
-    return [
-        [
-            documents[piece.document][piece.start : piece.stop]
-            for piece in map(pieces.__getitem__, row)
-        ]
-        for row in rows
-    ]
+    cut = [documents[piece.document][piece.start : piece.stop] for piece in pieces]
+    return [[cut[index] for index in row] for row in rows]
 
 
-class Progress:
-    """Where a run is; accelerate saves it with the weights."""
+def find_checkpoint(out: Path, run: dict[str, int], resume: bool) -> tuple[Path | None, dict]:
+    """The newest of this very run and the progress in it; none, and step 0, in a fresh run."""
+    found = sorted(out.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.split("-")[1]))
+    if found and not resume:
+        raise typer.BadParameter(f"out must hold no checkpoint, got {found[-1]}; pass --resume.")
+    if resume and not found:
+        raise typer.BadParameter(f"out must hold a checkpoint, got {out}; leave out --resume.")
+    if not resume:
+        return None, {"step": 0, "epoch": 0, "batch": 0, **run}
+    progress = json.loads((found[-1] / "progress.json").read_text())
+    if (saved := {name: progress[name] for name in run}) != run:
+        raise typer.BadParameter(f"run must be {saved}, got {run}; mend it, or name another out.")
+    return found[-1], progress
 
-    def __init__(self) -> None:
-        self.step = self.epoch = self.batch = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        vars(self).update(state)
+def save(accelerator: Accelerator, out: Path, progress: dict[str, int]) -> None:
+    """A checkpoint in place of the older; a kill at any moment leaves a whole one."""
+    older, partial = list(out.glob("checkpoint-[0-9]*")), out / "partial"
+    if accelerator.is_main_process and partial.exists():
+        shutil.rmtree(partial)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (partial / "progress.json").write_text(json.dumps(progress))
+        partial.rename(out / f"checkpoint-{progress['step']}")
+        for path in older:
+            shutil.rmtree(path)
 
 
 def main(
@@ -92,100 +98,101 @@ def main(
     backend: str = "auto",
     compile: Annotated[bool, typer.Option("--compile")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing")] = False,
+    precision: Annotated[str | None, typer.Option(help="no, bf16, fp16.")] = None,
     save_every: int = 100,
     resume: Annotated[bool, typer.Option("--resume")] = False,
     seed: int = 0,
     out: Path = Path("trained"),
 ) -> None:
     """Train on packed documents."""
-    accelerator = Accelerator()
+    on_gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    if not precision and on_gpu and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+        precision = "bf16"
+    accelerator = Accelerator(mixed_precision=precision)  # None: as accelerate was configured
     set_seed(seed)
-    files = sorted(p for p in data.rglob("*") if p.is_file()) if data and data.is_dir() else [data]
-    texts = read_documents([file for file in files if file is not None])
-    on_gpu = accelerator.device.type == "cuda"
-    dtype = torch.float32 if accelerator.mixed_precision != "no" or not on_gpu else torch.bfloat16
-    tokenizer, network = tokenizer_and_model(model, texts, dtype)
+    files = sorted(p for p in (data, *data.rglob("*")) if p.is_file()) if data else []
+    if data and not files:
+        raise typer.BadParameter(f"data must be or hold a file, got {data}; check the path.")
+    tokenizer, network = tokenizer_and_model(model, texts := read_documents(files))
     rows = packed_rows(tokenizer, texts, tokens)
+    ranks, pad = accelerator.num_processes, tokenizer.pad_token_id or 0
+    run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}
+    run |= {"rows": len(rows), "rows_crc32": zlib.crc32(json.dumps(rows).encode())}
+    checkpoint, progress = find_checkpoint(out, run, resume)
+    rows += [[[pad]]] * (-len(rows) % ranks)  # nothing comes before its one token: no label
     lengths = [[len(document) for document in row] for row in rows]
 
     fv.patch_model(network, backend)
     if checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    collate = fv.PackedCollator(
-        total_tokens=tokens,
-        capacity=max(map(len, lengths)),
-        max_seqlen_bound=max(map(max, lengths)),
-        pad_token_id=tokenizer.pad_token_id or 0,
-    )
-    sampler = fv.BalancedSampler(lengths, num_replicas=accelerator.num_processes, seed=seed)
+    collate = fv.PackedCollator(tokens, max(map(len, lengths)), max(map(max, lengths)), pad)
+    sampler = fv.BalancedSampler(lengths, num_replicas=ranks, seed=seed)
     loader = DataLoader(rows, sampler=sampler, collate_fn=collate, pin_memory=on_gpu)
-    optimizer = torch.optim.AdamW(
-        network.parameters(), learning_rate, betas=(0.9, 0.95), fused=on_gpu
-    )
+    weights = network.parameters()
+    optimizer = torch.optim.AdamW(weights, learning_rate, betas=(0.9, 0.95), fused=on_gpu)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     called = torch.compile(network) if compile else network
-    progress = Progress()
-    accelerator.register_for_checkpointing(progress, schedule)
-    if resume:
-        accelerator.load_state(str(out / "checkpoint"))
+    accelerator.register_for_checkpointing(schedule)
+    if checkpoint:
+        accelerator.load_state(str(checkpoint))
+    if accelerator.is_main_process:
+        (file := out / "log.jsonl").parent.mkdir(parents=True, exist_ok=True)
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        file.write_text("".join(x for x in lines if json.loads(x)["step"] <= progress["step"]))
     accelerator.print(
-        f"{sum(map(sum, lengths)):,} tokens in {len(rows)} rows of {tokens:,}, "
-        f"{sum(map(sum, lengths)) / len(rows) / tokens:.1%} full; a step waits "
+        f"{len(rows)} rows, {sum(map(sum, lengths)) / len(rows) / tokens:.1%} full; a step waits "
         f"{sampler.imbalance() - 1:.1%} for its slowest rank's attention; {steps} steps"
     )
 
     network.train()
-    while progress.step < steps:
-        sampler.set_epoch(progress.epoch)
-        batches = iter(accelerator.skip_first_batches(loader, progress.batch))
-        while progress.step < steps and (group := list(islice(batches, accumulate))):
-            begin = time.perf_counter()
+    begin = time.perf_counter()
+    while progress["step"] < steps:
+        sampler.set_epoch(progress["epoch"])
+        loader.set_epoch(progress["epoch"])  # which it would set back otherwise
+        batches = iter(accelerator.skip_first_batches(loader, progress["batch"]))
+        while progress["step"] < steps and (group := list(islice(batches, accumulate))):
             # Averaged over the tokens that are predicted, of all rows and ranks alike.
             here = torch.stack([(batch["labels"] != -100).sum() for batch in group]).sum()
             count = accelerator.reduce(here, "sum")
             loss = torch.zeros((), device=accelerator.device)
-            for index, batch in enumerate(group):
-                last = index == len(group) - 1
-                with nullcontext() if last else accelerator.no_sync(network):
+            for batch in group:
+                with nullcontext() if batch is group[-1] else accelerator.no_sync(network):
                     part = called(**batch, num_items_in_batch=count).loss
-                    accelerator.backward(part * accelerator.num_processes)  # DDP takes the mean
+                    accelerator.backward(part * ranks)  # DDP takes the mean
                 loss += part.detach()
             accelerator.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            progress.step += 1
-            progress.batch += len(group)
-            write(accelerator, out, progress.step, loss, here, time.perf_counter() - begin)
-            if progress.step % save_every == 0 or progress.step == steps:
-                accelerator.save_state(str(out / "checkpoint"))
-        if progress.step < steps:
-            progress.epoch, progress.batch = progress.epoch + 1, 0
-    accelerator.unwrap_model(network).save_pretrained(
-        out,
-        is_main_process=accelerator.is_main_process,
-        state_dict=accelerator.get_state_dict(network),
-        save_function=accelerator.save,
-    )
-    if accelerator.is_main_process:
+            progress["step"] += 1
+            progress["batch"] += len(group)
+            begin = log(accelerator, out, progress["step"], torch.stack([loss, here]), begin)
+            if progress["step"] % save_every == 0 or progress["step"] == steps:
+                save(accelerator, out, progress)
+                begin = time.perf_counter()
+        progress["epoch"], progress["batch"] = progress["epoch"] + 1, 0
+    main, state = accelerator.is_main_process, accelerator.get_state_dict(network)
+    network = accelerator.unwrap_model(network)
+    network.save_pretrained(out, main, state_dict=state, save_function=accelerator.save)
+    if main:
         tokenizer.save_pretrained(out)
     accelerator.print(f"Trained model in {out}: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     accelerator.end_training()
 
 
-def write(
-    accelerator: Accelerator, out: Path, step: int, loss: Tensor, tokens: Tensor, seconds: float
-) -> None:
-    """A line of out/log.jsonl: the loss over all ranks, and their tokens that were predicted."""
-    loss, tokens = accelerator.reduce(torch.stack([loss, tokens.to(loss)]), "sum").tolist()
-    line = {"step": step, "loss": loss, "tokens": int(tokens), "tokens_per_s": tokens / seconds}
+def log(accelerator: Accelerator, out: Path, step: int, sums: torch.Tensor, begin: float) -> float:
+    """Logs loss and tokens of all ranks, and their speed since `begin`; returns the end."""
+    loss, tokens = accelerator.reduce(sums, "sum").tolist()
+    end = time.perf_counter()  # the device is done
+    speed = tokens / (end - begin)
+    line = {"step": step, "loss": loss, "tokens": int(tokens), "tokens_per_s": speed}
     if accelerator.is_main_process:
-        out.mkdir(parents=True, exist_ok=True)
         with (out / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if step % 10 == 0 or step == 1:
-            print(f"step {step}: loss {loss:.4f}, {line['tokens_per_s']:,.0f} tokens/s", flush=True)
+            print(f"step {step}: loss {loss:.4f}, {speed:,.0f} tokens/s", flush=True)
+    return end
 
 
 if __name__ == "__main__":
