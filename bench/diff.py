@@ -1,7 +1,10 @@
 """`diff`: two files of rows compared, before and after, with a verdict for each case.
 
 A time has changed if the bands p20–p80 of before and after do not overlap and the medians differ by
-more than a threshold: spread alone is no verdict, nor is a difference too small to matter.
+more than a threshold: spread alone is no verdict, nor is a difference too small to matter. Of fewer
+than three repeats there is no band, and so no verdict. A peak of memory that torch's allocator
+counted has no spread: the threshold alone decides. On a CPU it is the process's growth, which a run
+before it may hide: it is not compared.
 """
 
 from __future__ import annotations
@@ -17,14 +20,27 @@ from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, read_rows
 
 Verdict = Literal[
-    "slower", "worse", "faster", "better", "unchanged", "not comparable", "new", "lost"
+    "slower",
+    "worse",
+    "larger",
+    "faster",
+    "better",
+    "smaller",
+    "unchanged",
+    "not comparable",
+    "new",
+    "lost",
 ]
-"""Of a row. "worse": was right and timed, and is so no more; "better": the other way round."""
+"""Of a row. "worse": was right and timed, and is so no more; "better": the other way round.
+"larger", "smaller": of a peak of memory."""
 
 ORDER: tuple[Verdict, ...] = (
-    "worse", "slower", "better", "faster", "not comparable", "lost", "new", "unchanged",
+    "worse", "slower", "larger", "better", "faster", "smaller", "not comparable", "lost", "new",
+    "unchanged",
 )  # fmt: skip
 PERCENTILES = ("p20", "p50", "p80")
+FEWEST_REPEATS = 3  # of fewer, p20 and p80 are what lies between two samples
+PEAK = "peak_mib"
 RATE = "_per_s"  # in the name of a measure of which more is better
 
 
@@ -33,8 +49,10 @@ class Change:
     """One row before and after; one timing of it, where it has several.
 
     Attributes:
-        timing: name of the measure without its percentile, "device_ms"; empty where none.
-        before, after: p20, p50, p80, in the unit of that name; None where there are none.
+        timing: name of the measure without its percentile, "device_ms", or "peak_mib"; empty where
+            none.
+        before, after: p20, p50, p80, in the unit of that name, of a peak all the same; None where
+            there are none.
         reason: why it is not comparable, or what became of it.
     """
 
@@ -69,8 +87,8 @@ class Diff:
 
     @property
     def slower(self) -> bool:
-        """Whether anything got slower, or is right and timed no more."""
-        return any(change.verdict in ("slower", "worse") for change in self.changes)
+        """Whether anything got slower, takes more memory, or is right and timed no more."""
+        return any(change.verdict in ("slower", "larger", "worse") for change in self.changes)
 
     def markdown(self) -> str:
         """What differs between the runs, the rule, the counts, a line a case and timing."""
@@ -83,7 +101,8 @@ class Diff:
         said = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
         rule = (
             "Slower or faster: the bands p20–p80 do not overlap, and the medians differ by more "
-            f"than {self.threshold:.3g} of the smaller."
+            f"than {self.threshold:.3g} of the smaller. Larger or smaller: the peaks of memory "
+            f"differ by more than that. Not comparable: fewer than {FEWEST_REPEATS} repeats, too."
         )
         tables = [
             f"{suite}:\n\n{_table([x for x in self.changes if x.suite == suite])}"
@@ -166,9 +185,11 @@ def _changes(old: Row | None, new: Row | None, threshold: float) -> list[Change]
         return [change("better", _said(old, new))]
     times = timings(new.measures)
     both = [name for name in timings(old.measures) if name in times]
-    if not both:
-        return [change("not comparable", "no timing in both")]
-    return [_timed(old, new, name, threshold) for name in both]
+    timed = [_timed(old, new, name, threshold) for name in both]
+    return [
+        *(timed or [change("not comparable", "no timing in both")]),
+        *_peaks(old, new, threshold),
+    ]
 
 
 def _said(old: Row, new: Row) -> str:
@@ -199,12 +220,42 @@ def _is_number(value: object) -> bool:
 
 def _timed(old: Row, new: Row, timing: str, threshold: float) -> Change:
     a, b = (_percentiles(row.measures, timing) for row in (old, new))
+    few = [n for row in (old, new) if (n := repeats_of(row.measures, timing)) is not None]
+    if few and min(few) < FEWEST_REPEATS:
+        counts = " and ".join(map(str, few))
+        reason = f"of {counts} repeats; {FEWEST_REPEATS} are needed"
+        return Change(
+            new.suite, new.case, _machine(new), "not comparable", timing, a, b, reason=reason
+        )
     more = b[0] > a[2] and b[1] > a[1] * (1 + threshold)
     less = b[2] < a[0] and a[1] > b[1] * (1 + threshold)
     if RATE in timing:
         more, less = less, more
     verdict: Verdict = "slower" if more else "faster" if less else "unchanged"
     return Change(new.suite, new.case, _machine(new), verdict, timing, a, b)
+
+
+def repeats_of(measures: Mapping[str, Any], timing: str) -> int | None:
+    """How many calls a timing is of; None where the row does not say.
+
+    >>> repeats_of({"device_repeats": 30, "repeats": 2}, "device_ms"), repeats_of({}, "ms")
+    (30, None)
+    """
+    prefix = timing.rpartition("_")[0]
+    found: int | None = measures.get(f"{prefix}_repeats", measures.get("repeats"))
+    return found
+
+
+def _peaks(old: Row, new: Row, threshold: float) -> list[Change]:
+    """Of torch's allocator, on a GPU; none where one side has none."""
+    peaks = [row.measures.get(PEAK) for row in (old, new)]
+    if not new.environment.get("gpu") or not all(_is_number(peak) for peak in peaks):
+        return []
+    a, b = (float(peak) for peak in peaks if peak is not None)
+    larger, smaller = b > a * (1 + threshold), a > b * (1 + threshold)
+    verdict: Verdict = "larger" if larger else "smaller" if smaller else "unchanged"
+    place = (new.suite, new.case, _machine(new))
+    return [Change(*place, verdict, PEAK, (a, a, a), (b, b, b))]
 
 
 def _percentiles(measures: Mapping[str, Any], timing: str) -> tuple[float, float, float]:
@@ -257,4 +308,6 @@ def _band(values: tuple[float, float, float] | None) -> str:
     if values is None:
         return "–"
     low, middle, high = (f"{value:.4g}" for value in values)
+    if low == high:
+        return middle
     return f"{middle} ({low}–{high})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import flexvarlen.rows as row_module
 from flexvarlen.bench import report
 from flexvarlen.bench.model import packings as model
 from flexvarlen.bench.model import packings_run as model_run
-from flexvarlen.bench.model.accuracy import Errors
+from flexvarlen.bench.model.accuracy import Answer, Errors, document_errors, errors_of
 from flexvarlen.bench.model.geometries import GEOMETRIES, Case, log_normal_lengths
 from flexvarlen.bench.model.variants import make_variant
 from flexvarlen.plotstyle import STYLES, style_of
@@ -71,6 +72,8 @@ def test_ours_compiles_once_and_is_right(rows):
     assert m["compilations_while_timing_all"] == 0
     assert m["error"] <= 2 * (m["peer_error"] + torch.finfo(torch.float32).eps)
     assert m["error_last_packing"] < 1e-5
+    assert m["error_worst_document"] > m["error"]
+    assert m["peer_error_worst_document"] > m["peer_error"]
     assert m["ms_p20"] <= m["ms_p50"] <= m["ms_p80"]
     assert m["eager_ms_p50"] > 0
     assert m["compile_s"] > 0
@@ -144,6 +147,40 @@ def test_nan_is_wrong():
     assert Errors(float("nan"), 1e-3).why_wrong(peer, torch.bfloat16) is not None
     assert Errors(1e-3, float("nan")).why_wrong(peer, torch.bfloat16) is not None
     assert Errors(1e-3, 1e-3).why_wrong(peer, torch.bfloat16) is None
+
+
+def test_a_short_documents_leak_is_seen_in_a_long_row():
+    """8 rows of 8,192: in the norm of all they are a thirtieth."""
+    torch.manual_seed(0)
+    lengths = (4000, 8, 4184)
+    oracle = Answer(torch.randn(8192, 16), {}, lengths)
+
+    def off(share: float, rows: slice = slice(None)) -> Errors:
+        outputs = oracle.outputs.clone()
+        outputs[rows] += share * torch.randn_like(outputs[rows])
+        return errors_of(Answer(outputs, {}), oracle)
+
+    peer = off(0.01)
+    assert peer.why_wrong(peer, torch.bfloat16) is None
+    leak = off(0.5, slice(4000, 4008))
+    assert leak.outputs < 2 * peer.outputs < leak.worst_document
+    reason = leak.why_wrong(peer, torch.bfloat16)
+    assert "of document 1 is" in reason
+    assert "1 of 3 documents" in reason
+    assert off(float("nan"), slice(4000, 4008)).why_wrong(peer, torch.bfloat16) is not None
+    assert math.isnan(Errors(0.0, None, (1.0, float("nan"), 2.0)).worst_document)
+    told = document_errors(oracle.outputs[:4008] * 1.25, oracle.outputs[:4008], lengths[:2])
+    assert told == pytest.approx((0.25, 0.25))
+    with pytest.raises(ValueError, match="peer must hold 3 documents"):
+        leak.why_wrong(Errors(0.01, None), torch.bfloat16)
+
+
+def test_a_documents_peer_that_is_right_by_chance_condemns_nothing():
+    peer = Errors(1e-2, None, (0.0, 1e-2))
+    assert Errors(1e-2, None, (3e-2, 1e-2)).why_wrong(peer, torch.bfloat16) is None
+    assert Errors(1e-2, None, (1e-2, 4e-2)).why_wrong(peer, torch.bfloat16) is not None
+    harder = Errors(1e-2, None, (5e-2, 1e-2))  # a document that any kernel gets worse
+    assert Errors(1e-2, None, (8e-2, 1e-2)).why_wrong(harder, torch.bfloat16) is None
 
 
 def test_lengths_fill_the_row_and_repeat_with_the_seed():

@@ -127,6 +127,49 @@ def test_what_has_no_timing_is_not_called_unchanged(compared):
     ]
 
 
+@pytest.mark.parametrize("repeats", [("repeats", "ms"), ("device_repeats", "device_ms")])
+def test_a_time_of_two_repeats_is_no_verdict(compared, repeats):
+    count, name = repeats
+
+    def of(times, number):
+        found = row(*[times] * 3, name=name)
+        return dataclasses.replace(found, measures=found.measures | {count: number})
+
+    for before, after in ((1, 15), (15, 2), (2, 2)):
+        found = compared([of(1.0, before)], [of(2.0, after)])
+        (change,) = found.changes
+        assert (change.verdict, change.ratio) == ("not comparable", 2.0)
+        assert f"of {before} and {after} repeats" in found.markdown()
+        assert not found.slower
+    assert compared([of(1.0, 3)], [of(2.0, 3)]).slower
+
+
+def test_a_peak_of_memory_has_its_verdict(compared):
+    def of(mib, where=WHERE):
+        found = row(1.0, 1.0, 1.0, where=where)
+        return dataclasses.replace(found, measures=found.measures | {"peak_mib": mib})
+
+    for before, after, verdict in (
+        (100.0, 103.0, "larger"),
+        (103.0, 100.0, "smaller"),
+        (100.0, 101.0, "unchanged"),
+        (0, 0, "unchanged"),
+        (0, 1, "larger"),
+    ):
+        found = compared([of(before)], [of(after)])
+        assert {x.timing: x.verdict for x in found.changes} == {
+            "device_ms": "unchanged",
+            "peak_mib": verdict,
+        }
+        assert found.slower == (verdict == "larger")
+    assert "| larger | fa2 | G | peak_mib | 0 | 1 | – |" in found.markdown()
+    (alone,) = compared([of(None)], [of(1.0)]).changes
+    assert alone.timing == "device_ms"
+    on_cpu = WHERE | {"gpu": None, "cpu": "C"}  # growth of the process: a lower bound
+    (alone,) = compared([of(1.0, on_cpu)], [of(9.0, on_cpu)]).changes
+    assert alone.timing == "device_ms"
+
+
 def test_a_table_a_suite_names_what_tells_its_cases_apart(compared):
     rows = [row(1.0, 2.0, 3.0), row(1.0, 2.0, 3.0, tokens=1), row(1.0, 2.0, 3.0, suite="padding")]
     text = compared(rows, rows).markdown()

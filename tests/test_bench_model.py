@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from flexvarlen.bench.model import cases as model_cases
+from flexvarlen.bench.model import compared
 from flexvarlen.bench.model import measure as model_measure
 from flexvarlen.bench.model import step as model_step
 from flexvarlen.bench.model import train as model_train
 from flexvarlen.bench.model.batches import Collection, padded_groups
-from flexvarlen.bench.model.cases import ModelCase, split_variant, text_lengths, training_bytes
+from flexvarlen.bench.model.cases import ModelCase, split_variant, training_bytes
+from flexvarlen.bench.model.documents import prompt_lengths, text_lengths
 from flexvarlen.bench.model.generate import Generation
 from flexvarlen.bench.model.geometries import new_causal_lm
 from flexvarlen.bench.model.step import IGNORE_INDEX, next_token_gradient, outcome_of, repeats_for
@@ -95,8 +97,18 @@ def test_a_training_row_says_what_its_step_was(rows):
     assert m["forwards"] == m["documents"] > 1
     assert m["error"] <= 2 * (m["peer_error"] + torch.finfo(torch.float32).eps)
     assert m["grad_error"] <= 3 * (m["peer_grad_error"] + torch.finfo(torch.float32).eps)
+    assert m["error_worst_document"] > m["error"]
+    assert m["peer_error_worst_document"] > m["peer_error"]
     assert m["ms_p20"] <= m["ms_p50"] <= m["ms_p80"]
     assert of_case[TEXT.tokens, "packed:auto"].measures["attends"] == "sdpa"
+
+
+def test_each_prompts_logits_are_judged(rows):
+    told = [row.measures for row in rows if row.case["task"] == "generate"]
+    assert told
+    for m in told:
+        assert m["error_worst_document"] > m["error"]
+        assert m["peer_error_worst_document"] > m["peer_error"]
 
 
 def test_compiling_is_told_apart(rows):
@@ -135,6 +147,27 @@ def test_a_variant_that_leaks_is_wrong_and_not_timed(monkeypatch):
     assert {f.status for f in found.values() if f is not leaked} == {"ok"}
 
 
+def test_a_short_document_that_leaks_in_a_long_row_is_wrong(monkeypatch):
+    """In bf16 the norm over all tokens does not see it; of one token no gradient comes."""
+    monkeypatch.setattr(ModelCase, "lengths", lambda self, files: [1023, 1, 1024])
+
+    def merged(name, *args, **options):
+        variant = make_variant(name, *args, **options)
+        if name != "auto":
+            return variant
+        return dataclasses.replace(variant, inputs=lambda lengths: variant.inputs([1024, 1024]))
+
+    monkeypatch.setattr(model_train, "make_variant", merged)
+    case = dataclasses.replace(TEXT, tokens=2048, dtype="bfloat16")
+    found = measured(case, "packed:auto", "packed:sdpa")
+    assert found["packed:sdpa", ""].status == "ok"
+    leaked = found["packed:auto", ""]
+    assert leaked.status == "wrong"
+    assert "of document 1" in leaked.reason
+    m = leaked.measures
+    assert m["error"] <= 2 * (m["peer_error"] + torch.finfo(torch.bfloat16).eps)
+
+
 def test_labels_of_the_next_document_are_wrong(monkeypatch):
     """A document's last token learning the next one's first: outputs are right, gradients not."""
     packed = Collection.packed
@@ -166,6 +199,19 @@ def test_generation_is_not_packed():
     found = measured(GENERATE, "packed:sdpa")
     assert {f.status for f in found.values()} == {"unsupported"}
     assert "not packed" in found["packed:sdpa", "decode"].reason
+    found = measured(GENERATE, "padded-sorted:sdpa")
+    assert {f.status for f in found.values()} == {"unsupported"}
+
+
+def test_a_packed_row_too_long_for_transformers_sdpa_is_a_row_unless_it_is_named(monkeypatch):
+    monkeypatch.setattr(compared, "LONGEST_PACKED_SDPA", TEXT.tokens - 1)
+    theirs = "packed:transformers:sdpa"
+    found = measured(TEXT, theirs, BASELINE)
+    assert found[theirs, ""].status == "unsupported"
+    assert "not tried above 255 tokens" in found[theirs, ""].reason
+    assert found[BASELINE, ""].status == "ok"
+    named = dataclasses.replace(QUICK, variants=(theirs,))
+    assert [f.status for f in SUITE.measure(TEXT, [theirs], named)] == ["ok"]
 
 
 # --- what raises is a row ------------------------------------------------------------------------
@@ -295,6 +341,20 @@ def test_every_way_of_batching_holds_the_same_tokens_and_labels():
     assert real[:, -1].all()
 
 
+def test_documents_sorted_by_length_need_fewer_pads(rows):
+    lengths = (5, 1, 17, 9, 8)
+    whole = Collection(torch.randint(1, 128, (1, 40)), lengths)
+    order = whole.by_length()
+    assert [lengths[index] for index in order] == [17, 9, 8, 5, 1]
+    batches = whole.padded(40, order)
+    assert [tuple(b.labels.shape) for b in batches] == [(2, 17), (3, 8)]
+    outputs = torch.cat([b.tokens_of(b.inputs["input_ids"][..., None]) for b in batches])
+    assert torch.equal(whole.in_order(outputs, order)[:, 0], whole.ids[0])
+    of_case = {r.case["variant"]: r for r in rows if r.case["tokens"] == LOG_NORMAL.tokens}
+    as_they_come, ordered = of_case[BASELINE], of_case["padded-sorted:transformers:sdpa"]
+    assert LOG_NORMAL.tokens < ordered.measures["positions"] < as_they_come.measures["positions"]
+
+
 def test_padded_batches_fit_where_the_row_fits():
     lengths = [300, 1, 1, 1000, 20, 700, 4]
     groups = list(padded_groups(lengths, 2026))
@@ -318,13 +378,53 @@ def test_lengths_are_those_of_the_files(tmp_path):
     found = text_lengths(400, 0, [short, long])
     assert sum(found) == 400
     counts = {length: found.count(length) for length in set(found)}
-    assert len(counts) <= 3  # the two texts', and the last, cut
-    assert max(found) <= 200
+    assert len(counts) <= 3  # the two texts', cut, and the last
+    assert max(found) <= 50
     options = dataclasses.replace(QUICK, text=(short, long))
     (case,) = [case for case in SUITE.cases(options) if case.documents == "text"]
     assert case.source == "short.txt, long.txt"
     assert case.lengths(options.text) != case.lengths(None)
     assert case.data() != TEXT.data()  # a resumed run measures other texts anew
+
+
+def test_a_row_of_texts_holds_many_documents():
+    for tokens in (2048, 8192, 32_768):
+        found = text_lengths(tokens, 0, None)
+        assert (sum(found), len(found) >= 8) == (tokens, True)
+        assert max(found) <= tokens / 8
+    for case in SUITE.cases(ON_A_GPU):
+        cut = case.tokens // 8 if (case.task, case.documents) == ("train", "text") else None
+        assert case.longest_doc == cut
+
+
+def test_prompts_are_a_batch_of_their_own(tmp_path):
+    (case,) = [c for c in SUITE.cases(ON_A_GPU) if c.name == "qwen3-1.7b-generate-eager-8K-text"]
+    found = case.lengths(None)
+    assert (len(found), sum(found), min(found) > 0) == (16, 8192, True)
+    assert len(set(found)) > 3  # padding has pads
+    assert found == prompt_lengths(16, 8192, case.seed, None)
+    text = tmp_path / "one.txt"
+    text.write_text("one two three")
+    found = prompt_lengths(5, 1001, 0, [text])  # fewer texts and tokens than asked for
+    assert (len(found), sum(found), max(found) - min(found)) == (5, 1001, 1)
+    with pytest.raises(ValueError, match="tokens must be at least the 16 prompts, got 9"):
+        prompt_lengths(16, 9, 0, None)
+
+
+def test_every_geometry_is_asked_for_every_context_and_every_fast_form():
+    cases = [case for case in SUITE.cases(ON_A_GPU) if case.task == "train"]
+    contexts = {case.geometry: set() for case in cases}
+    for case in cases:
+        contexts[case.geometry].add(case.tokens)
+    assert set(map(frozenset, contexts.values())) == {frozenset({2048, 8192, 32_768, 131_072})}
+    flash = [f"packed:transformers:flash_attention_{n}@cu_seq_lens" for n in (2, 3)]
+    for case in cases:
+        wanted = {*flash, "padded-sorted:transformers:sdpa"}
+        if case.documents == "text":
+            wanted.add("packed:transformers:sdpa")  # at 128K too: its refusal is a row
+        if case.mode == "compiled":
+            wanted |= {f"packed:{name}" for name in ("fa2", "fa3", "fa4", "varlen")}
+        assert wanted <= set(SUITE.variants(case, ON_A_GPU))
 
 
 def test_cases_on_a_gpu_have_names_of_their_own():

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `suite.py`, `cases.py` | suite `model`: packed, padded and one by one, ours beside transformers' |
+| `documents.py`, `compared.py` | lengths of texts and prompts; the variants of a case |
 | `train.py`, `generate.py`, `step.py`, `batches.py`, `measure.py` | how it measures a case |
 | `packings.py`, `packings_run.py` | run as a module: steps on packing after packing |
 | `compile_time.py`, `compile_time_child.py` | run as a module: compiling whole and by layer |

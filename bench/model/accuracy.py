@@ -2,12 +2,14 @@
 
 The oracle runs each document alone, one precision above the model's own (bf16: fp32; fp32: fp64).
 The peer runs each document alone in the model's own dtype: its error is what that dtype costs, and
-a packed variant is right within twice that in its outputs, three times in its gradients.
+a packed variant is right within twice that in its outputs, three times in its gradients. Outputs
+are judged document by document too: in the norm of a long row a short document's leak is not seen.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,26 +29,56 @@ _DOCUMENT_ATTENTION = "bench_one_document"
 
 @dataclass(frozen=True)
 class Answer:
-    """Outputs `[T, hidden]`, and gradients of some parameters by name (empty if not asked for)."""
+    """Outputs `[T, hidden]`, and gradients of some parameters by name (empty if not asked for).
+
+    `lengths`: of an oracle, the rows of each document, of sum T; empty: they are not told apart.
+    """
 
     outputs: Tensor
     gradients: dict[str, Tensor]
+    lengths: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str) -> Answer:
         """The same on another device: an oracle that waits on the host is in no one's peak."""
         found = {name: gradient.to(device) for name, gradient in self.gradients.items()}
-        return Answer(self.outputs.to(device), found)
+        return Answer(self.outputs.to(device), found, self.lengths)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors ‖x − oracle‖ / ‖oracle‖: of outputs, and the largest among the gradients."""
+    """Relative errors ‖x − oracle‖ / ‖oracle‖: of outputs, and the largest among the gradients.
+
+    `documents`: of each document's outputs; empty where they are not told apart.
+    """
 
     outputs: float
     gradients: float | None
+    documents: tuple[float, ...] = ()
+
+    @property
+    def worst_document(self) -> float:
+        """The largest error of a document's outputs, NaN if one is; of all, if not told apart."""
+        found = self.documents or (self.outputs,)
+        return max(found, key=lambda error: (math.isnan(error), error))
 
     def why_wrong(self, peer: Errors, dtype: torch.dtype) -> str | None:
-        """The sentence that says how far off this is, or None if it is within bounds."""
+        """The sentence that says how far off this is, or None if it is within bounds.
+
+        A document may be as far off as twice its own peer, or the whole row's where that is larger:
+        over a few tokens the peer may be right by chance.
+
+        Args:
+            peer: the errors of each document alone, of the same documents.
+            dtype: of the model.
+
+        Raises:
+            ValueError: the peer's documents are others.
+        """
+        if len(self.documents) != len(peer.documents):
+            raise ValueError(
+                f"peer must hold {len(self.documents)} documents' errors, got "
+                f"{len(peer.documents)}; make it of the same documents."
+            )
         rounding = torch.finfo(dtype).eps
         pairs = [("outputs", self.outputs, peer.outputs, OUTPUT_FACTOR)]
         if self.gradients is not None and peer.gradients is not None:
@@ -58,7 +90,19 @@ class Errors:
                     f"relative error of the {what} is {error:.2g}, more than {limit:.2g} "
                     f"({factor:g} x the error of running each document alone in {dtype})"
                 )
-        return None
+        wrong = []
+        for index, (error, own) in enumerate(zip(self.documents, peer.documents, strict=True)):
+            limit = OUTPUT_FACTOR * (max(own, peer.outputs) + rounding)
+            if not error <= limit:
+                wrong.append((error, index, limit))
+        if not wrong:
+            return None
+        error, index, limit = max(wrong, key=lambda found: (math.isnan(found[0]), found[0]))
+        return (
+            f"relative error of the outputs of document {index} is {error:.2g}, more than "
+            f"{limit:.2g} ({OUTPUT_FACTOR:g} x the error of running it alone in {dtype}); "
+            f"{len(wrong)} of {len(self.documents)} documents are wrong"
+        )
 
 
 def probed_parameters(model: nn.Module) -> list[str]:
@@ -128,7 +172,7 @@ def per_document(
                     total += gradient
             outputs.append(out.detach()[0])
             offset += length
-    return Answer(torch.cat(outputs), dict(zip(names, sums, strict=True)))
+    return Answer(torch.cat(outputs), dict(zip(names, sums, strict=True)), tuple(lengths))
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -146,13 +190,36 @@ def packed_answer(model: nn.Module, outputs: Tensor) -> Answer:
 
 
 def errors_of(answer: Answer, oracle: Answer) -> Errors:
-    """Relative errors; a gradient that is missing counts as infinitely wrong."""
+    """Relative errors; a gradient that is missing counts as infinitely wrong.
+
+    Documents are told apart where the oracle has their lengths. Syncs.
+    """
     worst = None
     for name, expected in oracle.gradients.items():
         found = answer.gradients.get(name)
         error = float("inf") if found is None else relative_error(found, expected)
         worst = error if worst is None or not error <= worst else worst  # keeps NaN
-    return Errors(relative_error(answer.outputs, oracle.outputs), worst)
+    documents = document_errors(answer.outputs, oracle.outputs, oracle.lengths)
+    return Errors(relative_error(answer.outputs, oracle.outputs), worst, documents)
+
+
+def document_errors(found: Tensor, expected: Tensor, lengths: Sequence[int]) -> tuple[float, ...]:
+    """`relative_error` of each document.
+
+    Args:
+        found, expected: `[T, hidden]`, on one device.
+        lengths: rows of each document, none of them 0; their sum is T, or there are none.
+    """
+    if not lengths:
+        return ()
+    off, whole = (
+        torch.stack([rows.sum() for rows in squares.split(list(lengths))])
+        for squares in (
+            (found.to(expected.dtype) - expected).square().sum(-1, dtype=torch.float64),
+            expected.square().sum(-1, dtype=torch.float64),
+        )
+    )
+    return tuple((off / whole).sqrt().tolist())
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -1,7 +1,8 @@
 """A case's documents as batches: one packed row, padded batches, one document at a time.
 
-All hold the same tokens and labels in the same order, so that their outputs and gradients can be
-held against the same oracle. Shapes: T tokens of all documents; B rows of S positions.
+All hold the same tokens and labels, in the documents' order or in that of `by_length`, so that
+their outputs and gradients can be held against the same oracle. Shapes: T tokens of all documents;
+B rows of S positions.
 """
 
 from __future__ import annotations
@@ -54,17 +55,36 @@ class Collection:
         """One row of T; `boundaries`: what tells the model its documents."""
         return [Batch({"input_ids": self.ids, **boundaries}, None, self.labels)]
 
-    def padded(self, positions: int) -> list[Batch]:
-        """Right-padded batches of documents as they come, at most `positions` each, pads too.
+    def by_length(self) -> list[int]:
+        """Indices of the documents, the longest first.
+
+        The fewest pads that `train_sampling_strategy="group_by_length"` of transformers' `Trainer`
+        can reach: it sorts at most 50 batches at a time (`transformers.trainer_pt_utils`).
+        """
+        return sorted(range(len(self.lengths)), key=lambda index: -self.lengths[index])
+
+    def in_order(self, outputs: Tensor, order: Sequence[int]) -> Tensor:
+        """Outputs `[T, …]`, of documents in this order, as those of the documents as they come."""
+        pieces = outputs.split([self.lengths[index] for index in order])
+        at = sorted(range(len(order)), key=order.__getitem__)
+        return torch.cat([pieces[place] for place in at])
+
+    def padded(self, positions: int, order: Sequence[int] | None = None) -> list[Batch]:
+        """Right-padded batches, at most `positions` each, pads too.
 
         So many fit where the packed row fits: a user with the same memory would batch them so, and
         sum the gradients.
+
+        Args:
+            positions: of a batch; a document that is longer has one of its own.
+            order: indices of the documents; None: as they come.
         """
-        documents = self.documents()
+        own = self.documents()
+        documents = [own[index] for index in (range(len(own)) if order is None else order)]
         found = []
-        for group in padded_groups(self.lengths, positions):
+        for group in padded_groups([len(ids) for ids, _ in documents], positions):
             ids, labels = zip(*(documents[index] for index in group), strict=True)
-            lengths = torch.tensor([self.lengths[index] for index in group])
+            lengths = torch.tensor([len(each) for each in ids])
             real = torch.arange(int(lengths.max()))[None] < lengths[:, None]
             real = real.to(self.ids.device)
             inputs = {

@@ -1,4 +1,4 @@
-"""The cases of the suite `model`, their documents, their variants.
+"""The cases of the suite `model`, their documents, how a variant is named.
 
 A case is one model, one set of documents, one task and one way of running it. What is compared on
 it are its variants, `<batching>:<attention>`: how the documents are batched, and a variant of
@@ -7,38 +7,40 @@ it are its variants, `<batching>:<attention>`: how the documents are batched, an
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flexvarlen.bench.attention.kernels_cells import SEED, document_lengths
+from flexvarlen.bench.model.documents import (
+    longest_of,
+    prompt_lengths,
+    source_of,
+    text_lengths,
+)
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.bench.suite import Options
-from flexvarlen.equivalence.corpus import VOCABULARY, read_documents, tokenize
 
 Task = Literal["train", "generate"]
 Mode = Literal["eager", "compiled"]
 Documents = Literal["text", "uniform", "log-normal"]
 
-BATCHINGS = ("packed", "padded", "serial")
+SORTED = "padded-sorted"
+BATCHINGS = ("packed", "padded", SORTED, "serial")
 
 STEPS = {
     "train": "forward, next-token loss, backward, fused AdamW",
     "generate": "prefill, greedy decoding",
 }
 
-LARGEST_SHARE = 2  # a text longer than half of the row is cut there, so that two share it
 MEAN_DOC = 2048
 NEW_TOKENS = 64
+PROMPTS = 16  # a batch of generation
 
 BUDGET_BYTES = 90e9
 """Weights, optimizer and activations beyond which layers are checkpointed: of an H200's 141 GB,
 what leaves room for the logits, one layer's own tensors and the allocator's gaps."""
-
-# Transformers' own sdpa over a packed row multiplies every pair of tokens: minutes a step.
-LONGEST_PACKED_SDPA = 32_768
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class ModelCase:
         documents: where their lengths come from: texts, all alike, or log-normal.
         source: which texts; "" where the lengths come from none.
         mean_doc: mean tokens of a document, where that is not the texts' own; else None.
+        longest_doc: tokens at which a text is cut; None where no text is, and in generation.
+        prompts: of texts, all cut at one length; None in training, and where lengths are drawn.
         new_tokens: generated for each prompt; 0 in training.
         checkpointing: whether the backward computes the layers' insides again.
         dtype: of weights and activations; of the optimizer's state too.
@@ -68,6 +72,8 @@ class ModelCase:
     documents: Documents
     source: str
     mean_doc: int | None
+    longest_doc: int | None
+    prompts: int | None
     new_tokens: int
     checkpointing: bool
     dtype: str
@@ -86,38 +92,12 @@ class ModelCase:
 
     def lengths(self, files: Sequence[Path] | None) -> list[int]:
         """Tokens of each document; their sum is `tokens`."""
+        if self.prompts is not None:
+            return prompt_lengths(self.prompts, self.tokens, self.seed, files)
         if self.documents == "text":
-            return text_lengths(self.tokens, self.seed, files)
+            return text_lengths(self.tokens, self.seed, files, self.longest_doc)
         assert self.mean_doc is not None
         return list(document_lengths(self.tokens, self.documents, self.mean_doc, self.seed))
-
-
-def text_lengths(tokens: int, seed: int, files: Sequence[Path] | None) -> list[int]:
-    """Lengths of a collection's texts in random order, over again until they fill the row.
-
-    Measured by a byte-level BPE of 1,024 tokens that is trained on the texts: a model's own
-    tokenizer would find fewer tokens in each.
-
-    Args:
-        tokens: of the row; the last document is cut to fit, one longer than half of it at half.
-        seed: of the order.
-        files: as `flexvarlen.equivalence.corpus.read_documents` takes them; None: Python's topics.
-
-    Raises:
-        ValueError: no text in the files.
-    """
-    found = [len(ids) for ids in tokenize(read_documents(files or ()), vocabulary=VOCABULARY)]
-    chance = random.Random(seed)
-    longest = max(1, tokens // LARGEST_SHARE)
-    lengths: list[int] = []
-    left = tokens
-    while left > 0:
-        for length in chance.sample(found, len(found)):
-            taken = min(length, longest, left)
-            if taken:
-                lengths.append(taken)
-                left -= taken
-    return lengths
 
 
 def split_variant(variant: str) -> tuple[str, str]:
@@ -138,100 +118,14 @@ def split_variant(variant: str) -> tuple[str, str]:
     return batching, attention
 
 
-# --- which variants ------------------------------------------------------------------------------
-
-PACKED = (
-    "auto",
-    "fa3",
-    "fa2",
-    "flex",
-    "varlen",
-    "fa4",
-    "flex_fa4",
-    "transformers:flash_attention_2",
-    "transformers:flash_attention_2@cu_seq_lens",
-    "transformers:flash_attention_3",
-    "transformers:flex_attention",
-    "transformers:sdpa",
-    "transformers:eager",
-)
-UNPACKED = ("auto", "transformers:sdpa", "transformers:flash_attention_2")
-TRAIN = (
-    *(f"packed:{name}" for name in PACKED),
-    *(f"padded:{name}" for name in UNPACKED),
-    "padded:transformers:eager",
-    *(f"serial:{name}" for name in UNPACKED),
-)
-# A compilation each takes most of the time; of padded and single documents for any shape, minutes.
-COMPILED = (
-    "packed:auto",
-    "packed:flex",
-    "packed:transformers:flash_attention_2",
-    "packed:transformers:flex_attention",
-    "packed:transformers:sdpa",
-    "padded:transformers:sdpa",
-    "serial:transformers:sdpa",
-)
-OTHER_DOCUMENTS = (
-    "packed:auto",
-    "packed:transformers:flash_attention_2",
-    "padded:transformers:sdpa",
-    "padded:transformers:flash_attention_2",
-    "serial:transformers:sdpa",
-)
-GENERATE = (
-    *(f"padded:{name}" for name in ("auto", "fa3", "fa2", "flex", "varlen")),
-    "padded:transformers:sdpa",
-    "padded:transformers:flash_attention_2",
-    "padded:transformers:flash_attention_3",
-    "padded:transformers:eager",
-    "serial:auto",
-    "serial:transformers:sdpa",
-)
-ON_A_CPU: dict[str, tuple[str, ...]] = {
-    "eager": (
-        "packed:auto",
-        "packed:transformers:sdpa",
-        "packed:transformers:flash_attention_2",
-        "padded:sdpa",
-        "padded:transformers:sdpa",
-        "serial:transformers:eager",
-    ),
-    "compiled": ("packed:sdpa", "serial:transformers:sdpa"),
-    "generate": ("padded:sdpa", "padded:transformers:sdpa", "serial:transformers:eager"),
-}
-
-
-def variants_of(case: ModelCase, options: Options) -> tuple[str, ...]:
-    """The variants that a case is measured on, if none are named."""
-    if not options.on_gpu:
-        return ON_A_CPU["generate" if case.task == "generate" else case.mode]
-    if case.task == "generate":
-        return GENERATE
-    if case.mode == "compiled":
-        return COMPILED
-    if case.documents != "text":
-        return OTHER_DOCUMENTS
-    if case.tokens > LONGEST_PACKED_SDPA:
-        return tuple(name for name in TRAIN if name != "packed:transformers:sdpa")
-    return TRAIN
-
-
 # --- which cases ---------------------------------------------------------------------------------
 
-# Of an H200's memory: 128K tokens of the largest do not fit beside its weights and optimizer.
-MEASURED = {
-    "qwen3-1.7b": 131_072,
-    "llama-3.2-1b": 131_072,
-    "llama-3.1-8b": 32_768,
-    "qwen3-4b": 131_072,
-    "qwen3-0.6b": 131_072,
-}
-"""Geometries and their longest row, those that matter most first."""
+MEASURED = ("qwen3-1.7b", "llama-3.2-1b", "llama-3.1-8b", "qwen3-4b", "qwen3-0.6b")
+"""Geometries, those that matter most first; all at all contexts: what does not fit is a row."""
 
 
 def cases_of(options: Options) -> list[ModelCase]:
-    """All cases: geometry by geometry, each about 20 minutes of an H200."""
+    """All cases, geometry by geometry."""
     if options.quick or not options.on_gpu:
         return list(_quick(options))
     return [case for geometry in MEASURED for case in _geometry(geometry, options)]
@@ -245,8 +139,7 @@ def _geometry(geometry: str, options: Options) -> Iterator[ModelCase]:
     yield train(32_768)
     yield _case(geometry, "generate", 8192, "text", options)
     yield train(8192, mode="compiled")
-    if MEASURED[geometry] >= 131_072:
-        yield train(131_072)
+    yield train(131_072)
     yield train(2048)
     yield train(32_768, "log-normal")
     yield train(32_768, "uniform")
@@ -270,6 +163,7 @@ def _case(
     checkpointing: bool | None = None,
 ) -> ModelCase:
     layers = GEOMETRIES[geometry](None).num_hidden_layers
+    texts = documents == "text"
     if checkpointing is None:
         checkpointing = task == "train" and training_bytes(geometry, tokens) > BUDGET_BYTES
     return ModelCase(
@@ -279,8 +173,10 @@ def _case(
         mode=mode,
         tokens=tokens,
         documents=documents,
-        source=source_of(options.text) if documents == "text" else "",
-        mean_doc=None if documents == "text" else min(MEAN_DOC, tokens // 8),
+        source=source_of(options.text) if texts else "",
+        mean_doc=None if texts else min(MEAN_DOC, tokens // 8),
+        longest_doc=longest_of(tokens) if texts and task == "train" else None,
+        prompts=PROMPTS if texts and task == "generate" else None,
         new_tokens=(NEW_TOKENS if options.on_gpu else 6) if task == "generate" else 0,
         checkpointing=checkpointing,
         dtype="bfloat16" if options.on_gpu else "float32",
@@ -303,13 +199,6 @@ def training_bytes(geometry: str, tokens: int) -> float:
     parameters: int = config.num_hidden_layers * layer + embeddings
     activations: int = tokens * config.num_hidden_layers * (25 * hidden + 4 * mlp)
     return 2.0 * (4 * parameters + activations)
-
-
-def source_of(files: Sequence[Path] | None) -> str:
-    """What texts a run's lengths come from, for its rows."""
-    if files is None:
-        return "Python's help topics"
-    return ", ".join(Path(file).name for file in files)
 
 
 def _in_thousands(tokens: int) -> str:

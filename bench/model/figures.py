@@ -14,6 +14,7 @@ from flexvarlen.rows import Row
 TITLES = {
     "packed": "packed in one row",
     "padded": "padded batches",
+    "padded-sorted": "padded batches, sorted by length",
     "serial": "one document at a time",
 }
 

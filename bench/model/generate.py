@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from flexvarlen.bench.model.accuracy import Answer, errors_of, per_document, wider
 from flexvarlen.bench.model.batches import Collection
-from flexvarlen.bench.model.cases import split_variant
+from flexvarlen.bench.model.cases import SORTED, split_variant
 from flexvarlen.bench.model.geometries import new_causal_lm
 from flexvarlen.bench.model.measure import Checked, Measurement
 from flexvarlen.bench.model.train import named
@@ -74,7 +74,8 @@ class Generation(Measurement):
         ).outputs
         ends = [rows[-new:] for rows in hidden.split(list(sequences.lengths))]
         logits = linear(torch.cat(ends), self.head.to(dtype))
-        return Answer(logits.to(torch.promote_types(dtype, torch.float32)), {})
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        return Answer(logits, {}, (new,) * len(ends))
 
     def modules(self) -> Sequence[nn.Module]:
         return ()
@@ -86,6 +87,8 @@ class Generation(Measurement):
         batching, attention = split_variant(variant)
         if batching == "packed":
             raise Unsupported("generation is not packed: decoding is transformers' own.")
+        if batching == SORTED:
+            raise Unsupported("generation has one padded batch: its order makes no other pads.")
         model = make_variant(attention, self.lm, self.sizes, needs_grad=False).model
         prompts = self.prompts(batching)
         with noting_auto() as chosen:
@@ -99,7 +102,9 @@ class Generation(Measurement):
             "longest_prompt": max(self.collection.lengths),
             "positions": sum(prompt["input_ids"].numel() for prompt in prompts),
             "error": error.outputs,
+            "error_worst_document": error.worst_document,
             "peer_error": self.peer.outputs,
+            "peer_error_worst_document": self.peer.worst_document,
             "tokens_equal": float((tokens == self.reference).double().mean()),
         }
         calls = {

@@ -85,11 +85,12 @@ class Run(BenchRun):
     # --- 1. oracle -------------------------------------------------------------------------------
 
     def make_oracle(self) -> None:
-        """The oracle of the first packing with gradients, of the last without; the peer."""
+        """Oracle and peer of the first packing with gradients, of the last without."""
         first, last = self.packings[0], self.packings[-1]
         self.oracle = self.alone(first, wider(self.dtype))
         self.peer = errors_of(self.alone(first, self.dtype), self.oracle)
         self.last_oracle = self.alone(last, wider(self.dtype), gradients=False)
+        self.last_peer = errors_of(self.alone(last, self.dtype, gradients=False), self.last_oracle)
         self.say(f"oracle done; peer's errors: {self.peer.outputs:.2g}, {self.peer.gradients:.2g}")
 
     def alone(self, lengths: list[int], dtype: torch.dtype, gradients: bool = True) -> Answer:
@@ -153,8 +154,10 @@ class Run(BenchRun):
         live.measures |= {
             "attends": ", ".join(dict.fromkeys(chosen)) or attends,
             "error": error.outputs,
+            "error_worst_document": error.worst_document,
             "grad_error": error.gradients,
             "peer_error": self.peer.outputs,
+            "peer_error_worst_document": self.peer.worst_document,
             "peer_grad_error": self.peer.gradients,
             "first_step_s": time.perf_counter() - begin,
             "compile_s": stats.compile_s,
@@ -275,7 +278,7 @@ class Run(BenchRun):
         if last is not None and done == len(self.packings) - 1:
             found = errors_of(Answer(last, {}), self.last_oracle)
             live.measures["error_last_packing"] = found.outputs
-            wrong = found.why_wrong(self.peer, self.dtype)
+            wrong = found.why_wrong(self.last_peer, self.dtype)
             reason = None if wrong is None else f"on another packing: {wrong}"
         live.measures |= {
             "other_packings": done,

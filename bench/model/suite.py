@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from flexvarlen.bench.model.cases import ModelCase, cases_of, variants_of
+from flexvarlen.bench.model.cases import ModelCase, cases_of
+from flexvarlen.bench.model.compared import variants_of
 from flexvarlen.bench.model.generate import Generation
 from flexvarlen.bench.model.measure import Measurement
 from flexvarlen.bench.model.step import free

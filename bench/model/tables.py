@@ -8,7 +8,7 @@ from typing import Any
 
 from flexvarlen.bench.attention.kernels_tables import where_of
 from flexvarlen.bench.mask_build.tables import Notes
-from flexvarlen.bench.model.cases import BATCHINGS, split_variant
+from flexvarlen.bench.model.cases import BATCHINGS, SORTED, split_variant
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.bench.series import Measured, measured_cases
 from flexvarlen.markdown import markdown
@@ -16,8 +16,6 @@ from flexvarlen.rows import Row
 
 BASELINES = ("padded:transformers:sdpa", "serial:transformers:sdpa")
 """What speeds are told against, in a case: the first of them that was timed."""
-
-PADDED = "padded:"
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -44,7 +42,7 @@ def groups_of(rows: Sequence[Row]) -> list[list[Measured]]:
     groups: dict[str, list[Measured]] = {}
     for machine, own in machines.items():
         for each in measured_cases(own):
-            of_size = ("tokens", "checkpointing", "mean_doc")
+            of_size = ("tokens", "checkpointing", "mean_doc", "longest_doc")
             same = {name: value for name, value in each.case.items() if name not in of_size}
             key = json.dumps([machine, same], sort_keys=True)
             groups.setdefault(key, []).append(each)
@@ -100,8 +98,9 @@ def train_table(group: Sequence[Measured]) -> str:
     text = (
         f"{title_of(group)}; {where_measured(group)}. Thousands of the documents' tokens a second "
         f"(median), speed against {baseline}, MFU, peak GiB. Padded: batches of at most as many "
-        f"positions as the packed row has; padded and serial gradients are summed before the one "
-        f"optimizer step:\n\n{markdown(header, lines)}"
+        f"positions as the packed row has, of documents as they come; padded-sorted: the longest "
+        f"first, the best that Trainer's group_by_length can do; gradients of all batches are "
+        f"summed before the one optimizer step:\n\n{markdown(header, lines)}"
     )
     text += "".join(f"\n\n{fact}" for fact in known if fact)
     return text + _train_notes(group) + notes.text()
@@ -141,11 +140,13 @@ def _facts(each: Measured) -> str:
     if not ran:
         return ""
     m = ran[0].measures
-    padded = next((r.measures for r in ran if r.case["variant"].startswith(PADDED)), None)
     pads = ""
-    if padded is not None:
-        share = 1 - each.case["tokens"] / padded["positions"]
-        pads = f"; {padded['forwards']} padded batches, {share:.0%} of them pads"
+    for batching in ("padded", SORTED):
+        own = (r.measures for r in ran if split_variant(r.case["variant"])[0] == batching)
+        padded = next(own, None)
+        if padded is not None:
+            share = 1 - each.case["tokens"] / padded["positions"]
+            pads += f"; {padded['forwards']} {batching} batches, {share:.0%} of them pads"
     recomputed = "; layers checkpointed" if each.case["checkpointing"] else ""
     return (
         f"{each.case['tokens']:,} tokens: {m['documents']} documents of up to "

@@ -24,12 +24,19 @@ from flexvarlen.bench.model.accuracy import (
     wider,
 )
 from flexvarlen.bench.model.batches import Collection, positions_of, shapes_of
-from flexvarlen.bench.model.cases import split_variant
+from flexvarlen.bench.model.cases import SORTED, split_variant
+from flexvarlen.bench.model.compared import why_not_tried
 from flexvarlen.bench.model.geometries import new_causal_lm
 from flexvarlen.bench.model.measure import Checked, Measurement
 from flexvarlen.bench.model.step import Batch, forward_backward, free, next_token_gradient
 from flexvarlen.bench.model.utilisation import noting_auto, step_tflop, utilisation
-from flexvarlen.bench.model.variants import Sizes, Variant, compiled_alone, make_variant
+from flexvarlen.bench.model.variants import (
+    Sizes,
+    Unsupported,
+    Variant,
+    compiled_alone,
+    make_variant,
+)
 from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import Timing, watch_compilation
 
@@ -94,6 +101,9 @@ class Training(Measurement):
     def check(self, variant: str) -> Checked:
         """Make a variant, compile it if asked, and hold its first step against the oracle."""
         batching, attention = split_variant(variant)
+        reason = None if self.options.variants else why_not_tried(self.case, variant)
+        if reason is not None:
+            raise Unsupported(reason)
         made = make_variant(attention, self.base, self.sizes)
         lengths = self.collection.lengths
         # "auto" measures here, as it would at an eager first step, before anything is compiled.
@@ -104,7 +114,10 @@ class Training(Measurement):
         with watch_compilation() as stats, self.fresh_cache(), noting_auto() as chosen:
             outputs = self.forward_backward(call, batches, keep=True)
         first_step_s = time.perf_counter() - begin
-        found = packed_answer(self.base, torch.cat(outputs)[None])
+        whole = torch.cat(outputs)
+        if batching == SORTED:
+            whole = self.collection.in_order(whole, self.collection.by_length())
+        found = packed_answer(self.base, whole[None])
         error = errors_of(found, self.oracle.to(self.device))
         measures = {
             "attends": ", ".join(dict.fromkeys(chosen)) or attends or named(attention),
@@ -113,8 +126,10 @@ class Training(Measurement):
             "forwards": len(batches),
             "positions": positions_of(batches),
             "error": error.outputs,
+            "error_worst_document": error.worst_document,
             "grad_error": error.gradients,
             "peer_error": self.peer.outputs,
+            "peer_error_worst_document": self.peer.worst_document,
             "peer_grad_error": self.peer.gradients,
             "first_step_s": first_step_s,
             "compile_s": stats.compile_s,
@@ -129,9 +144,10 @@ class Training(Measurement):
         """The documents as a variant gets them."""
         if batching == "packed":
             return self.collection.packed(variant.inputs(self.collection.lengths))
-        if batching == "padded":
-            return self.collection.padded(self.case.tokens)
-        return self.collection.serial()
+        if batching == "serial":
+            return self.collection.serial()
+        order = self.collection.by_length() if batching == SORTED else None
+        return self.collection.padded(self.case.tokens, order)
 
     def call(self, variant: Variant, batching: str, batches: Sequence[Batch]) -> Callable[..., Any]:
         """The model as it is called; compiled for any shape where there are several."""
