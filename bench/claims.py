@@ -17,11 +17,13 @@ class Found:
         where: the case, for a reader.
         ratio: None where it could not be measured.
         why_none: then a reason.
+        note: what a reader should know of how it was measured.
     """
 
     where: str
     ratio: float | None
     why_none: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,27 +45,6 @@ class Claim:
     def holds(self, ratio: float) -> bool:
         """At least as fast as claimed, within 5%."""
         return ratio >= self.ratio * (1 - SLACK)
-
-    def sentence(self, found: Sequence[Found], machine: str) -> str:
-        """Whether it holds on this machine, of how much that was measured.
-
-        >>> claim = Claim("FA2 over eager", 3.0, "H100", "a blog")
-        >>> claim.sentence([Found("causal", 6.0)], "NVIDIA H200")
-        'FA2 over eager: claimed 3× on H100 (a blog); on NVIDIA H200 6.00× (causal), 2.00 of the \
-claim. It holds.'
-        """
-        said = f"{self.what}: claimed {self.ratio:g}× on {self.gpu} ({self.source}); on {machine} "
-        known = [(each, each.ratio) for each in found if each.ratio is not None]
-        parts = [
-            f"{ratio:.2f}× ({each.where}), {ratio / self.ratio:.2f} of the claim"
-            for each, ratio in known
-        ]
-        missing = [
-            f"nothing ({each.where}): {each.why_none}" for each in found if each.ratio is None
-        ]
-        said += "; ".join([*parts, *missing] or ["nothing was measured"])
-        verdict = self.verdict(found) if known else "cannot be said whether it holds"
-        return f"{said}. It {verdict}."
 
     def verdict(self, found: Sequence[Found]) -> str:
         """Whether it holds, of all that was measured; a verb and what follows it."""

@@ -51,7 +51,7 @@ def study(lengths: Sequence[int], slow: str, fast: str) -> Find:
                 for clock in CLOCKS:
                     ratio = ratio_of(each, slow, fast, "forward", clock)
                     why = each.why_none((slow, fast), "forward")
-                    yield Found(f"{clock} time", ratio, why)
+                    yield Found(f"{clock} time", ratio, why, _alone(each, (slow, fast), "forward"))
 
     return find
 
@@ -73,9 +73,16 @@ def same_case(slow: str, fast: str, passes: Sequence[str], said: str, **case: An
             for pass_ in passes:
                 where = said.format(**{**each.case, "mask": mask_of(each), "pass": pass_})
                 why = each.why_none((slow, fast), pass_)
-                yield Found(where, each.ratio(slow, fast, pass_), why)
+                note = _alone(each, (slow, fast), pass_)
+                yield Found(where, each.ratio(slow, fast, pass_), why, note)
 
     return find
+
+
+def _alone(each: Measured, variants: Sequence[str], pass_: str) -> str:
+    """What of a ratio was not interleaved with the rest."""
+    alone = each.timed_alone(variants, pass_)
+    return f"{', '.join(f'`{name}`' for name in alone)} timed alone" if alone else ""
 
 
 def _is(each: Measured, case: Mapping[str, Any]) -> bool:
@@ -100,10 +107,13 @@ def padding(part: str, padded: str, varlen: str, max_length: int) -> Find:
         full = [each for each in own if each.case["documents"] == lines]
         for one, other in zip(packed, full, strict=False):
             varlen_ms, padded_ms = one.ms(varlen, "forward"), other.ms(padded, "forward")
+            bound = one.host_bound(varlen, "forward") or other.host_bound(padded, "forward")
             ratio = None if padded_ms is None or not varlen_ms else padded_ms / varlen_ms
             why = (one.why_none([varlen], "forward"), other.why_none([padded], "forward"))
+            alone = (_alone(one, [varlen], "forward"), _alone(other, [padded], "forward"))
             where = f"{part}, {padded.partition(':')[2]} SDPA"
-            yield Found(where, ratio, "; ".join(x for x in why if x))
+            said = ("; ".join(x for x in parts if x) for parts in (why, alone))
+            yield Found(where, None if bound else ratio, *said)
 
     return find
 
@@ -119,7 +129,7 @@ def joined(*finds: Find) -> Find:
 CLAIM_SUITES = ("varlen-study", "varlen-overhead", "scaling", "padding", "sdpa-backends")
 """The suites that measure what was claimed."""
 
-SKILL = "https://github.com/Orchestra-Research/AI-research-SKILLs"
+SKILL = "https://github.com/NousResearch/hermes-agent"
 PULL = "https://github.com/pytorch/pytorch/pull/164502"
 
 
@@ -128,8 +138,7 @@ def published() -> list[Published]:
     from flexvarlen.bench.attention import padding_tables as report_padding
     from flexvarlen.bench.attention import scaling, varlen_overhead, varlen_study
     from flexvarlen.bench.attention.padding import PaddingCase
-    from flexvarlen.bench.attention.sdpa_backends import DEFAULT, FA2
-    from flexvarlen.bench.attention.sdpa_backends_tables import WITHIN
+    from flexvarlen.bench.attention.sdpa_backends import CLAIMED_WITHIN, DEFAULT, FA2
     from flexvarlen.bench.attention.varlen_forms import KERNELS
 
     found = [
@@ -160,7 +169,7 @@ def published() -> list[Published]:
         for padded in ("padded:masked", "padded:unmasked")
     ]
     found.append(Published("padding", report_padding.CLAIM, PULL, joined(*both)))
-    within = Within("SDPA's time over FA2's", 1 + WITHIN, "", "no source was found")
+    within = Within("SDPA's time over FA2's", 1 + CLAIMED_WITHIN, "", "no source was found")
     where = "head_dim {head_dim}, {mask}, {batch} × {tokens:,} tokens, {pass}"
     find = same_case(DEFAULT, FA2, PASSES, where, head_dim=(64, 128))
     return [*found, Published("sdpa-backends", within, "", find)]
@@ -208,8 +217,15 @@ def sentence(claim: Claim, found: Sequence[Found], machine: str) -> str:
     'FA2 over eager, claimed 3× on H100: on H200 it holds for causal (6.00×); it does not for full \
 (2.00×); nothing is known of x (oom).'
     """
-    known = [(each.where, each.ratio) for each in found if each.ratio is not None]
-    shown = [(claim.holds(ratio), ratio, f"{where} ({ratio:.2f}×)") for where, ratio in known]
+    shown = [
+        (
+            claim.holds(each.ratio),
+            each.ratio,
+            f"{each.where} ({each.ratio:.2f}×{', ' * bool(each.note)}{each.note})",
+        )
+        for each in found
+        if each.ratio is not None
+    ]
     parts = []
     if len(shown) > MOST_LISTED:
         good, (_, _, low), (_, _, high) = (

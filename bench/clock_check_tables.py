@@ -30,11 +30,12 @@ def _table(machine: str, rows: Sequence[Row]) -> str:
                 *(f"{m[f'{clock}_p50']:.4g}" for clock in ("device_ms", "trace_ms", "span_ms")),
                 str(m["kernels"]),
                 f"{m['ratio'] - 1:+.2%}",
+                f"{m['ratio_of_sum'] - 1:+.2%}" if "ratio_of_sum" in m else "–",
                 "agree" if row.status == "ok" else "**disagree**",
             ]
         else:
             number = notes.setdefault(row.reason or "", len(notes) + 1)
-            line += ["–", "–", "–", "–", "–", f"{row.status} ({number})"]
+            line += ["–", "–", "–", "–", "–", "–", f"{row.status} ({number})"]
         lines.append(line)
     agree = [row for row in timed if row.status == "ok"]
     cases = {row.case["title"] for row in timed}
@@ -47,7 +48,7 @@ def _table(machine: str, rows: Sequence[Row]) -> str:
         )
     where = rows[0].environment
     header = ["case", "pass", "kernel", "clock ms", "trace ms, sum", "trace ms, span", "kernels"]
-    header += ["clock ÷ sum", ""]
+    header += ["clock ÷ span", "clock ÷ sum", ""]
     reasons = "".join(f"\n\n({number}) {why}" for why, number in notes.items())
     return (
         f"{said} Medians; {machine}, torch {where.get('torch')}{commit_of(where)}:\n\n"

@@ -7,11 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flexvarlen.bench.attention.clock import host_bound
 from flexvarlen.bench.mask_build.tables import Notes
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 
 PASSES = ("forward", "backward")
+HOST_BOUND, ALONE = "†", "‡"
+LEGEND = {
+    HOST_BOUND: "the device waited for the host: no time of its kernels, and never the best",
+    ALONE: "timed alone, as it did not fit in memory beside the others: not interleaved with them",
+}
+"""What marks of times mean."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,33 @@ class Measured:
         return found
 
     def ratio(self, slow: str, fast: str, pass_: str) -> float | None:
-        """How many times as long one takes as the other; None unless both were timed."""
+        """How many times as long one takes as the other; None unless both kernels were timed."""
+        if self.host_bound(slow, pass_) or self.host_bound(fast, pass_):
+            return None
         both = self.ms(slow, pass_), self.ms(fast, pass_)
         return None if both[0] is None or not both[1] else both[0] / both[1]
+
+    def tflops(self, variant: str, pass_: str, at: str = "p50") -> float | None:
+        """Of unmasked work, by the device's time; None where that was not measured."""
+        ms, p50 = self.ms(variant, pass_, at), self.ms(variant, pass_)
+        found: float | None = self.value(variant, pass_, "tflops")
+        if self.host_bound(variant, pass_) or found is None or not ms or p50 is None:
+            return None
+        return found * p50 / ms
+
+    def host_bound(self, variant: str, pass_: str) -> bool:
+        """Whether the device waited for the host, so that its time is none of kernels."""
+        row = self.rows.get((variant, pass_))
+        return row is not None and row.status == "ok" and host_bound(row.measures)
+
+    def timed_alone(self, variants: Sequence[str], pass_: str) -> list[str]:
+        """Those of the variants that were not interleaved with the others."""
+        return [name for name in variants if self.value(name, pass_, "timed_alone")]
+
+    def mark(self, variant: str, pass_: str) -> str:
+        """What stands behind a time, of `LEGEND`; "" behind most."""
+        bound = HOST_BOUND if self.host_bound(variant, pass_) else ""
+        return bound + (ALONE if self.timed_alone([variant], pass_) else "")
 
     def why_none(self, variants: Sequence[str], pass_: str) -> str:
         """Which of the variants have no time, and why."""
@@ -57,6 +88,8 @@ class Measured:
                 said.append(f"`{name}` was not measured")
             elif row.status != "ok":
                 said.append(f"`{name}` is {row.status} ({row.reason})")
+            elif self.host_bound(name, pass_):
+                said.append(f"the device waited for the host under `{name}`")
         return "; ".join(said)
 
 
@@ -90,6 +123,22 @@ def all_variants(cases: Sequence[Measured]) -> list[str]:
     return list(dict.fromkeys(name for each in cases for name in each.variants()))
 
 
+def by_shape(rows: Sequence[Row], *fields: str) -> list[list[Row]]:
+    """One machine's rows in groups that a header with these fields of a case is right of.
+
+    The largest group first: a quick run's stands behind the whole one's.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(json.dumps([row.case.get(x) for x in fields]), []).append(row)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def legend(text: str) -> str:
+    """What the marks in a table mean, below it; empty if it has none."""
+    return "".join(f"\n\n{mark} {said}." for mark, said in LEGEND.items() if mark in text)
+
+
 def three_digits(value: float) -> str:
     """A figure to three digits, thousands whole.
 
@@ -108,6 +157,8 @@ class Grid:
         line: what stands in them, of a case and a pass.
         value: what a variant's column shows, of a case, variant and pass; None: the status.
         best: "min" or "max" of a line is bold; None: nothing.
+        device: values follow from the device's time: what is host-bound is marked, and not best.
+        clocked: values follow from a time: what was timed alone is marked.
 
     Forwards stand first, then backwards.
     """
@@ -116,6 +167,8 @@ class Grid:
     line: Callable[[Measured, str], Sequence[str]]
     value: Callable[[Measured, str, str], float | None]
     best: str | None = "min"
+    device: bool = True
+    clocked: bool = True
 
     def markdown(self, cases: Sequence[Measured], passes: Sequence[str] = PASSES) -> str:
         """The table and, numbered below it, why cells are empty."""
@@ -123,15 +176,20 @@ class Grid:
         for pass_ in passes:
             for each in (x for x in cases if pass_ in x.passes()):
                 found = {name: self.value(each, name, pass_) for name in variants}
-                known = [value for value in found.values() if value is not None]
+                known = [
+                    value
+                    for name, value in found.items()
+                    if value is not None and not (self.device and each.host_bound(name, pass_))
+                ]
                 choose = {"min": min, "max": max}.get(self.best or "")
                 best = choose(known) if choose is not None and known else None
                 shown = [self._cell(each, name, pass_, found[name], best, notes) for name in found]
                 lines.append([*self.line(each, pass_), *shown])
-        return markdown([*self.header, *(f"`{x}`" for x in variants)], lines) + notes.text()
+        table = markdown([*self.header, *(f"`{x}`" for x in variants)], lines)
+        return table + legend(table) + notes.text()
 
-    @staticmethod
     def _cell(
+        self,
         each: Measured,
         name: str,
         pass_: str,
@@ -140,9 +198,11 @@ class Grid:
         notes: Notes,
     ) -> str:
         if value is not None:
-            shown = three_digits(value)
-            return f"**{shown}**" if value == best else shown
+            mark = each.mark(name, pass_) if self.clocked else ""
+            mark = mark if self.device else mark.replace(HOST_BOUND, "")
+            shown = three_digits(value) + mark
+            return f"**{shown}**" if value == best and HOST_BOUND not in mark else shown
         row = each.rows.get((name, pass_))
         if row is None or row.status == "ok":
-            return ""
+            return HOST_BOUND if self.device and each.host_bound(name, pass_) else ""
         return notes.status(row).replace("unsupported", "–")

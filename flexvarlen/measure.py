@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -152,16 +153,22 @@ def time_host_and_device(
     warmup: int = 3,
     repeats: int | Mapping[str, int] = 20,
     lead_in: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> dict[str, HostAndDevice]:
     """Time the host's part and the device's part of short calls apart.
 
-    As `time_interleaved`, but on CUDA the stream is kept busy for about 2 ms before each timed call
+    As `time_interleaved`, but on CUDA the stream is kept busy for `BUSY_MS` before each timed call
     (which also evicts the L2 cache): host time below that falls into no gap of the device, and no
-    device time into the host's. On the CPU both are the wall clock's.
+    device time into the host's. Of a call whose host time is not below it, "device" holds gaps in
+    which the device waited. On the CPU both are the wall clock's.
+
+    `progress` is called before a variant's warm-up too, and the device is synchronized after both:
+    what a call does to the device shows before another is named.
     """
     device = torch.device(device)
     clock = _wall if device.type != "cuda" else _Events(device, writes=32)
-    samples = _interleaved(variants, clock, warmup, repeats, lead_in)
+    wait = (lambda: None) if device.type != "cuda" else partial(torch.cuda.synchronize, device)
+    samples = _interleaved(variants, clock, warmup, repeats, lead_in, progress, wait)
     return {
         name: HostAndDevice(*(summarize(ms) for ms in zip(*found, strict=True)))
         for name, found in samples.items()
@@ -179,14 +186,20 @@ def _interleaved(
     repeats: int | Mapping[str, int],
     lead_in: int,
     progress: Callable[[str], None] | None = None,
+    wait: Callable[[], None] | None = None,
 ) -> dict[str, list[tuple[float, float]]]:
+    """`wait`: ends each variant's warm-up, which `progress` then names too."""
     wanted = {name: repeats if isinstance(repeats, int) else repeats[name] for name in variants}
     for name, count in wanted.items():
         if count < 1:
             raise ValueError(f"repeats of {name!r} must be at least 1, got {count}; raise it")
-    for call in variants.values():
+    for name, call in variants.items():
+        if wait is not None and progress is not None:
+            progress(name)
         for _ in range(warmup):
             call()
+        if wait is not None:
+            wait()
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     rounds = max(wanted.values(), default=0)
     order = random.Random(0)

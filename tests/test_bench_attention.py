@@ -334,11 +334,57 @@ def test_a_kernel_that_kills_the_device_ends_the_case(inputs, where):
     assert ("good", "forward") not in found  # it was not timed
 
 
-def test_of_a_death_while_timing_all_are_suspect(inputs, monkeypatch):
-    monkeypatch.setattr(attention, "time_calls", raises(DEAD))
-    with pytest.raises(DeviceLost, match="timing killed the device") as caught:
-        measured(inputs, {"a": ours("sdpa"), "b": ours("reference")})
-    assert [x.measures["fatal"] for x in caught.value.findings] == [True] * 4
+def test_of_a_death_while_timing_the_one_that_ran_is_marked_alone(inputs):
+    """The others have no row, so that a run that goes on measures them."""
+    calls = []
+
+    def prepare(inputs, needs_grad):
+        right = ours("sdpa")(inputs, needs_grad)
+
+        def forward():
+            calls.append(None)
+            if len(calls) > 3:  # checked, tried out
+                raise DEAD
+            return right.forward()
+
+        return Prepared(forward, right.leaves, right.cotangent)
+
+    ways = {"a": ours("sdpa"), "deadly": prepare, "b": ours("reference")}
+    with pytest.raises(DeviceLost, match="timing killed the device in a call of deadly") as caught:
+        measured(inputs, ways)
+    found = [(x.variant, x.pass_, x.measures["fatal"]) for x in caught.value.findings]
+    assert found == [("deadly", pass_, True) for pass_ in PASSES]
+
+
+def test_compiled_kernels_do_not_depend_on_the_cases_before(inputs):
+    """Dynamo makes the first shape static and those after it dynamic."""
+    sizes = []
+
+    def backend(graph, examples):
+        sizes.append(all(type(x) is int for y in examples for x in getattr(y, "shape", ())))
+        return graph
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+
+    def prepare(inputs, needs_grad):
+        right = ours("sdpa")(inputs, needs_grad)
+        return Prepared(lambda: double(right.forward()) / 2, right.leaves, right.cotangent)
+
+    for lengths in ((20, 33), (40, 9, 5), (31, 31)):
+        one = Inputs.random(lengths, (2, 2), 8, torch.float32, CPU, causal=True)
+        (found,) = measure_attention(one, {"x": prepare}, OPTIONS, passes=("forward",))
+        assert found.status == "ok", found.reason
+    assert sizes == [True, True, True]
+
+
+def test_what_the_exact_answers_raise_is_said_of_all(inputs, monkeypatch):
+    monkeypatch.setattr(attention_check, "Oracle", raises(KeyError("no such engine")))
+    found = measured(inputs, {"a": ours("sdpa"), "b": ours("sdpa")})
+    assert {finding.status for finding in found.values()} == {"failed"}
+    assert "there are no exact answers: KeyError" in found["a", "forward"].reason
+    monkeypatch.setattr(attention_check, "Oracle", raises(DEAD))
+    with pytest.raises(DeviceLost, match="the exact answers killed the device"):
+        measured(inputs, {"a": ours("sdpa")})
 
 
 # --- the clock -----------------------------------------------------------------------------------
@@ -354,6 +400,13 @@ def test_calls_on_the_cpu_are_timed_in_turn():
     rounds = [order[i : i + 3 * each] for i in range(0, len(order), 3 * each)]
     assert all(set(one) == set("abc") for one in rounds)
     assert len({tuple(one) for one in rounds}) > 1  # in an order of its own each
+
+
+def test_more_repeats_may_be_asked_for_and_take_their_time():
+    calls, seconds = {"a": lambda: None}, {"a": 1e-4}
+    timings = time_calls(calls, seconds, OPTIONS, most=100)
+    assert timings["a"]["device_repeats"] == 100
+    assert time_calls(calls, {"a": 1e-3}, OPTIONS, most=100)["a"]["device_repeats"] < 30
 
 
 def test_slow_calls_are_timed_a_few_times():
@@ -374,3 +427,20 @@ def test_on_a_gpu_host_and_device_are_told_apart(monkeypatch, seconds, lead_in):
     found = time_calls({"a": lambda: None}, {"a": seconds}, options)
     assert (found["a"]["host_ms_p50"], found["a"]["device_ms_p50"]) == (1.0, 2.0)
     assert asked[0]["lead_in"] == lead_in
+
+
+@pytest.mark.parametrize(("host_ms", "bound"), [(2.1, False), (2.3, True)])
+def test_a_device_that_waits_for_the_host_is_said(inputs, monkeypatch, host_ms, bound):
+    """Its time is the host's: no TFLOP/s follow from it."""
+
+    def timed(calls, **options):
+        return {name: HostAndDevice(summarize([host_ms]), summarize([2.0])) for name in calls}
+
+    monkeypatch.setattr(attention_clock, "time_host_and_device", timed)
+    found = time_calls({"a": lambda: None}, {"a": 1.0}, Options(torch.device("cuda")))["a"]
+    assert ("host_bound" in found) == attention_clock.host_bound(found) == bound
+    monkeypatch.setattr(
+        attention, "time_calls", lambda calls, *a, **k: {x: dict(found) for x in calls}
+    )
+    measures = measured(inputs, {"sdpa": ours("sdpa")})["sdpa", "forward"].measures
+    assert ("tflops" in measures) == (not bound)

@@ -16,6 +16,7 @@ from flexvarlen.rows import Row
 OPTIONS = Options(torch.device("cpu"), quick=True)
 CASE = ClockCase("tiny", (8, 8), 2, 2, False, head_dim=8)
 BACKWARD = ClockCase("tiny", (8, 8), 2, 2, False, True, head_dim=8)
+SERIAL = ClockCase("tiny", (8, 8), 2, 2, False, True, head_dim=8, serial=True)
 WRITES, KERNELS_US = 3, (300.0, 600.0)
 
 
@@ -68,19 +69,22 @@ def test_a_cpu_has_no_second_clock():
         assert all("CPU" in finding.reason for finding in findings)
 
 
-def test_five_cases_one_of_them_a_backward():
+def test_six_cases_one_of_them_a_backward_and_one_a_call_a_document():
     cases = suite_of("clock-check").cases(OPTIONS)
-    assert len({case.name for case in cases}) == len(cases) == 5
+    assert len({case.name for case in cases}) == len(cases) == 6
+    assert sum(case.serial for case in cases) == 1
+    assert "raw:nested" in SUITE.variants(cases[0], OPTIONS)
     assert sum(case.backward for case in cases) == 1
     assert {case.data()["tokens"] for case in cases} == {4160, 8 * 4160, 8192, 32_768}
 
 
-@pytest.mark.parametrize("case", [CASE, BACKWARD])
+@pytest.mark.parametrize("case", [CASE, BACKWARD, SERIAL])
 def test_clocks_that_agree_are_a_row_with_both(device, case):
     (finding,) = measure(case)
     assert (finding.status, finding.pass_) == ("ok", "backward" if case.backward else "forward")
     m = finding.measures
-    assert m["ratio"] == pytest.approx(1.0)
+    assert m["ratio"] == pytest.approx(0.9 / 0.901)
+    assert m["ratio_of_sum"] == pytest.approx(1.0)
     assert m["trace_ms_p50"] == pytest.approx(0.9)
     assert m["span_ms_p50"] == pytest.approx(0.901)
     assert (m["kernels"], m["calls"]) == (2, clock_check.ROUNDS * clock_check.CALLS)
@@ -91,7 +95,7 @@ def test_a_clock_beyond_five_percent_is_wrong_and_its_row_has_both(device, clock
     device["clock_ms"] = clock_ms
     (finding,) = measure()
     assert finding.status == status
-    assert finding.measures["ratio"] == pytest.approx(clock_ms / 0.9)
+    assert finding.measures["ratio"] == pytest.approx(clock_ms / 0.901)
     if status == "wrong":
         assert "more than 5% apart" in finding.reason
     row = Row("clock-check", CASE.data() | {"variant": "raw:varlen", "pass": "forward"}, status,
@@ -110,12 +114,16 @@ def test_what_a_kernel_raises_is_its_row_and_the_others_go_on(device, monkeypatc
     def too_large(inputs, needs_grad):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    known = {"varlen": plain, "fa2": missing, "fa3": too_large}
+    def strange(inputs, needs_grad):
+        raise AssertionError("what a compiler raises")
+
+    known = {"varlen": plain, "fa2": missing, "fa3": too_large, "fa4": strange}
     monkeypatch.setattr(clock_check, "RAW", known)
-    found = measure(CASE, "raw:fa2", "raw:fa3", "raw:varlen", "raw:x")
+    found = measure(CASE, "raw:fa2", "raw:fa3", "raw:fa4", "raw:varlen", "raw:x")
     assert {x.variant: x.status for x in found} == {
         "raw:fa2": "unsupported",
         "raw:fa3": "oom",
+        "raw:fa4": "failed",
         "raw:varlen": "ok",
         "raw:x": "unsupported",
     }
@@ -126,10 +134,40 @@ def test_a_dead_device_ends_the_run(device, monkeypatch):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(clock_check, "RAW", {"varlen": deadly})
-    monkeypatch.setattr(clock_check._Check, "is_lost", lambda self: True)
     with pytest.raises(DeviceLost) as caught:
         measure()
     assert caught.value.findings[0].measures == {"fatal": True}
+
+
+def test_a_profiler_that_fails_is_a_row_of_each(device, monkeypatch):
+    def broken(work, device):
+        raise RuntimeError("CUPTI is in use")
+
+    monkeypatch.setattr(clock_check, "device_events", broken)
+    (finding,) = measure()
+    assert finding.status == "failed"
+    assert finding.reason == "an empty call cannot be traced: RuntimeError: CUPTI is in use"
+
+
+def test_inputs_that_do_not_fit_are_rows_of_every_variant(device, monkeypatch):
+    def too_large(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(clock_check.Inputs, "random", too_large)
+    found = measure(BACKWARD, "raw:varlen", "raw:fa2")
+    assert [(x.variant, x.status, x.pass_) for x in found] == [
+        ("raw:varlen", "oom", "backward"),
+        ("raw:fa2", "oom", "backward"),
+    ]
+
+
+def test_gaps_between_kernels_are_a_call_s_time(device):
+    """Of several kernels the clock sees the span, not the sum."""
+    device["kernels"] = (10.0,) * 60
+    device["clock_ms"] = 0.66
+    (finding,) = measure()
+    assert finding.status == "ok"
+    assert finding.measures["ratio_of_sum"] == pytest.approx(1.1)
 
 
 def test_a_trace_that_misses_events_is_no_timing(device):

@@ -13,8 +13,8 @@ import torch
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
 from flexvarlen.bench import report
+from flexvarlen.bench.attention import accuracy, kernels
 from flexvarlen.bench.attention import engine as attention
-from flexvarlen.bench.attention import kernels
 from flexvarlen.bench.attention import kernels_figure as figure_kernels
 from flexvarlen.bench.attention import kernels_tables as report_kernels
 from flexvarlen.bench.attention.accuracy import LONGEST_SAMPLE, Oracle, alone, sampled_spans
@@ -116,10 +116,12 @@ def test_samples_are_documents(lengths):
     assert all(end in ends and start == ([0, *ends])[ends.index(end)] for start, end in spans)
 
 
-def test_an_error_outside_the_samples_is_found_by_the_next_variant():
+def test_an_error_outside_the_samples_is_found_and_no_other_variant_blamed():
+    """Also of the first variant: none is the truth for the others."""
     lengths = [20, 17, 30, 18, 25, 19, 40, 16]
     inputs = Inputs.random(lengths, (2, 1), 8, torch.float32, CPU, causal=True)
-    oracle = Oracle((inputs.q, inputs.k, inputs.v), inputs.cotangent, lengths, causal=True)
+    qkv = (inputs.q, inputs.k, inputs.v)
+    oracle = Oracle(qkv, inputs.cotangent, lengths, True, "forward")
     ends = list(itertools.accumulate(lengths))
     spans = zip([0, *ends], ends, strict=False)
     out = torch.cat(
@@ -133,15 +135,37 @@ def test_an_error_outside_the_samples_is_found_by_the_next_variant():
             for a, b in spans
         ]
     )
-    assert oracle.judge("good", Answer([out]))[1] is None
-    assert oracle.judge("again", Answer([out.clone()]))[1] is None
     sampled = {rows.start for where, _ in oracle.samples for rows, _ in where.values()}
     start = next(a for a in [0, *ends[:-1]] if a not in sampled)
     bad = out.clone()
     bad[start] += 0.1
-    assert "another answer than good's" in oracle.judge("bad", Answer([bad]))[1]
+    said = "another answer than torch's SDPA of each document alone"
+    assert said in oracle.judge(Answer([bad]))[1]
+    assert oracle.judge(Answer([out]))[1] is None
     bad[start] = float("nan")
-    assert "nan" in oracle.judge("bad", Answer([bad]))[1]
+    assert "nan" in oracle.judge(Answer([bad]))[1]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_plain_row_is_each_document_alone(causal):
+    lengths = [20, 1, 30]
+    inputs = Inputs.random(lengths, (4, 2), 8, torch.float64, CPU, causal)
+    qkv = (inputs.q, inputs.k, inputs.v)
+    plain = accuracy.plain_row(qkv, inputs.cotangent, lengths, causal, gradients=True).named()
+    for head in (0, 1):
+        own, group, rows = slice(head, head + 1), slice(2 * head, 2 * head + 2), slice(21, 51)
+        one = (inputs.q[rows, group], inputs.k[rows, own], inputs.v[rows, own])
+        exact = alone(one, inputs.cotangent[rows, group], torch.float64, causal)
+        for name, expected in exact.items():
+            heads = group if name in ("out", "dq") else own
+            torch.testing.assert_close(plain[name][rows, heads], expected)
+
+
+def test_a_plain_row_that_is_wrong_is_no_truth(monkeypatch):
+    monkeypatch.setattr(accuracy, "plain_row", lambda qkv, *rest: Answer([1.1 * qkv[0]]))
+    inputs = Inputs.random([20, 30], (2, 1), 8, torch.float32, CPU, causal=True)
+    with pytest.raises(RuntimeError, match="each document alone is wrong"):
+        Oracle((inputs.q, inputs.k, inputs.v), inputs.cotangent, [20, 30], True, "forward")
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -275,19 +299,22 @@ def test_a_kernel_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch)
 
 
 def test_timing_that_kills_the_device_ends_one_run_only(tmp_path, monkeypatch):
-    def dies(*arguments):
+    def dies(calls, *arguments, progress, **options):
+        progress(next(name for name in calls if name.startswith("reference")))
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     out = tmp_path / "rows.jsonl"
     with monkeypatch.context() as patch:
         patch.setattr(attention, "time_calls", dies)
-        with pytest.raises(DeviceLost, match="timing killed the device"):
+        with pytest.raises(DeviceLost, match="killed the device in a call of reference"):
             run(out, cells="t256")
-    rows = run(out, cells="t256")  # this cell, which is not tried again, and another
+    (cell,) = {Cell.of(row.case) for row in read_rows([out])}
+    rows = run(out, cells="t256")  # of this cell the others, and another
     assert len({Cell.of(row.case) for row in rows}) > 1
     dead = [row for row in rows if row.status == "failed"]
-    assert {Cell.of(row.case).name for row in dead} == {Cell.of(dead[0].case).name}
-    assert len(dead) == 6
+    assert {(Cell.of(row.case), row.case["variant"]) for row in dead} == {(cell, "reference")}
+    here = [row for row in rows if Cell.of(row.case) == cell and row.status == "ok"]
+    assert {"sdpa", "auto"} <= {row.case["variant"] for row in here}
     assert all(row.measures["fatal"] for row in dead)
     assert {row.status for row in rows if row not in dead} == {"ok"}
 
@@ -371,7 +398,7 @@ def gpu_rows():
     rows = []
     for cell in cells:
         ms = cell.tokens / 1024
-        small = cell.tokens <= 1024
+        small = cell.tokens <= 256
         for pass_, factor in (("forward", 1.0), ("backward", 2.0)):
             for variant, times in (
                 ("fa2", 2.0),
@@ -386,7 +413,9 @@ def gpu_rows():
                 if variant == "auto":
                     more = {"resolved": "fa2" if small else "fa3", "resolved_compiled": "fa3"}
                     took *= 2 if small else 1
-                rows.append(gpu_row(cell, variant, pass_, took, 9 if much_python else 0.3, **more))
+                rows.append(
+                    gpu_row(cell, variant, pass_, took, 1.9 if much_python else 0.3, **more)
+                )
             case = case_of(cell, "flex", pass_)
             reason = "flex is not here"
             rows.append(Row("kernels", case, "unsupported", reason, {}, rows[-1].environment))
@@ -400,6 +429,25 @@ def test_tables_mark_the_best_and_list_no_misses(gpu_rows):
     assert "(1) flex is not here" in text
     assert "Not so" not in text
     assert "| `fa2` | 23 of 23 | – | 23 of 23 | – |" in text
+
+
+def test_times_of_the_host_are_marked_and_never_the_best(gpu_rows):
+    """In a table, beside the raw kernel and in the figure; also of rows that do not say it."""
+    for row in gpu_rows:
+        if row.case["tokens"] == 256 and row.case["variant"] in ("fa3", "auto"):
+            row.measures["host_ms_p50"] = 9.0
+        elif row.case["variant"] == "fa2":
+            row.measures["timed_alone"] = True
+    text = report_kernels.kernels_section(gpu_rows)
+    first = next(line for line in text.splitlines() if line.startswith("| 128, 32/8, causal | 256"))
+    assert "| **1.50‡** | 0.750† | – (1) | – |" in first
+    assert "† the device waited for the host" in text
+    assert "‡ timed alone" in text
+    (each, *_) = report_kernels.measured_cells([r for r in gpu_rows if r.case["tokens"] == 256])
+    assert each.best() == ("fa2", 1.5)
+    figure = figure_kernels.drawn(gpu_rows)
+    crosses = [x for axes in figure.axes for x in axes.lines if x.get_marker() == "x"]
+    assert 256 in {x for line in crosses for x in line.get_xdata()}
 
 
 def test_misses_are_listed(gpu_rows):
@@ -487,3 +535,19 @@ def test_work_counts_unmasked_pairs(measured):
     pairs = sum(n * n for n in cell.lengths())  # no causal mask
     work = 4 * pairs * cell.num_heads * cell.head_dim
     assert row.measures["tflops"] == pytest.approx(work / row.measures["device_ms_p50"] / 1e9)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_nested_tensors_are_made_ahead_of_what_is_timed(monkeypatch, kv_heads):
+    """By the CPU's own kernel, which knows no causal mask."""
+    inputs = Inputs.random((20, 33, 17), (4, kv_heads), 16, torch.float32, CPU, causal=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        prepared = RAW["nested"](inputs, True)
+    grouped = kv_heads < 4
+    assert [x.is_nested for x in prepared.leaves] == [True, not grouped, not grouped]
+    out = prepared.forward()
+    answer = Answer(prepared.answer(out, prepared.backward(out)))
+    qkv = (inputs.q, inputs.k, inputs.v)
+    oracle = Oracle(qkv, inputs.cotangent, inputs.lengths, False, "backward")
+    assert oracle.judge(answer)[1] is None

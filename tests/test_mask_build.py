@@ -153,7 +153,7 @@ def test_what_a_builder_raises_is_its_row_and_the_others_go_on(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory\nmuch text")
 
     def broken(run, row):
-        raise RuntimeError("broken")
+        raise KeyError("what a compiler raises")
 
     monkeypatch.setitem(BUILDERS, "attention-gym", too_large)
     monkeypatch.setitem(BUILDERS, "create_block_mask compiled", broken)
@@ -170,7 +170,6 @@ def test_what_a_builder_raises_is_its_row_and_the_others_go_on(monkeypatch):
 
 def test_a_builder_that_kills_the_device_ends_the_run_and_is_marked(monkeypatch):
     def deadly(run, row):
-        monkeypatch.setattr(Findings, "_is_lost", lambda self: True)
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setitem(BUILDERS, "attention-gym", deadly)
@@ -182,7 +181,7 @@ def test_a_builder_that_kills_the_device_ends_the_run_and_is_marked(monkeypatch)
 
 def test_what_raises_while_timing_is_a_row_of_each(monkeypatch):
     def raises(self, builds):
-        raise RuntimeError("out of patience")
+        raise KeyError("out of patience")
 
     monkeypatch.setattr(Findings, "time_builds", raises)
     found = measured("flexvarlen", "flexvarlen from cu_seqlens")

@@ -74,6 +74,17 @@ def test_host_and_device_are_one_on_the_cpu():
     assert found.eager_ms == found.compiled_ms == found.device.ms_p50 >= 2
 
 
+def test_calls_are_named_before_warm_up_and_timing():
+    """So that of a device that dies it is known which call did it."""
+    said = []
+    calls = {name: (lambda name=name: said.append(name)) for name in "ab"}
+    time_host_and_device(
+        calls, device="cpu", warmup=1, repeats=2, progress=lambda name: said.append(f"{name}:")
+    )
+    assert said[:4] == ["a:", "a", "b:", "b"]
+    assert said[4::2] == [f"{name}:" for name in said[5::2]]
+
+
 def test_repeats_below_one_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         time_interleaved({"a": lambda: None}, device="cpu", repeats=0)

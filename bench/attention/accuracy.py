@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.bench.mask_build.accuracy import NAMES, Answer, disagreement, why_wrong
 
@@ -82,22 +84,72 @@ def alone(
     return {name: x.transpose(0, 1) for name, x in zip(NAMES, found, strict=True)}
 
 
-class Oracle:
-    """The exact answers on sampled documents of one cell, the peer's errors, and one whole answer.
+# For the plain answer of a long document, whose scores fit nowhere; math where it cannot serve.
+_PLAIN = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def plain_row(
+    qkv: Sequence[Tensor],
+    cotangent: Tensor,
+    lengths: Sequence[int],
+    causal: bool,
+    gradients: bool,
+) -> Answer:
+    """The whole row by torch's SDPA, a document at a time, in the inputs' dtype.
+
+    By the memory-efficient kernel or by matrix products: no code is shared with the kernels of
+    FlashAttention and flex, and none knows of other documents.
 
     Args:
         qkv: `[T, H, D]`, `[T, Hkv, D]` twice.
         cotangent: `[T, H, D]`, what the backward starts from.
+
+    Returns:
+        Output `[T, H, D]`, and with `gradients` those of q, k and v.
+    """
+    group = qkv[0].shape[1] // qkv[1].shape[1]
+    found = [torch.empty_like(x) for x in (qkv[0], *(qkv if gradients else ()))]
+    begin = 0
+    for length in lengths:
+        rows = slice(begin, begin + length)
+        begin += length
+        leaves = [x[rows].detach().requires_grad_(gradients) for x in qkv]
+        q, k, v = (x.transpose(0, 1)[None] for x in leaves)
+        if group > 1:  # the memory-efficient kernel knows no grouped queries
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        with sdpa_kernel(list(_PLAIN), set_priority=True):
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal)[0].transpose(0, 1)
+        own = torch.autograd.grad(out, leaves, cotangent[rows]) if gradients else ()
+        for whole, part in zip(found, (out.detach(), *own), strict=True):
+            whole[rows] = part
+    return Answer(found)
+
+
+class Oracle:
+    """The exact answers on sampled documents of one cell, the peer's errors, and a plain row.
+
+    Args:
+        qkv: `[T, H, D]`, `[T, Hkv, D]` twice.
+        cotangent: `[T, H, D]`, what the backward starts from.
+        row: also make the plain answer of the whole row ("forward", or with gradients "backward").
+
+    Raises:
+        RuntimeError: the plain answer is itself not right on the sampled documents.
     """
 
     def __init__(
-        self, qkv: Sequence[Tensor], cotangent: Tensor, lengths: Sequence[int], causal: bool
+        self,
+        qkv: Sequence[Tensor],
+        cotangent: Tensor,
+        lengths: Sequence[int],
+        causal: bool,
+        row: Literal["forward", "backward"] | None = None,
     ) -> None:
         q, k, v = qkv
         group = q.shape[1] // k.shape[1]
         self.dtype = q.dtype
         self.samples: list[tuple[dict[str, tuple[slice, slice]], dict[str, Tensor]]] = []
-        self.first: tuple[str, Answer] | None = None
+        self.plain: Answer | None = None
         self.peer_errors: dict[str, float] = {}
         peers = []
         for start, end in sampled_spans(lengths):
@@ -117,6 +169,11 @@ class Oracle:
                 for peer, (_, exact) in zip(peers, self.samples, strict=True)
             ]
             self.peer_errors[f"peer_error_{name}"] = _worst(errors)
+        if row is not None:
+            self.plain = plain_row(qkv, cotangent, lengths, causal, row == "backward")
+            reason = why_wrong(self.errors(self.plain), self.dtype)
+            if reason is not None:
+                raise RuntimeError(f"torch's SDPA of each document alone is wrong: {reason}")
 
     def errors(self, answer: Answer) -> dict[str, Any]:
         """`error_*` and `peer_error_*` of each tensor of the answer, the worst sample's. Syncs."""
@@ -127,26 +184,22 @@ class Oracle:
             measures[f"peer_error_{name}"] = self.peer_errors[f"peer_error_{name}"]
         return measures
 
-    def judge(self, variant: str, answer: Answer) -> tuple[dict[str, Any], str | None]:
+    def judge(self, answer: Answer) -> tuple[dict[str, Any], str | None]:
         """Measures, and the sentence that says how the answer is wrong, or None.
 
-        Sampled documents are held against their exact answers; the whole row against that of the
-        first variant that was right, which must have answered as much.
+        Sampled documents are held against their exact answers; the whole row against the plain one,
+        if that was made.
         """
         measures = self.errors(answer)
         reason = why_wrong(measures, self.dtype)
-        if reason is not None:
+        if reason is not None or self.plain is None:
             return measures, reason
-        if self.first is None or len(self.first[1].tensors) < len(answer.tensors):
-            self.first = variant, answer
-            return measures, None
-        name, first = self.first
-        common = Answer(first.tensors[: len(answer.tensors)])
-        apart = disagreement(answer, common)
+        apart = disagreement(answer, Answer(self.plain.tensors[: len(answer.tensors)]))
         measures |= apart
         held = {f"error_{key}": apart[f"difference_{key}"] for key in answer.named()}
         reason = why_wrong(measures | held, self.dtype)
-        return measures, None if reason is None else f"another answer than {name}'s: {reason}"
+        said = "another answer than torch's SDPA of each document alone"
+        return measures, None if reason is None else f"{said}: {reason}"
 
 
 def _relative(found: Tensor, exact: Tensor) -> Tensor:

@@ -88,7 +88,13 @@ class Checker:
         self.oracle: Oracle | None = None
         if exact:
             qkv = (inputs.q, inputs.k, inputs.v)
-            self.oracle = Oracle(qkv, inputs.cotangent, inputs.lengths, inputs.causal)
+            self.oracle = Oracle(
+                qkv,
+                inputs.cotangent,
+                inputs.lengths,
+                inputs.causal,
+                "backward" if "backward" in passes else "forward",
+            )
 
     def check(
         self, variant: str, prepare: Prepare, *, crowded: bool
@@ -176,12 +182,12 @@ class Checker:
         if self.oracle is None:
             return {pass_: dict(common) for pass_ in ran}, []
         answer = Answer(prepared.answer(out, gradients))
-        errors, reason = self.oracle.judge(variant, answer)
+        errors, reason = self.oracle.judge(answer)
         by_pass = {pass_: common | of_pass(pass_, errors) for pass_ in ran}
         if reason is None:
             return by_pass, []
         passes: Sequence[str] = self.passes
-        if gradients and self.oracle.judge(variant, Answer(answer.tensors[:1]))[1] is None:
+        if gradients and self.oracle.judge(Answer(answer.tensors[:1]))[1] is None:
             passes = ("backward",) if "backward" in self.passes else ()
         return by_pass, [
             Finding(variant, "wrong", reason, by_pass.pop(pass_, common), pass_) for pass_ in passes

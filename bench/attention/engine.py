@@ -21,9 +21,15 @@ import torch._functorch.config
 
 import flexvarlen as fv
 from flexvarlen.bench.attention.check import Checker, Live, why
-from flexvarlen.bench.attention.clock import time_calls
-from flexvarlen.bench.attention.raw_kernels import Inputs, Prepare, Prepared, Unsupported
-from flexvarlen.bench.attention.ways import RAW_PREFIX, ours, raw, ways_of
+from flexvarlen.bench.attention.clock import MAX_REPEATS, host_bound, time_calls
+from flexvarlen.bench.attention.raw_kernels import (
+    Inputs,
+    Prepare,
+    Prepared,
+    Unsupported,
+    forget_compiled,
+)
+from flexvarlen.bench.attention.ways import RAW_PREFIX, ours, raw, synchronize, ways_of
 from flexvarlen.bench.suite import DeviceLost, Finding, Options
 from flexvarlen.drift.op.failures import is_lost
 from flexvarlen.mask import DocumentMask
@@ -55,8 +61,12 @@ def measure_attention(
     peak: bool = False,
     exact: bool = True,
     bits: bool = False,
+    repeats: int = MAX_REPEATS,
 ) -> list[Finding]:
     """Check, then time, each variant's forward and backward on the same tensors.
+
+    What was compiled before is forgotten: else the kernel that is timed would depend on the cases
+    before (Dynamo makes the first shape static, those after it dynamic).
 
     Args:
         inputs: q `[T, H, D]`, k and v `[T, Hkv, D]`, cotangent, documents; on `options.device`.
@@ -67,26 +77,35 @@ def measure_attention(
         exact: hold the answers against fp64 and against one another; else nothing is checked.
         bits: measure `bits_equal` too: whether backwards of one graph give the same bits. Of a
             `Prepared.deterministic` it is measured in any case, and decides whether it is wrong.
+        repeats: timed calls of each, at most, as far as time allows (`time_calls`).
 
     Returns:
         A finding a variant and pass, in the order of `ways`. Names in `measures` of what was timed:
-        as `time_calls` has them; `tflops` of unmasked work, from `device_ms_p50`; `error_*`,
-        `peer_error_*`, `difference_*`, `first_call_s`, `num_docs`, `longest`; `timed_alone` (True)
-        of what did not fit beside the others; and what a `Prepared` says of itself.
+        as `time_calls` has them; `tflops` of unmasked work, from `device_ms_p50`, unless that is
+        `host_bound`; `error_*`, `peer_error_*`, `difference_*`, `first_call_s`, `num_docs`,
+        `longest`; `timed_alone` (True) of what did not fit beside the others; and what a
+        `Prepared` says of itself.
 
     Raises:
         DeviceLost: an error killed the device; with the findings so far.
     """
+    forget_compiled()
     # Dynamo's limits go by code object; a backward that is timed again and again keeps its buffers.
     limits = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
     keep = torch._functorch.config.patch(donated_buffer=False)
     with torch._dynamo.config.patch(limits), keep:
         try:
             checker = Checker(inputs, tuple(passes), options, peak=peak, exact=exact, bits=bits)
-        except torch.OutOfMemoryError as error:
-            reason = f"there is no room for the exact answers: {one_line(error)}"
-            return findings_of_all(ways, passes, "oom", reason)
-        return _Measured(checker).run(ways)
+        # Torch's own attention, of all documents: cuDNN and compilers raise what they like.
+        except Exception as error:
+            status, reason = why(error)
+            said = "there is no room for the" if status == "oom" else "there are no"
+            found = findings_of_all(ways, passes, status, f"{said} exact answers: {reason}")
+            if is_lost(error, options.device):
+                message = f"the exact answers killed the device: {reason}"
+                raise DeviceLost(message, found) from error
+            return found
+        return _Measured(checker, repeats).run(ways)
 
 
 def findings_of_all(
@@ -101,8 +120,8 @@ def findings_of_all(
 class _Measured:
     """One set of inputs: variants alive, and what became of the others."""
 
-    def __init__(self, checker: Checker) -> None:
-        self.checker = checker
+    def __init__(self, checker: Checker, repeats: int = MAX_REPEATS) -> None:
+        self.checker, self.repeats = checker, repeats
         self.options, self.passes = checker.options, checker.passes
         self.lives: list[Live] = []
         self.found: dict[tuple[str, str], Finding] = {}
@@ -145,20 +164,22 @@ class _Measured:
             live, findings = self.checker.check(variant, prepare, crowded=crowded)
         # Kernel packages assert, and raise types of their own.
         except Exception as error:
-            self.stop_if_lost(error, [variant], f"{variant} killed the device")
+            self.stop_if_lost(error, variant, f"{variant} killed the device")
             return why(error)
         self.found |= {(variant, finding.pass_): finding for finding in findings}
         if live is not None:
             self.lives.append(live)
         return None
 
-    def stop_if_lost(self, error: Exception, variants: Sequence[str], what: str) -> None:
-        """Raise `DeviceLost`, if that is what the error means, with the culprits marked."""
+    def stop_if_lost(self, error: Exception, culprit: str, what: str) -> None:
+        """Raise `DeviceLost`, if that is what the error means, with the culprit marked.
+
+        Those that were not timed yet have no finding: a run that goes on measures them.
+        """
         if not is_lost(error, self.options.device):
             return
         reason = f"{what}: {one_line(error)}"
-        for variant in variants:
-            self.give_up(variant, "failed", reason, {"fatal": True})
+        self.give_up(culprit, "failed", reason, {"fatal": True})
         raise DeviceLost(f"{reason}; run again to go on", list(self.found.values())) from error
 
     def put_to_sleep(self, lives: Iterable[Live]) -> None:
@@ -190,24 +211,32 @@ class _Measured:
 
     def time(self, group: Sequence[Live]) -> tuple[Status, str] | None:
         """Time a group interleaved and note its findings; or why that cannot be."""
+        running = [group[0].variant]  # the last is on the device, and no other
         try:
-            calls, seconds = {}, {}
+            calls, seconds, owner = {}, {}, {}
             for live in group:
+                running.append(live.variant)
                 for pass_, call in live.wake().items():
-                    calls[f"{live.variant} {pass_}"] = call
-                    seconds[f"{live.variant} {pass_}"] = live.seconds[pass_]
-            timings = time_calls(calls, seconds, self.options)
+                    name = f"{live.variant} {pass_}"
+                    calls[name], seconds[name] = call, live.seconds[pass_]
+                    owner[name] = live.variant
+                synchronize(self.options.device)
+
+            def progress(name: str) -> None:
+                running.append(owner[name])
+
+            timings = time_calls(calls, seconds, self.options, most=self.repeats, progress=progress)
         except Exception as error:  # as in `failure_of`
-            # Which of them it was is not known: none is tried again on these inputs.
-            names = [live.variant for live in group]
-            self.stop_if_lost(error, names, "timing killed the device")
+            what = f"timing killed the device in a call of {running[-1]}"
+            self.stop_if_lost(error, running[-1], what)
             return why(error)
         alone = {"timed_alone": True} if len(group) == 1 < len(self.lives) else {}
         work = self.work()
         for live in group:
             for pass_, measures in live.measures.items():
                 timed = timings[f"{live.variant} {pass_}"]
-                timed["tflops"] = work[pass_] / (timed["device_ms_p50"] * 1e9)
+                if not host_bound(timed):
+                    timed["tflops"] = work[pass_] / (timed["device_ms_p50"] * 1e9)
                 finding = Finding(live.variant, "ok", None, measures | timed | alone, pass_)
                 self.found[live.variant, pass_] = finding
         return None

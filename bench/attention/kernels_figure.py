@@ -118,7 +118,8 @@ def _panel(axes: Any, cells: Sequence[Measured], backends: Sequence[str]) -> Non
 
     for index, name in enumerate(backends):
         style = _style(name)
-        done = [each for each in cells if each.total(name) is not None]
+        timed = [each for each in cells if not each.host_bound(name)]
+        done = [each for each in timed if each.total(name) is not None]
         if done:
             x = [each.cell.tokens for each in done]
             line = style.line() | ({"linestyle": "none"} if name == "auto" else {})
@@ -128,7 +129,7 @@ def _panel(axes: Any, cells: Sequence[Measured], backends: Sequence[str]) -> Non
             if name != "auto":  # the ring lies on the point of the backend that it took
                 low, high = ([tflops(each, name, at) for each in done] for at in ("p80", "p20"))
                 axes.fill_between(x, low, high, color=style.color, alpha=0.2, linewidth=0)
-        missing = [e.cell.tokens for e in cells if e.total(name) is None and _is_there(e, name)]
+        missing = [e.cell.tokens for e in cells if e not in done and _is_there(e, name)]
         axes.plot(
             missing,
             [MARKS + MARK_STEP * index] * len(missing),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flexvarlen.bench.attention.clock import host_bound
 from flexvarlen.bench.attention.engine import PASSES, RAW_PREFIX
 from flexvarlen.bench.attention.kernels_cells import SUBSETS, Cell
 from flexvarlen.bench.mask_build.tables import Notes
+from flexvarlen.bench.series import ALONE, HOST_BOUND, legend, three_digits
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of
 
@@ -47,9 +49,21 @@ class Measured:
         parts = [self.ms(variant, pass_, clock, at) for pass_ in PASSES]
         return None if None in parts else sum(x for x in parts if x is not None)
 
+    def host_bound(self, variant: str) -> bool:
+        """Whether the device waited for the host in a pass, so that its time is none of kernels."""
+        rows = (self.rows.get((variant, pass_)) for pass_ in PASSES)
+        return any(row is not None and host_bound(row.measures) for row in rows)
+
+    def mark(self, variant: str) -> str:
+        """What stands behind a device time, of `LEGEND`; "" behind most."""
+        rows = (self.rows.get((variant, pass_)) for pass_ in PASSES)
+        alone = any(row is not None and row.measures.get("timed_alone") for row in rows)
+        return HOST_BOUND * self.host_bound(variant) + ALONE * alone
+
     def best(self, clock: str = "device") -> tuple[str, float] | None:
-        """The fastest backend and its forward and backward together."""
-        totals = ((self.total(name, clock), name) for name in self.backends())
+        """The fastest backend and its forward and backward together; of none that is host-bound."""
+        names = [x for x in self.backends() if clock != "device" or not self.host_bound(x)]
+        totals = ((self.total(name, clock), name) for name in names)
         found = min(((ms, name) for ms, name in totals if ms is not None), default=None)
         return None if found is None else (found[1], found[0])
 
@@ -65,7 +79,8 @@ class Measured:
         """What "auto" takes in milliseconds; in a compiled graph that is the kernel it takes."""
         took = self.resolved(clock)
         compiled = clock == "device" and took != self.resolved("eager")
-        return self.total(took, clock) if compiled and took else self.total("auto", clock)
+        name = took if compiled and took else "auto"
+        return None if clock == "device" and self.host_bound(name) else self.total(name, clock)
 
     def num_docs(self) -> int | None:
         """How many documents it holds, if any variant got that far."""
@@ -148,10 +163,11 @@ def times_table(cells: Sequence[Measured]) -> str:
     runs = dict.fromkeys(where_of(row) for each in cells for row in each.rows.values())
     said = ("auto chose for graphs", "÷ best", "auto eagerly", "÷ best")
     header = [*CELL_HEADER, *(f"`{name}`" for name in backends), *said]
+    table = markdown(header, lines)
     return (
         f"Device ms of a forward and a backward, p50, the best of a cell bold; {_dtypes(cells)}; "
         "`auto` in a compiled graph by device time, eagerly by the larger of host and device time; "
-        f"{'; '.join(runs)}:\n\n{markdown(header, lines)}{notes.text()}"
+        f"{'; '.join(runs)}:\n\n{table}{legend(table)}{notes.text()}"
     )
 
 
@@ -172,7 +188,7 @@ def _time(each: Measured, name: str, best: tuple[str, float] | None, notes: Note
     total = each.total(name)
     if total is None:
         return _status(each, name, notes)
-    shown = f"{total:#.3g}".rstrip(".") if total < 1000 else f"{total:,.0f}"
+    shown = three_digits(total) + each.mark(name)
     return f"**{shown}**" if best is not None and name == best[0] else shown
 
 
@@ -194,7 +210,9 @@ def overhead_table(cells: Sequence[Measured]) -> str:
         line = [f"`{name}`"]
         for pass_ in PASSES:
             pairs = [
-                (each.ms(name, pass_), each.ms(RAW_PREFIX + name, pass_), each) for each in cells
+                (each.ms(name, pass_), each.ms(RAW_PREFIX + name, pass_), each)
+                for each in cells
+                if not (each.host_bound(name) or each.host_bound(RAW_PREFIX + name))
             ]
             both = [
                 (ours - raw, raw, each)

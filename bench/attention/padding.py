@@ -59,6 +59,7 @@ from flexvarlen.rows import Row, one_line
 Documents = Literal["multiples", "log-normal", "full-length"]
 Part = Literal["attention", "module"]
 
+RUNS = 100  # as the source's, as far as time allows
 STEP = 64  # documents are multiples of it
 SOURCE_SEED = 42
 SIGMA = 1.0  # of log-normal documents; their mean is a quarter of a line
@@ -154,7 +155,7 @@ class Padding(Suite):
         except torch.OutOfMemoryError as error:
             return findings_of_all(variants, case.passes, "oom", one_line(error))
         ways = ways_of(variants, known)
-        findings = measure_attention(inputs, ways, options, passes=case.passes)
+        findings = measure_attention(inputs, ways, options, passes=case.passes, repeats=RUNS)
         padded = {name: way for name, way in ways.items() if name in PADDED}
         return with_kernels(findings, inputs, padded, needs_grad="backward" in case.passes)
 

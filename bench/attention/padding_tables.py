@@ -7,9 +7,17 @@ from pathlib import Path
 
 from flexvarlen.bench.attention.engine import RAW_PREFIX
 from flexvarlen.bench.attention.kernels_tables import kernels_groups
-from flexvarlen.bench.attention.padding import MASKED, UNMASKED
-from flexvarlen.bench.claims import Claim, Found, bullets
-from flexvarlen.bench.series import PASSES, Grid, Measured, measured_cases, three_digits
+from flexvarlen.bench.attention.padding import MASKED, UNMASKED, PaddingCase
+from flexvarlen.bench.claims import Claim
+from flexvarlen.bench.series import (
+    PASSES,
+    Grid,
+    Measured,
+    by_shape,
+    legend,
+    measured_cases,
+    three_digits,
+)
 from flexvarlen.bench.series_figure import (
     Panel,
     Point,
@@ -21,6 +29,8 @@ from flexvarlen.bench.series_figure import (
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 
+SHAPE = ("batch", "max_length", "embedding", "num_heads", "dtype")  # what a table's cases share
+CLAIMED_LENGTH = PaddingCase("multiples", causal=False).max_length
 CLAIMED_MS = {"varlen": 0.218, "padded": 0.432}
 CLAIM = Claim(
     "varlen over padded SDPA",
@@ -35,12 +45,15 @@ VARLEN = {"attention": f"{RAW_PREFIX}varlen", "module": "varlen"}
 
 def padding_section(rows: Sequence[Row]) -> str:
     """Every machine's tables."""
-    return "\n\n".join(_machine_section(group) for group in kernels_groups(rows))
+    return "\n\n".join(
+        _section(own) for group in kernels_groups(rows) for own in by_shape(group, *SHAPE)
+    )
 
 
 def padding_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Every machine's figure."""
-    return [_machine_figure(group, folder) for group in kernels_groups(rows)]
+    groups = (by_shape(group, *SHAPE)[0] for group in kernels_groups(rows))
+    return [_machine_figure(group, folder) for group in groups]
 
 
 def mask_of(each: Measured) -> str:
@@ -54,7 +67,7 @@ def _line(each: Measured, pass_: str) -> list[str]:
     return [case["part"], pass_, mask_of(each), case["documents"], padding, took or "–"]
 
 
-def _machine_section(rows: Sequence[Row]) -> str:
+def _section(rows: Sequence[Row]) -> str:
     cases = measured_cases(rows)
     shape = cases[0].case
     times = Grid(HEADER, _line, lambda each, name, pass_: each.ms(name, pass_)).markdown(cases)
@@ -63,7 +76,9 @@ def _machine_section(rows: Sequence[Row]) -> str:
         f"{shape['max_length']:,} tokens, embedding {shape['embedding']:,}, {shape['num_heads']} "
         f"heads, {shape['dtype']}; {runs_of(rows)}"
     )
-    return "\n\n".join([claim_of(cases, rows), f"{said}:\n\n{times}", gains_of(cases)])
+    own = claimed_ms(cases, rows) if shape["max_length"] == CLAIMED_LENGTH else ""
+    parts = [own, unmasked_is_wrong(cases), f"{said}:\n\n{times}", gains_of(cases)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _case(cases: Sequence[Measured], part: str, documents: str) -> Measured | None:
@@ -75,36 +90,29 @@ def _case(cases: Sequence[Measured], part: str, documents: str) -> Measured | No
     return None
 
 
-def claim_of(cases: Sequence[Measured], rows: Sequence[Row]) -> str:
-    """The claim beside what was measured: ratios, and milliseconds in a table."""
-    machine = rows[0].environment.get("gpu") or rows[0].environment.get("cpu") or machine_of(rows)
-    found, lines = [], []
+def claimed_ms(cases: Sequence[Measured], rows: Sequence[Row]) -> str:
+    """The source's milliseconds beside those of its documents; "" where they were not measured."""
+    lines = []
     for part, varlen in VARLEN.items():
         packed, full = _case(cases, part, "multiples"), _case(cases, part, "full-length")
         if packed is None:
-            found.append(Found(part, None, "it was not measured"))
             continue
-        varlen_ms = packed.ms(varlen, "forward")
-        lines.append([part, "varlen", *_both(CLAIMED_MS["varlen"], varlen_ms)])
+        lines.append([part, "varlen", *_both(CLAIMED_MS["varlen"], packed, varlen)])
         for name, where in ((MASKED, packed), (UNMASKED, full)):
-            padded_ms = None if where is None else where.ms(name, "forward")
-            ratio = None if padded_ms is None or not varlen_ms else padded_ms / varlen_ms
-            why = packed.why_none([varlen], "forward")
-            if where is None:
-                why = "documents of full length were not measured"
-            elif padded_ms is None:
-                why = "; ".join(x for x in (why, where.why_none([name], "forward")) if x)
-            found.append(Found(f"{part}, {name.partition(':')[2]} SDPA", ratio, why))
-            lines.append([part, name, *_both(CLAIMED_MS["padded"], padded_ms)])
-    table = markdown(["", "forward", f"claimed ms, {CLAIM.gpu}", f"ms, {machine}"], lines)
-    return (
-        f"{bullets([CLAIM.sentence(found, str(machine)), unmasked_is_wrong(cases)])}\n\n"
-        f"What is claimed, in milliseconds (unmasked: the same call on full lines):\n\n{table}"
-    )
+            lines.append([part, name, *_both(CLAIMED_MS["padded"], where, name)])
+    if not lines:
+        return ""
+    header = ["", "forward", f"claimed ms, {CLAIM.gpu}", f"ms, {machine_of(rows)}"]
+    table = markdown(header, lines)
+    said = "What is claimed, in milliseconds (unmasked: the same call on full lines)"
+    return f"{said}:\n\n{table}{legend(table)}"
 
 
-def _both(claimed: float, measured: float | None) -> list[str]:
-    return [f"{claimed:g}", "–" if measured is None else three_digits(measured)]
+def _both(claimed: float, where: Measured | None, name: str) -> list[str]:
+    ms = None if where is None else where.ms(name, "forward")
+    if where is None or ms is None:
+        return [f"{claimed:g}", "–"]
+    return [f"{claimed:g}", three_digits(ms) + where.mark(name, "forward")]
 
 
 def unmasked_is_wrong(cases: Sequence[Measured]) -> str:

@@ -35,6 +35,7 @@ __all__ = [
     "Unsupported",
     "behind_varlen",
     "deterministic_argument",
+    "forget_compiled",
     "sdpa_of_one",
     "serial",
 ]
@@ -192,12 +193,21 @@ def compiled_flex(kind: tuple[object, ...]) -> Callable[..., Tensor]:
     return torch.compile(own, fullgraph=True, dynamic=None if kind[-1] is None else False)
 
 
+def forget_compiled() -> None:
+    """Of all compiled functions, here and elsewhere: what comes next is compiled for its shapes."""
+    compiled_flex.cache_clear()
+    _compiled_create.cache_clear()
+    torch._dynamo.reset()
+
+
 def nested(inputs: Inputs, needs_grad: bool) -> Prepared:
-    """SDPA on jagged nested tensors. They know no grouped queries: K and V are repeated, timed."""
+    """SDPA on jagged nested tensors, which are made ahead, as a model shares them among layers.
+
+    They know no grouped queries: K and V are repeated and made anew, which is timed.
+    """
     if not inputs.q.is_cuda:
         raise Unsupported("jagged nested tensors have no causal SDPA on the CPU")
     group = inputs.q.shape[1] // inputs.k.shape[1]
-    leaves = inputs.leaves(needs_grad)
     jagged = partial(
         torch.nested.nested_tensor_from_jagged,
         offsets=inputs.cu_seqlens.long(),
@@ -205,15 +215,22 @@ def nested(inputs: Inputs, needs_grad: bool) -> Prepared:
         max_seqlen=inputs.longest,
     )
 
+    leaves = [
+        jagged(x.detach()).detach().requires_grad_(needs_grad)
+        if x is inputs.q or group == 1
+        else x.detach().requires_grad_(needs_grad)
+        for x in (inputs.q, inputs.k, inputs.v)
+    ]
+
     def forward() -> Tensor:
         q, k, v = leaves
         if group > 1:
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        q_BHJD, k_BHJD, v_BHJD = (jagged(x).transpose(1, 2) for x in (q, k, v))
+            k, v = (jagged(x.repeat_interleave(group, dim=1)) for x in (k, v))
+        q_BHJD, k_BHJD, v_BHJD = (x.transpose(1, 2) for x in (q, k, v))
         out = scaled_dot_product_attention(q_BHJD, k_BHJD, v_BHJD, is_causal=inputs.causal)
         return out.transpose(1, 2).values()
 
-    return Prepared(forward, leaves, inputs.cotangent)
+    return Prepared(forward, leaves, inputs.cotangent, lambda x: x.values() if x.is_nested else x)
 
 
 RAW: dict[str, Prepare] = {

@@ -7,8 +7,8 @@ and the fixed-length kernels on the batch; flexvarlen's packed backends on the s
 row. Forward and backward apart, their time and peak memory, in all and a token; until memory runs
 out, which is a row too.
 
-Source of the claims: benchmarks.md of the flash-attention skill in Orchestra Research's
-AI-research-SKILLs, "Forward pass time (milliseconds, batch=8, heads=32, dim=64)": at 8,192 tokens
+Source of the claims: references/benchmarks.md of the flash-attention skill, as in
+NousResearch/hermes-agent, "Forward pass time (milliseconds, batch=8, heads=32, dim=64)": at 8,192 tokens
 151.4 ms standard, 47.8 ms FA2 and 27.1 ms FA3 in FP16 on an H100, 218.5 ms and 66.2 ms on an A100.
 It does not say under which mask (both are measured here), by which calls, or in which dtype all but
 FA3 are. Its figures do not agree with one another, so that the ratios alone are compared: 7.2 ms at
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,15 @@ from flexvarlen.bench.attention.engine import (
 from flexvarlen.bench.attention.kernels_tables import kernels_groups
 from flexvarlen.bench.attention.padded import FIXED, PACKED, PACKED_ON_CPU
 from flexvarlen.bench.attention.sdpa_ways import with_kernels
-from flexvarlen.bench.claims import Claim, Found, bullets
-from flexvarlen.bench.series import Grid, Measured, measured_cases
+from flexvarlen.bench.claims import Claim
+from flexvarlen.bench.series import Grid, Measured, by_shape, measured_cases
 from flexvarlen.bench.series_figure import Panel, Point, figure_path, runs_of, save_lines
 from flexvarlen.bench.suite import Case, Finding, Options, Suite
 from flexvarlen.rows import Row, one_line
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16_384)
 CLAIMED_TOKENS = 8192
+SHAPE = ("batch", "num_heads", "head_dim")  # what a table's cases have in common
 
 SOURCE = "the flash-attention skill's benchmarks.md"
 CLAIMS = (
@@ -130,10 +132,13 @@ class Scaling(Suite):
         return with_kernels(findings, inputs, default, needs_grad=True)
 
     def section(self, rows: Sequence[Row]) -> str:
-        return "\n\n".join(_machine_section(group) for group in kernels_groups(rows))
+        return "\n\n".join(
+            _section(own) for group in kernels_groups(rows) for own in by_shape(group, *SHAPE)
+        )
 
     def figures(self, rows: Sequence[Row], folder: Path) -> Sequence[Path]:
-        return [path for group in kernels_groups(rows) for path in _machine_figures(group, folder)]
+        groups = (by_shape(group, *SHAPE)[0] for group in kernels_groups(rows))
+        return [path for group in groups for path in _machine_figures(group, folder)]
 
 
 SUITE = Scaling()
@@ -180,7 +185,7 @@ def _line(each: Measured, pass_: str) -> list[str]:
     return [pass_, each.case["dtype"], mask_of(each), f"{each.case['tokens']:,}", took or "–"]
 
 
-def _machine_section(rows: Sequence[Row]) -> str:
+def _section(rows: Sequence[Row]) -> str:
     cases = sorted_cases(rows)
     shape = cases[0].case
     said = (
@@ -188,42 +193,23 @@ def _machine_section(rows: Sequence[Row]) -> str:
         f"{runs_of(rows)}. `eager`, `sdpa:default` and `fixed:…` on `[B, S, …]`, all others on one "
         "packed row."
     )
+    memory = partial(Grid, HEADER, _line, device=False, clocked=False)
     tables = [
         ("Device ms, p50, the best of a line bold", Grid(HEADER, _line, each_ms)),
         ("Device µs a token, p50", Grid(HEADER, _line, _us_a_token)),
     ]
     if any(_peak_mib(each, *key) is not None for each in cases for key in each.rows):
         tables += [
-            ("Peak memory: MiB by which a call grows", Grid(HEADER, _line, _peak_mib)),
-            ("Peak memory, KiB a token", Grid(HEADER, _line, _kib_a_token)),
+            ("Peak memory: MiB by which a call grows", memory(_peak_mib)),
+            ("Peak memory, KiB a token", memory(_kib_a_token)),
         ]
     shown = [f"{title}:\n\n{grid.markdown(cases)}" for title, grid in tables]
-    return "\n\n".join([said, claims_of(cases, rows), *shown, out_of_memory(cases)])
+    return "\n\n".join([said, *shown, out_of_memory(cases)])
 
 
 def each_ms(each: Measured, variant: str, pass_: str) -> float | None:
     """Device milliseconds, p50."""
     return each.ms(variant, pass_)
-
-
-def claims_of(cases: Sequence[Measured], rows: Sequence[Row]) -> str:
-    """Each claim, and whether it holds; of the largest size where the claimed one is not there."""
-    sizes = {each.case["tokens"] for each in cases}
-    tokens = CLAIMED_TOKENS if CLAIMED_TOKENS in sizes else max(sizes)
-    machine = rows[0].environment.get("gpu") or rows[0].environment.get("cpu") or "this machine"
-    sentences = []
-    for dtype, variant, claim in CLAIMS:
-        found = [
-            Found(
-                f"{mask_of(each)}, {tokens:,} tokens, forward",
-                each.ratio("eager", variant, "forward"),
-                each.why_none(("eager", variant), "forward"),
-            )
-            for each in cases
-            if (each.case["dtype"], each.case["tokens"]) == (dtype, tokens)
-        ]
-        sentences.append(claim.sentence(found, str(machine)))
-    return bullets(sentences)
 
 
 def out_of_memory(cases: Sequence[Measured]) -> str:

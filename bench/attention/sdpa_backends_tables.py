@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexvarlen.bench.attention.kernels_tables import kernels_groups
-from flexvarlen.bench.attention.sdpa_backends import DEFAULT, FA2, SDPA
+from flexvarlen.bench.attention.sdpa_backends import DEFAULT, SDPA
 from flexvarlen.bench.series import (
     PASSES,
     Grid,
@@ -18,8 +18,6 @@ from flexvarlen.bench.series import (
 from flexvarlen.bench.series_figure import Panel, Point, figure_path, runs_of, save_lines
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
-
-WITHIN = 0.06  # of FA2's time, as is claimed
 
 
 def sdpa_section(rows: Sequence[Row]) -> str:
@@ -58,43 +56,7 @@ def _machine_section(rows: Sequence[Row]) -> str:
     header = ("pass", "head_dim", "mask", "documents", "default took")
     times = Grid(header, _line, lambda each, name, pass_: each.ms(name, pass_)).markdown(cases)
     said = f"Device ms, p50, the best of a line bold; {dtypes}; {runs_of(rows)}"
-    return "\n\n".join([claim_of(cases), f"{said}:\n\n{times}", equality_of(cases)])
-
-
-def claim_of(cases: Sequence[Measured]) -> str:
-    """In how many cases the default takes no more than 6% longer than FA2, and the extremes."""
-    said = "SDPA within 6% of FA2 (claimed without a GPU or a shape)"
-    found = [
-        (ratio, each, pass_)
-        for each in cases
-        for pass_ in PASSES
-        if (ratio := each.ratio(DEFAULT, FA2, pass_)) is not None
-    ]
-    if not found:
-        why = next((x for each in cases if (x := each.why_none((DEFAULT, FA2), "forward"))), "")
-        return f"{said}: it cannot be said whether it holds; {why or 'neither was measured'}."
-    apart = [x for x in found if abs(x[0] - 1) > WITHIN]
-    slower = [x for x in apart if x[0] > 1]
-    verdict = (
-        "It holds."
-        if not apart
-        else "It does not hold."
-        if len(apart) == len(found)
-        else (f"It holds in {len(found) - len(apart)} of {len(found)}.")
-    )
-    low, high = min(found, key=lambda x: x[0]), max(found, key=lambda x: x[0])
-    return (
-        f"{said}: of {len(found)} (cases and passes) SDPA's default is within 6% in "
-        f"{len(found) - len(apart)}, slower by more in {len(slower)}, faster by more in "
-        f"{len(apart) - len(slower)}; it takes from {_extreme(low)} to {_extreme(high)} of FA2's "
-        f"time. {verdict}"
-    )
-
-
-def _extreme(found: tuple[float, Measured, str]) -> str:
-    ratio, each, pass_ = found
-    took = each.value(DEFAULT, pass_, "sdpa_kernel") or "unknown kernel"
-    return f"{ratio:.2f} ({pass_}, head_dim {', '.join(_shape(each))}, {took})"
+    return "\n\n".join([f"{said}:\n\n{times}", equality_of(cases)])
 
 
 def equality_of(cases: Sequence[Measured]) -> str:
@@ -134,12 +96,10 @@ def _largest(apart: Sequence[float]) -> str:
 
 def _point(each: Measured, variant: str, pass_: str) -> Point:
     row, x = each.rows[variant, pass_], each.case["tokens"]
-    ms = each.ms(variant, pass_)
-    if ms is None:
-        return Point(variant, x, status=row.status)
-    work = row.measures["tflops"] * ms  # of the unmasked work
-    slow, fast = (each.ms(variant, pass_, at) or ms for at in ("p80", "p20"))
-    return Point(variant, x, work / ms, work / slow, work / fast)
+    middle, slow, fast = (each.tflops(variant, pass_, at) for at in ("p50", "p80", "p20"))
+    if middle is None:
+        return Point(variant, x, status="host-bound" if row.status == "ok" else row.status)
+    return Point(variant, x, middle, slow, fast)
 
 
 def _machine_figure(rows: Sequence[Row], folder: Path) -> Path:

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexvarlen.bench.attention.inputs import Inputs, Prepare, Prepared
 from flexvarlen.bench.attention.rectangle import future_of, heads_first
-from flexvarlen.bench.suite import Finding
+from flexvarlen.bench.suite import DeviceLost, Finding
+from flexvarlen.drift.op.failures import is_lost
 from flexvarlen.equivalence.variants import Unsupported
 from flexvarlen.rows import one_line
 
@@ -153,6 +154,15 @@ def with_measures(finding: Finding, more: Mapping[str, Any]) -> Finding:
     return dataclasses.replace(finding, measures={**finding.measures, **more})
 
 
+def stop_if_lost(
+    error: Exception, device: torch.device, findings: Sequence[Finding], what: str
+) -> None:
+    """Raise `DeviceLost` if that is what an error behind the timing means; the times stay."""
+    if is_lost(error, device):
+        message = f"a call of {what} behind the timing killed the device: {one_line(error)}"
+        raise DeviceLost(f"{message}; run again to go on", findings) from error
+
+
 def with_kernels(
     findings: Sequence[Finding],
     inputs: Inputs,
@@ -160,13 +170,18 @@ def with_kernels(
     *,
     needs_grad: bool,
 ) -> list[Finding]:
-    """The findings; calls of SDPA that were timed, `ways`, gain `sdpa_kernel`: what ran."""
+    """The findings; calls of SDPA that were timed, `ways`, gain `sdpa_kernel`: what ran.
+
+    Raises:
+        DeviceLost: one of these calls killed the device; with the findings as they were.
+    """
     timed = {each.variant for each in findings if each.status == "ok"}
     kernels = {}
     for name in (name for name in ways if name in timed):
         try:
             kernels[name] = noted_forward(inputs, ways[name], needs_grad=needs_grad)[0]
-        except torch.OutOfMemoryError as error:
+        except Exception as error:  # cuDNN's front end and compilers raise what they like
+            stop_if_lost(error, inputs.q.device, findings, name)
             kernels[name] = f"not known: {one_line(error)}"
     return [
         with_measures(each, {"sdpa_kernel": kernels[each.variant]})

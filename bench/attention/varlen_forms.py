@@ -97,7 +97,7 @@ def fixed_deterministic(kernel: str, inputs: Inputs, needs_grad: bool) -> Prepar
 def under_switch(prepare: Prepare) -> Prepare:
     """The same calls under `torch.use_deterministic_algorithms(True)`, each for itself.
 
-    The switch costs the host some microseconds, and has torch fill what it allocates.
+    The switch costs the host some microseconds.
     """
 
     def prepare_deterministic(inputs: Inputs, needs_grad: bool) -> Prepared:
@@ -134,11 +134,18 @@ class _UnderSwitch(Prepared):
 
 @contextmanager
 def deterministic_switch() -> Iterator[None]:
-    """Torch's switch is on meanwhile, for the whole process; then as it was."""
+    """Torch's switch is on meanwhile, for the whole process; then as it was.
+
+    Without the filling of uninitialized memory that comes with it by default: a kernel's
+    determinism does not need it, and it takes time.
+    """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -33,8 +33,15 @@ from flexvarlen.bench.attention.engine import (
 )
 from flexvarlen.bench.attention.kernels_tables import kernels_groups
 from flexvarlen.bench.attention.raw_kernels import RAW, sdpa_of_one, serial
-from flexvarlen.bench.claims import Claim, Found, bullets
-from flexvarlen.bench.series import Grid, Measured, measured_cases, three_digits
+from flexvarlen.bench.claims import Claim, bullets
+from flexvarlen.bench.series import (
+    Grid,
+    Measured,
+    by_shape,
+    legend,
+    measured_cases,
+    three_digits,
+)
 from flexvarlen.bench.series_figure import Panel, Point, figure_path, runs_of, save_lines
 from flexvarlen.bench.suite import Case, Finding, Options, Suite
 from flexvarlen.drift.op.cases import SUITES as OP_SUITES
@@ -43,6 +50,7 @@ from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, one_line
 
 SERIAL = "@serial"
+SHAPE = ("num_heads", "head_dim", "dtype", "causal")  # what a table's cases have in common
 FA2, SDPA_VARLEN = f"{RAW_PREFIX}fa2", f"{RAW_PREFIX}varlen"
 SDPA_SERIAL = f"{RAW_PREFIX}sdpa{SERIAL}"
 FLEX = ("flex", f"{RAW_PREFIX}flex")
@@ -134,10 +142,13 @@ class VarlenStudy(Suite):
         return measure_attention(inputs, ways, options)
 
     def section(self, rows: Sequence[Row]) -> str:
-        return "\n\n".join(_machine_section(group) for group in kernels_groups(rows))
+        return "\n\n".join(
+            _section(own) for group in kernels_groups(rows) for own in by_shape(group, *SHAPE)
+        )
 
     def figures(self, rows: Sequence[Row], folder: Path) -> Sequence[Path]:
-        return [_machine_figure(group, folder) for group in kernels_groups(rows)]
+        groups = (by_shape(group, *SHAPE)[0] for group in kernels_groups(rows))
+        return [_machine_figure(group, folder) for group in groups]
 
 
 SUITE = VarlenStudy()
@@ -164,7 +175,12 @@ def ms_of(each: Measured, variant: str, pass_: str, clock: str) -> float | None:
 
 
 def ratio_of(each: Measured, slow: str, fast: str, pass_: str, clock: str) -> float | None:
-    """How many times as long one takes as the other; None unless both were timed."""
+    """How many times as long one takes as the other; None unless both were timed.
+
+    Of the device's time also where the device waited for the host.
+    """
+    if clock == "device":
+        return each.ratio(slow, fast, pass_)
     both = ms_of(each, slow, pass_, clock), ms_of(each, fast, pass_, clock)
     return None if both[0] is None or not both[1] else both[0] / both[1]
 
@@ -174,7 +190,7 @@ def sorted_cases(rows: Sequence[Row]) -> list[Measured]:
     return sorted(measured_cases(rows), key=lambda each: sum(each.case["lengths"]))
 
 
-def _machine_section(rows: Sequence[Row]) -> str:
+def _section(rows: Sequence[Row]) -> str:
     cases = sorted_cases(rows)
     shape = cases[0].case
     said = (
@@ -186,28 +202,15 @@ def _machine_section(rows: Sequence[Row]) -> str:
     )
     timed_host = any("host_ms_p50" in row.measures for row in rows)
     clocks = CLOCKS if timed_host else CLOCKS[:1]  # the CPU has one
-    parts = [said, claims_of(cases, rows)]
+    parts = [said, who_is_faster(cases)]
     parts += [study_table(cases, clock) for clock in clocks]
     parts += [others_table(cases, clock, form) for clock in clocks for form in (False, True)]
     return "\n\n".join(parts)
 
 
-def claims_of(cases: Sequence[Measured], rows: Sequence[Row]) -> str:
-    """Each claim by both clocks, forward; and how often which of the two is faster."""
-    machine = str(rows[0].environment.get("gpu") or rows[0].environment.get("cpu") or "this one")
+def who_is_faster(cases: Sequence[Measured]) -> str:
+    """In how many cases SDPA varlen takes less time than FA2, by pass and clock."""
     sentences = []
-    for lengths, slow, fast, claim in CLAIMS:
-        own = [each for each in cases if tuple(each.case["lengths"]) == lengths]
-        found = [
-            Found(
-                f"{clock} time, forward",
-                ratio_of(each, slow, fast, "forward", clock),
-                each.why_none((slow, fast), "forward"),
-            )
-            for each in own
-            for clock in CLOCKS
-        ]
-        sentences.append(claim.sentence(found, machine))
     for pass_ in PASSES:
         for clock in CLOCKS:
             ratios = [ratio_of(each, SDPA_VARLEN, FA2, pass_, clock) for each in cases]
@@ -218,7 +221,7 @@ def claims_of(cases: Sequence[Measured], rows: Sequence[Row]) -> str:
                     f"{pass_.capitalize()}, batch, {clock} time: SDPA varlen is faster in {faster} "
                     f"of {len(known)} cases, {min(known):.2f} to {max(known):.2f} of FA2's time."
                 )
-    return bullets(sentences)
+    return bullets(sentences) or "FA2 and SDPA varlen were not both timed in any case."
 
 
 def study_table(cases: Sequence[Measured], clock: str) -> str:
@@ -237,13 +240,22 @@ def study_table(cases: Sequence[Measured], clock: str) -> str:
                 for name in (FA2, SDPA_VARLEN)
                 for form in both
             ]
+            marks = [
+                each.mark(name + form, pass_) if clock == "device" else ""
+                for name in (FA2, SDPA_VARLEN)
+                for form in both
+            ]
             ratios = [ratio_of(each, SDPA_VARLEN + x, FA2 + x, pass_, clock) for x in both]
             claimed = CLAIMED_MS.get(tuple(each.case["lengths"])) if pass_ == "forward" else None
             said = "" if claimed is None else f"{claimed[1] / claimed[0]:.2f}"
-            shown = ["–" if x is None else three_digits(x) for x in times]
+            shown = [
+                "–" if x is None else three_digits(x) + mark
+                for x, mark in zip(times, marks, strict=True)
+            ]
             shown += ["–" if x is None else f"{x:.2f}" for x in ratios]
             lines.append([each.case["name"], pass_, *shown, said])
-    return f"{clock.capitalize()} time, p50:\n\n{markdown(header, lines)}"
+    table = markdown(header, lines)
+    return f"{clock.capitalize()} time, p50:\n\n{table}{legend(table)}"
 
 
 def others_table(cases: Sequence[Measured], clock: str, one_by_one: bool) -> str:
@@ -259,6 +271,7 @@ def others_table(cases: Sequence[Measured], clock: str, one_by_one: bool) -> str
         ("documents", "pass"),
         lambda each, pass_: [each.case["name"], pass_],
         lambda each, variant, pass_: ms_of(each, variant, pass_, clock),
+        device=clock == "device",
     )
     form = "serial, all calls together" if one_by_one else "batch"
     return f"All, {form}, ms of {clock} time, p50:\n\n{grid.markdown(wanted)}"

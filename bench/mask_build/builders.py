@@ -20,7 +20,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flexvarlen as fv
 from flexvarlen.bench.mask_build.check import counts_of, difference, expected_tables
 from flexvarlen.bench.mask_build.run import (
-    ERRORS,
     Build,
     PackedRow,
     Run,
@@ -243,7 +242,7 @@ def finish(run: Run, prepared: Sequence[tuple[str, Callable[[], Live]]]) -> None
     try:
         with watch_compilation() as stats:
             times = run.time_builds({live.variant: live.build for live in lives})
-    except ERRORS as error:
+    except Exception as error:  # as in `Run.attempt`
         run.failed({live.variant: live.measures for live in lives}, error)
         return
     for live in lives:

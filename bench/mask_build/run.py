@@ -17,18 +17,16 @@ from flexvarlen.bench.device_trace import device_events
 from flexvarlen.bench.model.geometries import log_normal_lengths
 from flexvarlen.bench.suite import DeviceLost, Finding, Options
 from flexvarlen.boundaries import round_up_to_power_of_two
+from flexvarlen.drift.op.failures import is_lost, status_of
 from flexvarlen.equivalence.variants import Unsupported
 from flexvarlen.measure import summarize
-from flexvarlen.rows import Status, one_line
+from flexvarlen.rows import Status
 
 SIGMA, SEED = 1.0, 0
 TIMED_BUILDS = 200  # at most, of each builder
 PROFILED_BUILDS = 20
 UNTIMED_BUILDS = 5
 SLOW_BUILD_S = 0.2  # slower ones are timed few times, without untimed calls before each
-
-# What kernels, compilers and transformers raise; anything else is a mistake of this script.
-ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError)
 
 Result = TypeVar("Result")
 Build = Callable[[], object]
@@ -124,11 +122,7 @@ class Run:
             self.write(variant, "oom", str(error), known)
         except (TooSlow, Unsupported) as error:
             self.write(variant, "unsupported", str(error), known)
-        except (NotImplementedError, ImportError) as error:
-            self.write(variant, "unsupported", one_line(error), known)
-        except torch.OutOfMemoryError as error:
-            self.write(variant, "oom", one_line(error), known)
-        except ERRORS as error:
+        except Exception as error:  # compilers of kernels raise types of their own
             self.failed({variant: known}, error)
         self.clean()
         return None
@@ -139,20 +133,14 @@ class Run:
         Raises:
             DeviceLost: the device serves no more.
         """
-        lost = self._is_lost()
+        lost = is_lost(error, self.device)
+        status, reason = status_of(error)
         for variant, measures in variants.items():
             fatal = {"fatal": True} if lost else {}
-            self.write(variant, "failed", one_line(error), {**measures, **fatal})
+            self.write(variant, "failed" if lost else status, reason, {**measures, **fatal})
         if lost:
             message = f"{', '.join(variants)} killed the device; run again to go on without"
             raise DeviceLost(message, self.findings) from error
-
-    def _is_lost(self) -> bool:
-        try:
-            self.synchronize()
-        except RuntimeError:
-            return True
-        return False
 
     def synchronize(self) -> None:
         if self.on_gpu:
