@@ -41,8 +41,8 @@ def _equally_long(inputs: Inputs) -> None:
 def standard(inputs: Inputs, needs_grad: bool) -> Prepared:
     """Matmul, softmax, matmul in the inputs' dtype; all scores `[B, H, S, S]` are held at once.
 
-    What papers call standard attention, and transformers "eager": queries scaled, the future
-    masked in place.
+    What papers call standard attention: queries scaled, the future masked in place. Transformers'
+    "eager" is another: its softmax is in fp32, its mask is added out of place.
     """
     _equally_long(inputs)
     views = heads_first(inputs, needs_grad)

@@ -7,9 +7,10 @@ and the fixed-length kernels on the batch; flexvarlen's packed backends on the s
 row. Forward and backward apart, their time and peak memory, in all and a token; until memory runs
 out, which is a row too.
 
-Source of the claims: references/benchmarks.md of the flash-attention skill, as in
-NousResearch/hermes-agent, "Forward pass time (milliseconds, batch=8, heads=32, dim=64)": at 8,192 tokens
-151.4 ms standard, 47.8 ms FA2 and 27.1 ms FA3 in FP16 on an H100, 218.5 ms and 66.2 ms on an A100.
+Source of the claims: references/benchmarks.md of the flash-attention skill, as it stands in
+NousResearch/hermes-agent, "Forward pass time (milliseconds, batch=8, heads=32, dim=64)": at 8,192
+tokens 151.4 ms standard, 47.8 ms FA2 and 27.1 ms FA3 in FP16 on an H100, 218.5 ms and 66.2 ms on
+an A100.
 It does not say under which mask (both are measured here), by which calls, or in which dtype all but
 FA3 are. Its figures do not agree with one another, so that the ratios alone are compared: 7.2 ms at
 4,096 tokens are 153 TFLOP/s of this shape, where it has 740, and the scores of 8,192 tokens take
