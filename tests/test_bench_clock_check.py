@@ -161,6 +161,18 @@ def test_inputs_that_do_not_fit_are_rows_of_every_variant(device, monkeypatch):
     ]
 
 
+def test_a_serial_case_is_a_call_a_document(device, monkeypatch):
+    seen = []
+
+    def noting(inputs, needs_grad):
+        seen.append(inputs.lengths)
+        return plain(inputs, needs_grad)
+
+    monkeypatch.setattr(clock_check, "RAW", {"varlen": noting})
+    measure(SERIAL)
+    assert seen == [(8,), (8,)]
+
+
 def test_gaps_between_kernels_are_a_call_s_time(device):
     """Of several kernels the clock sees the span, not the sum."""
     device["kernels"] = (10.0,) * 60

@@ -302,19 +302,21 @@ def test_fixed_lengths_are_asked_for_determinism_too(monkeypatch, takes):
 
 
 def test_torchs_own_kernels_run_under_its_switch_and_leave_it_as_it_was(tmp_path, monkeypatch):
-    seen = []
+    seen, filled = [], []
     attend = SdpaBackend.attend
 
     def noting(self, *args):
         seen.append(torch.are_deterministic_algorithms_enabled())
-        assert torch.utils.deterministic.fill_uninitialized_memory != seen[-1]
+        filled.append(torch.utils.deterministic.fill_uninitialized_memory)
         return attend(self, *args)
 
     monkeypatch.setattr(SdpaBackend, "attend", noting)
     for variant, expected in (("sdpa", {False}), (f"sdpa{DETERMINISTIC}", {True})):
         seen.clear()
+        filled.clear()
         run(varlen_overhead.SUITE, tmp_path / f"{variant}.jsonl", variants=(variant,))
         assert set(seen) == expected
+        assert set(filled) == {not on for on in expected}  # filling is no part of determinism
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.utils.deterministic.fill_uninitialized_memory
 
