@@ -51,7 +51,9 @@ def test_batch_serial_sees_what_the_row_does(plant):
 def test_kernel_that_errs_alike_in_batch_and_serial_is_called_exact(plant):
     plant(lambda out, mask: out * 1.1)
     row = only(drift(comparisons=["batch-serial"]))
-    assert row.measures["out_equal"] == row.measures["dq_equal"] == 1
+    # Alike but for rounding: a product of other shapes may take another path of the BLAS.
+    assert row.measures["out_max_abs"] < 1e-5
+    assert row.measures["dq_max_abs"] < 1e-5
     assert row.status == "wrong"
     assert row.reason.startswith("one call a document: out, dq, dk, dv wrong: out is off by")
     assert "every output is multiplied by 1.1" in row.reason
