@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
@@ -63,7 +65,8 @@ def pack(
         raise ValueError(
             f"strategy must be one of {', '.join(strategies)}, got {strategy!r}; choose one."
         )
-    return strategies[strategy](values, capacity) if values.size else []
+    with _no_collection():
+        return strategies[strategy](values, capacity) if values.size else []
 
 
 def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
@@ -89,7 +92,9 @@ def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
     first = np.repeat(np.cumsum(counts) - counts, counts)
     start = (np.arange(index.size) - first) * capacity
     stop = np.minimum(start + capacity, values[index])
-    return list(map(Piece._make, zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)))
+    with _no_collection():
+        found = zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)
+        return list(map(Piece._make, found))
 
 
 def efficiency(lengths: Lengths, rows: Sequence[Sequence[int]], capacity: int) -> float:
@@ -100,6 +105,18 @@ def efficiency(lengths: Lengths, rows: Sequence[Sequence[int]], capacity: int) -
     """
     values = np.asarray(lengths)
     return float(sum(values[row].sum() for row in map(list, rows))) / max(1, len(rows) * capacity)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: each would look at all the lists made so far."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArray[np.int64]:
@@ -189,7 +206,7 @@ def _first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
     Leaf `space` holds the first row with just that space (later ones wait in a heap), an inner node
     the first of its leaves. Written without calls: they would take half of the time.
     """
-    leaves = 1 << capacity.bit_length()  # spaces 0 to capacity
+    leaves = 1 << (capacity - 1).bit_length()  # spaces 1 to capacity
     none = lengths.size
     first = [none] * (2 * leaves)
     waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -197,7 +214,7 @@ def _first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
     left_in: list[int] = []  # space of each row
 
     for index, length in enumerate(lengths.tolist()):
-        node = leaves + length
+        node = leaves - 1 + length
         row = first[node]
         while node > 1:  # of this leaf, and of all right of it
             if not node & 1 and first[node + 1] < row:
@@ -211,7 +228,7 @@ def _first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
             space = left_in[row]
             left_in[row] = left = space - length
             rows[row].append(index)
-            node = leaves + space
+            node = leaves - 1 + space
             first[node] = found = heappop(waiting[space]) if waiting[space] else none
             while node > 1 and first[node >> 1] == row:  # it was the first there
                 sibling = first[node ^ 1]
@@ -219,7 +236,7 @@ def _first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
                 found = found if found < sibling else sibling
                 first[node] = found
         if left:
-            node = leaves + left
+            node = leaves - 1 + left
             held = first[node]
             if held != none:
                 heappush(waiting[left], row if row > held else held)
