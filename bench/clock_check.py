@@ -13,13 +13,10 @@ is told beside. Clocks are compared here, not kernels: answers are checked elsew
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,12 +26,11 @@ from flexvarlen.bench.attention.kernels_cells import document_lengths
 from flexvarlen.bench.attention.raw_kernels import RAW, Inputs, serial
 from flexvarlen.bench.clock_check_tables import WITHIN, clock_section
 from flexvarlen.bench.device_trace import DeviceEvent, device_events
-from flexvarlen.bench.runner import Run, run_suite
 from flexvarlen.bench.suite import Case, DeviceLost, Finding, Options, Suite
 from flexvarlen.drift.op.failures import is_lost, status_of
 from flexvarlen.equivalence.variants import Unsupported
 from flexvarlen.measure import summarize, time_host_and_device
-from flexvarlen.rows import Row, one_line, read_rows
+from flexvarlen.rows import Row, one_line
 
 ROUNDS, CALLS = 5, 10  # rounds; calls of a round by each clock
 PREFIX = "raw:"  # of variants, as in the other suites
@@ -269,27 +265,3 @@ def calls_of(events: Sequence[DeviceEvent], calls: int, writes: int) -> list[Seq
 
 
 SUITE = ClockCheck()
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the six cases, print the table; exit code 1 if a clock disagrees."""
-    summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(
-        prog="python -m flexvarlen.bench.clock_check", description=summary
-    )
-    add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--commit", help="recorded in place of what git finds here")
-    add("--again", action="store_true", help="measure what the file holds, too")
-    add("--out", type=Path, required=True, help="JSON lines to append to")
-    args = parser.parse_args(argv)
-    run = Run(out=args.out, again=args.again, commit=args.commit)
-    run_suite(SUITE, Options(torch.device(args.device)), run)
-    rows = [row for row in read_rows([args.out]) if row.suite == SUITE.name]
-    sys.stdout.write(SUITE.section(rows) + "\n")
-    if any(row.status in ("wrong", "failed") for row in rows):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,6 +21,10 @@ def new_batch(lengths=LENGTHS, vocabulary=1024):
     return PackedBatch(torch.randint(vocabulary, (1, sum(lengths)), generator=generator), lengths)
 
 
+def setting_of(model, lengths=LENGTHS, **options):
+    return ModelSetting.of(model, new_batch(lengths), **options)
+
+
 def row_dependent_linear(self, x):
     """`nn.Linear.forward` whose result depends on how many rows it gets, with any BLAS."""
     rows = x.shape[:-1].numel()

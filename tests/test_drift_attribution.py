@@ -19,10 +19,16 @@ from flexvarlen.drift.model.serial import (
     serial,
     serial_attention,
 )
-from flexvarlen.drift.model.setting import ModelSetting
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.equivalence.models import build_model
-from tests.drift_models import LENGTHS, markdown, new_batch, row_dependent_linear, rows_of
+from tests.drift_models import (
+    LENGTHS,
+    markdown,
+    new_batch,
+    row_dependent_linear,
+    rows_of,
+    setting_of,
+)
 
 MODELS = ["llama", "qwen3"]
 
@@ -41,10 +47,6 @@ def llama():
 def row_dependent(monkeypatch):
     """Linear layers whose result depends on how many rows they get, with any BLAS."""
     monkeypatch.setattr(nn.Linear, "forward", row_dependent_linear)
-
-
-def setting_of(model, lengths=LENGTHS, **options):
-    return ModelSetting.of(model, new_batch(lengths), **options)
 
 
 def shares_of(rows):

@@ -15,7 +15,6 @@ from flexvarlen.drift.model import invariance as invariance_module
 from flexvarlen.drift.model.fixed_shapes import Pieces, fixed_shapes
 from flexvarlen.drift.model.invariance import _joined, invariance, invariant_variant
 from flexvarlen.drift.model.run import run_packed
-from flexvarlen.drift.model.setting import ModelSetting
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.equivalence.models import build_model
@@ -23,9 +22,9 @@ from tests.drift_models import (
     LENGTHS,
     check_invariant,
     markdown,
-    new_batch,
     row_dependent_linear,
     rows_of,
+    setting_of,
 )
 
 MODELS = ["llama", "qwen3"]
@@ -45,10 +44,6 @@ def llama():
 def row_dependent(monkeypatch):
     """Linear layers whose result depends on how many rows they get, with any BLAS."""
     monkeypatch.setattr(nn.Linear, "forward", row_dependent_linear)
-
-
-def setting_of(model, lengths=LENGTHS, **options):
-    return ModelSetting.of(model, new_batch(lengths), **options)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (130, 1, 200, 57)])

@@ -28,7 +28,6 @@ from flexvarlen.bench.model.measure import Checked, Measurement
 from flexvarlen.bench.model.train import named
 from flexvarlen.bench.model.utilisation import noting_auto, step_tflop, utilisation
 from flexvarlen.bench.model.variants import Sizes, Unsupported, make_variant
-from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import Timing
 
 PREFILL, DECODE = "prefill", "decode"
@@ -52,12 +51,7 @@ class Generation(Measurement):
         lengths = case.lengths(self.options.text)
         ids = torch.randint(self.lm.config.vocab_size, (1, case.tokens), device=self.device)
         self.collection = Collection(ids, tuple(lengths))
-        longest = round_up_to_power_of_two(max(lengths))
-        self.sizes = Sizes(
-            tokens=case.tokens,
-            capacity=round_up_to_power_of_two(len(lengths)),
-            max_seqlen_bound=min(longest, case.tokens),
-        )
+        self.sizes = Sizes.of(case.tokens, lengths)
         # The unpatched model, each prompt alone: what the others' tokens are counted against.
         unpatched = make_variant(REFERENCE, self.lm, self.sizes, needs_grad=False).model
         self.reference, _ = self.generate(unpatched, self.prompts("serial"), case.new_tokens)

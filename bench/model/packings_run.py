@@ -27,7 +27,6 @@ from flexvarlen.bench.model.geometries import Case, log_normal_lengths, new_base
 from flexvarlen.bench.model.step import Batch, forward_backward, free, outcome_of, seconds
 from flexvarlen.bench.model.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
 from flexvarlen.bench.model.variants import Sizes, Variant, make_variant
-from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import (
     memory_meaning,
     peak_memory_mib,
@@ -68,12 +67,7 @@ class Run(BenchRun):
             log_normal_lengths(args.tokens, args.mean, args.sigma, args.seed + index)
             for index in range(1 + args.packings)
         ]
-        longest = max(max(lengths) for lengths in self.packings)
-        self.sizes = Sizes(
-            tokens=args.tokens,
-            capacity=round_up_to_power_of_two(max(len(lengths) for lengths in self.packings)),
-            max_seqlen_bound=min(round_up_to_power_of_two(longest), args.tokens),
-        )
+        self.sizes = Sizes.of(args.tokens, *self.packings)
         self.caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
     def write(

@@ -37,7 +37,6 @@ from flexvarlen.bench.model.variants import (
     compiled_alone,
     make_variant,
 )
-from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import Timing, watch_compilation
 
 
@@ -62,12 +61,7 @@ class Training(Measurement):
         lengths = case.lengths(self.options.text)
         ids = torch.randint(self.lm.config.vocab_size, (1, case.tokens), device=self.device)
         self.collection = Collection(ids, tuple(lengths))
-        longest = round_up_to_power_of_two(max(lengths))
-        self.sizes = Sizes(
-            tokens=case.tokens,
-            capacity=round_up_to_power_of_two(len(lengths)),
-            max_seqlen_bound=min(longest, case.tokens),
-        )
+        self.sizes = Sizes.of(case.tokens, lengths)
         oracle = self.alone(wider(self.dtype))
         self.peer = errors_of(self.alone(self.dtype), oracle)
         self.oracle = oracle.to("cpu")

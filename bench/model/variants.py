@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.model.utilisation import resolved_auto
+from flexvarlen.boundaries import round_up_to_power_of_two
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.equivalence.variants import Unsupported as Unsupported
 from flexvarlen.equivalence.variants import set_transformers
@@ -52,6 +53,13 @@ class Sizes:
     tokens: int
     capacity: int
     max_seqlen_bound: int
+
+    @classmethod
+    def of(cls, tokens: int, *packings: Sequence[int]) -> Sizes:
+        """For rows of so many tokens and documents of these lengths, each rounded up."""
+        longest = round_up_to_power_of_two(max(map(max, packings)))
+        capacity = round_up_to_power_of_two(max(map(len, packings)))
+        return cls(tokens, capacity, min(longest, tokens))
 
 
 @dataclass(frozen=True)
