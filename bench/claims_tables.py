@@ -161,7 +161,7 @@ def published() -> list[Published]:
         found.append(Published("varlen-overhead", cost, varlen_overhead.SOURCE, find))
     for dtype, variant, claim in scaling.CLAIMS:
         only = {"dtype": dtype, "tokens": scaling.CLAIMED_TOKENS}
-        find = same_case("eager", variant, ("forward",), "{mask}, {tokens:,} tokens", **only)
+        find = same_case("standard", variant, ("forward",), "{mask}, {tokens:,} tokens", **only)
         found.append(Published("scaling", claim, SKILL, find))
     both = [
         padding(part, padded, varlen, PaddingCase("multiples", causal=False).max_length)

@@ -1,4 +1,7 @@
-"""Figures of variants over a size: a line each, its p20–p80 band; what has no time is marked."""
+"""Figures of variants over a size: a line each, its p20–p80 band; what has no time is marked.
+
+And where any suite's figure is saved: `figure_path`, `save_figure`.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,16 @@ def figure_path(folder: Path, name: str, rows: Sequence[Row]) -> Path:
     return folder / f"{'-'.join([name, *machine])}.png"
 
 
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure and close it; returns the file, a PNG."""
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
 def runs_of(rows: Iterable[Row]) -> str:
     """Machine, versions and commit of each run, a line each."""
     return "\n".join(dict.fromkeys(where_of(row) for row in rows))
@@ -93,7 +106,7 @@ def save_lines(grid: Sequence[Sequence[Panel]], path: Path, *, title: str, xlabe
         axes_line[0].set_ylabel(panels[0].ylabel, fontsize=9)
     _legend(figure, variants)
     figure.suptitle(title, fontsize=10)
-    return _saved(figure, path)
+    return save_figure(figure, path)
 
 
 def save_dots(grid: Sequence[Sequence[Panel]], path: Path, *, title: str, xlabel: str) -> Path:
@@ -130,7 +143,7 @@ def save_dots(grid: Sequence[Sequence[Panel]], path: Path, *, title: str, xlabel
     every[0][0].set_ylim(len(variants) - 0.5, -0.5)
     _legend(figure, [])
     figure.suptitle(title, fontsize=10)
-    return _saved(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_dots(axes: Any, panel: Panel, variants: Sequence[str]) -> None:
@@ -218,12 +231,3 @@ def _legend(figure: Any, variants: Sequence[str]) -> None:
     for marker, label in ((CROSS, "no time: refused, wrong, …"), (NO_TIME["oom"], "out of memory")):
         handles.append(Line2D([], [], label=label, linestyle="none", marker=marker, color=GREY))
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
-
-
-def _saved(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +16,23 @@ from flexvarlen.bench.attention import engine as attention
 from flexvarlen.bench.attention.clock import MAX_REPEATS, MIN_REPEATS, time_calls
 from flexvarlen.bench.attention.engine import PASSES, measure_attention, ours, raw, ways_of
 from flexvarlen.bench.attention.raw_kernels import (
+    RAW,
     Inputs,
     Prepared,
     Unsupported,
     sdpa_of_one,
     serial,
 )
-from flexvarlen.bench.suite import DeviceLost, Options
+from flexvarlen.bench.series_figure import figure_path, save_figure
+from flexvarlen.bench.suite import DeviceLost, Options, suite_of
 from flexvarlen.measure import HostAndDevice, summarize
+from flexvarlen.plotstyle import style_of
+from flexvarlen.rows import read_rows
 
 CPU = torch.device("cpu")
 OPTIONS = Options(CPU, quick=True, seconds=0.01)
 LENGTHS = (20, 33, 17)
+RESULTS = Path(__file__).parent.parent / "bench" / "results"
 
 
 @pytest.fixture
@@ -119,6 +126,28 @@ def test_serial_calls_give_the_answer_of_the_batch(inputs):
     assert [len(x) for x in one.answer(outs, one.backward(outs))] == [sum(LENGTHS)] * 4
     with pytest.raises(Unsupported, match="one document at a time"):
         sdpa_of_one(inputs, True)
+
+
+def test_equal_documents_are_those_of_a_list_of_lengths():
+    """So that rows of before and after are of the same tensors."""
+    found = Inputs.equally_long(3, 24, 2, 16, "bfloat16", CPU, False)
+    right = Inputs.random((24,) * 3, (2, 2), 16, torch.bfloat16, CPU, False)
+    assert (found.lengths, found.causal) == (right.lengths, right.causal)
+    for name in ("q", "k", "v", "cotangent", "cu_seqlens"):
+        assert torch.equal(getattr(found, name), getattr(right, name))
+
+
+def test_raw_nested_repeats_k_and_v_in_each_call_as_the_backend_does(monkeypatch):
+    """Those of a step are new: a call that was prepared on others must see them."""
+    inputs = Inputs.random(LENGTHS, (4, 2), 16, torch.float32, CPU, causal=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        prepared = RAW["nested"](inputs, False)
+    before = prepared.forward()
+    _, k, v = prepared.leaves
+    assert k.shape == v.shape == inputs.k.shape
+    v.mul_(2)
+    torch.testing.assert_close(prepared.forward(), 2 * before)
 
 
 # --- what is not ---------------------------------------------------------------------------------
@@ -444,3 +473,47 @@ def test_a_device_that_waits_for_the_host_is_said(inputs, monkeypatch, host_ms, 
     )
     measures = measured(inputs, {"sdpa": ours("sdpa")})["sdpa", "forward"].measures
     assert ("tflops" in measures) == (not bound)
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [Options(torch.device("cuda")), Options(CPU, quick=True)], ids=["cuda", "cpu"]
+)
+@pytest.mark.parametrize("name", ["scaling", "sdpa-backends", "varlen-study", "padding", "kernels"])
+def test_no_two_variants_of_a_figure_look_alike(name, options):
+    """Colour and marker tell kernels apart; forms of one kernel, fill or the kind of line."""
+    suite = suite_of(name)
+    variants = {
+        variant.partition("@")[0]
+        for case in suite.cases(options)
+        for variant in suite.variants(case, options)
+    }
+    for one, other in combinations(sorted(variants), 2):
+        a, b = style_of(one), style_of(other)
+        assert a != b, (one, other)
+        if one.rpartition(":")[2] != other.rpartition(":")[2]:
+            assert (a.color, a.marker) != (b.color, b.marker), (one, other)
+
+
+def test_a_call_of_torchs_flash_has_the_colour_of_its_kernel_and_not_of_fa2s():
+    assert style_of("sdpa:flash").color == style_of("varlen").color
+
+
+@pytest.mark.parametrize("name", ["kernels", "mask-build"])
+def test_committed_figures_keep_their_names(name):
+    rows = read_rows([RESULTS / f"{name}-h200.jsonl"])
+    assert figure_path(RESULTS, name, rows).is_file()
+
+
+def test_a_figure_is_saved_in_a_new_folder_and_closed(tmp_path):
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, _ = pyplot.subplots()
+    path = save_figure(figure, tmp_path / "new" / "one.png")
+    assert path.stat().st_size > 1000
+    assert not pyplot.fignum_exists(figure.number)

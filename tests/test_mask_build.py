@@ -179,8 +179,70 @@ def test_a_builder_that_kills_the_device_ends_the_run_and_is_marked(monkeypatch)
     assert (finding.status, finding.measures) == ("failed", {"fatal": True})
 
 
+DEAD = RuntimeError("an illegal memory access was encountered")
+THREE = ("flexvarlen", "attention-gym", "flexvarlen from cu_seqlens")
+
+
+def dies_when_timed(run, row):
+    """A builder that is right when it is checked and tried out, and then kills the device."""
+    calls = []
+
+    def build():
+        calls.append(None)
+        if len(calls) > 3:
+            raise DEAD
+        return fv.document_block_mask(row.layout)
+
+    return build
+
+
+def test_the_device_that_is_lost_in_timing_is_the_fault_of_who_was_on_it(monkeypatch):
+    monkeypatch.setitem(BUILDERS, "attention-gym", dies_when_timed)
+    with pytest.raises(DeviceLost, match=r"^attention-gym killed the device") as caught:
+        measured(*THREE)
+    (finding,) = caught.value.findings
+    assert (finding.variant, finding.status) == ("attention-gym", "failed")
+    assert finding.measures["fatal"]
+    assert finding.measures["blocks"] > 0
+
+
+def test_a_run_goes_on_with_all_but_the_builder_that_killed_the_device(monkeypatch, tmp_path):
+    monkeypatch.setitem(BUILDERS, "attention-gym", dies_when_timed)
+    out = tmp_path / "rows.jsonl"
+    options = dataclasses.replace(OPTIONS, variants=THREE)
+    with pytest.raises(DeviceLost):
+        run_suite(SUITE, options, Run(out, cases="^build"))
+    assert run_suite(SUITE, options, Run(out, cases="^build")).left == 0
+    latest = {row.case["variant"]: row for row in read_rows([out])}
+    assert {name: row.status for name, row in latest.items()} == {
+        "flexvarlen": "ok",
+        "attention-gym": "failed",
+        "flexvarlen from cu_seqlens": "ok",
+    }
+
+
+@pytest.mark.parametrize("culprit", ["flexvarlen", "create_block_mask"])
+def test_the_mask_whose_attention_kills_the_device_in_timing_is_marked(monkeypatch, culprit):
+    plain = mask_build_attention.Attention.prepare
+
+    def prepare(self, name, *rest):
+        live = plain(self, name, *rest)
+        if name == culprit:
+            live.forward = dead
+        return live
+
+    def dead():
+        raise DEAD
+
+    monkeypatch.setattr(mask_build_attention.Attention, "prepare", prepare)
+    case = MaskCase("attention", 512, 64, (("kernel", "dense"),))
+    with pytest.raises(DeviceLost, match=rf"^{culprit} killed the device") as caught:
+        SUITE.measure(case, SUITE.variants(case, OPTIONS), OPTIONS)
+    assert [(x.variant, x.measures["fatal"]) for x in caught.value.findings] == [(culprit, True)]
+
+
 def test_what_raises_while_timing_is_a_row_of_each(monkeypatch):
-    def raises(self, builds):
+    def raises(self, builds, progress):
         raise KeyError("out of patience")
 
     monkeypatch.setattr(Findings, "time_builds", raises)

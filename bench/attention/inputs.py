@@ -54,6 +54,25 @@ class Inputs:
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return cls(q, k, v, cotangent, lengths, ends, causal)
 
+    @classmethod
+    def equally_long(
+        cls,
+        batch: int,
+        tokens: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: str,
+        device: torch.device,
+        causal: bool,
+    ) -> Inputs:
+        """Normal tensors of `batch` documents of `tokens` tokens each, without grouped queries.
+
+        Args:
+            dtype: torch's name of it.
+        """
+        lengths, heads = (tokens,) * batch, (num_heads, num_heads)
+        return cls.random(lengths, heads, head_dim, getattr(torch, dtype), device, causal)
+
     @property
     def longest(self) -> int:
         return max(self.lengths)

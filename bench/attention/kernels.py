@@ -107,14 +107,14 @@ class Kernels(Suite):
         return kernels_section(rows)
 
     def figures(self, rows: Sequence[Row], folder: Path) -> Sequence[Path]:
-        from flexvarlen.bench.attention.kernels_figure import kernels_figure, kernels_figure_name
+        from flexvarlen.bench.attention.kernels_figure import drawn
         from flexvarlen.bench.attention.kernels_tables import kernels_groups
+        from flexvarlen.bench.series_figure import figure_path, save_figure
 
-        files = []
-        for group in kernels_groups(rows):
-            files.append(folder / kernels_figure_name(group))
-            kernels_figure(group, files[-1])
-        return files
+        return [
+            save_figure(drawn(group), figure_path(folder, self.name, group))
+            for group in kernels_groups(rows)
+        ]
 
 
 def default_variants(*, on_cpu: bool) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from flexvarlen.bench.attention.engine import PASSES
@@ -18,22 +17,6 @@ from flexvarlen.rows import Row
 
 # Of the marks of what could not be measured, in heights of the axes: the lowest, from one to next.
 MARKS, MARK_STEP = 0.03, 0.045
-
-
-def kernels_figure_name(rows: Sequence[Row]) -> str:
-    """A file name for a GPU's figure."""
-    where = rows[0].environment.get("gpu") or rows[0].environment.get("device") or "unknown"
-    return "-".join(["kernels", *where.lower().replace("/", " ").split()]) + ".png"
-
-
-def kernels_figure(rows: Sequence[Row], path: Path) -> None:
-    """TFLOP/s of a forward and a backward together, of one GPU's rows."""
-    from matplotlib import pyplot
-
-    figure = drawn(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def documents_of(cell: Cell) -> str:
@@ -63,7 +46,7 @@ def panel_rows(cells: Sequence[Measured]) -> list[str]:
 
 
 def drawn(rows: Sequence[Row]) -> Any:
-    """The figure of one machine's rows."""
+    """TFLOP/s of a forward and a backward together, of one machine's rows."""
     import matplotlib as mpl
 
     mpl.use("Agg")

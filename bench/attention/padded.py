@@ -1,6 +1,7 @@
 """Attention of equally long documents without packing, as its users call it.
 
-Standard attention, SDPA and the fixed-length functions of the kernels' packages.
+Standard attention, transformers' eager attention, SDPA and the fixed-length functions of the
+kernels' packages.
 
 Shapes: T = tokens of the row, B = documents, S = tokens of each, H = num_heads, D = head_dim.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from functools import partial
+from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -26,6 +29,7 @@ __all__ = [
     "FORCED",
     "PACKED",
     "PACKED_ON_CPU",
+    "eager",
     "fixed_flex",
     "fixed_packaged",
     "sdpa",
@@ -41,8 +45,8 @@ def _equally_long(inputs: Inputs) -> None:
 def standard(inputs: Inputs, needs_grad: bool) -> Prepared:
     """Matmul, softmax, matmul in the inputs' dtype; all scores `[B, H, S, S]` are held at once.
 
-    What papers call standard attention: queries scaled, the future masked in place. Transformers'
-    "eager" is another: its softmax is in fp32, its mask is added out of place.
+    What papers call standard attention: queries scaled, the future masked in place. `eager` is
+    another: its softmax is in fp32, its mask is added out of place.
     """
     _equally_long(inputs)
     views = heads_first(inputs, needs_grad)
@@ -58,6 +62,42 @@ def standard(inputs: Inputs, needs_grad: bool) -> Prepared:
         return out
 
     return views.prepared(forward)
+
+
+def eager(inputs: Inputs, needs_grad: bool) -> Prepared:
+    """Transformers' own: `eager_attention_forward` of Llama, as its layers call it.
+
+    Scores in the inputs' dtype, their softmax in fp32, K and V repeated for grouped queries; a
+    causal mask is added to the scores, without one there is none.
+    """
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    _equally_long(inputs)
+    views = heads_first(inputs, needs_grad)
+    # What the function reads of the layer that calls it.
+    layer = SimpleNamespace(
+        num_key_value_groups=inputs.q.shape[1] // inputs.k.shape[1], training=needs_grad
+    )
+    scale = inputs.q.shape[2] ** -0.5
+    mask = _additive_mask(views.rectangle, inputs.q) if inputs.causal else None
+
+    def forward() -> Tensor:
+        q, k, v = views.leaves
+        out_BSHD: Tensor
+        out_BSHD, _ = eager_attention_forward(layer, q, k, v, mask, scaling=scale, dropout=0.0)
+        return out_BSHD.transpose(1, 2)
+
+    return views.prepared(forward)
+
+
+def _additive_mask(rectangle: Rectangle, q: Tensor) -> Tensor:
+    """`[B, 1, S, S]` in q's dtype: its lowest value on keys behind the query, else 0.
+
+    As transformers makes it, once a forward of the model: its layers share it.
+    """
+    future = future_of(rectangle.longest, q.device)
+    added = q.new_zeros(future.shape).masked_fill_(future, torch.finfo(q.dtype).min)
+    return added.repeat(len(rectangle.lengths), 1, 1, 1)
 
 
 def fixed_packaged(module: str, inputs: Inputs, needs_grad: bool) -> Prepared:
@@ -105,7 +145,8 @@ def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 FIXED: dict[str, Prepare] = {
-    "eager": standard,
+    "standard": standard,
+    "eager": eager,
     "sdpa:default": sdpa,
     "fixed:fa2": partial(fixed_packaged, "flash_attn"),
     "fixed:fa3": partial(fixed_packaged, "flash_attn_interface"),

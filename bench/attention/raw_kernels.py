@@ -203,8 +203,12 @@ def forget_compiled() -> None:
 def nested(inputs: Inputs, needs_grad: bool) -> Prepared:
     """SDPA on jagged nested tensors, which are made ahead, as a model shares them among layers.
 
-    They know no grouped queries: K and V are repeated and made anew, which is timed.
+    They know no grouped queries: K and V are then repeated and made into nested tensors inside the
+    timed call.
     """
+    # K and V are fresh in every layer of every step, so that whoever calls this kernel pays for the
+    # repeats each time, and for the sum over groups in the backward. So does flexvarlen's backend
+    # "nested", beside which this is timed: made ahead, they would be counted against it alone.
     if not inputs.q.is_cuda:
         raise Unsupported("jagged nested tensors have no causal SDPA on the CPU")
     group = inputs.q.shape[1] // inputs.k.shape[1]

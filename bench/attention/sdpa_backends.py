@@ -84,14 +84,8 @@ class SdpaCase:
 
     def inputs(self, device: torch.device) -> Inputs:
         """Random q, k, v `[batch · tokens, num_heads, head_dim]`."""
-        return Inputs.random(
-            (self.tokens,) * self.batch,
-            (self.num_heads, self.num_heads),
-            self.head_dim,
-            getattr(torch, self.dtype),
-            device,
-            self.causal,
-        )
+        shape = (self.batch, self.tokens, self.num_heads, self.head_dim)
+        return Inputs.equally_long(*shape, self.dtype, device, self.causal)
 
 
 class SdpaBackends(Suite):

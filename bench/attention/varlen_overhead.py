@@ -73,9 +73,8 @@ class OverheadCase:
 
     def inputs(self, device: torch.device) -> Inputs:
         """Random q, k, v `[batch · seqlen, num_heads, head_dim]`."""
-        lengths, heads = (self.seqlen,) * self.batch, (self.num_heads, self.num_heads)
-        dtype = getattr(torch, self.dtype)
-        return Inputs.random(lengths, heads, self.head_dim, dtype, device, self.causal)
+        shape = (self.batch, self.seqlen, self.num_heads, self.head_dim)
+        return Inputs.equally_long(*shape, self.dtype, device, self.causal)
 
 
 class VarlenOverhead(Suite):

@@ -215,15 +215,22 @@ class Attention:
         if not lives:
             return
         calls: dict[str, Callable[[], object]] = {}
+        owner: dict[str, str] = {}
         for live in lives:
-            calls[f"{live.variant} forward"] = live.forward
-            if live.backward is not None:
-                calls[f"{live.variant} backward"] = live.backward
-        repeats = 3 if self.run.quick else 40
+            for pass_, call in (("forward", live.forward), ("backward", live.backward)):
+                if call is not None:
+                    calls[f"{live.variant} {pass_}"] = call
+                    owner[f"{live.variant} {pass_}"] = live.variant
+        running = [lives[0].variant]  # the last is on the device, and no other
+
+        def progress(name: str) -> None:
+            running.append(owner[name])
+
+        repeats, device = 3 if self.run.quick else 40, self.run.device
         try:
-            timings = time_host_and_device(calls, device=self.run.device, repeats=repeats)
+            timings = time_host_and_device(calls, device=device, repeats=repeats, progress=progress)
         except Exception as error:  # as in `Run.attempt`
-            self.run.failed({live.variant: live.measures for live in lives}, error)
+            self.run.failed({live.variant: live.measures for live in lives}, error, running[-1])
             return
         for live in lives:
             for pass_ in ("forward", "backward"):

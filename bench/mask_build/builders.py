@@ -239,11 +239,12 @@ def finish(run: Run, prepared: Sequence[tuple[str, Callable[[], Live]]]) -> None
     lives = [live for live in found if live is not None]
     if not lives:
         return
+    running = [lives[0].variant]  # the last is on the device, and no other
     try:
         with watch_compilation() as stats:
-            times = run.time_builds({live.variant: live.build for live in lives})
+            times = run.time_builds({live.variant: live.build for live in lives}, running.append)
     except Exception as error:  # as in `Run.attempt`
-        run.failed({live.variant: live.measures for live in lives}, error)
+        run.failed({live.variant: live.measures for live in lives}, error, running[-1])
         return
     for live in lives:
 

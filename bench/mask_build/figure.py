@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from flexvarlen.rows import Row, commit_of
@@ -65,24 +64,11 @@ def latest_place(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if place_of(row) == latest]
 
 
-def mask_build_figure_name(rows: Sequence[Row]) -> str:
-    """A file name for a GPU's figure."""
-    where = rows[0].environment.get("gpu") or rows[0].environment.get("device") or "unknown"
-    return "-".join(["mask-build", *where.lower().replace("/", " ").split()]) + ".png"
-
-
-def mask_build_figure(rows: Sequence[Row], path: Path) -> None:
-    """Cost of a build against tokens, of every builder; of ours against the blocks kept."""
-    from matplotlib import pyplot
-
-    figure = drawn(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
 def drawn(rows: Sequence[Row]) -> Any:
-    """The figure of one GPU's rows: of each part, the latest environment's."""
+    """Cost of a build against tokens, of every builder; of ours against the blocks kept.
+
+    Of one GPU's rows: of each part, the latest environment's.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -123,24 +123,30 @@ class Run:
         except (TooSlow, Unsupported) as error:
             self.write(variant, "unsupported", str(error), known)
         except Exception as error:  # compilers of kernels raise types of their own
-            self.failed({variant: known}, error)
+            self.failed({variant: known}, error, variant)
         self.clean()
         return None
 
-    def failed(self, variants: Mapping[str, Mapping[str, Any]], error: Exception) -> None:
-        """Findings of variants of which an error stopped one, it is not known which if many.
+    def failed(
+        self, variants: Mapping[str, Mapping[str, Any]], error: Exception, running: str
+    ) -> None:
+        """Findings of variants that an error stopped.
+
+        Args:
+            variants: with what is known of each.
+            running: that of them which was on the device.
 
         Raises:
-            DeviceLost: the device serves no more.
+            DeviceLost: the device serves no more. Then `running` alone is marked, and the others
+                have no finding: a run that goes on measures them.
         """
-        lost = is_lost(error, self.device)
         status, reason = status_of(error)
-        for variant, measures in variants.items():
-            fatal = {"fatal": True} if lost else {}
-            self.write(variant, "failed" if lost else status, reason, {**measures, **fatal})
-        if lost:
-            message = f"{', '.join(variants)} killed the device; run again to go on without"
+        if is_lost(error, self.device):
+            self.write(running, "failed", reason, {**variants[running], "fatal": True})
+            message = f"{running} killed the device; run again to go on without it"
             raise DeviceLost(message, self.findings) from error
+        for variant, measures in variants.items():
+            self.write(variant, status, reason, measures)
 
     def synchronize(self) -> None:
         if self.on_gpu:
@@ -162,16 +168,26 @@ class Run:
         self.synchronize()
         return time.perf_counter() - begin
 
-    def time_builds(self, builds: Mapping[str, Build]) -> dict[str, dict[str, Any]]:
+    def time_builds(
+        self, builds: Mapping[str, Build], progress: Callable[[str], None] = lambda name: None
+    ) -> dict[str, dict[str, Any]]:
         """`wall_us_*` (to the end of the device work) and `host_us_p50` (the call) of each.
 
         Each timed call starts on an idle device, right after `UNTIMED_BUILDS` of the same (the
         others' have driven its code out of the host's caches), in rounds of random order; the
         garbage collector is off.
+
+        Args:
+            progress: called with a name before its calls; the device is idle then.
         """
+
+        def first_seconds(name: str) -> float:
+            progress(name)
+            return self.seconds(builds[name])
+
         wall: dict[str, list[float]] = {name: [] for name in builds}
         host: dict[str, list[float]] = {name: [] for name in builds}
-        took = {name: self.seconds(build) for name, build in builds.items()}
+        took = {name: first_seconds(name) for name in builds}
         share_s = self.build_seconds / len(builds)
         repeats = {name: _repeats(seconds, share_s) for name, seconds in took.items()}
         untimed = {name: UNTIMED_BUILDS * (took[name] < SLOW_BUILD_S) for name in builds}
@@ -185,6 +201,7 @@ class Run:
                     # Evenly spaced, as in flexvarlen.measure.time_interleaved.
                     if (index + 1) * repeats[name] // rounds == index * repeats[name] // rounds:
                         continue
+                    progress(name)
                     build = builds[name]
                     for _ in range(untimed[name]):
                         build()

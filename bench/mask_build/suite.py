@@ -32,9 +32,10 @@ from flexvarlen.bench.mask_build.attention import (
     share,
 )
 from flexvarlen.bench.mask_build.builders import BUILDERS, KINDS, builds, growth, kinds
-from flexvarlen.bench.mask_build.figure import mask_build_figure, mask_build_figure_name
+from flexvarlen.bench.mask_build.figure import drawn
 from flexvarlen.bench.mask_build.run import SEED, SIGMA, Run
 from flexvarlen.bench.mask_build.tables import mask_build_groups, mask_build_section
+from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.bench.suite import Case, Finding, Options, Suite
 from flexvarlen.mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.rows import Row
@@ -175,11 +176,10 @@ class MaskBuild(Suite):
         return mask_build_section(rows)
 
     def figures(self, rows: Sequence[Row], folder: Path) -> Sequence[Path]:
-        paths = []
-        for group in mask_build_groups(rows):
-            paths.append(folder / mask_build_figure_name(group))
-            mask_build_figure(group, paths[-1])
-        return paths
+        return [
+            save_figure(drawn(group), figure_path(folder, self.name, group))
+            for group in mask_build_groups(rows)
+        ]
 
 
 VARIANTS = {"build": tuple(BUILDERS), "kinds": KINDS, "attention": (OURS, THEIRS)}
