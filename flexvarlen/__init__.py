@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         pack,
         split_long,
     )
+    from flexvarlen.parallel import shard_row
 
 register()
 
@@ -51,6 +52,7 @@ __all__ = [
     "packed_attention",
     "patch_model",
     "patched",
+    "shard_row",
     "split_long",
     "unpatch_model",
     "verify_isolation",
@@ -72,4 +74,8 @@ def __getattr__(name: str) -> Any:
         from flexvarlen import packing
 
         return getattr(packing, name)
+    if name == "shard_row":
+        from flexvarlen.parallel import shard_row
+
+        return shard_row
     raise AttributeError(f"module 'flexvarlen' has no attribute {name!r}")

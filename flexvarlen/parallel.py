@@ -2,7 +2,9 @@
 
 Each of P ranks holds T/P tokens of one packed row, with all heads. Around attention the ranks
 exchange: each gets all T tokens of H/P heads, attends over the whole row's documents as one GPU
-would, and gives the outputs back. All else of a model works token by token, and needs no exchange.
+would, and gives the outputs back. All else of a model works token by token, and needs no exchange:
+`patch_model(..., sequence_parallel_group=)` puts this around a model's layers, `shard_row` cuts a
+batch for it.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
 
@@ -15,15 +17,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from flexvarlen.attention import packed_attention
 from flexvarlen.layout import PackedLayout
+
+if TYPE_CHECKING:  # a torch without distributed has none
+    from torch.distributed import ProcessGroup
 
 
 def ulysses_attention(
@@ -69,13 +72,9 @@ def ulysses_attention(
             f"layout must cover the {tokens} tokens of each of {size} ranks, got "
             f"{layout.total_tokens} tokens; make it for the whole row, and shard the row evenly."
         )
-    if heads % size:
-        raise ValueError(
-            f"num_heads must be a multiple of the {size} ranks, got {heads}; take fewer ranks."
-        )
-    if kv_heads % size:
-        copies = size // kv_heads if size % kv_heads == 0 else heads // kv_heads
-        k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+    _, own_kv_heads = heads_a_rank(heads, kv_heads, size)
+    if own_kv_heads * size != kv_heads:
+        k, v = (x.repeat_interleave(own_kv_heads * size // kv_heads, dim=1) for x in (k, v))
     if size == 1:
         return _attend(q, k, v, layout, options)
     if options.get("sinks") is not None:
@@ -83,6 +82,31 @@ def ulysses_attention(
         options = options | {"sinks": own}
     all_q, all_k, all_v = (_heads_for_tokens(x, size, group) for x in (q, k, v))
     return _tokens_for_heads(_attend(all_q, all_k, all_v, layout, options), size, group)
+
+
+def heads_a_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
+    """The heads and KV heads that each of so many ranks attends with.
+
+    Raises:
+        ValueError: `num_heads` is no multiple of the ranks.
+
+    >>> heads_a_rank(32, 8, 4), heads_a_rank(32, 2, 4), heads_a_rank(12, 3, 4)
+    ((8, 2), (8, 1), (3, 3))
+    """
+    if num_heads % size:
+        raise ValueError(
+            f"num_heads must be a multiple of the {size} ranks, got {num_heads}; take fewer ranks."
+        )
+    if num_kv_heads % size == 0:
+        return num_heads // size, num_kv_heads // size
+    return num_heads // size, 1 if size % num_kv_heads == 0 else num_heads // size
+
+
+def own_tokens(x_T: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[T, …]` -> `[T/P, …]`: those of this rank, a view. Traces, as constants."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    tokens = x_T.shape[0] // size
+    return x_T[rank * tokens : (rank + 1) * tokens]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: Any) -> Tensor:
@@ -115,42 +139,50 @@ def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def shard_row(
-    batch: dict[str, Any], *, group: ProcessGroup | None = None, ignore_index: int = -100
+    batch: Mapping[str, Any],
+    group: ProcessGroup | None = None,
+    *,
+    ignore_index: int = -100,
 ) -> dict[str, Any]:
     """This rank's share of a batch of one packed row, which each rank holds whole.
 
     Args:
-        batch: `input_ids`, `position_ids`, `labels` `[1, T]`, `packed_layout` over T tokens; T a
-            multiple of P.
+        batch: `packed_layout` over T tokens, T a multiple of P; `input_ids`, and whatever else has
+            a value a token (`labels`, `position_ids`), `[1, T]`; numbers.
         group: the ranks; None: all.
         ignore_index: of labels.
 
     Returns:
-        The tensors `[1, T/P]`; beside `labels`, `shift_labels`: those of the next tokens, the last
-        of which may lie on the next rank, as transformers' losses take them; `packed_layout` as it
-        is, and numbers as they are.
+        For a model patched with `sequence_parallel_group=group`: the tensors `[1, T/P]`; beside
+        `labels` also `shift_labels`, the labels of the next tokens, the last of which lies on the
+        next rank, without those of documents' first tokens, and `num_items_in_batch` (unless
+        given), an integer tensor: how many these are in the whole row. `packed_layout` and numbers
+        as they are.
 
-    A rank's mean loss is over its own labels, of which it may have none: pass
-    `num_items_in_batch`, the labels of the whole row. Its gradients are then the rank's part, to
-    be summed; DDP takes their mean, so multiply the loss by P.
+    The losses of the ranks then sum to the mean over the whole row, and so do their gradients: each
+    rank has its part. DDP takes the mean over ranks: multiply the loss by their number.
 
     Raises:
-        ValueError: a tensor that is not one row of T tokens, T no multiple of P, or ranks that hold
-            different rows or documents (on every rank; a collective compares them).
+        ValueError: no layout, a tensor that is not one row of T tokens, T no multiple of P, or
+            ranks that hold different rows or documents (on every rank; a collective compares them).
+
+    One collective, and a sync for what is on a device.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    layout: PackedLayout = batch["packed_layout"]
-    tokens = layout.total_tokens
+    layout = batch.get("packed_layout")
+    if not isinstance(layout, PackedLayout):
+        raise ValueError(
+            "batch must have its documents as packed_layout, a PackedLayout, got "
+            f"{type(layout).__name__}; PackedCollator makes one, and PackedLayout.from_lengths."
+        )
+    size, tokens = dist.get_world_size(group), layout.total_tokens
     if tokens % size:
         raise ValueError(
             f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row."
         )
     _require_one_row(batch, layout, group)
-    found: dict[str, Any] = {"packed_layout": layout}
+    found: dict[str, Any] = {}
     for name, x in batch.items():
-        if name == "packed_layout":
-            continue
-        if isinstance(x, int) or (isinstance(x, Tensor) and x.ndim == 0):
+        if name == "packed_layout" or isinstance(x, int) or (isinstance(x, Tensor) and x.ndim == 0):
             found[name] = x
             continue
         if not isinstance(x, Tensor) or x.shape != (1, tokens):
@@ -158,10 +190,14 @@ def shard_row(
                 list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             )
             raise ValueError(f"{name} must be one row, [1, {tokens}], got {shape}; leave it out.")
-        found[name] = x.chunk(size, dim=1)[rank].contiguous()
-        if name == "labels":
-            shifted = torch.cat([x[:, 1:], x.new_full((1, 1), ignore_index)], 1)
-            found["shift_labels"] = shifted.chunk(size, dim=1)[rank].contiguous()
+        found[name] = own_tokens(x[0], group)[None]
+    if "labels" in batch:
+        labels = batch["labels"][0]
+        in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).to(labels.device)
+        shifted = labels.masked_fill(in_no_loss, ignore_index).roll(-1)
+        shifted[-1:] = ignore_index
+        found["shift_labels"] = own_tokens(shifted, group)[None]
+        found.setdefault("num_items_in_batch", (shifted != ignore_index).sum())
     return found
 
 
@@ -169,8 +205,9 @@ def _require_one_row(
     batch: Mapping[str, Any], layout: PackedLayout, group: ProcessGroup | None
 ) -> None:
     """A data loader that deals rows to the ranks would mix them in silence. Syncs."""
-    tokens = batch.get("input_ids")
-    mine = (layout.lengths, None if tokens is None else zlib.crc32(tokens.cpu().numpy().tobytes()))
+    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+    tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
+    mine = {name: zlib.crc32(x.cpu().numpy().tobytes()) for name, x in sorted(tensors.items())}
     others: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(others, mine, group=group)
     for rank, theirs in enumerate(others):

@@ -17,6 +17,7 @@
 | `rotary.py` | rotary tables computed once a compiled forward |
 | `families.py`, `family.py`, `llama.py` | which model types are verified, and what each needs |
 | `heads.py`, `overlays.py`, `stateful.py` | heads, masks and model types that are refused |
+| `sequence_parallel.py` | rows cut over ranks: what a model may be, and be called with |
 | `context_parallel.py` | accelerate's sharding of tokens, which is refused |
 """
 

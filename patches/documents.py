@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flexvarlen.attention import resolve_backend
@@ -32,6 +33,9 @@ from flexvarlen.patches.boundary_checks import (
 from flexvarlen.patches.boundary_checks import check as check
 from flexvarlen.patches.routing import BackendChoice, LayerKind, Route, chosen_for
 from flexvarlen.switches import BATCH_INVARIANT, promised
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The keywords of a forward that give its documents outright."""
@@ -59,6 +63,7 @@ class PackedForward:
         several_a_row: documents, as the host knows, of a forward that may fill a cache.
         one_a_row: bool 0-dim, the same as a graph knows it.
         drops_pooled: whether a pooler's output, of whole rows, is left out.
+        group: the ranks over which the row is cut; None: it is not.
     """
 
     layout: PackedLayout
@@ -71,6 +76,13 @@ class PackedForward:
     several_a_row: bool = False
     one_a_row: Tensor | None = None
     drops_pooled: bool = False
+    group: ProcessGroup | None = None
+
+    @property
+    def tokens_here(self) -> int:
+        """T, or under a group the tokens of a shard."""
+        size = 1 if self.group is None else dist.get_world_size(self.group)
+        return self.layout.total_tokens // size
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         """Where the layers of a kind go; anew where "auto" was resolved for other calls.

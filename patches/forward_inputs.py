@@ -38,6 +38,7 @@ from flexvarlen.patches.packed_cache import (
 from flexvarlen.patches.positions import has_axes, positions_for, text_positions
 from flexvarlen.patches.rotary import check_restarts, has_longrope
 from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
+from flexvarlen.patches.sequence_parallel import prepare_shard
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
 from flexvarlen.patches.towers import first_layer, text_config_of, text_tower
 from flexvarlen.patches.wrapped_forward import refuse_bypassed_caller
@@ -90,6 +91,9 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     batch, row_tokens = tokens.shape[:2]
     attention_mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
     given = {name: inputs.pop(name, None) for name in BOUNDARIES}
+    group = patch.sequence_parallel_group
+    if group is not None:
+        prepare_shard(inputs, given, tokens, config, group)
     explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
     not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
     position_ids = text_positions(
@@ -113,16 +117,18 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         )
         inputs[CONTEXT] = Unpacked.CHECKED
         return inputs
-    layout = find_layout(
-        batch,
-        row_tokens,
-        tokens.device,
-        position_ids=position_ids,
-        attention_mask=attention_mask,
-        capacity=patch.capacity,
-        max_seqlen_bound=patch.max_seqlen_bound,
-        **given,
-    )
+    layout = given["packed_layout"]
+    if group is None:
+        layout = find_layout(
+            batch,
+            row_tokens,
+            tokens.device,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            capacity=patch.capacity,
+            max_seqlen_bound=patch.max_seqlen_bound,
+            **given,
+        )
     if position_ids is not None and has_longrope(config):
         check_restarts(layout, position_ids, row_tokens)
     # Inside a compiled graph nothing that varies with the documents may be asked: it would be
@@ -133,7 +139,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if positions is not None:
         inputs["position_ids"] = positions
     if causal:  # else a label is the token's own, not the next one
-        mask_labels(module, inputs, layout)
+        mask_labels(module, inputs, layout, group)
     caches: bool | None = getattr(config, "use_cache", None)  # None: an encoder, which has no cache
     wants_no_cache = caches is not None and (
         explicit
@@ -157,7 +163,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if base is module:
         inputs["attention_mask"] = _placeholder(tokens.device)
         return inputs
-    may_pad = explicit or attention_mask is not None
+    may_pad = (explicit or attention_mask is not None) and group is None
     inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
     keep_from_loss(module)
     return inputs
@@ -200,6 +206,7 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
     """
     promises = (patch.deterministic, patch.batch_invariant)
     packed = PackedForward(layout, patch.backend, *promises, **row_wide(module.config))
+    packed.group = patch.sequence_parallel_group
     device_type = layout.device.type
     dtype = (
         torch.get_autocast_dtype(device_type)

@@ -22,12 +22,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS
+from flexvarlen.parallel import heads_a_rank, ulysses_attention
 from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes, warn_if_fallen_back
 from flexvarlen.patches.decoding import OTHER_KEYS, attend_to_cache
 from flexvarlen.patches.documents import (
@@ -118,6 +120,7 @@ def _attention_function(backend: str) -> Attention:
                 module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
             )
         batch, heads, row_tokens, head_dim = query.shape
+        kv_heads = key.shape[1]
         if packed is None:
             if handed is None:  # nobody has looked at what no layer sees
                 require_verified_alone(module.config.model_type)  # type: ignore[union-attr, arg-type]
@@ -135,9 +138,9 @@ def _attention_function(backend: str) -> Attention:
             )
             if not compiling and packed.several_a_row:
                 key = set_apart(key)
-        elif row_tokens * batch != packed.layout.total_tokens or row_tokens != key.shape[2]:
+        elif row_tokens != key.shape[2] or row_tokens * batch != packed.tokens_here:
             raise ValueError(
-                f"queries and keys must be the {packed.layout.total_tokens} tokens of the packed "
+                f"queries and keys must be the {packed.tokens_here} tokens of the packed "
                 f"batch, got {batch * row_tokens} queries and {batch * key.shape[2]} keys; pack "
                 "without a cache."
             )
@@ -145,15 +148,20 @@ def _attention_function(backend: str) -> Attention:
         sinks = kwargs.get("s_aux")
         q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
         if packed.has_temperature:
-            q_THD = own_temperature(module, q_THD, packed.layout, row_tokens)
+            q_THD = own_temperature(module, q_THD, packed.layout, row_tokens, packed.group)
+        options: dict[str, Any] = {}
+        attend: Callable[..., Any] = packed_attention
+        own_heads = heads, kv_heads
+        if packed.group is not None:
+            attend, options = ulysses_attention, {"group": packed.group}
+            own_heads = heads_a_rank(heads, kv_heads, dist.get_world_size(packed.group))
         chunk = chunk_of(module, packed.chunk_size)
         kind = LayerKind(
             layer_type_of(module, sliding_window, chunk),
             causal,
             sliding_window,
             chunk,
-            heads,
-            key.shape[1],
+            *own_heads,
             max(head_dim, value.shape[3]),
             softcap,
             sinks is not None,
@@ -163,7 +171,7 @@ def _attention_function(backend: str) -> Attention:
             layout = packed.layout
             note_sizes(module, kind, layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
         try:
-            out_THD = packed_attention(
+            out_THD = attend(
                 q_THD,
                 k_THD,
                 v_THD,
@@ -178,6 +186,7 @@ def _attention_function(backend: str) -> Attention:
                 deterministic=packed.deterministic,
                 batch_invariant=packed.batch_invariant,
                 plan=route.plan,
+                **options,
             )
         except NotImplementedError as refusal:
             if len(packed.routes) < 2:

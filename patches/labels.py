@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout import PackedLayout
+from flexvarlen.parallel import own_tokens
 from flexvarlen.patches.documents import first_tokens
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 _LABELS = ("shift_labels", "labels")  # the first that is given is the one that counts
@@ -22,23 +26,33 @@ _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models of whose labels it is known whether the caller's number of them is right."""
 
 
-def mask_labels(model: nn.Module, inputs: dict[str, Any], layout: PackedLayout) -> None:
+def mask_labels(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    layout: PackedLayout,
+    group: ProcessGroup | None = None,
+) -> None:
     """Put -100 where a label would cross a border: what a last token would have to foresee.
 
-    Replaces them among the forward's keyword arguments; the caller's tensors stay.
+    Replaces them among the forward's keyword arguments; the caller's tensors stay. With a group the
+    labels are those of this rank's tokens.
     """
     given = {name: inputs[name] for name in _LABELS if inputs.get(name) is not None}
     for name, labels in given.items():
-        inputs[name] = _masked(labels, layout, shifted=name == "shift_labels")
+        inputs[name] = _masked(labels, layout, group, shifted=name == "shift_labels")
     if given and inputs.get("num_items_in_batch") is not None and not torch.compiler.is_compiling():
         name = next(iter(given))
         _warn_if_counted(model, given[name], inputs[name], layout, shifted=name == "shift_labels")
 
 
-def _masked(labels: Tensor, layout: PackedLayout, *, shifted: bool) -> Tensor:
+def _masked(
+    labels: Tensor, layout: PackedLayout, group: ProcessGroup | None, *, shifted: bool
+) -> Tensor:
     first = first_tokens(layout)
     if shifted:  # the label of token t stands at t, and is the token t + 1
         first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
+    if group is not None:
+        first = own_tokens(first, group)
     return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)
 
 

@@ -5,12 +5,16 @@ Past 8,192 tokens. Here it must be the place in the document.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout import PackedLayout
+from flexvarlen.parallel import own_tokens
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def has_temperature(config: Any) -> bool:
@@ -19,20 +23,29 @@ def has_temperature(config: Any) -> bool:
 
 
 def own_temperature(
-    layer: nn.Module, q_THD: Tensor, layout: PackedLayout, row_tokens: int
+    layer: nn.Module,
+    q_THD: Tensor,
+    layout: PackedLayout,
+    row_tokens: int,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Queries that the layer scaled by their place in a row of S tokens, as by that in a document.
 
-    As they are, where no row is long enough for another scale, and in layers with RoPE.
+    As they are, where no row is long enough for another scale, and in layers with RoPE. With a
+    group these are the queries of a shard of S tokens, and the layout is that of the whole row.
     """
     floor_scale: Any = layer.floor_scale
-    if layer.use_rope or row_tokens < floor_scale:
+    longest = row_tokens if group is None else layout.total_tokens
+    if layer.use_rope or longest < floor_scale:
         return q_THD
-    in_row = torch.arange(layout.total_tokens, device=q_THD.device) % row_tokens
+    in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
+    in_document = layout.position_ids()
+    if group is not None:
+        in_document = own_tokens(in_document, group)
 
     def scale(place_T: Tensor) -> Tensor:
         steps = torch.floor((place_T.float() + 1.0) / floor_scale)
         return torch.log1p(steps) * layer.attn_scale + 1.0  # type: ignore[operator]
 
-    ratio_T = scale(layout.position_ids()) / scale(in_row)
+    ratio_T = scale(in_document) / scale(in_row)
     return (q_THD * ratio_T[:, None, None]).to(q_THD.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,6 +28,7 @@ from flexvarlen.patches.routing import (
     names_in,
     vision_kinds_of,
 )
+from flexvarlen.patches.sequence_parallel import own_kinds
 from flexvarlen.patches.shared_config import (
     ATTRIBUTE,
     Patch,
@@ -49,6 +50,9 @@ from flexvarlen.patches.wrapped_forward import (
 )
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -61,6 +65,7 @@ def patch_model(
     batch_invariant: bool | None = None,
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
+    sequence_parallel_group: ProcessGroup | None = None,
 ) -> Model:
     """Make a transformers model run on packed batches, no document seeing another.
 
@@ -112,16 +117,19 @@ def patch_model(
             found eagerly, if given.
         max_seqlen_bound: longest document that kernels are made for; default inside a compiled
             graph: all T tokens; eagerly: the longest, rounded up to a power of two.
+        sequence_parallel_group: ranks over which each row is cut (Ulysses), see below.
 
     Returns:
-        The same model. Patching again changes the backend and the sizes, nothing else.
+        The same model. Patching again changes the arguments above, nothing else.
 
     Raises:
-        ValueError: no transformers model inside, an unknown backend, or a mapping that misses one
-            of the model's layer types or names another.
+        ValueError: no transformers model inside, an unknown backend, a mapping that misses one of
+            the model's layer types or names another, or a group whose ranks do not divide the
+            heads.
         NotImplementedError: the model type is not verified, it keeps state beyond attention, its
             head pools rows, PEFT adds virtual tokens (prompt tuning and its kin; not seen if added
-            later), or a backend cannot run the layers it is for on this machine.
+            later), a backend cannot run the layers it is for on this machine, or the model is an
+            encoder, takes images or has longrope, and a group is given.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
     patched model or before it is patched; what it returns keeps its own promises and mapping, so to
@@ -131,6 +139,15 @@ def patch_model(
     other does, and then for any; under dynamic=False for each pair, of which a warning tells. Each
     form of a batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and gradients on
     and off have a graph of their own.
+
+    With a `sequence_parallel_group` of P ranks, which all call the model at once, each gets what
+    `shard_row(batch, group)` gives it: `input_ids`, `position_ids`, `labels`, `shift_labels`
+    `[1, T/P]`, `packed_layout` of all T tokens, `num_items_in_batch`. Attention exchanges heads for
+    tokens and runs on the whole row; logits `[1, T/P, vocabulary]` are of the shard. Losses and
+    gradients are each rank's part, to be summed over the group: all-reduce the gradients, or wrap
+    the model in DDP or FSDP and multiply the loss by their number of ranks, as they take a mean.
+    All else that tells documents, caches, `generate` and auxiliary losses of experts are refused.
+    Traces under `fullgraph=True`; a pickle leaves the group out.
 
     Gradient checkpointing runs attention again in the backward. To keep its outputs, name its
     operator: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
@@ -142,6 +159,8 @@ def patch_model(
     refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
     check_head(inner, causal=any(kind.causal for kind in kinds))
+    if sequence_parallel_group is not None:
+        kinds = own_kinds(inner, kinds, sequence_parallel_group)
     refuse_dynamic_rope(text_config_of(inner.config))
     check_choice(backend, (*kinds, *vision_kinds))
     check_machine(
@@ -165,6 +184,7 @@ def patch_model(
         max_seqlen_bound=max_seqlen_bound,
         kinds=kinds,
         implementation_before=before,
+        sequence_parallel_group=sequence_parallel_group,
     )
     for module in wrapped_modules(inner):
         if ATTRIBUTE not in module.__dict__ or not reaches_ours(module):
@@ -217,6 +237,7 @@ def patched(
     batch_invariant: bool | None = None,
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
+    sequence_parallel_group: ProcessGroup | None = None,
 ) -> Iterator[Model]:
     """`patch_model` for the length of a `with` block; then as before, patched or not.
 
@@ -231,6 +252,7 @@ def patched(
         batch_invariant=batch_invariant,
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
+        sequence_parallel_group=sequence_parallel_group,
     )
     try:
         yield model

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,6 +18,9 @@ from transformers import PreTrainedModel
 from flexvarlen.patches.interface import IMPLEMENTATIONS
 from flexvarlen.patches.routing import BackendChoice, LayerKind, base_of
 from flexvarlen.patches.towers import text_config_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ATTRIBUTE = "_flexvarlen_patch"
 
@@ -35,7 +38,8 @@ class Patch:
             `patch_model`.
         named: the backend whose attn_implementation it set.
         backends: those that its config may name: of all patched models that share it.
-        kinds: of its attention layers.
+        kinds: of its attention layers; under a group with the heads that each rank has.
+        sequence_parallel_group: as given to `patch_model`.
     """
 
     backend: BackendChoice
@@ -47,11 +51,18 @@ class Patch:
     max_seqlen_bound: int | None
     kinds: tuple[LayerKind, ...]
     implementation_before: str | dict[str, str]
+    sequence_parallel_group: ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        return self  # nothing in it changes; no group of processes can be copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"sequence_parallel_group": None}  # nor pickled
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `patch_model` that make this patch again."""
         names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "sequence_parallel_group")}
 
 
 _patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""accelerate's context parallelism shards a row's tokens: a patched model refuses to run there."""
+"""accelerate cuts a row's tokens over ranks: a patched model refuses to run there."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ def batch():
     return {"input_ids": torch.randint(VOCABULARY, (1, 12)), "packed_layout": layout}
 
 
-def configured(monkeypatch, cp_size):
-    config = ParallelismConfig(cp_size=cp_size)
+def configured(monkeypatch, **sizes):
+    config = ParallelismConfig(**sizes)
     monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", config)
 
 
-@pytest.mark.parametrize("compiler", [None, "eager"])
-def test_a_patched_model_refuses_a_shard(monkeypatch, batch, compiler):
+@pytest.mark.parametrize(
+    ("compiler", "size"), [(None, "cp_size"), ("eager", "cp_size"), (None, "sp_size")]
+)
+def test_a_patched_model_refuses_a_shard(monkeypatch, batch, compiler, size):
     model = fv.patch_model(new_model("llama"), "sdpa")
     torch._dynamo.reset()
     called = torch.compile(model, backend=compiler, fullgraph=True) if compiler else model
-    configured(monkeypatch, 2)
+    configured(monkeypatch, **{size: 2})
     # Dynamo wraps what is raised while it traces.
     with pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException), match=WORDS):
         called(**batch)
@@ -37,8 +39,8 @@ def test_a_patched_model_refuses_a_shard(monkeypatch, batch, compiler):
 
 def test_without_it_nothing_is_refused(monkeypatch, batch):
     model = fv.patch_model(new_model("llama"), "sdpa")
-    configured(monkeypatch, 1)
+    configured(monkeypatch, cp_size=1)
     assert model(**batch).logits.shape[1] == 12
     fv.unpatch_model(model)
-    configured(monkeypatch, 2)
+    configured(monkeypatch, cp_size=2)
     assert model(input_ids=batch["input_ids"]).logits.shape[1] == 12

@@ -9,7 +9,9 @@ import torch
 import torch.multiprocessing as mp
 
 import flexvarlen as fv
-from tests.ulysses_ranks import BATCH, CASES, TOKENS, run
+from tests import sharded_models
+from tests.sharded_models import MODELS
+from tests.ulysses_ranks import BATCH, CASES, LENGTHS, TOKENS, run
 
 RANKS = (2, 4)
 
@@ -47,9 +49,13 @@ def test_a_row_is_dealt_with_the_labels_of_the_next_token(shares, ranks):
     own = [share["shard_row"] for share in shares[ranks]]
     for name in ("input_ids", "position_ids", "labels"):
         assert torch.cat([share[name] for share in own], 1).equal(BATCH[name])
-    labels = torch.cat([share["shift_labels"] for share in own], 1)[0]
-    assert labels[:-1].equal(BATCH["labels"][0, 1:])
-    assert labels[-1] == -100
+    expected = BATCH["labels"].roll(-1)
+    for end in torch.tensor(LENGTHS).cumsum(0):  # no last token of a document foresees the next
+        expected[:, end - 1] = -100
+    expected[:, sum(LENGTHS) :] = -100
+    assert torch.cat([share["shift_labels"] for share in own], 1).equal(expected)
+    assert all(share["num_items_in_batch"] == (expected != -100).sum() for share in own)
+    assert own[0]["extra"] == 3
     assert own[0]["input_ids"].shape == (1, TOKENS // ranks)
 
 
@@ -61,8 +67,47 @@ def test_mistakes_are_sentences(shares):
         "input_ids must be one row, [1, 128], got [2, 64]",
         "total_tokens must be a multiple of the 4 ranks, got 129",
         "batch must be the same row on every rank of the group, got another on rank 1",
+        "batch must be the same row on every rank of the group, got another on rank 1",
+        "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
     ]
     said = shares[4][0]["errors"]
     assert [sentence.startswith(word) for sentence, word in zip(said, words, strict=True)] == (
         [True] * len(words)
     ), said
+
+
+# ---- models ----
+
+
+@pytest.mark.filterwarnings("ignore:num_items_in_batch counts")
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_a_model_on_shards_trains_as_on_whole_rows(shares, case):
+    """Logits, loss and all gradients; fp32, so relative to each tensor's largest number."""
+    logits, loss, gradients = case.expected()
+    own = [share["models"][case.name] for share in shares[case.ranks]]
+    _assert_near(torch.cat([share["logits"] for share in own]).view_as(logits), logits)
+    _assert_near(sum(share["loss"] for share in own), loss)
+    for name, gradient in gradients.items():
+        parts = [share["gradients"][name] for share in own]
+        for whole in parts if case.wrapper else [sum(parts)]:
+            _assert_near(whole, gradient, name)
+
+
+def _assert_near(actual, expected, name=""):
+    # Sums over tokens in another order: 12 roundings (2 ** -24) were seen.
+    error = (actual - expected).abs().max()
+    assert error <= 5e-6 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_a_shard_cannot_honour_is_a_sentence(shares, ranks):
+    for share in shares[ranks]:
+        said = share["models"]["refused"]
+        for name, begins in sharded_models.REFUSED.items():
+            assert said[name].startswith(begins)
+
+
+def test_a_copy_keeps_the_group_and_a_pickle_leaves_it_out(shares):
+    for share in shares[2]:
+        assert share["models"]["copy"] == "same logits"
+        assert share["models"]["pickle"].startswith("this model was patched when it was pickled")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import flexvarlen as fv
 from flexvarlen.parallel import shard_row, ulysses_attention
+from tests import sharded_models
 
 LENGTHS = (37, 1, 50, 22)
 TOKENS = 128
@@ -79,9 +80,10 @@ def run(rank: int, ranks: int, folder: str) -> None:
         if case.ranks == ranks:
             found[case.name] = share(case, rank)
     layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
-    own = shard_row({**BATCH, "packed_layout": layout})
+    own = shard_row({**BATCH, "packed_layout": layout, "extra": 3})
     found["shard_row"] = {name: x for name, x in own.items() if name != "packed_layout"}
     found["errors"] = errors(layout)
+    found["models"] = sharded_models.found(ranks)
     torch.save(found, Path(folder) / f"{ranks}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -120,6 +122,10 @@ def errors(layout: Any) -> list[str]:
         lambda: shard_row(
             BATCH | {"input_ids": BATCH["input_ids"] + rank, "packed_layout": layout}
         ),
+        lambda: shard_row(
+            BATCH | {"packed_layout": fv.PackedLayout.from_lengths([60 + rank, 68 - rank])}
+        ),
+        lambda: shard_row(BATCH),
     ):
         try:
             make()

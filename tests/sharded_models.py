@@ -1,0 +1,226 @@
+"""What a rank of test_parallel.py does with models whose rows are cut over ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import flexvarlen as fv
+from tests.tiny_models import VOCABULARY, new_model
+
+TOKENS = 128
+ROWS = ((37, 1, 50, 22), (37, 27, 46))  # 64: inside a document, and its border; padding behind
+
+
+def batch_of(row: int, **changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(row)
+    ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=generator)
+    layout = fv.PackedLayout.from_lengths(ROWS[row], total_tokens=TOKENS)
+    return {"input_ids": ids, "labels": ids.clone(), "packed_layout": layout, **changes}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of `kind` on so many ranks.
+
+    Attributes:
+        groups: of equal sizes, each with a row of its own.
+        prompt: tokens at the beginning that have no label.
+    """
+
+    name: str
+    kind: str
+    ranks: int
+    changes: dict[str, Any] = field(default_factory=dict)
+    groups: int = 1
+    wrapper: Literal["ddp", "fsdp"] | None = None
+    checkpointing: bool = False
+    compiled: bool = False
+    prompt: int = 0
+    backend: str = "sdpa"
+
+    def new(self):
+        model = new_model(self.kind, **self.changes).train()
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def batches(self) -> list[dict[str, Any]]:
+        batches = [batch_of(row) for row in range(self.groups)]
+        for batch in batches:
+            batch["labels"][:, : self.prompt] = -100
+        return batches
+
+    def expected(self):
+        """Logits, loss and gradients of one process, on whole rows."""
+        model = fv.patch_model(self.new(), self.backend)
+        batches = self.batches()
+        count = sum(
+            (document[1:] != -100).sum()
+            for batch, lengths in zip(batches, ROWS, strict=False)
+            for document in batch["labels"][0, : sum(lengths)].split(lengths)
+        )
+        logits, losses = [], []
+        for batch in batches:
+            out = model(**batch, num_items_in_batch=count)
+            logits.append(out.logits.detach())
+            losses.append(out.loss)
+        sum(losses).backward()
+        gradients = {name: x.grad for name, x in model.named_parameters()}
+        return torch.cat(logits), sum(losses).detach(), gradients
+
+    def share(self) -> dict[str, Any]:
+        """The same of this rank's shard."""
+        group, row = dist.group.WORLD, 0
+        if self.groups > 1:
+            mesh = init_device_mesh("cpu", (self.groups, self.ranks // self.groups))
+            group, row = mesh.get_group(1), mesh.get_local_rank(0)
+        inner = fv.patch_model(self.new(), self.backend, sequence_parallel_group=group)
+        model = inner
+        if self.compiled:
+            torch._dynamo.reset()
+            model = torch.compile(inner, backend="eager", fullgraph=True)
+        if self.wrapper == "ddp":
+            model = DistributedDataParallel(model)
+        elif self.wrapper == "fsdp":
+            for layer in (*inner.model.layers, inner):
+                fully_shard(layer)
+        shard = fv.shard_row(self.batches()[row], group)
+        if self.groups > 1:
+            count = shard["num_items_in_batch"].clone()
+            dist.all_reduce(count, group=mesh.get_group(0))
+            shard["num_items_in_batch"] = count
+        out = model(**shard)
+        (out.loss * (self.ranks if self.wrapper else 1)).backward()
+        gradients = {name: x.grad for name, x in inner.named_parameters()}
+        if self.wrapper == "fsdp":
+            assert all(isinstance(x, DTensor) for x in gradients.values())
+            gradients = {name: x.full_tensor() for name, x in gradients.items()}
+        return {
+            "logits": out.logits.detach()[0],
+            "loss": out.loss.detach(),
+            "gradients": gradients,
+        }
+
+
+FEW_KV_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+MODELS = (
+    Model("ddp", "llama", 2, wrapper="ddp", checkpointing=True),
+    Model("fsdp", "qwen3", 2, wrapper="fsdp", backend="auto"),
+    Model("compiled", "qwen3", 2, {"num_hidden_layers": 1}, compiled=True),
+    Model("softcap_and_windows", "gemma2", 2, backend="reference"),
+    Model("sinks_and_experts", "gpt_oss", 2, backend="reference"),
+    Model("fewer_kv_heads_than_ranks", "qwen3_windows", 4, FEW_KV_HEADS),
+    Model("ranks_without_labels", "llama", 4, FEW_KV_HEADS, prompt=70),
+    Model("chunks_and_temperature", "llama4_text", 4, FEW_KV_HEADS),
+    Model("two_groups_of_two", "llama", 4, groups=2, wrapper="ddp"),
+)
+
+
+def found(ranks: int) -> dict[str, Any]:
+    """Every model of so many ranks."""
+    shares = {case.name: case.share() for case in MODELS if case.ranks == ranks}
+    return shares | {"refused": refused(ranks)} | (copies() if ranks == 2 else {})
+
+
+def copies() -> dict[str, str]:
+    """Of a patched model."""
+    group = dist.group.WORLD
+    model = fv.patch_model(new_model("llama"), "sdpa", sequence_parallel_group=group)
+    shard = fv.shard_row(batch_of(0), group)
+    logits = model(**shard).logits
+    same = copy.deepcopy(model)(**shard).logits.equal(logits)
+    with fv.patched(model):
+        assert model(**batch_of(0)).logits.shape[1] == TOKENS
+    assert model(**shard).logits.equal(logits)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=False)(**shard)
+    except ValueError as error:
+        said = str(error)
+    return {"copy": "same logits" if same else "other logits", "pickle": said}
+
+
+WHOLE = "packed_layout must cover the"
+OUT = "must be left out under sequence_parallel_group"
+REFUSED = {
+    "no layout": "packed_layout of the whole row must come",
+    "layout of the shard": WHOLE,
+    "another shard": WHOLE,
+    "two rows": WHOLE,
+    "attention_mask": f"attention_mask {OUT}",
+    "document ids": f"attention_mask {OUT}",
+    "cu_seq_lens": f"cu_seq_lens_q {OUT}",
+    "seq_idx": f"seq_idx {OUT}",
+    "cache": f"use_cache {OUT}",
+    "logits_to_keep": f"logits_to_keep {OUT}",
+    "generate": f"past_key_values {OUT}",
+    "positions of the row": "position_ids must be those of the shard",
+    "labels not shifted": "labels of a shard must come with shift_labels",
+    "mean of the shard": "labels of a shard must come with shift_labels",
+    "auxiliary loss": "output_router_logits must be False",
+    "dropout": "attention dropout must be 0",
+    "encoder": "a model with sequence_parallel_group must be causal",
+    "images": "a model with sequence_parallel_group must be causal",
+    "longrope": "a model with sequence_parallel_group must be causal",
+    "heads": "num_heads must be a multiple of the",
+    "group": "sequence_parallel_group must be a torch.distributed ProcessGroup",
+}
+
+
+def refused(ranks: int) -> dict[str, str]:
+    """The sentences of what cannot be, of a model or of a forward; no rank waits for another."""
+    group = dist.group.WORLD
+    model = fv.patch_model(new_model("mixtral", **FEW_KV_HEADS), sequence_parallel_group=group)
+    row = batch_of(0)
+    layout, whole = row["packed_layout"], fv.shard_row(row, group)
+    own = fv.PackedLayout.from_lengths([TOKENS // ranks])
+    shard = {name: whole[name] for name in ("input_ids", "packed_layout")}
+    tokens = shard["input_ids"]
+    dropping = new_model("llama", attention_dropout=0.1, **FEW_KV_HEADS).train()
+    fv.patch_model(dropping, sequence_parallel_group=group)
+
+    def patch(kind: str, group: Any = group, **changes: Any) -> None:
+        fv.patch_model(new_model(kind, **changes), sequence_parallel_group=group)
+
+    calls = {
+        "no layout": lambda: model(tokens),
+        "layout of the shard": lambda: model(tokens, packed_layout=own),
+        "another shard": lambda: model(tokens[:, 1:], packed_layout=layout),
+        "two rows": lambda: model(tokens.view(2, -1), packed_layout=layout),
+        "attention_mask": lambda: model(**shard, attention_mask=torch.ones_like(tokens)),
+        "document ids": lambda: model(tokens, attention_mask=torch.ones_like(tokens)),
+        "cu_seq_lens": lambda: model(tokens, cu_seq_lens_q=own.cu_seqlens),
+        "seq_idx": lambda: model(**shard, seq_idx=torch.zeros_like(tokens)),
+        "cache": lambda: model(**shard, use_cache=True),
+        "logits_to_keep": lambda: model(**shard, logits_to_keep=1),
+        "generate": lambda: model.generate(tokens, max_new_tokens=2),
+        "positions of the row": lambda: model(**shard, position_ids=torch.arange(TOKENS)[None]),
+        "labels not shifted": lambda: model(**shard, labels=tokens, num_items_in_batch=9),
+        "mean of the shard": lambda: model(**shard, labels=tokens, shift_labels=tokens),
+        "auxiliary loss": lambda: model(**shard, output_router_logits=True),
+        "dropout": lambda: dropping(**shard),
+        "encoder": lambda: patch("bert"),
+        "images": lambda: patch("qwen2_vl"),
+        "longrope": lambda: patch("phi3"),
+        "heads": lambda: patch("llama", num_attention_heads=3, num_key_value_heads=3),
+        "group": lambda: patch("llama", "sp"),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, NotImplementedError) as error:
+            said[name] = str(error)
+    return said
