@@ -124,10 +124,14 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception as a reason: its type and the first line of its message.
+    """An exception as a reason: its type and the first line of its message, and of its cause.
 
     >>> one_line(ValueError("no\\nmore"))
     'ValueError: no'
+    >>> one_line(RuntimeError("the compiler raised:\\nTypeError: no\\nmore"))
+    'RuntimeError: the compiler raised: TypeError: no'
     """
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}"[:limit]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    while len(lines) > 1 and lines[0].endswith(":"):
+        lines[:2] = [f"{lines[0]} {lines[1]}"]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:limit]

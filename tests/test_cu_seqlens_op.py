@@ -203,6 +203,25 @@ def test_gradient_of_the_lse_is_refused_and_not_dropped(backend, compiled):
     out.backward(grad)
 
 
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_lse_that_a_compiled_function_returns_hinders_nothing_until_it_is_differentiated(
+    backend, compiler
+):
+    """AOTAutograd asks for the gradients of all outputs of a graph, wanted or not."""
+    run = attend(backend, layout_of(DOCUMENTS["padded_tail"]), return_lse=True)
+    q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend=compiler)
+    out, lse = compiled(q, k, v)
+    found = torch.autograd.grad(out, inputs, grad)
+    expected, expected_lse = run(q, k, v)
+    torch.testing.assert_close(lse.detach(), expected_lse.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(expected, inputs, grad))
+    with pytest.raises(RuntimeError, match="gives the LSE no gradient"):
+        torch.autograd.grad(compiled(q, k, v)[1][:, :9].sum(), inputs)
+
+
 def test_sink_of_minus_infinity_is_no_sink(backend):
     """Beside queries that see no key: -inf minus -inf is NaN."""
     documents = DOCUMENTS["padded_tail"]
