@@ -448,7 +448,7 @@ def _(lse_HT: Tensor, q_THD: Tensor, kernel: str) -> Tensor:
 
 @torch.library.custom_op("flexvarlen::refuse_lse_gradient", mutates_args=())
 def _refuse_lse_gradient(grad_HT: Tensor, kernel: str) -> Tensor:
-    """A zero for the gradient of q, so that no graph leaves this out; raises at any other number."""
+    """A zero for the gradient of q, so that no graph leaves this out; raises at other numbers."""
     torch._assert_async((grad_HT == 0).all(), _no_gradient(kernel))
     return grad_HT.new_zeros(())
 
