@@ -8,6 +8,7 @@
 | `model/` | whole models: the suite `model`, and what is run as modules |
 | `mask_build/` | the suite `mask-build` |
 | `contract/` | run as modules: what leaks, which family is right, what each backend can do |
+| `training/` | run as modules: whole trainings, packed and padded, on one GPU and on several |
 | `claims.py`, `claims_tables.py` | what public sources claim beside what was measured |
 | `clock_check.py`, `device_trace.py` | the clock held against a profiler's trace |
 | `report.py`, `diff.py` | rows to tables and figures; two files of rows compared |

@@ -20,6 +20,13 @@ from flexvarlen.bench.model.compile_tables import compile_section, small_inferen
 from flexvarlen.bench.model.packings_tables import model_groups as model_groups
 from flexvarlen.bench.model.packings_tables import model_section as model_section
 from flexvarlen.bench.suite import SUITES, suite_of
+from flexvarlen.bench.training.convergence_figure import convergence_figures
+from flexvarlen.bench.training.convergence_tables import convergence_section
+from flexvarlen.bench.training.end_to_end_tables import end_to_end_figures, end_to_end_section
+from flexvarlen.bench.training.scaling_ranks_tables import (
+    scaling_ranks_figures,
+    scaling_ranks_section,
+)
 from flexvarlen.rows import Row, read_rows
 
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -29,8 +36,18 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "small-inference": small_inference_section,
     "host-time": host_time_section,
     "families": families_section,
+    "convergence": convergence_section,
+    "end-to-end": end_to_end_section,
+    "scaling-ranks": scaling_ranks_section,
 }
 """Of what is no suite of the runner."""
+
+FIGURES: dict[str, Callable[[Sequence[Row], Path], Sequence[Path]]] = {
+    "convergence": convergence_figures,
+    "end-to-end": end_to_end_figures,
+    "scaling-ranks": scaling_ranks_figures,
+}
+"""Of those that have figures."""
 
 
 def report(
@@ -60,8 +77,10 @@ def report(
     bodies |= {name: section_of(name, rows) for name, rows in suites.items()}
     drawn: dict[str, Sequence[Path]] = {}
     if figures is not None:
-        for name in (name for name in suites if name in SUITES):
-            drawn[name] = suite_of(name).figures(suites[name], figures)
+        for name, rows in suites.items():
+            if name in SUITES or name in FIGURES:
+                draw = suite_of(name).figures if name in SUITES else FIGURES[name]
+                drawn[name] = draw(rows, figures)
     text = "\n\n".join(bodies.values())
     if any(name in suites for name in CLAIM_SUITES):
         bodies["claims"] = claims_section([row for rows in suites.values() for row in rows])

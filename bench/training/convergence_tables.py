@@ -1,0 +1,187 @@
+"""The verdict on trainings that began alike, and their table, from rows alone.
+
+A variant is run on seeds of the padded baseline: the same parameters, documents and order. It is
+
+1. "beyond seed noise", if on any of these seeds its mean loss of the last 50 steps is more than 2σ
+   away from the baseline's on that seed, or a loss is not finite. σ is the standard deviation
+   (n - 1) of that mean over n >= 3 seeds of the baseline;
+2. else "not rounding", if the gradient of a first step is wrong (`convergence.py`): a small model
+   learns in spite of a wrong attention, and losses alone would not tell;
+3. else "within seed noise".
+
+The words, and the 2σ, are those of `flexvarlen.drift.training.verdict`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexvarlen.drift.training.verdict import BAND_SIGMAS, BEYOND, NOT_ROUNDING, WITHIN
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row, commit_of
+
+SUITE = "convergence"
+PADDED, UNPATCHED = "padded", "unpatched"
+LAST_STEPS = 50
+FEWEST_SEEDS = 3  # below, a standard deviation says nothing
+NO_VERDICT = "no verdict"
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """The mean over the last 50 steps, or the last quarter of fewer than 200."""
+    count = min(LAST_STEPS, math.ceil(len(losses) / 4))
+    return math.fsum(losses[-count:]) / count
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A variant's runs of a group.
+
+    Attributes:
+        runs: by seed, those that were trained to the end.
+        verdict: see the module; "the baseline" of the baseline.
+        worst: the difference of the final loss from the baseline's of that seed that is largest.
+        sigmas: the same in σ.
+    """
+
+    variant: str
+    runs: dict[int, Row]
+    verdict: str
+    worst: float = math.nan
+    sigmas: float = math.nan
+
+
+def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Runs that differ in the variant and the seed alone, on machines of one kind."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        shared = {k: v for k, v in row.case.items() if k not in ("variant", "seed")}
+        key = repr((sorted(shared.items()), row.environment.get("gpu")))
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def trained(rows: Sequence[Row], variant: str) -> dict[int, Row]:
+    """A variant's runs that came to their end, by seed."""
+    return {
+        row.case["seed"]: row
+        for row in sorted(rows, key=lambda row: row.case["seed"])
+        if row.case["variant"] == variant and "losses" in row.measures
+    }
+
+
+def sigma_of(baseline: dict[int, Row]) -> float | None:
+    """Of the baseline's final losses; None of fewer than 3 seeds."""
+    if len(baseline) < FEWEST_SEEDS:
+        return None
+    return statistics.stdev([float(row.measures["final_loss"]) for row in baseline.values()])
+
+
+def judged(rows: Sequence[Row]) -> list[Judged]:
+    """Each variant of a group, the baseline first, by the rule above."""
+    baseline = trained(rows, PADDED)
+    sigma = sigma_of(baseline)
+    names = dict.fromkeys(row.case["variant"] for row in rows)
+    found = [_judge(name, trained(rows, name), baseline, sigma) for name in names]
+    return sorted(found, key=lambda each: each.variant != PADDED)
+
+
+def _judge(
+    name: str, runs: dict[int, Row], baseline: dict[int, Row], sigma: float | None
+) -> Judged:
+    wrong = any(row.status == "wrong" for row in runs.values())
+    if name == PADDED:
+        return Judged(name, runs, NOT_ROUNDING if wrong else "the baseline", 0.0, 0.0)
+    shared = [seed for seed in runs if seed in baseline]
+    if sigma is None or not shared:
+        return Judged(name, runs, NOT_ROUNDING if wrong else NO_VERDICT)
+    gaps = [
+        runs[seed].measures["final_loss"] - baseline[seed].measures["final_loss"] for seed in shared
+    ]
+    worst = max(gaps, key=lambda gap: math.inf if math.isnan(gap) else abs(gap))
+    sigmas = abs(worst) / sigma if sigma > 0 else (0.0 if worst == 0 else math.inf)
+    finite = all(math.isfinite(x) for row in runs.values() for x in row.measures["losses"])
+    # Comparisons with NaN are False: a NaN anywhere is beyond.
+    if not (abs(worst) <= BAND_SIGMAS * sigma and finite):
+        verdict = BEYOND
+    else:
+        verdict = NOT_ROUNDING if wrong else WITHIN
+    return Judged(name, runs, verdict, worst, sigmas)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def convergence_section(rows: Sequence[Row]) -> str:
+    """A table of each group."""
+    return "\n\n".join(_table(group) for group in groups_of(rows))
+
+
+def title_of(rows: Sequence[Row]) -> str:
+    """What a group trained, and where."""
+    case, where = rows[0].case, rows[0].environment
+    parameters = next((r.measures["parameters"] for r in rows if r.measures), 0)
+    return (
+        f"Llama of {parameters / 1e6:.1f}M parameters from scratch, {case['steps']} steps of up to "
+        f"{case['tokens']:,} tokens, {case['dtype']}, {case['mode']}; "
+        f"{where.get('gpu') or where.get('cpu')}, torch {where.get('torch')}, transformers "
+        f"{where.get('transformers')}"
+    )
+
+
+def _table(rows: Sequence[Row]) -> str:
+    found = judged(rows)
+    baseline = trained(rows, PADDED)
+    sigma = sigma_of(baseline)
+    pace = _median(baseline, "tokens_per_s")
+    lines = []
+    for each in found:
+        if not each.runs:
+            row = next(row for row in rows if row.case["variant"] == each.variant)
+            lines.append([f"`{each.variant}`", f"{row.status}: {row.reason}", *["–"] * 8])
+            continue
+        runs = list(each.runs.values())
+        attends = runs[0].measures.get("attends")
+        losses = [row.measures["final_loss"] for row in runs]
+        errors = [r.measures["gradient_error"] / r.measures["peer_gradient_error"] for r in runs]
+        speed = _median(each.runs, "tokens_per_s")
+        bad = each.verdict in (BEYOND, NOT_ROUNDING)
+        lines.append(
+            [
+                f"`{each.variant}`" + (f", {attends}" if attends else ""),
+                f"**{each.verdict}**" if bad else each.verdict,
+                str(len(runs)),
+                f"{statistics.fmean(losses):.4f}",
+                _number(each.worst, "+.4f") if each.variant != PADDED else "–",
+                _number(each.sigmas, ".2f") if each.variant != PADDED else "–",
+                f"{max(errors):.3g}",
+                f"{speed:,.0f}",
+                f"{speed / pace:.1f}×" if baseline else "–",
+                f"{_median(each.runs, 'peak_mib') / 1024:.1f}",
+            ]
+        )
+    header = ["run", "verdict", "seeds", "final loss", "worst difference", "in σ"]
+    header += ["first gradient's error / peer's", "tokens/s", "of padded", "peak GiB"]
+    positions = [_median(baseline, "positions") / _median(baseline, "tokens")] if baseline else []
+    pads = f" A padded batch has {positions[0]:.1f} positions a real token." if positions else ""
+    spread = "not known" if sigma is None else f"{sigma:.4f} over {len(baseline)} seeds"
+    return (
+        f"{title_of(rows)}{commit_of(rows[0].environment)}:\n\n{markdown(header, lines)}\n\n"
+        f"Final loss: the mean over the last {LAST_STEPS} steps; worst difference: from the padded "
+        f"run of the same seed. The rule: within {BAND_SIGMAS:g} σ on every seed, and no first "
+        f"gradient further off each document alone than thrice what that dtype costs. σ is the "
+        f"padded runs' standard deviation, {spread}. Tokens are the documents' own, medians over "
+        f"seeds.{pads}"
+    )
+
+
+def _median(runs: dict[int, Row], name: str) -> float:
+    values = [row.measures[name] for row in runs.values() if row.measures.get(name) is not None]
+    return statistics.median(values) if values else math.nan
+
+
+def _number(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else format(value, form)

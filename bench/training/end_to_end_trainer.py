@@ -1,0 +1,63 @@
+"""`Trainer` as `end_to_end.py` runs it: its clock, its first step, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback
+
+from flexvarlen.bench.model.step import synchronize
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """The end of each step, on an idle device; the peak of memory after the warm-up."""
+
+    def __init__(self, device: torch.device, warmup: int) -> None:
+        self.device, self.warmup = device, warmup
+        self.ends: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        synchronize(self.device)
+        self.ends.append(time.perf_counter())
+        if len(self.ends) == self.warmup and self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class CheckedTrainer(Trainer):  # type: ignore[misc]
+    """Takes the batches in order, and hands the first step over before it is taken."""
+
+    first_step: Callable[[float], None]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        if self.state.global_step == 0:
+            self.losses = [*getattr(self, "losses", []), loss.detach()]
+            if len(self.losses) == self.args.gradient_accumulation_steps:
+                self.first_step(float(torch.stack(self.losses).sum()))
+        return loss
+
+
+@contextmanager
+def accelerate_as_it_was() -> Iterator[None]:
+    """Compilation is a state of the process: the next Trainer must not inherit it."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO")]:
+            del os.environ[name]
+        torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            torch._dynamo.reset()

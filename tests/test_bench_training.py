@@ -1,0 +1,345 @@
+"""flexvarlen.bench.training, small on the CPU: verdicts that can fail; runs that go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import multiprocessing
+import os
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from flexvarlen.bench.report import FIGURES, report, section_of
+from flexvarlen.bench.training import convergence, end_to_end, scaling_ranks, texts, ulysses
+from flexvarlen.bench.training.convergence_figure import running_mean
+from flexvarlen.bench.training.convergence_tables import BEYOND, NO_VERDICT, WITHIN, judged
+from flexvarlen.bench.training.end_to_end_batches import padded_batches, split_evenly
+from flexvarlen.bench.training.resumable import ResumableRun
+from flexvarlen.bench.training.scaling_ranks_tables import efficiency_of
+from flexvarlen.bench.training.ulysses import Answer, Inputs
+from flexvarlen.drift.training.verdict import NOT_ROUNDING
+from flexvarlen.rows import Row, read_rows
+
+SMALL = "--device cpu --tokens 96 --dtype float32"
+MODEL = "--longest 48 --vocabulary 300 --hidden 32 --layers 1 --steps 4 --topics-alone"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_texts():
+    """Three topics: a BPE of them is trained in no time."""
+    some = texts.read_documents()
+    some = tuple(sorted(some, key=len)[:12])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "read_documents", lambda: some)
+        yield
+
+
+def train(out, *more):
+    arguments = f"{SMALL} {MODEL} --seeds 0 1 2".split()
+    return convergence.main([*arguments, *more, "--out", str(out)])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The file of rows, of the padded run, ours, and the packed row that is not patched."""
+    out = tmp_path_factory.mktemp("convergence") / "rows.jsonl"
+    train(out, "--variants", "padded", "sdpa", "unpatched", "flex")
+    return out
+
+
+def statuses(rows, key="variant"):
+    found = {}
+    for row in rows:
+        found.setdefault(row.case[key], set()).add(row.status)
+    return found
+
+
+# ---- convergence ----
+
+
+def test_a_packed_row_learns_what_the_padded_batch_learns(trained):
+    rows = read_rows([trained])
+    verdicts = {each.variant: each.verdict for each in judged(rows)}
+    assert verdicts["padded"] == "the baseline"
+    assert verdicts["sdpa"] == WITHIN
+    padded, ours = ([r for r in rows if r.case["variant"] == name] for name in ("padded", "sdpa"))
+    for one, other in zip(padded, ours, strict=True):
+        assert one.measures["labels"] == other.measures["labels"]
+        assert one.measures["losses"] == pytest.approx(other.measures["losses"], abs=2e-4)
+        assert one.measures["positions"] >= one.measures["tokens"]
+
+
+def test_a_packed_row_that_leaks_is_told(trained):
+    rows = read_rows([trained])
+    assert statuses(rows)["unpatched"] == {"wrong"}
+    (leaky,) = (each for each in judged(rows) if each.variant == "unpatched")
+    assert leaky.verdict in (NOT_ROUNDING, BEYOND)
+    assert "first gradient" in leaky.runs[0].reason
+    assert f"**{leaky.verdict}**" in section_of("convergence", rows)
+
+
+def test_what_cannot_train_here_says_why(trained):
+    rows = read_rows([trained])
+    assert statuses(rows)["flex"] == {"unsupported"}
+    assert "| `flex` | unsupported: " in section_of("convergence", rows)
+
+
+def test_a_second_call_trains_what_the_file_lacks(trained, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    lines = trained.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:1]))
+    rows = train(out, "--variants", "padded")
+    assert [row.case["seed"] for row in rows] == [1, 2]
+    again = [r for r in read_rows([trained]) if r.case["variant"] == "padded"]
+    assert [r.measures["losses"] for r in read_rows([out])] == [r.measures["losses"] for r in again]
+    assert train(out, "--variants", "padded", "sdpa", "--until", "0") == []
+
+
+def changed(rows, variant, change):
+    """Rows with other losses of a variant."""
+    found = []
+    for row in rows:
+        if row.case["variant"] == variant:
+            losses = change(row.measures["losses"])
+            final = convergence.final_loss(losses)
+            measures = row.measures | {"losses": losses, "final_loss": final}
+            row = dataclasses.replace(row, measures=measures)
+        found.append(row)
+    return found
+
+
+def verdict_of(rows, variant="sdpa"):
+    return next(each.verdict for each in judged(rows) if each.variant == variant)
+
+
+def test_losses_beyond_the_seeds(trained):
+    rows = read_rows([trained])
+    assert verdict_of(changed(rows, "sdpa", lambda x: [loss + 1 for loss in x])) == BEYOND
+    assert verdict_of(changed(rows, "sdpa", lambda x: [*x[:-1], math.nan])) == BEYOND
+    assert verdict_of(changed(rows, "sdpa", lambda x: [math.inf, *x[1:]])) == BEYOND
+
+
+def test_two_seeds_give_no_verdict(trained):
+    rows = [row for row in read_rows([trained]) if row.case["seed"] < 2]
+    assert verdict_of(rows) == NO_VERDICT
+    assert "σ is the padded runs' standard deviation, not known" in section_of("convergence", rows)
+
+
+def test_running_mean():
+    assert running_mean([4.0, 2.0, 0.0], 2) == [4.0, 3.0, 1.0]
+
+
+# ---- end to end ----
+
+TINY = "--geometry qwen3-tiny --longest 40 --warmup 1 --steps 2"
+
+
+def run_trainer(*more):
+    return end_to_end.main([*SMALL.split(), *TINY.split(), *more])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    out = tmp_path_factory.mktemp("trainer") / "rows.jsonl"
+    names = ["packed:auto", "packed:transformers:sdpa", "padded:transformers:sdpa"]
+    names += ["padded-sorted:transformers:sdpa", "packed:transformers:flash_attention_2"]
+    run_trainer("--modes", "eager", "--checkpointing", "--variants", *names, "--out", str(out))
+    return out
+
+
+def test_trainer_gives_each_variant_the_same_documents(measured):
+    rows = read_rows([measured])
+    done = [row for row in rows if row.status == "ok"]
+    assert len(done) == 4
+    losses = [row.measures["first_loss"] for row in done]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+    by_name = {row.case["variant"]: row.measures for row in done}
+    pads = by_name["padded:transformers:sdpa"]["positions"]
+    assert pads >= by_name["padded-sorted:transformers:sdpa"]["positions"] >= 96
+    assert by_name["packed:auto"]["positions"] == 96
+    table = section_of("end-to-end", rows)
+    assert "packed, `transformers flash_attention_2` | unsupported: " in table
+    assert "3×: " in table
+
+
+def test_trainer_goes_on(measured):
+    before = measured.read_text()
+    names = ["packed:auto", "padded:transformers:sdpa"]
+    rows = run_trainer(
+        "--modes", "eager", "--checkpointing", "--variants", *names, "--out", str(measured)
+    )
+    assert rows == []
+    assert measured.read_text() == before
+
+
+def test_trainer_compiled():
+    (row,) = run_trainer("--modes", "compiled", "--compiler", "eager", "--variants", "packed:auto")
+    assert (row.status, row.measures["graph_breaks"]) == ("ok", 0)
+    assert "ACCELERATE_DYNAMO_BACKEND" not in os.environ
+
+
+def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch):
+    flatten = end_to_end.Flatten.__call__
+
+    def without_positions(self, groups):
+        batch = flatten(self, groups)
+        del batch["position_ids"]
+        return batch
+
+    monkeypatch.setattr(end_to_end.Flatten, "__call__", without_positions)
+    (row,) = run_trainer("--modes", "eager", "--variants", "packed:transformers:sdpa")
+    assert row.status == "wrong"
+    assert "tokens_per_s" not in row.measures
+    assert "of the first" in row.reason
+
+
+def test_padded_batches_hold_each_document_once():
+    steps = [[[1] * n for n in lengths] for lengths in ((3, 9, 2, 4), (8, 1, 1, 7, 2))]
+    found = padded_batches(steps, 21)
+    assert {len(batches) for batches in found} == {2}
+    assert [[ids for batch in batches for ids in batch] for batches in found] == steps
+    assert [len(part) for part in split_evenly(steps[1], 3)] == [2, 1, 2]
+    assert len(padded_batches(steps, 1)[0]) == 4  # no fewer: one document a batch
+
+
+# ---- texts ----
+
+
+def test_rows_are_whole_documents_or_full():
+    documents = texts.document_ids(300, library=False, longest=20)
+    assert max(map(len, documents)) == 20
+    rows = texts.packed_rows(documents, 50)
+    assert all(sum(map(len, row)) <= 50 for row in rows)
+    assert all(ids in documents for row in rows for ids in row)
+    full = texts.full_rows(documents, 50, 40)
+    assert [sum(map(len, row)) for row in full] == [50] * 40
+    assert texts.crc_of(full) != texts.crc_of(texts.full_rows(documents, 50, 40, seed=1))
+
+
+def test_docstrings_of_a_module_and_what_is_in_it(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text('"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        "Three."\n')
+    assert list(texts._docstrings(file)) == ["One.", "Two.", "Three."]
+    file.write_text("def :")
+    assert list(texts._docstrings(file)) == []
+
+
+# ---- ranks ----
+
+
+WORLD = 2
+
+
+def two_runs(rank, ports, out):
+    """A rank of two runs, one after the other, on one file."""
+    arguments = "--device cpu --geometry qwen3-tiny --tokens 96 --rows 4 --warmup 1 --row 256"
+    sizes = "--mean 60 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1"
+    torch.set_num_threads(1)
+    for port in ports:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        rows = scaling_ranks.main([*arguments.split(), *sizes.split(), "--out", out])
+        assert len(rows) == (5 if port == ports[0] else 0)
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory):
+    """Rows of two ranks, whose second run had nothing to do."""
+    out = tmp_path_factory.mktemp("ranks") / "rows.jsonl"
+    sockets = [socket.socket() for _ in range(2)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    multiprocessing.set_forkserver_preload([__name__])  # imported once for both
+    torch.multiprocessing.start_processes(
+        two_runs, args=(ports, str(out)), nprocs=WORLD, start_method="forkserver"
+    )
+    return out
+
+
+def test_two_ranks(ranked):
+    assert len(ranked.read_text().splitlines()) == 5
+    rows = read_rows([ranked])
+    assert statuses(rows) == {"ddp": {"ok"}, "fsdp2": {"ok"}, "ulysses": {"ok"}}
+    ddp, sharded = (
+        [row.measures["first_loss"] for row in rows if row.case["variant"] == name]
+        for name in ("ddp", "fsdp2")
+    )
+    assert ddp == pytest.approx(sharded, rel=1e-5)
+    (found,) = (row.measures for row in rows if row.case["variant"] == "ulysses")
+    for name in ("out", "dq", "dk", "dv"):
+        assert found[f"error_{name}"] <= 2 * (found[f"single_error_{name}"] + 1e-7)
+    table = section_of("scaling-ranks", rows)
+    assert "| DDP | 2 | balanced |" in table
+    assert "| 4 / 2 | 2 |" in table
+
+
+def test_efficiency_is_against_one_gpu(ranked):
+    (row,) = (
+        row
+        for row in read_rows([ranked])
+        if (row.case["variant"], row.case.get("order")) == ("ddp", "balanced")
+    )
+    assert efficiency_of(row, [row]) is None
+    rate = row.measures["tokens_per_s_rank"]
+    one = Row("", row.case | {"ranks": 1}, "ok", None, {"tokens_per_s_rank": 2 * rate})
+    assert efficiency_of(row, [one, row]) == 0.5
+
+
+def test_ranks_that_answer_otherwise_are_wrong(monkeypatch):
+    monkeypatch.setattr(ulysses.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(ulysses.dist, "broadcast_object_list", lambda found, src: None)
+    lengths = (30, 34)
+    inputs = Inputs.random(lengths, (4, 2), 16, torch.float32, torch.device("cpu"), True)
+    layout = ulysses.fv.PackedLayout.from_lengths(lengths)
+    qkv = (inputs.q, inputs.k, inputs.v)
+
+    def attend(q, k, v):
+        return ulysses.fv.packed_attention(q, k, v, layout, backend="sdpa")
+
+    right = ulysses._answer(attend, qkv, inputs.cotangent)
+    assert ulysses._judged(inputs, Answer(right), Answer(right))[1] is None
+    for index, name in enumerate(("out", "dq", "dk", "dv")):
+        shifted = [x.roll(1, 0) if i == index else x for i, x in enumerate(right)]
+        _, reason = ulysses._judged(inputs, Answer(right), Answer(shifted))
+        assert f"relative error of {name} " in reason
+
+
+# ---- what they share ----
+
+
+def test_what_raises_is_a_row(tmp_path):
+    args = convergence.parse(["--device", "cpu", "--out", str(tmp_path / "rows.jsonl")])
+    run = ResumableRun("convergence", args)
+
+    def fails():
+        raise RuntimeError("no luck")
+
+    run.measure({"variant": "x"}, fails)
+    assert [(row.status, row.reason) for row in read_rows([args.out])] == [
+        ("failed", "RuntimeError: no luck")
+    ]
+    assert not ResumableRun("convergence", args).is_todo({"variant": "x"})
+    assert ResumableRun("other", args).is_todo({"variant": "x"})
+
+
+def test_a_report_of_all_three(trained, measured, ranked, tmp_path):
+    page = tmp_path / "page.md"
+    names = ("convergence", "end-to-end", "scaling-ranks")
+    page.write_text(
+        "".join(
+            f"<!-- bench:{name}{more} begin -->\n<!-- bench:{name}{more} end -->\n"
+            for name in names
+            for more in ("", "-figures")
+        )
+    )
+    report([trained, measured, ranked], pages=[page], figures=tmp_path / "figures")
+    assert set(FIGURES) == set(names)
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 3
+    assert page.read_text().count(".png)") == 3
