@@ -70,6 +70,10 @@ class Measured:
         row = self.rows.get((variant, pass_))
         return row is not None and row.status == "ok" and host_bound(row.measures)
 
+    def status(self, variant: str, pass_: str) -> str:
+        """That of the row, or "host-bound" where it has no time of kernels."""
+        return "host-bound" if self.host_bound(variant, pass_) else self.rows[variant, pass_].status
+
     def timed_alone(self, variants: Sequence[str], pass_: str) -> list[str]:
         """Those of the variants that were not interleaved with the others."""
         return [name for name in variants if self.value(name, pass_, "timed_alone")]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from flexvarlen.bench.attention import padding, sdpa_ways
+from flexvarlen.bench.attention import padding, padding_tables, sdpa_ways
 from flexvarlen.bench.attention.accuracy import Oracle
 from flexvarlen.bench.attention.engine import Inputs, findings_of_all
 from flexvarlen.bench.attention.padded_module import Module, packed_module, padded_module
@@ -15,6 +15,7 @@ from flexvarlen.bench.attention.padding import PADDED, SUITE, PaddingCase
 from flexvarlen.bench.attention.rectangle import Rectangle
 from flexvarlen.bench.attention.sdpa_ways import sdpa
 from flexvarlen.bench.mask_build.accuracy import Answer
+from flexvarlen.bench.series import measured_cases
 from flexvarlen.bench.suite import Options, suite_of
 from tests.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large
 
@@ -196,6 +197,11 @@ def test_a_run_has_a_row_of_every_variant_and_pass(tmp_path):
     assert "claimed" not in text  # these are not the claim's documents
     (figure,) = SUITE.figures(rows, tmp_path)
     assert min(sizes_of(figure)) > 300
+    for row in rows:
+        row.measures["host_bound"] = row.case["variant"] == "sdpa"
+    points = {p.variant: p for p in padding_tables._points(measured_cases(rows)[0], "forward")}
+    assert (points["sdpa"].y, points["sdpa"].status) == (None, "host-bound")
+    assert points["padded:masked"].y > 0
 
 
 @pytest.mark.parametrize("part", ["attention", "module"])

@@ -197,6 +197,11 @@ def test_the_studys_figure_marks_what_has_no_time(tmp_path):
     assert [p.x for p in points if p.variant == "raw:fa2"] == sorted(
         sum(case.op.lengths) for case in varlen_study.SUITE.cases(GPU) if len(case.op.lengths) > 1
     )
+    for row in rows:
+        row.measures["host_bound"] = row.case["variant"] == SDPA_VARLEN + SERIAL
+    points = varlen_study._points(varlen_study.sorted_cases(rows), "forward", one_by_one=True)
+    assert {(p.y, p.status) for p in points if p.variant == SDPA_VARLEN} == {(None, "host-bound")}
+    assert {p.status for p in points if p.variant == FA2} == {"ok"}
 
 
 # --- the overhead --------------------------------------------------------------------------------

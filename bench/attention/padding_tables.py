@@ -140,11 +140,14 @@ def gains_of(cases: Sequence[Measured]) -> str:
 def _points(each: Measured, pass_: str) -> list[Point]:
     points = []
     for variant in each.variants():
-        row = each.rows.get((variant, pass_))
-        if row is None:
+        if (variant, pass_) not in each.rows:
+            continue
+        status = each.status(variant, pass_)
+        if status != "ok":
+            points.append(Point(variant, 0, status=status))
             continue
         low, middle, high = (each.ms(variant, pass_, at) for at in ("p20", "p50", "p80"))
-        points.append(Point(variant, 0, middle, low, high, row.status))
+        points.append(Point(variant, 0, middle, low, high))
     return points
 
 

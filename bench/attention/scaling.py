@@ -230,13 +230,12 @@ def out_of_memory(cases: Sequence[Measured]) -> str:
 def _points(each: Measured, pass_: str, memory: bool) -> list[Point]:
     points = []
     for variant in each.variants():
-        row = each.rows.get((variant, pass_))
-        if row is None:
+        if (variant, pass_) not in each.rows:
             continue
         value = _kib_a_token if memory else _us_a_token
         x, y = each.case["tokens"], value(each, variant, pass_)
         if y is None:
-            points.append(Point(variant, x, status=row.status))
+            points.append(Point(variant, x, status=each.status(variant, pass_)))
             continue
         low, high = (
             (None, None)

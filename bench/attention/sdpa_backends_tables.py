@@ -95,11 +95,9 @@ def _largest(apart: Sequence[float]) -> str:
 
 
 def _point(each: Measured, variant: str, pass_: str) -> Point:
-    row, x = each.rows[variant, pass_], each.case["tokens"]
     middle, slow, fast = (each.tflops(variant, pass_, at) for at in ("p50", "p80", "p20"))
-    if middle is None:
-        return Point(variant, x, status="host-bound" if row.status == "ok" else row.status)
-    return Point(variant, x, middle, slow, fast)
+    status = each.status(variant, pass_)
+    return Point(variant, each.case["tokens"], middle, slow, fast, status)
 
 
 def _machine_figure(rows: Sequence[Row], folder: Path) -> Path:

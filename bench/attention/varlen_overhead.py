@@ -253,9 +253,7 @@ def _machine_figure(rows: Sequence[Row], folder: Path) -> Path:
 
 def _points(each: Measured, pass_: str) -> Iterator[Point]:
     for variant in each.variants():
-        row = each.rows.get((variant, pass_))
-        if row is None:
+        if (variant, pass_) not in each.rows:
             continue
         y, low, high = (each.tflops(variant, pass_, at) for at in ("p50", "p80", "p20"))
-        status = "host-bound" if row.status == "ok" and y is None else row.status
-        yield Point(variant, 0.0, y, low, high, status)
+        yield Point(variant, 0.0, y, low, high, each.status(variant, pass_))

@@ -175,10 +175,7 @@ def ms_of(each: Measured, variant: str, pass_: str, clock: str) -> float | None:
 
 
 def ratio_of(each: Measured, slow: str, fast: str, pass_: str, clock: str) -> float | None:
-    """How many times as long one takes as the other; None unless both were timed.
-
-    Of the device's time also where the device waited for the host.
-    """
+    """How many times as long one takes as the other; None unless both were timed."""
     if clock == "device":
         return each.ratio(slow, fast, pass_)
     both = ms_of(each, slow, pass_, clock), ms_of(each, fast, pass_, clock)
@@ -305,10 +302,14 @@ def _machine_figure(rows: Sequence[Row], folder: Path) -> Path:
 def _points(cases: Sequence[Measured], pass_: str, one_by_one: bool) -> list[Point]:
     points = []
     for each in cases:
-        for (variant, own), row in each.rows.items():
+        for variant, own in each.rows:
             if own != pass_ or variant.endswith(SERIAL) != one_by_one:
                 continue
             x, name = sum(each.case["lengths"]), variant.removesuffix(SERIAL)
+            status = each.status(variant, pass_)
+            if status != "ok":
+                points.append(Point(name, x, status=status))
+                continue
             y, low, high = (each.ms(variant, pass_, at) for at in ("p50", "p20", "p80"))
-            points.append(Point(name, x, y, low, high, row.status))
+            points.append(Point(name, x, y, low, high))
     return points
