@@ -15,7 +15,7 @@ from flexvarlen.bench.attention.host_time import host_time_section
 from flexvarlen.bench.claims_tables import CLAIM_SUITES, claims_section
 from flexvarlen.bench.contract.capabilities import capabilities_section
 from flexvarlen.bench.contract.families_tables import families_section
-from flexvarlen.bench.contract.leaks_tables import leaks_table
+from flexvarlen.bench.contract.leaks_tables import leaks_section
 from flexvarlen.bench.model.compile_tables import compile_section, small_inference_section
 from flexvarlen.bench.model.packings_tables import model_groups as model_groups
 from flexvarlen.bench.model.packings_tables import model_section as model_section
@@ -30,7 +30,7 @@ from flexvarlen.bench.training.scaling_ranks_tables import (
 from flexvarlen.rows import Row, read_rows
 
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
-    "leaks": leaks_table,
+    "leaks": leaks_section,
     "capabilities": capabilities_section,
     "compile": compile_section,
     "small-inference": small_inference_section,

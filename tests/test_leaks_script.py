@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flexvarlen.bench import report
@@ -59,12 +61,21 @@ def test_a_missing_kernel_has_its_row_and_reason(rows):
 
 
 def test_the_table_has_every_form_and_marks_leaks(rows):
-    table = report.leaks_table(rows)
+    table = report.leaks_section(rows)
     for form in FORMS:
         assert f"| {form.name} |" in table
     (line,) = [line for line in table.splitlines() if line.startswith("| 2D mask of document ids")]
     assert line.count("**") == 4  # eager and sdpa
     assert "not run here (1)" in table
+
+
+def test_machines_have_tables_of_their_own(rows):
+    there = [replace(row, environment=row.environment | {"gpu": "NVIDIA H200"}) for row in rows]
+    text = report.leaks_section([*rows, *there])
+    assert text.count("Largest error of packed logits") == 2
+    assert "not run here (1), " not in text
+    alone = [report.leaks_section(of_one) for of_one in (rows, there)]
+    assert text == "\n\n".join(alone)
 
 
 def test_forms_cover_all_tokens():

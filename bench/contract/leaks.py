@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 import flexvarlen as fv
 from flexvarlen.bench.contract.batch_forms import FORMS, LENGTHS, Form, documents_of
-from flexvarlen.bench.contract.leaks_tables import leaks_table
+from flexvarlen.bench.contract.leaks_tables import leaks_section
 from flexvarlen.measure import environment
 from flexvarlen.rows import Row, append_row, one_line
 
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     if args.out is not None:
         for row in rows:
             append_row(args.out, row)
-    sys.stdout.write(leaks_table(rows) + "\n")
+    sys.stdout.write(leaks_section(rows) + "\n")
     return rows
 
 

@@ -9,7 +9,23 @@ from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of
 
 
-def leaks_table(rows: Sequence[Row]) -> str:
+def leaks_section(rows: Sequence[Row]) -> str:
+    """A table for each machine and dtype."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((_machine_of(row), row.case["dtype"]), []).append(row)
+    return "\n\n".join(map(_leaks_table, groups.values()))
+
+
+def _machine_of(row: Row) -> str:
+    where = row.environment
+    return (
+        f"{where.get('gpu') or 'CPU'}, torch {where.get('torch')}, "
+        f"transformers {where.get('transformers')}{commit_of(where)}"
+    )
+
+
+def _leaks_table(rows: Sequence[Row]) -> str:
     """Forms down, implementations across: the largest error of any model, bold where it leaks."""
     columns = list(dict.fromkeys(row.case["implementation"] for row in rows))
     forms = list(dict.fromkeys(row.case["form"] for row in rows))
@@ -19,14 +35,12 @@ def leaks_table(rows: Sequence[Row]) -> str:
     notes: dict[str, int] = {}
     header = ["packed batch", *(_shown_implementation(name) for name in columns)]
     lines = [[form, *(_leak_cell(cells[form, name], notes) for name in columns)] for form in forms]
-    first = rows[0]
-    where, models = first.environment, list(dict.fromkeys(row.case["model"] for row in rows))
+    models = list(dict.fromkeys(row.case["model"] for row in rows))
     text = (
         f"Largest error of packed logits against each document alone in fp64, over tiny random "
         f"{' and '.join(models)} models (logits up to {_largest_logit(rows):.0f}); "
-        f"{first.case['dtype']}, {where.get('gpu') or 'CPU'}, torch {where.get('torch')}, "
-        f"transformers {where.get('transformers')}{commit_of(where)}. Bold: documents leak, or the "
-        "numbers are false."
+        f"{rows[0].case['dtype']}, {_machine_of(rows[0])}. Bold: documents leak, or the numbers "
+        "are false."
         "\n\n"
         f"{markdown(header, lines)}"
     )
