@@ -22,8 +22,8 @@ def test_numbers_by_hand():
     assert got.relative == pytest.approx(
         math.sqrt((1 + 2**-12) / (1 + (2 + 2**-6) ** 2 + 9)), rel=1e-12
     )
-    assert got.max_ulps == 64.0  # numbers between 2 and 4 are 2**-6 apart
-    assert got.mean_ulps == 65 / 4
+    assert got.max_ulps == 32.0  # numbers between 4 and 8 are 2**-5 apart
+    assert got.mean_ulps == 33 / 4
     assert got.equal == 0.5  # -0 is 0
     assert not got.is_zero
 
@@ -43,6 +43,14 @@ def test_ulps_of_zero_and_of_subnormals_are_finite():
     x = torch.tensor([0.0, smallest])
     assert ulp(x, torch.float32).tolist() == [smallest, smallest]
     assert Difference.between(torch.tensor([smallest]), torch.tensor([0.0])).max_ulps == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_ulps_are_bounded_where_the_truth_is_next_to_zero(dtype):
+    truth = torch.tensor([0.0, torch.finfo(dtype).tiny, -1.0, 1.999], dtype=dtype)
+    for found in (torch.full_like(truth, 0.1), torch.ones_like(truth)):
+        got = Difference.between(found, truth)
+        assert 1 < got.mean_ulps < got.max_ulps <= 4 / torch.finfo(dtype).eps
 
 
 def test_nan_is_seen_unless_both_have_it():

@@ -109,15 +109,18 @@ def test_document_has_the_same_bits_in_any_batch(kernel, mask, heads, head_dim):
                     assert torch.equal(x, z), f"{what} of {length} tokens, run to run, {which}"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", kernels("sdpa", "flex"))
 @pytest.mark.parametrize("mask", MASKS)
-def test_document_has_the_same_outputs_in_any_batch(kernel, mask):
+def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
     """What promises no gradients on every device: `sdpa` has them on the CPU."""
     name, device, dtype = kernel
+    if device == "cpu" and head_dim != 64:
+        pytest.skip("one size is enough there")
     options = {"batch_invariant": True, **MASKS[mask]}
-    heads, head_dim = ((4, 2), 16) if device == "cpu" else ((32, 8), 128)
+    heads, head_dim = ((4, 2), 16) if device == "cpu" else ((32, 8), head_dim)
     grads = (name, device) == ("sdpa", "cpu")
-    for length in (1, 77, 150) if device == "cpu" else (1, 77, 320, 1000):
+    for length in (1, 77, 150) if device == "cpu" else (1, 77, 320, 1000, 1633):
         expected = None
         for which, row in ROWS.items():
             if device == "cpu" and which not in CPU_TOKENS:

@@ -21,7 +21,9 @@ class Difference:
         max_abs, mean_abs: of the absolute differences. NaN where a NaN stands in one tensor alone.
         relative: Frobenius norm of the difference over that of the truth; 0 if both are 0.
         max_ulps, mean_ulps: differences in units in the last place: the distance to the next
-            number of the first tensor's dtype, at the truth's size.
+            number of the first tensor's dtype, at the size of the larger of the two. At most
+            4 / eps, which only numbers of opposite sign reach: where the truth is next to 0, its
+            own units would be as small as the dtype's smallest number.
         equal: share of elements that are equal; bit for bit where the dtypes are the same, but
             that -0 equals 0. A NaN equals a NaN.
         elements: how many.
@@ -118,7 +120,7 @@ def _sums(found: Tensor, truth: Tensor) -> Tensor:
     equal = _equal(found, truth)
     a, b = found.double(), truth.double()
     error = torch.where(equal, 0.0, (a - b).abs())
-    ulps = error / ulp(truth, found.dtype)
+    ulps = error / ulp(torch.maximum(a.abs(), b.abs()), found.dtype)
     parts = [
         error.max() if error.numel() else error.sum(),
         error.sum(),
