@@ -1,4 +1,4 @@
-"""The commands `flexvarlen drift op`, `drift model`, `drift train`. Heavy imports happen inside."""
+"""The commands `flexvarlen drift op`, `model`, `train`, `report`. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flexvarlen.cli_console import (
     RowTokens,
     Text,
     Train,
+    console,
     sentences,
 )
 
@@ -234,3 +235,25 @@ def train_command(
         )
         whole = run_to_end(run)
     finish(place, whole=whole)
+
+
+@drift.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders with rows.jsonl, as runs left them.")
+    ],
+    out: Out = Path("drift"),
+) -> None:
+    """Write report and rows anew, of several runs together; nothing is measured.
+
+    Of rows of one suite, case and GPU the last is taken.
+    """
+    with sentences():
+        from flexvarlen.drift.report.files import DriftReport
+
+        made = DriftReport.read(*folders)
+        paths = made.save(out)
+    for said in made.sentences():
+        console.print(f"- {said}", markup=False, highlight=False)
+    for path in paths:
+        console.print(f"wrote {path}", highlight=False)

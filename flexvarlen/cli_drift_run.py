@@ -75,7 +75,7 @@ class Place:
         limits = parse_thresholds(fail_above or [], _MEASURES[suite])
         where = device_of(device)
         each = tuple(dtype_of(name, where) for name in (split_names(dtypes) if dtypes else [None]))
-        journal = Journal(out, resume=resume)
+        journal = Journal(out, where, resume=resume)
         return cls(where, each, out, journal, tuple(limits), commit, suite)
 
 

@@ -13,16 +13,27 @@ from functools import cache
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from flexvarlen.cli import app
 from flexvarlen.drift.grid import Grid
 from flexvarlen.drift.report import page
 from flexvarlen.drift.report.figures import pictures
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.drift.report.journal import Journal
 from flexvarlen.drift.report.verdicts import plain_sentences
-from flexvarlen.rows import Row, append_row
+from flexvarlen.measure import environment
+from flexvarlen.rows import Row, append_row, append_rows
 from tests.drift_rows import every_row, model_rows, op_row, share_row, training_rows
+
+CPU = torch.device("cpu")
+
+
+def here(row):
+    """As measured on this machine."""
+    return replace(row, environment=environment(CPU))
 
 
 def report():
@@ -305,12 +316,12 @@ def test_save_writes_rows_that_read_back(monkeypatch, tmp_path):
 
 
 def test_rerun_appends_twice(tmp_path):
-    one, other = op_row("fa2", "place", out=0.0), op_row("fa3", "place", out=0.0)
-    first = Journal(tmp_path, resume=False)
+    one, other = here(op_row("fa2", "place", out=0.0)), here(op_row("fa3", "place", out=0.0))
+    first = Journal(tmp_path, CPU, resume=False)
     assert first.note is None
     first.append(replace(one, case=one.case | {"name": "of the first run alone"}))
     first.append(one)
-    again = Journal(tmp_path, resume=False)
+    again = Journal(tmp_path, CPU, resume=False)
     assert "replaced" in again.note
     assert len(DriftReport.read(tmp_path).rows) == 2  # kept until there is a new one
     assert again.report().rows == ()
@@ -318,16 +329,45 @@ def test_rerun_appends_twice(tmp_path):
     again.append(other)
     again.append(one)
     assert again.report().rows == (other, one)
-    resumed = Journal(tmp_path, resume=True)
+    resumed = Journal(tmp_path, CPU, resume=True)
     assert resumed.note.startswith("2 rows of an earlier run are kept")
     assert resumed.has("drift-op", backend="fa2", comparison="place")
     assert not resumed.has("drift-op", backend="fa2", comparison="exact")
-    newer = op_row("fa2", "place", out=1.0)
+    newer = here(op_row("fa2", "place", out=1.0))
     resumed.append(newer)
     assert resumed.report().rows == (other, newer)
+
+
+@pytest.mark.parametrize("key", ["gpu", "torch"])
+def test_rows_of_another_machine_are_kept_and_count_as_none(tmp_path, key):
+    there = here(op_row("fa2", "place", out=0.0))
+    append_row(tmp_path / "rows.jsonl", replace(there, environment=there.environment | {key: "x"}))
+    resumed = Journal(tmp_path, CPU, resume=True)
+    assert "1 rows of an earlier run are kept" in resumed.note
+    assert not resumed.every("drift-op")
+    assert len(resumed.report().rows) == 1
+    append_row(tmp_path / "rows.jsonl", there)
+    assert Journal(tmp_path, CPU, resume=True).has("drift-op", backend="fa2")
+
+
+def test_one_report_of_several_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "pictures", lambda _: drawn())
+    rows = every_row()
+    for name, own in (("a", rows[::2]), ("b", rows[1::2])):
+        (tmp_path / name).mkdir()
+        append_rows(tmp_path / name / "rows.jsonl", own)
+    folders = [str(tmp_path / name) for name in "ab"]
+    done = CliRunner().invoke(app, ["drift", "report", *folders, "--out", str(tmp_path / "all")])
+    assert done.exit_code == 0, done.output
+    found = DriftReport.read(tmp_path / "all")
+    assert {str(row) for row in found.rows} == {str(row) for row in rows}
+    assert (tmp_path / "all" / "report.md").read_text() == found.markdown()
+    missing = CliRunner().invoke(app, ["drift", "report", str(tmp_path / "none")])
+    assert missing.exit_code != 0
+    assert "folder must hold rows.jsonl" in " ".join(missing.output.split())
 
 
 def test_journal_in_a_files_place(tmp_path):
     append_row(tmp_path / "x", op_row("fa2", "place"))
     with pytest.raises(ValueError, match="out must be a folder"):
-        Journal(tmp_path / "x", resume=False)
+        Journal(tmp_path / "x", CPU, resume=False)

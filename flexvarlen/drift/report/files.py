@@ -41,9 +41,20 @@ class DriftReport:
     rows: tuple[Row, ...]
 
     @classmethod
-    def read(cls, folder: str | Path) -> DriftReport:
-        """From the rows that `save` or a run left in a folder."""
-        return cls(tuple(read_rows([Path(folder) / ROWS])))
+    def read(cls, *folders: str | Path) -> DriftReport:
+        """From the rows that `save` or a run left in one or more folders.
+
+        Raises:
+            ValueError: a folder has none.
+        """
+        paths = [Path(folder) / ROWS for folder in folders]
+        for path in paths:
+            if not path.is_file():
+                raise ValueError(
+                    f"folder must hold {ROWS}, got {str(path.parent)!r}; name one that flexvarlen "
+                    "drift wrote to."
+                )
+        return cls(tuple(read_rows(paths)))
 
     @property
     def passed(self) -> bool:

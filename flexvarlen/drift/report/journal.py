@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexvarlen.drift.report.files import ROWS, DriftReport
+from flexvarlen.measure import environment
 from flexvarlen.rows import Row, append_row, read_rows
 
 _TRY_AGAIN = ("failed", "oom")
@@ -18,11 +21,13 @@ class Journal:
         note: what became of rows that were there, as a sentence; None if there were none.
     """
 
-    def __init__(self, folder: Path, *, resume: bool) -> None:
+    def __init__(self, folder: Path, device: torch.device, *, resume: bool) -> None:
         """Open it; nothing is written before the first row.
 
         Args:
             folder: made when the first row comes.
+            device: that measures; rows of another kind of device, or of another torch, are kept
+                and measured again here.
             resume: keep the rows that are there; else they are replaced with the first row.
 
         Raises:
@@ -32,12 +37,14 @@ class Journal:
             raise ValueError(f"out must be a folder, got the file {str(folder)!r}; name another.")
         self._path = folder / ROWS
         there = self._path.exists()
-        self._old = read_rows([self._path]) if there and resume else []
+        kept = read_rows([self._path]) if there and resume else []
+        here = _machine_of(environment(device))
+        self._old = [row for row in kept if _machine_of(row.environment) == here]
         self._replace = there and not resume
         self.note: str | None = None
         if there:
             self.note = (
-                f"{len(self._old)} rows of an earlier run are kept; what is complete is not run."
+                f"{len(kept)} rows of an earlier run are kept; what is complete is not run."
                 if resume
                 else "rows of an earlier run are replaced; --resume would keep them."
             )
@@ -50,7 +57,7 @@ class Journal:
         append_row(self._path, row)
 
     def every(self, suite: str, **case: Any) -> list[Row]:
-        """Of an earlier run, those whose case has these entries."""
+        """Of an earlier run on such a machine, those whose case has these entries."""
         return [
             row
             for row in self._old
@@ -69,3 +76,8 @@ class Journal:
         """All rows of the file; of equal suite, case and GPU the last."""
         kept = self._path.exists() and not self._replace
         return DriftReport(tuple(read_rows([self._path]) if kept else ()))
+
+
+def _machine_of(found: dict[str, Any]) -> tuple[Any, ...]:
+    """What numbers of one case may depend on, beside the code."""
+    return tuple(found.get(name) for name in ("device", "gpu", "torch"))
