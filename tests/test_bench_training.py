@@ -128,6 +128,13 @@ def test_two_seeds_give_no_verdict(trained):
     assert "σ is the padded runs' standard deviation, not known" in section_of("convergence", rows)
 
 
+def test_a_seed_that_did_not_end_is_told(trained):
+    rows = read_rows([trained])
+    lost = next(i for i, row in enumerate(rows) if row.case["variant"] == "sdpa")
+    rows[lost] = dataclasses.replace(rows[lost], status="failed", reason="no luck", measures={})
+    assert f"| {WITHIN} | 2 of 3 |" in section_of("convergence", rows)
+
+
 def test_running_mean():
     assert running_mean([4.0, 2.0, 0.0], 2) == [4.0, 3.0, 1.0]
 
@@ -178,7 +185,31 @@ def test_trainer_goes_on(measured):
 def test_trainer_compiled():
     (row,) = run_trainer("--modes", "compiled", "--compiler", "eager", "--variants", "packed:auto")
     assert (row.status, row.measures["graph_breaks"]) == ("ok", 0)
+    assert row.measures["steps_compiling"] == 0
     assert "ACCELERATE_DYNAMO_BACKEND" not in os.environ
+
+
+def test_steps_that_compile_are_not_timed():
+    clock = end_to_end.Clock(torch.device("cpu"), 2)
+    clock.ends = [(60.0, 1), (61.0, 1), (62.0, 1), (92.0, 3), (94.0, 3)]
+    assert clock.steady() == ({2: 1.0, 4: 2.0}, 1)
+    clock.ends = [(60.0, 1), (61.0, 1), (92.0, 2)]
+    assert clock.steady() == ({2: 31.0}, 1)  # there is no other
+
+
+def test_trainer_of_new_lengths_tells_what_compiled():
+    compiled = ["--modes", "compiled", "--compiler", "eager"]
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # a graph for each length
+        (row,) = run_trainer(*compiled, "--variants", "padded:transformers:sdpa")
+    assert row.status == "ok"
+    assert 0 < row.measures["steps_compiling"] <= 2
+    assert f"| {row.measures['steps_compiling']} of 2 |" in section_of("end-to-end", [row])
+
+
+def test_trainer_without_a_warm_up(capsys):
+    with pytest.raises(SystemExit):
+        run_trainer("--warmup", "0")
+    assert "must be at least 1, got 0 and 2" in capsys.readouterr().err
 
 
 def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch):
@@ -278,6 +309,15 @@ def test_two_ranks(ranked):
     table = section_of("scaling-ranks", rows)
     assert "| DDP | 2 | balanced |" in table
     assert "| 4 / 2 | 2 |" in table
+
+
+def test_a_loss_that_is_not_finite_on_another_rank(monkeypatch):
+    """No rank may leave alone: the others would wait for it in what follows."""
+    monkeypatch.delenv("RANK", raising=False)  # no launcher
+    monkeypatch.setattr(scaling_ranks.Run, "largest", lambda self, value: max(value, 1.0))
+    arguments = "--device cpu --geometry qwen3-tiny --tokens 96 --rows 2 --warmup 1 --what ddp"
+    (row,) = scaling_ranks.main(arguments.split())
+    assert (row.status, row.reason) == ("wrong", "a loss is not finite")
 
 
 def test_efficiency_is_against_one_gpu(ranked):

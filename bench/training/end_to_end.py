@@ -12,7 +12,8 @@ variant gets the same documents in the same steps, of which the pads are not cou
     padded-sorted:…           the same, a step's documents sorted by length first: the fewest pads
                               that `train_sampling_strategy="group_by_length"` can reach
 
-Each is one run of `Trainer` on a fresh model of the same seed, eager and with `torch_compile`.
+Each is one run of `Trainer` on a fresh model of the same seed, eager and with `torch_compile`; a
+step in which a graph was compiled is not counted (`Clock.steady`).
 First, loss and gradients of the first step are held against each document alone, one precision
 above: within 2 and 3 times what each document alone errs in the model's dtype (and its rounding).
 A variant that is not, is "wrong" and not timed. Show the process one GPU:
@@ -28,7 +29,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -100,6 +100,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.variants = args.variants or list(CUDA_VARIANTS if on_cuda else CPU_VARIANTS)
     args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
     args.layers = args.layers or GEOMETRIES[args.geometry](None).num_hidden_layers
+    if args.warmup < 1 or args.steps < 1:
+        parser.error(f"warmup and steps must be at least 1, got {args.warmup} and {args.steps}")
     if args.checkpointing is None:
         args.checkpointing = training_bytes(args.geometry, args.tokens) > BUDGET_BYTES
     for name in args.variants:
@@ -186,17 +188,17 @@ class Run(ResumableRun):
                 trainer.train()
             except WrongError as error:
                 return "wrong", str(error), found
-        timed = [b - a for a, b in pairwise(clock.ends[args.warmup - 1 :])]
-        lengths = [len(ids) for documents in self.steps[args.warmup :] for ids in documents]
+        timed, compiling = clock.steady()
+        lengths = [len(ids) for step in timed for ids in self.steps[step]]
         head = model.get_output_embeddings().weight.numel()
-        tflop = step_tflop(model.base_model, lengths, head=head) / args.steps
+        tflop = step_tflop(model.base_model, lengths, head=head) / len(timed)
         peak = peak_tflops(self.environment["gpu"], args.dtype)
-        mean_ms = statistics.fmean(timed) * 1e3
-        timing = summarize([s * 1e3 for s in timed])
+        mean_ms = statistics.fmean(timed.values()) * 1e3
+        timing = summarize([s * 1e3 for s in timed.values()])
         shapes = [
             len(batch) * max(map(len, batch)) if batching != "packed" else args.tokens
-            for step in batches[args.warmup :]
-            for batch in step
+            for step in timed
+            for batch in batches[step]
         ]
         on_cuda = self.device.type == "cuda"
         return (
@@ -208,15 +210,16 @@ class Run(ResumableRun):
                 "ms_p20": timing.ms_p20,
                 "ms_p50": timing.ms_p50,
                 "ms_p80": timing.ms_p80,
-                "tokens_per_s": args.tokens * args.steps / sum(timed),
+                "tokens_per_s": args.tokens * len(timed) / sum(timed.values()),
+                "steps_compiling": compiling,
                 "mfu": utilisation(tflop, mean_ms, peak),
                 "model_tflop": tflop,
                 "peak_tflops": peak,
                 "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_cuda else None,
                 "peak_meaning": memory_meaning(self.device),
-                "documents": len(lengths) / args.steps,
+                "documents": len(lengths) / len(timed),
                 "batches": len(batches[0]),
-                "positions": sum(shapes) / args.steps,
+                "positions": sum(shapes) / len(timed),
                 "graph_breaks": stats.graph_breaks,
                 "recompilations": stats.recompilations,
                 "compile_s": stats.compile_s,

@@ -63,14 +63,14 @@ def speed_of(rows: Sequence[Row], variant: str) -> float | None:
 def _table(rows: Sequence[Row]) -> str:
     ours = speed_of(rows, OURS)
     header = ["batch, attention", "tokens/s", "ms a step", "MFU", "peak GiB", "positions a token"]
-    header += ["batches a step", "graph breaks", "ours is", "target"]
+    header += ["batches a step", "graph breaks", "steps that compiled", "ours is", "target"]
     lines = []
     for row in sorted(rows, key=lambda row: -row.measures.get("tokens_per_s", 0.0)):
         name, m = row.case["variant"], row.measures
         batching, attention = split_variant(name)
         shown = f"{batching}, `{attention.replace('transformers:', 'transformers ')}`"
         if row.status != "ok":
-            lines.append([shown, f"{row.status}: {row.reason}", *["–"] * 8])
+            lines.append([shown, f"{row.status}: {row.reason}", *["–"] * 9])
             continue
         target = TARGETS.get(name)
         ratio = None if ours is None or name == OURS else ours / m["tokens_per_s"]
@@ -84,6 +84,7 @@ def _table(rows: Sequence[Row]) -> str:
                 f"{m['positions'] / row.case['tokens']:.2f}",
                 str(m["batches"]),
                 str(m["graph_breaks"]) if row.case["mode"] == "compiled" else "–",
+                f"{m['steps_compiling']} of {row.case['steps']}" if m["steps_compiling"] else "0",
                 "–" if ratio is None else f"{ratio:.2f}×",
                 "–" if ratio is None or target is None else _judged(ratio, target),
             ]
@@ -97,7 +98,9 @@ def _table(rows: Sequence[Row]) -> str:
     checked = f" The first step's largest relative errors: {', '.join(errors)}." if errors else ""
     return (
         f"{title_of(rows)}{commit_of(rows[0].environment)}:\n\n{markdown(header, lines)}\n\n"
-        f"Tokens are the documents' own: pads are not counted.{checked}"
+        "Tokens are the documents' own: pads are not counted. Timed steps that compiled a graph "
+        "are left out, unless all did. MFU: 6 operations a token for each parameter of a matrix "
+        f"product and attention's unmasked pairs, no recomputation, over the GPU's peak.{checked}"
     )
 
 

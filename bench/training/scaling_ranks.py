@@ -218,7 +218,8 @@ class Run(ResumableRun):
         by_step = costs[np.array(steps)]
         rate = args.tokens * len(self.texts) / seconds
         found: list[float] = torch.stack(losses).double().tolist()
-        if not np.isfinite(found).all():
+        peak = self.largest(peak)  # of all ranks, as what follows: one alone must not return
+        if self.largest(float(not np.isfinite(found).all())):
             return "wrong", "a loss is not finite", {}
         return (
             "ok",
@@ -232,7 +233,7 @@ class Run(ResumableRun):
                 "imbalance": float(by_step.max(1).sum() / by_step.mean(1).sum()),
                 "first_loss": found[0],
                 "last_loss": found[-1],
-                "peak_mib": self.largest(peak) if on_cuda else None,
+                "peak_mib": peak if on_cuda else None,
                 "peak_meaning": memory_meaning(self.device),
             },
         )
