@@ -12,6 +12,7 @@
 | `claims.py`, `claims_tables.py` | what public sources claim beside what was measured |
 | `clock_check.py`, `device_trace.py` | the clock held against a profiler's trace |
 | `report.py`, `diff.py` | rows to tables and figures; two files of rows compared |
+| `drift_tables.py` | the rows of `flexvarlen drift`, for the docs |
 | `series.py`, `series_figure.py` | rows as lines of a plot |
 | `bench_run.py` | what the modules with a main of their own share |
 | `results/` | committed rows and figures |

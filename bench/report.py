@@ -16,6 +16,7 @@ from flexvarlen.bench.claims_tables import CLAIM_SUITES, claims_section
 from flexvarlen.bench.contract.capabilities import capabilities_section
 from flexvarlen.bench.contract.families_tables import families_section
 from flexvarlen.bench.contract.leaks_tables import leaks_section
+from flexvarlen.bench.drift_tables import drift_section
 from flexvarlen.bench.model.compile_tables import compile_section, small_inference_section
 from flexvarlen.bench.model.packings_tables import model_groups as model_groups
 from flexvarlen.bench.model.packings_tables import model_section as model_section
@@ -36,6 +37,9 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "small-inference": small_inference_section,
     "host-time": host_time_section,
     "families": families_section,
+    "drift-op": drift_section,
+    "drift-model": drift_section,
+    "drift-attribution": drift_section,
     "convergence": convergence_section,
     "end-to-end": end_to_end_section,
     "scaling-ranks": scaling_ranks_section,

@@ -1,7 +1,7 @@
 """Linear layers, norms and embeddings in pieces of one shape: batch invariant, backward included.
 
 A matrix product's kernel, and so its bits, depends on its shape. Here each document is cut into
-pieces of 128 tokens from its own start, the last filled up with zeros, and the module is called on
+pieces of equal tokens from its own start, the last filled up with zeros, and the module is called on
 one piece at a time: whatever else is in the row, a document meets the same kernels with the same
 numbers. The parameters' gradients are summed over pieces in order, in at least fp32; a document
 without a cotangent adds exact zeros.
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PIECE_TOKENS = 128  # enough for a matrix product to be worth its launch, and a kernel's own tile
+GPU_PIECE_TOKENS = 512  # each piece's backward sums gradients of all parameters in fp32
 
 
 @dataclass(frozen=True)
