@@ -1,8 +1,8 @@
 """Linear layers, norms and embeddings in pieces of one shape: batch invariant, backward included.
 
 A matrix product's kernel, and so its bits, depends on its shape. Here each document is cut into
-pieces of equal tokens from its own start, the last filled up with zeros, and the module is called on
-one piece at a time: whatever else is in the row, a document meets the same kernels with the same
+equal pieces from its own start, the last filled up with zeros, and the module is called on one
+piece at a time: whatever else is in the row, a document meets the same kernels with the same
 numbers. The parameters' gradients are summed over pieces in order, in at least fp32; a document
 without a cotangent adds exact zeros.
 
