@@ -119,20 +119,20 @@ class FlexBackend:
         q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
         with_lse = options.return_lse or options.sinks_H is not None
         same_bits = options.deterministic or options.batch_invariant
-        tiles = self._forward_tiles(q, mask, options)
+        chosen = (self.kernel, self._forward_tiles(q, mask, options), options.batch_invariant)
         if torch.compiler.is_compiling():
             if same_bits and q.device.type == "cuda":
                 _require_fixed_choices()
-            out, lse = _flex(
-                q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel, tiles
-            )
+            out, lse = _flex(q, k, v, block_mask, options.scale, options.softcap, with_lse, *chosen)
         else:
+            if options.batch_invariant and q.device.type == "cuda":
+                for x in (q, k, v):
+                    torch._dynamo.maybe_mark_dynamic(x, 2)  # one kernel for rows of any length
             own_T = (q.shape[2], k.shape[2]) if q.device.type == "cpu" else None
             heads = (q.shape[1], k.shape[1], q.shape[3])
             kind = (
                 q.device.type,
                 q.device.index,
-                self.kernel,
                 q.dtype,
                 *heads,
                 mask.spec.ends_at_query,
@@ -140,14 +140,14 @@ class FlexBackend:
                 options.softcap,
                 options.scale,
                 with_lse,
-                tiles,
+                *chosen,
                 own_T,
                 torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
             )
             out, lse = _call_compiled(
                 kind,
                 same_bits,
-                (q, k, v, block_mask, options.scale, options.softcap, with_lse, self.kernel, tiles),
+                (q, k, v, block_mask, options.scale, options.softcap, with_lse, *chosen),
             )
         out_THD = out[0].transpose(0, 1)
         lse_HT = None if lse is None else lse[0]
@@ -193,12 +193,17 @@ def _flex(
     with_lse: bool,
     kernel: str,
     tiles: bool,
+    whole_blocks: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
-    # sizes only.
-    kernel_options: Any = {"BACKEND": kernel} if q.device.type == "cuda" else None
-    if tiles:
-        kernel_options |= FORWARD_TILES
+    kernel_options: Any = None
+    if q.device.type == "cuda":
+        # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
+        # sizes only.
+        kernel_options = {"BACKEND": kernel}
+        if tiles:
+            kernel_options |= FORWARD_TILES
+        if whole_blocks:
+            kernel_options |= WHOLE_BLOCKS
     result = flex_attention(
         q,
         k,
@@ -256,6 +261,13 @@ FORWARD_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
 
 Less of a tile lies outside the documents, and at head_dim 64 torch's own leave little room in the
 registers. `flexvarlen bench kernels` times them: flex has these, raw:flex torch's.
+"""
+
+WHOLE_BLOCKS = {"IS_DIVISIBLE": True}
+"""Of a row of documents at block borders, whose T is a multiple of 128.
+
+Left to itself inductor sees that of a T that it knows, and not of one that varies: two kernels for
+one document.
 """
 
 LONGEST_OF_TILES = 32768
