@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -80,7 +81,8 @@ def ulysses_attention(
     if options.get("sinks") is not None:
         own = options["sinks"].chunk(size)[dist.get_rank(group)]
         options = options | {"sinks": own}
-    all_q, all_k, all_v = (_heads_for_tokens(x, size, group) for x in (q, k, v))
+    on_their_way = [_heads_for_tokens(x, size, group) for x in (q, k, v)]
+    all_q, all_k, all_v = (_arrived(x) for x in on_their_way)
     return _tokens_for_heads(_attend(all_q, all_k, all_v, layout, options), size, group)
 
 
@@ -95,7 +97,8 @@ def heads_a_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int
     """
     if num_heads % size:
         raise ValueError(
-            f"num_heads must be a multiple of the {size} ranks, got {num_heads}; take fewer ranks."
+            f"num_heads must be a multiple of the {size} ranks, got {num_heads}; make a group of "
+            "as many ranks as divide it."
         )
     if num_kv_heads % size == 0:
         return num_heads // size, num_kv_heads // size
@@ -125,17 +128,38 @@ def _heads_for_tokens(x: Tensor, size: int, group: ProcessGroup | None) -> Tenso
 def _tokens_for_heads(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
     """`[T, H/P, D]` -> `[T/P, H, D]`: block r of the tokens goes to rank r."""
     tokens, heads, dim = x.shape
-    blocks = _exchanged(x.view(size, tokens // size, heads, dim), group)
+    blocks = _arrived(_exchanged(x.view(size, tokens // size, heads, dim), group))
     return blocks.transpose(0, 1).reshape(tokens // size, size * heads, dim)
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Of `[P, …]`, block r goes to rank r; block r of what comes is rank r's."""
+    """Of `[P, …]`, block r goes to rank r; block r of what comes, perhaps later, is rank r's."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     where = dist.group.WORLD if group is None else group
     assert where is not None
     return all_to_all_single_autograd(blocks.contiguous(), None, None, where)
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """What was exchanged, as a plain tensor: FlexAttention takes no AsyncCollectiveTensor."""
+    if torch.compiler.is_compiling():  # a graph waits by itself
+        return x
+    arrived: Tensor = _Wait.apply(x)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from torch.distributed._functional_collectives import wait_tensor
+
+        arrived: Tensor = wait_tensor(x)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
 
 
 def shard_row(
@@ -155,64 +179,96 @@ def shard_row(
     Returns:
         For a model patched with `sequence_parallel_group=group`: the tensors `[1, T/P]`; beside
         `labels` also `shift_labels`, the labels of the next tokens, the last of which lies on the
-        next rank, without those of documents' first tokens, and `num_items_in_batch` (unless
-        given), an integer tensor: how many these are in the whole row. `packed_layout` and numbers
-        as they are.
+        next rank, or those given, without those of documents' first tokens; and
+        `num_items_in_batch` (unless given), an integer tensor: how many these are in the whole row.
+        `packed_layout` and numbers as they are.
 
     The losses of the ranks then sum to the mean over the whole row, and so do their gradients: each
     rank has its part. DDP takes the mean over ranks: multiply the loss by their number.
 
     Raises:
         ValueError: no layout, a tensor that is not one row of T tokens, T no multiple of P, or
-            ranks that hold different rows or documents (on every rank; a collective compares them).
+            ranks that hold different rows or documents (each on every rank: a collective compares
+            them); this process is not in the group.
 
     One collective, and a sync for what is on a device.
     """
-    layout = batch.get("packed_layout")
-    if not isinstance(layout, PackedLayout):
+    size = dist.get_world_size(group)
+    if size < 1:
         raise ValueError(
-            "batch must have its documents as packed_layout, a PackedLayout, got "
-            f"{type(layout).__name__}; PackedCollator makes one, and PackedLayout.from_lengths."
+            "group must be one that this process is in, got one of other ranks; pass its own, "
+            "mesh.get_group(name) of a DeviceMesh."
         )
-    size, tokens = dist.get_world_size(group), layout.total_tokens
-    if tokens % size:
-        raise ValueError(
-            f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row."
-        )
-    _require_one_row(batch, layout, group)
-    found: dict[str, Any] = {}
-    for name, x in batch.items():
-        if name == "packed_layout" or isinstance(x, int) or (isinstance(x, Tensor) and x.ndim == 0):
-            found[name] = x
-            continue
-        if not isinstance(x, Tensor) or x.shape != (1, tokens):
-            shape: Sequence[int] | str = (
-                list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            )
-            raise ValueError(f"{name} must be one row, [1, {tokens}], got {shape}; leave it out.")
-        found[name] = own_tokens(x[0], group)[None]
+    _require_one_row(batch, _why_no_row(batch, size), group)
+    layout: PackedLayout = batch["packed_layout"]
+    found = {
+        name: x if _is_whole(x) else own_tokens(x[0], group)[None] for name, x in batch.items()
+    }
     if "labels" in batch:
-        labels = batch["labels"][0]
-        in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).to(labels.device)
-        shifted = labels.masked_fill(in_no_loss, ignore_index).roll(-1)
-        shifted[-1:] = ignore_index
+        given = batch.get("shift_labels")
+        shifted = batch["labels"][0].roll(-1) if given is None else given[0]
+        # The first token of a row begins a document or is padding, so the last label is in no loss.
+        in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
+        shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
         found["shift_labels"] = own_tokens(shifted, group)[None]
         found.setdefault("num_items_in_batch", (shifted != ignore_index).sum())
     return found
 
 
+def _is_whole(x: Any) -> bool:
+    """Whether all ranks get it as it is: the layout, or a number."""
+    return isinstance(x, (PackedLayout, int, float)) or (isinstance(x, Tensor) and x.ndim == 0)
+
+
+def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
+    """Why a batch is no row for so many ranks, or None."""
+    layout = batch.get("packed_layout")
+    if not isinstance(layout, PackedLayout):
+        return (
+            "batch must have its documents as packed_layout, a PackedLayout, got "
+            f"{type(layout).__name__}; PackedCollator makes one, and PackedLayout.from_lengths."
+        )
+    tokens = layout.total_tokens
+    if tokens % size:
+        return (
+            f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row: pass "
+            "such a total_tokens to PackedCollator or PackedLayout.from_lengths."
+        )
+    for name, x in batch.items():
+        if not _is_whole(x) and not (isinstance(x, Tensor) and x.shape == (1, tokens)):
+            shape: Sequence[int] | str = (
+                list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            )
+            return f"{name} must be one row, [1, {tokens}], got {shape}; leave it out."
+    return None
+
+
 def _require_one_row(
-    batch: Mapping[str, Any], layout: PackedLayout, group: ProcessGroup | None
+    batch: Mapping[str, Any], refusal: str | None, group: ProcessGroup | None
 ) -> None:
-    """A data loader that deals rows to the ranks would mix them in silence. Syncs."""
-    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-    tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
-    mine = {name: zlib.crc32(x.cpu().numpy().tobytes()) for name, x in sorted(tensors.items())}
+    """A data loader that deals rows to the ranks would mix them in silence. Syncs.
+
+    A rank whose batch is refused says so to the others, which would wait for it.
+    """
+    mine: Any = refusal
+    if refusal is None:
+        layout = batch["packed_layout"]
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
+        mine = {name: _checksum(x) for name, x in sorted(tensors.items())}
     others: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(others, mine, group=group)
+    if refusal is not None:
+        raise ValueError(refusal)
     for rank, theirs in enumerate(others):
         if theirs != mine:
             raise ValueError(
                 "batch must be the same row on every rank of the group, got another on rank "
-                f"{rank}; give all ranks of a group the same data."
+                f"{rank}; give all ranks of a group the same data: let its sampler deal rows to "
+                "groups (num_replicas=, rank=)."
             )
+
+
+def _checksum(x: Tensor) -> int:
+    numbers_T = x.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(numbers_T.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16

@@ -93,7 +93,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     given = {name: inputs.pop(name, None) for name in BOUNDARIES}
     group = patch.sequence_parallel_group
     if group is not None:
-        prepare_shard(inputs, given, tokens, config, group)
+        prepare_shard(module, inputs, given, tokens, config, group)
     explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
     not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
     position_ids = text_positions(

@@ -61,6 +61,12 @@ class _OwnLoss:
         return self.loss(*args, **kwargs)
 
 
+def own_loss(model: nn.Module) -> Any:
+    """The `loss_function` that the user set, or None."""
+    loss = model.__dict__.get(_LOSS)
+    return loss.loss if isinstance(loss, _OwnLoss) else loss
+
+
 def keep_from_loss(model: nn.Module) -> None:
     """Let a loss that the user set take what it took before: heads hand it all their keywords.
 

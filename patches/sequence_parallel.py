@@ -9,14 +9,16 @@ Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexvarlen.layout import PackedLayout
 from flexvarlen.parallel import heads_a_rank, own_tokens
+from flexvarlen.patches.heads import own_loss
 from flexvarlen.patches.positions import has_axes
 from flexvarlen.patches.rotary import has_longrope
 from flexvarlen.patches.routing import LayerKind, base_of
@@ -67,6 +69,7 @@ _OF_WHOLE_ROWS = ("attention_mask", "past_key_values", "use_cache", "logits_to_k
 
 
 def prepare_shard(
+    module: nn.Module,
     inputs: dict[str, Any],
     boundaries: dict[str, Any],
     tokens: Tensor,
@@ -76,6 +79,7 @@ def prepare_shard(
     """Check a forward's keyword arguments, and make missing position_ids: those of this shard.
 
     Args:
+        module: the model.
         inputs: without the boundaries.
         boundaries: the keywords that only tell documents, None where not given.
         tokens: `[1, S]` ids or `[1, S, hidden]` embeddings.
@@ -83,7 +87,7 @@ def prepare_shard(
     Raises:
         ValueError: anything but the layout tells documents, or the layout is not that of P such
             shards; other tensors are not those of the shard; labels that miss the next shard's
-            first, or a mean over this rank's alone.
+            first, or a mean over this rank's alone, also in a loss function that the user set.
         NotImplementedError: an auxiliary loss.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
@@ -91,26 +95,27 @@ def prepare_shard(
     others = {name: x for name, x in boundaries.items() if name != "packed_layout"}
     others |= {name: inputs.get(name) for name in _OF_WHOLE_ROWS}
     for name, given in others.items():
-        if given is not None and given is not False and not (isinstance(given, int) and given == 0):
+        if given is not None and not (isinstance(given, int) and given == 0):
             raise ValueError(
                 f"{name} must be left out under sequence_parallel_group, got it with a shard of a "
                 "row: packed_layout of the whole row alone tells its documents and padding, and "
                 "nothing is cached or generated; call fv.shard_row on a batch with packed_layout, "
                 "or unpatch_model."
             )
-    layout: PackedLayout | None = boundaries["packed_layout"]
+    layout = boundaries["packed_layout"]
     size, (batch, row_tokens) = dist.get_world_size(group), tokens.shape[:2]
-    if layout is None:
+    if not isinstance(layout, PackedLayout):
         raise ValueError(
             "packed_layout of the whole row must come with each rank's shard under "
-            "sequence_parallel_group, got none; call fv.shard_row on a batch that has one."
+            f"sequence_parallel_group, a PackedLayout, got {type(layout).__name__}; call "
+            "fv.shard_row on a batch that has one."
         )
     if batch != 1 or layout.total_tokens != size * row_tokens or layout.device != tokens.device:
         raise ValueError(
             f"packed_layout must cover the {row_tokens} tokens of each of {size} ranks on "
             f"{tokens.device}, and input_ids be [1, {row_tokens}], got {layout.total_tokens} "
             f"tokens on {layout.device} and {batch} rows; call fv.shard_row on the whole row, "
-            "padded to a multiple of the ranks."
+            "padded to a multiple of the ranks, or run whole rows inside `with fv.patched(model):`."
         )
     for name in ("position_ids", "labels", "shift_labels"):
         given = inputs.get(name)
@@ -127,6 +132,16 @@ def prepare_shard(
             "first token, and num_items_in_batch, the labels of the whole row, got labels without; "
             "call fv.shard_row, which makes both."
         )
+    loss = own_loss(module)
+    if inputs.get("labels") is not None and loss is not None:
+        missing = {"shift_labels", "num_items_in_batch"} - set(inspect.signature(loss).parameters)
+        if missing:
+            raise ValueError(
+                "model.loss_function must have parameters shift_labels and num_items_in_batch "
+                f"under sequence_parallel_group, got one without {', '.join(sorted(missing))}: it "
+                "would shift labels inside the shard, or take a mean over it; take the sum over "
+                "shift_labels, divided by num_items_in_batch."
+            )
     router_logits = inputs.get("output_router_logits")
     if router_logits or (router_logits is None and getattr(config, "output_router_logits", False)):
         raise NotImplementedError(

@@ -140,7 +140,8 @@ def copies() -> dict[str, str]:
     logits = model(**shard).logits
     same = copy.deepcopy(model)(**shard).logits.equal(logits)
     with fv.patched(model):
-        assert model(**batch_of(0)).logits.shape[1] == TOKENS
+        assert fv.verify_isolation(model, batch_of(0)).gradients == "bits"
+        assert model.generate(shard["input_ids"], max_new_tokens=2).shape[1] == TOKENS // 2 + 2
     assert model(**shard).logits.equal(logits)
     file = io.BytesIO()
     torch.save(model, file)
@@ -156,6 +157,7 @@ WHOLE = "packed_layout must cover the"
 OUT = "must be left out under sequence_parallel_group"
 REFUSED = {
     "no layout": "packed_layout of the whole row must come",
+    "lengths for a layout": "packed_layout of the whole row must come",
     "layout of the shard": WHOLE,
     "another shard": WHOLE,
     "two rows": WHOLE,
@@ -169,6 +171,7 @@ REFUSED = {
     "positions of the row": "position_ids must be those of the shard",
     "labels not shifted": "labels of a shard must come with shift_labels",
     "mean of the shard": "labels of a shard must come with shift_labels",
+    "own loss": "model.loss_function must have parameters shift_labels and num_items_in_batch",
     "auxiliary loss": "output_router_logits must be False",
     "dropout": "attention dropout must be 0",
     "encoder": "a model with sequence_parallel_group must be causal",
@@ -191,11 +194,15 @@ def refused(ranks: int) -> dict[str, str]:
     dropping = new_model("llama", attention_dropout=0.1, **FEW_KV_HEADS).train()
     fv.patch_model(dropping, sequence_parallel_group=group)
 
+    losing = fv.patch_model(new_model("llama", **FEW_KV_HEADS), sequence_parallel_group=group)
+    losing.loss_function = lambda logits, labels, vocab_size, **more: logits.sum() / labels.numel()
+
     def patch(kind: str, group: Any = group, **changes: Any) -> None:
         fv.patch_model(new_model(kind, **changes), sequence_parallel_group=group)
 
     calls = {
         "no layout": lambda: model(tokens),
+        "lengths for a layout": lambda: model(tokens, packed_layout=[TOKENS]),
         "layout of the shard": lambda: model(tokens, packed_layout=own),
         "another shard": lambda: model(tokens[:, 1:], packed_layout=layout),
         "two rows": lambda: model(tokens.view(2, -1), packed_layout=layout),
@@ -209,6 +216,7 @@ def refused(ranks: int) -> dict[str, str]:
         "positions of the row": lambda: model(**shard, position_ids=torch.arange(TOKENS)[None]),
         "labels not shifted": lambda: model(**shard, labels=tokens, num_items_in_batch=9),
         "mean of the shard": lambda: model(**shard, labels=tokens, shift_labels=tokens),
+        "own loss": lambda: losing(**whole),
         "auxiliary loss": lambda: model(**shard, output_router_logits=True),
         "dropout": lambda: dropping(**shard),
         "encoder": lambda: patch("bert"),

@@ -56,7 +56,20 @@ def test_a_row_is_dealt_with_the_labels_of_the_next_token(shares, ranks):
     assert torch.cat([share["shift_labels"] for share in own], 1).equal(expected)
     assert all(share["num_items_in_batch"] == (expected != -100).sum() for share in own)
     assert own[0]["extra"] == 3
+    assert own[0]["rate"] == 0.5
     assert own[0]["input_ids"].shape == (1, TOKENS // ranks)
+
+
+def test_labels_shifted_and_counted_before_are_kept(shares):
+    dealt = torch.cat([share["shifted_and_counted"][0] for share in shares[2]], 1)
+    assert all(share["shifted_and_counted"][1] == 999 for share in shares[2])
+    in_no_loss = torch.cat([share["shard_row"]["shift_labels"] for share in shares[2]], 1) == -100
+    assert dealt.equal((BATCH["labels"] + 5).masked_fill(in_no_loss, -100))
+
+
+def test_no_backend_meets_a_tensor_that_is_on_its_way(shares):
+    """flex raises at an AsyncCollectiveTensor."""
+    assert shares[2][0]["tensor_types"] == {torch.Tensor}
 
 
 def test_mistakes_are_sentences(shares):
@@ -69,11 +82,15 @@ def test_mistakes_are_sentences(shares):
         "batch must be the same row on every rank of the group, got another on rank 1",
         "batch must be the same row on every rank of the group, got another on rank 1",
         "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
+        "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
+        "batch must be the same row on every rank of the group, got another on rank 1",
+        "group must be one that this process is in",
     ]
     said = shares[4][0]["errors"]
     assert [sentence.startswith(word) for sentence, word in zip(said, words, strict=True)] == (
         [True] * len(words)
     ), said
+    assert "got another on rank 0" in shares[4][1]["errors"][-3]
 
 
 # ---- models ----

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import flexvarlen as fv
+from flexvarlen import parallel
 from flexvarlen.parallel import shard_row, ulysses_attention
 from tests import sharded_models
 
@@ -80,8 +81,12 @@ def run(rank: int, ranks: int, folder: str) -> None:
         if case.ranks == ranks:
             found[case.name] = share(case, rank)
     layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
-    own = shard_row({**BATCH, "packed_layout": layout, "extra": 3})
+    own = shard_row({**BATCH, "packed_layout": layout, "extra": 3, "rate": 0.5})
     found["shard_row"] = {name: x for name, x in own.items() if name != "packed_layout"}
+    counted = {"shift_labels": BATCH["labels"] + 5, "num_items_in_batch": torch.tensor(999)}
+    own = shard_row({**BATCH, "packed_layout": layout, **counted})
+    found["shifted_and_counted"] = own["shift_labels"], own["num_items_in_batch"]
+    found["tensor_types"] = tensor_types(layout)
     found["errors"] = errors(layout)
     found["models"] = sharded_models.found(ranks)
     torch.save(found, Path(folder) / f"{ranks}-{rank}.pt")
@@ -105,6 +110,21 @@ def share(case: Case, rank: int) -> dict[str, Any]:
     return {"out": out.detach(), "gradients": gradients}
 
 
+def tensor_types(layout: Any) -> set[type]:
+    """Of what a backend is called with, and of what comes back."""
+    seen: set[type] = set()
+
+    def spy(*qkv, **options):
+        seen.update(type(x) for x in qkv[:3])
+        return fv.packed_attention(*qkv, **options)
+
+    parallel.packed_attention = spy
+    qkv = [torch.randn(TOKENS // dist.get_world_size(), 8, 16)] * 3
+    seen.add(type(ulysses_attention(*qkv, layout, **REFERENCE)))
+    parallel.packed_attention = fv.packed_attention
+    return seen
+
+
 def errors(layout: Any) -> list[str]:
     """The sentences of what cannot be."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -126,6 +146,12 @@ def errors(layout: Any) -> list[str]:
             BATCH | {"packed_layout": fv.PackedLayout.from_lengths([60 + rank, 68 - rank])}
         ),
         lambda: shard_row(BATCH),
+        # one rank's mistake, which the others would wait for
+        lambda: shard_row(BATCH | ({"packed_layout": layout} if rank else {})),
+        lambda: shard_row(
+            {"packed_layout": layout, "weights": torch.full((1, TOKENS), rank).bfloat16()}
+        ),
+        lambda: shard_row(BATCH | {"packed_layout": layout}, dist.GroupMember.NON_GROUP_MEMBER),
     ):
         try:
             make()
