@@ -14,7 +14,7 @@ from flexvarlen.bench.model import measure as model_measure
 from flexvarlen.bench.model import step as model_step
 from flexvarlen.bench.model import train as model_train
 from flexvarlen.bench.model.batches import Collection, padded_groups
-from flexvarlen.bench.model.cases import ModelCase, split_variant, training_bytes
+from flexvarlen.bench.model.cases import MEASURED, ModelCase, split_variant, training_bytes
 from flexvarlen.bench.model.documents import prompt_lengths, text_lengths
 from flexvarlen.bench.model.generate import Generation
 from flexvarlen.bench.model.geometries import new_causal_lm
@@ -447,8 +447,20 @@ def test_only_what_does_not_fit_is_checkpointed():
     assert of["qwen3-1.7b-train-eager-128K-text"]
     assert not of["qwen3-1.7b-generate-eager-8K-text"]
     assert training_bytes("llama-3.1-8b", 0) == pytest.approx(8 * 8.03e9, rel=0.01)
-    eager = [name for name in of if "-eager-8K" in name and "train" in name]
-    assert all(of[name] == of[name.replace("eager", "compiled")] for name in eager)
+    assert not of["qwen3-1.7b-train-compiled-8K-text"]
+    assert of["llama-3.1-8b-train-eager-8K-text"]
+
+
+def test_one_geometry_has_all_cases_and_large_ones_no_steps_of_minutes():
+    names = {case.name for case in SUITE.cases(ON_A_GPU)}
+    for geometry in MEASURED:
+        assert f"{geometry}-train-eager-32K-text" in names
+        assert f"{geometry}-generate-eager-8K-text" in names
+    assert {name for name in names if "128K" in name} == {
+        f"{geometry}-train-eager-128K-text"
+        for geometry in ("qwen3-1.7b", "llama-3.2-1b", "qwen3-0.6b")
+    }
+    assert [name for name in names if "compiled" in name] == ["qwen3-1.7b-train-compiled-8K-text"]
 
 
 def test_a_variant_must_say_how_it_batches():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexvarlen.bench.model.cases import ModelCase
+from flexvarlen.bench.model.cases import WHOLE, ModelCase
 from flexvarlen.bench.suite import Options
 
 # With cu_seq_lens transformers' FlashAttention reads nothing back; with position_ids each layer
@@ -48,8 +48,10 @@ COMPILED = (
     "padded-sorted:transformers:sdpa",
     "serial:transformers:sdpa",
 )
-OTHER_DOCUMENTS = (
+FEWER = (
     "packed:auto",
+    "packed:flex",
+    "packed:transformers:flex_attention",
     "packed:transformers:flash_attention_2",
     "packed:transformers:flash_attention_2@cu_seq_lens",
     "packed:transformers:flash_attention_3@cu_seq_lens",
@@ -94,7 +96,7 @@ def variants_of(case: ModelCase, options: Options) -> tuple[str, ...]:
         return GENERATE
     if case.mode == "compiled":
         return COMPILED
-    return TRAIN if case.documents == "text" else OTHER_DOCUMENTS
+    return TRAIN if case.documents == "text" and case.geometry == WHOLE else FEWER
 
 
 def why_not_tried(case: ModelCase, variant: str) -> str | None:
