@@ -124,8 +124,6 @@ WHOLE = "qwen3-1.7b"
 """The geometry of all cases and variants; the others have the contexts, on fewer variants."""
 MEASURED = (WHOLE, "llama-3.2-1b", "llama-3.1-8b", "qwen3-4b", "qwen3-0.6b")
 """Geometries, those that matter most first."""
-LARGE = 3e9
-"""Parameters of a geometry that is not trained on 128K tokens: a step takes a quarter minute."""
 
 
 def cases_of(options: Options) -> list[ModelCase]:
@@ -142,8 +140,7 @@ def _geometry(geometry: str, options: Options) -> Iterator[ModelCase]:
     yield train(8192)
     yield train(32_768)
     yield _case(geometry, "generate", 8192, "text", options)
-    if parameters_of(geometry) < LARGE:
-        yield train(131_072)
+    yield train(131_072)
     yield train(2048)
     if geometry == WHOLE:
         yield train(8192, mode="compiled")

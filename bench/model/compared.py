@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexvarlen.bench.model.cases import WHOLE, ModelCase
+from flexvarlen.bench.model.cases import WHOLE, ModelCase, parameters_of
 from flexvarlen.bench.suite import Options
 
 # With cu_seq_lens transformers' FlashAttention reads nothing back; with position_ids each layer
@@ -61,6 +61,14 @@ FEWER = (
     "padded-sorted:transformers:flash_attention_2",
     "serial:transformers:sdpa",
 )
+# Of 128K tokens through billions of parameters, where a step takes a quarter of a minute.
+FEWEST = (
+    "packed:auto",
+    "packed:transformers:flash_attention_2@cu_seq_lens",
+    "packed:transformers:flash_attention_3@cu_seq_lens",
+    "padded-sorted:transformers:sdpa",
+)
+LONGEST_STEP = 2**48  # parameters times tokens of a step on more variants
 GENERATE = (
     *(f"padded:{name}" for name in ("auto", "fa3", "fa2", "flex", "varlen")),
     "padded:transformers:sdpa",
@@ -96,7 +104,9 @@ def variants_of(case: ModelCase, options: Options) -> tuple[str, ...]:
         return GENERATE
     if case.mode == "compiled":
         return COMPILED
-    return TRAIN if case.documents == "text" and case.geometry == WHOLE else FEWER
+    if case.geometry == WHOLE and case.documents == "text":
+        return TRAIN
+    return FEWEST if parameters_of(case.geometry) * case.tokens > LONGEST_STEP else FEWER
 
 
 def why_not_tried(case: ModelCase, variant: str) -> str | None:
