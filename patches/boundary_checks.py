@@ -85,11 +85,18 @@ def check_same_documents(
 def check_cu_seq_lens(
     cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device
 ) -> None:
-    """Raise unless both are equal, on the tokens' device."""
+    """Raise unless both are equal, on the tokens' device, and hold a document."""
     if cu_seq_lens_q.device != device:
         raise ValueError(
             f"cu_seq_lens_q must be on the tokens' device {device}, got {cu_seq_lens_q.device}; "
             "move it."
+        )
+    if cu_seq_lens_q.ndim == 1 and cu_seq_lens_q.shape[0] < 2:
+        raise ValueError(
+            "cu_seq_lens_q must have one entry more than there are documents, got "
+            f"{cu_seq_lens_q.shape[0]}; accelerate's dispatch_batches, its default for an "
+            "IterableDataset, cuts it to the number of rows: turn it off, in TrainingArguments by "
+            'accelerator_config={"dispatch_batches": False}.'
         )
     if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q:
         return

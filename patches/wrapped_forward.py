@@ -89,7 +89,8 @@ def wrap_forward(
         inputs = before(self, dict(named))
         if inputs is not None:
             args, kwargs = (), inputs
-        out = of_class(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        # Of the class as it is now: Liger may have set another there since.
+        out = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         if inputs is not None:
             after(inputs, out)
         return out
@@ -286,7 +287,9 @@ def refuse_bypassed_caller(base: nn.Module) -> None:
 _BYPASSED = (
     "a patched model's forward must stay the one that patch_model wrapped, got another that was "
     "set since (by a library, or by taking hooks off), under which labels cross documents and the "
-    "layers do not get theirs; call patch_model again, after all else that changes forward."
+    "layers do not get theirs; call patch_model again, after all else that changes forward, or, as "
+    "Trainer's use_liger_kernel changes it when training starts, apply Liger to the model before "
+    "patch_model and leave use_liger_kernel out."
 )
 
 

@@ -8,6 +8,8 @@ import peft
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import concatenate, send_to_device
+from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import flexvarlen as fv
@@ -264,3 +266,131 @@ def test_a_checkpoint_is_resumed(tmp_path):
         assert "flexvarlen" not in config
     for ours, theirs in zip(*(run.parameters() for run in runs.values()), strict=True):
         assert torch.equal(ours, theirs)
+
+
+# ---- rows of fixed shapes ----
+
+SIZES = {"total_tokens": 64, "capacity": 8, "max_seqlen_bound": 64}
+
+
+def learned(document):
+    """A document with labels; the first third is not learned."""
+    third = len(document) // 3
+    return {"input_ids": document, "labels": [-100] * third + document[third:]}
+
+
+def rows(of=learned):
+    """Lists of documents, each of at most 64 tokens in all."""
+    packed = fv.pack([len(x) for x in documents()], SIZES["total_tokens"], strategy="in_order")
+    return [[of(documents()[i]) for i in row] for row in packed]
+
+
+class SeeingTrainer(Trainer):
+    """Keeps each batch as the model gets it, what its loss is divided by, and the loss."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        batch = dict(inputs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.seen = [*getattr(self, "seen", ()), (batch, num_items_in_batch, loss.item())]
+        return loss
+
+
+ROW_WAYS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 2},
+    "all_at_once": {"gradient_accumulation_steps": 2, "bf16": True, "gradient_checkpointing": True},
+    "workers": {"dataloader_num_workers": 1, "dataloader_pin_memory": True},
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "lora": {},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+@pytest.mark.parametrize("way", ROW_WAYS)
+def test_rows_of_fixed_shapes(way, tmp_path):
+    """The loss is the mean over the labels of all rows of a step, as Trainer counts them."""
+    changes = ROW_WAYS[way]
+    layers = {"num_hidden_layers": 1} if way == "torch_compile" else {}  # half the time
+    plain = new_model("qwen3", **layers)
+    model = fv.patch_model(new_model("qwen3", **layers), "sdpa")
+    if way == "lora":
+        model, plain = _lora(model), _lora(plain)
+    trainer, recorder = recorded(
+        SeeingTrainer,
+        model=model,
+        args=TrainingArguments(**settings(tmp_path, per_device_train_batch_size=1, **changes)),
+        train_dataset=rows(),
+        data_collator=fv.PackedCollator(**SIZES),
+    )
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        trainer.train()
+    in_step = changes.get("gradient_accumulation_steps", 1)
+    assert len(trainer.seen) == 2 * in_step
+    for i, step in enumerate(recorder.steps):
+        ids, of_step = [], trainer.seen[i * in_step : (i + 1) * in_step]
+        for batch, _, _ in of_step:
+            lengths = batch["packed_layout"].lengths
+            assert batch["input_ids"].shape == (1, SIZES["total_tokens"])
+            ids += [x.tolist() for x in batch["input_ids"][0, : sum(lengths)].split(lengths)]
+        labels = [learned(x)["labels"] for x in ids]
+        real = sum(label != -100 for each in labels for label in each[1:])
+        assert {int(count) for _, count, _ in of_step} == {real}
+        check_step(step, plain, ids, labels=labels, autocast=changes.get("bf16", False))
+
+
+class Stream(IterableDataset):
+    """Rows that are packed as the documents come, the same each time."""
+
+    def __iter__(self):
+        return fv.StreamPacker(SIZES["total_tokens"], buffer=4, length=len).pack(documents())
+
+
+@pytest.mark.parametrize("dataset", [rows(list), Stream()], ids=["rows", "stream"])
+def test_rows_are_resumed_within_an_epoch(dataset, tmp_path):
+    """Trainer passes over the rows that were trained on; losses and weights are the same bits."""
+    runs = []
+    for checkpoint in (None, tmp_path / "checkpoint-2"):
+        changes = {
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "optim": "adamw_torch",
+        }
+        trainer = SeeingTrainer(
+            model=fv.patch_model(new_model("qwen3"), "sdpa"),
+            args=TrainingArguments(**settings(tmp_path, per_device_train_batch_size=1, **changes)),
+            train_dataset=dataset,
+            data_collator=fv.PackedCollator(**SIZES),
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        tokens = [batch["input_ids"].tolist() for batch, _, _ in trainer.seen]
+        losses = [loss for _, _, loss in trainer.seen]
+        runs.append((tokens, losses, list(trainer.model.parameters())))
+    (tokens, losses, weights), (tokens_after, losses_after, weights_after) = runs
+    assert len(set(losses)) == 4
+    assert (tokens_after, losses_after) == (tokens[2:], losses[2:])
+    for ours, theirs in zip(weights, weights_after, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_boundaries_that_accelerate_cuts_are_a_sentence(tmp_path):
+    """Of an IterableDataset it gives each process as many entries of each tensor as rows."""
+    given = {
+        "model": fv.patch_model(new_model("qwen3"), "sdpa"),
+        "train_dataset": Stream(),
+        "data_collator": fv.PackedCollator(**{**SIZES, "capacity": 12}, boundaries="cu_seq_lens"),
+    }
+    plain = settings(tmp_path, per_device_train_batch_size=1, max_steps=1)
+    with pytest.raises(ValueError, match=r'accelerator_config=\{"dispatch_batches": False\}'):
+        Trainer(args=TrainingArguments(**plain), **given).train()
+    told = {"accelerator_config": {"dispatch_batches": False}}
+    Trainer(args=TrainingArguments(**plain, **told), **given).train()
+
+
+def test_accelerate_moves_a_layout_and_joins_none():
+    """Nothing is lost in silence where it puts the batches of processes together."""
+    batch = fv.PackedCollator(**SIZES)(rows()[:1])
+    moved = send_to_device(batch, torch.device("meta"), non_blocking=True)["packed_layout"]
+    assert moved.cu_seqlens.is_meta
+    assert moved.lengths == batch["packed_layout"].lengths
+    with pytest.raises(TypeError, match="PackedLayout"):
+        concatenate([batch, batch])

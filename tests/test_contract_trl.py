@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import flexvarlen as fv
+from flexvarlen.trainer import IsolationCallback
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import VOCABULARY, new_model
@@ -138,6 +139,31 @@ def test_a_model_whose_documents_are_lost_fails_the_oracle(tmp_path):
     trainer.train()
     with pytest.raises(AssertionError, match="exceeds"):
         check(recorder, seen, new_model("qwen3"))
+
+
+def test_no_document_sees_another_in_training(tmp_path, caplog, recwarn):
+    """Nor does TRL make logits, or ask for a kernel of FlashAttention by its name."""
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    trainer, _, _ = sft(model, tmp_path, **PACKING)
+    callback, logits = IsolationCallback(), []
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.reports[0].num_docs > 2
+    model.lm_head.register_forward_hook(lambda *_: logits.append(1))
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert trainer.compute_loss(model, dict(batch)).isfinite()
+    found = model(**batch, fused_lm_head=True).log_probs[0]
+    assert not logits
+    start, end = batch["cu_seq_lens_q"][1:3].tolist()
+    assert end - start > 1
+    batch["input_ids"][0, start:end] = (batch["input_ids"][0, start:end] + 1) % VOCABULARY
+    changed = model(**batch, fused_lm_head=True).log_probs[0] != found
+    inside = torch.arange(len(changed))
+    inside = (inside >= start) & (inside < end - 1)  # of the second, what its tokens foretell
+    assert changed[inside].all()
+    assert not changed[~inside].any()
+    said = [str(each.message) for each in recwarn] + caplog.messages
+    assert not [each for each in said if "flash" in each.lower() or "attn_impl" in each]
 
 
 def test_completions_alone_are_learned(tmp_path):
