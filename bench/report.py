@@ -40,6 +40,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "drift-op": drift_section,
     "drift-model": drift_section,
     "drift-attribution": drift_section,
+    "drift-training": drift_section,
     "convergence": convergence_section,
     "end-to-end": end_to_end_section,
     "scaling-ranks": scaling_ranks_section,

@@ -72,7 +72,8 @@ def packed_attention(
 
     Returns:
         The output `[T, H, Dv]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`,
-        -inf at padding (differentiable on flex and reference; elsewhere its gradient raises).
+        -inf at padding (differentiable on flex and reference; elsewhere its gradient raises, in a
+        compiled graph on a GPU by a device-side assertion).
 
     Raises:
         ValueError: tensors that do not fit one another or the layout.

@@ -246,12 +246,19 @@ def report(
 ) -> None:
     """Write report and rows anew, of several runs together; nothing is measured.
 
-    Of rows of one suite, case and GPU the last is taken.
+    Of rows of one suite, case and GPU the last is taken; each GPU has tables of its own.
     """
     with sentences():
-        from flexvarlen.drift.report.files import DriftReport
+        from flexvarlen.drift.report.files import ROWS, DriftReport
 
         made = DriftReport.read(*folders)
+        if (out / ROWS).is_file():
+            lost = len(DriftReport.read(out, *folders).rows) - len(made.rows)
+            if lost:
+                raise ValueError(
+                    f"out must hold no rows but those of the folders, got {str(out)!r} with {lost} "
+                    "more; name it among the folders, or give another --out."
+                )
         paths = made.save(out)
     for said in made.sentences():
         console.print(f"- {said}", markup=False, highlight=False)

@@ -77,13 +77,22 @@ def model_rows(backend, relative, *, first=0, comparison="packed-alone"):
         "first_part": None if relative == 0 else f"block {first}",
         "worst_tokens": [],
     }
-    rows = [Row("drift-model", model_case(comparison, backend, "batch"), "ok", None, measures)]
+    rows = [
+        Row(
+            "drift-model",
+            model_case(comparison, backend, "batch"),
+            "ok",
+            None,
+            measures,
+            ENVIRONMENT,
+        )
+    ]
     for index, one in enumerate(layers):
         case = model_case(comparison, backend, "layer", index - 1)
-        rows.append(Row("drift-model", case, "ok", None, difference("hidden", one)))
+        rows.append(Row("drift-model", case, "ok", None, difference("hidden", one), ENVIRONMENT))
     document = difference("logits", relative) | {"kl_mean": 0.0, "kl_max": 0.0, "top1": 1.0}
     case = model_case(comparison, backend, "document", 0)
-    return [*rows, Row("drift-model", case, "ok", None, document | {"length": 32})]
+    return [*rows, Row("drift-model", case, "ok", None, document | {"length": 32}, ENVIRONMENT)]
 
 
 def share_row(what, share, **more):

@@ -463,6 +463,14 @@ def test_one_geometry_has_all_variants_and_the_longest_steps_few():
     assert [name for name in cases if "compiled" in name] == ["qwen3-1.7b-train-compiled-8K-text"]
 
 
+def test_a_quick_run_on_a_gpu_tries_every_variant():
+    """It is there to see that they work."""
+    quick = Options(torch.device("cuda"), quick=True)
+    tried = {name for case in SUITE.cases(quick) for name in SUITE.variants(case, quick)}
+    whole = SUITE.cases(ON_A_GPU)
+    assert {name for case in whole for name in SUITE.variants(case, ON_A_GPU)} <= tried
+
+
 def test_a_variant_must_say_how_it_batches():
     with pytest.raises(ValueError, match="how its documents are batched"):
         SUITE.measure(TEXT, ["sdpa"], QUICK)

@@ -14,7 +14,9 @@ from flexvarlen.bench.claims_tables import CLAIM_SUITES, claims_section, publish
 from flexvarlen.bench.report import SECTIONS, report, section_of
 from flexvarlen.bench.series import measured_cases
 from flexvarlen.bench.suite import SUITES, Options, suite_of
+from flexvarlen.drift.report.files import SUITES as DRIFTS
 from flexvarlen.rows import Row, append_rows
+from tests.drift_rows import every_row
 
 ROOT = Path(__file__).parent.parent
 GPU = {"gpu": "NVIDIA H200", "device": "cuda", "torch": "2.11", "started_utc": "1"}
@@ -208,6 +210,12 @@ def test_varlen_costs_of_each_kernel():
     assert fa4[5:] == ["1.03× to 1.05×, NVIDIA H200", "holds in 1 of 2"]
     assert line_of(text, "`fa2`, claimed of FA4")[6] == "holds where it was measured"
     assert line_of(text, "`fa3`, claimed of FA4")[5] == "not measured yet"  # another size
+
+
+def test_rows_of_every_suite_of_drift_are_rendered(tmp_path):
+    append_rows(tmp_path / "rows.jsonl", every_row())
+    text = report([tmp_path / "rows.jsonl"])
+    assert all(f"- {words}, " in text for words in DRIFTS.values())
 
 
 def test_standard_attention_that_does_not_fit_is_no_speedup():

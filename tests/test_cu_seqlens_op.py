@@ -222,6 +222,21 @@ def test_lse_that_a_compiled_function_returns_hinders_nothing_until_it_is_differ
         torch.autograd.grad(compiled(q, k, v)[1][:, :9].sum(), inputs)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("of", ["k alone", "k beside q"])
+def test_gradient_of_the_lse_is_refused_of_the_keys_too(backend, of, compiled):
+    run = attend(backend, layout_of(DOCUMENTS["no_padding"]), return_lse=True)
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
+    k.requires_grad_()
+    q.requires_grad_(of == "k beside q")
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    out, lse = run(q, k, v)
+    with pytest.raises(Exception, match="gives the LSE no gradient"):
+        torch.autograd.grad(out.sum() + lse.sum(), [k])
+
+
 def test_sink_of_minus_infinity_is_no_sink(backend):
     """Beside queries that see no key: -inf minus -inf is NaN."""
     documents = DOCUMENTS["padded_tail"]

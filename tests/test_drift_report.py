@@ -15,14 +15,17 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from rich.console import Console
+from typer import Exit
 from typer.testing import CliRunner
 
 from flexvarlen.cli import app
+from flexvarlen.cli_drift_run import Place, finish
 from flexvarlen.drift.grid import Grid
 from flexvarlen.drift.report import page
 from flexvarlen.drift.report.figures import pictures
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.drift.report.journal import Journal
+from flexvarlen.drift.report.thresholds import OP_MEASURES, parse_thresholds
 from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.measure import environment
 from flexvarlen.rows import Row, append_row, append_rows
@@ -330,7 +333,7 @@ def test_rerun_appends_twice(tmp_path):
     again.append(one)
     assert again.report().rows == (other, one)
     resumed = Journal(tmp_path, CPU, resume=True)
-    assert resumed.note.startswith("2 rows of an earlier run are kept")
+    assert resumed.note.startswith("2 rows of an earlier run are kept, 2 of them of this kind")
     assert resumed.has("drift-op", backend="fa2", comparison="place")
     assert not resumed.has("drift-op", backend="fa2", comparison="exact")
     newer = here(op_row("fa2", "place", out=1.0))
@@ -343,9 +346,10 @@ def test_rows_of_another_machine_are_kept_and_count_as_none(tmp_path, key):
     there = here(op_row("fa2", "place", out=0.0))
     append_row(tmp_path / "rows.jsonl", replace(there, environment=there.environment | {key: "x"}))
     resumed = Journal(tmp_path, CPU, resume=True)
-    assert "1 rows of an earlier run are kept" in resumed.note
+    assert "1 rows of an earlier run are kept, 0 of them of this kind" in resumed.note
     assert not resumed.every("drift-op")
     assert len(resumed.report().rows) == 1
+    assert not resumed.measured_here().rows
     append_row(tmp_path / "rows.jsonl", there)
     assert Journal(tmp_path, CPU, resume=True).has("drift-op", backend="fa2")
 
@@ -362,9 +366,53 @@ def test_one_report_of_several_runs(monkeypatch, tmp_path):
     found = DriftReport.read(tmp_path / "all")
     assert {str(row) for row in found.rows} == {str(row) for row in rows}
     assert (tmp_path / "all" / "report.md").read_text() == found.markdown()
+    again = CliRunner().invoke(app, ["drift", "report", *folders, "--out", str(tmp_path / "all")])
+    assert again.exit_code == 0, again.output  # its rows are theirs
     missing = CliRunner().invoke(app, ["drift", "report", str(tmp_path / "none")])
     assert missing.exit_code != 0
     assert "folder must hold rows.jsonl" in " ".join(missing.output.split())
+
+
+def test_a_report_replaces_no_rows_that_it_does_not_have(monkeypatch, tmp_path):
+    """The default --out is where runs write."""
+    monkeypatch.chdir(tmp_path)
+    for name, backend in (("drift", "fa2"), ("other", "fa3")):
+        (tmp_path / name).mkdir()
+        append_row(tmp_path / name / "rows.jsonl", op_row(backend, "place", out=0.0))
+    refused = CliRunner().invoke(app, ["drift", "report", "other"])
+    assert refused.exit_code != 0
+    assert "out must hold no rows but those of the folders" in " ".join(refused.output.split())
+    assert [row.case["backend"] for row in DriftReport.read("drift").rows] == ["fa2"]
+
+
+def test_times_of_two_gpus_are_never_divided_by_each_other():
+    here = op_row("fa2", "runtime")
+    there = op_row("flex", "runtime")
+    there = replace(there, environment=there.environment | {"gpu": "NVIDIA A100"})
+    found = DriftReport((here, there))
+    assert "×)" not in found.markdown()
+    assert "×)" in DriftReport((here, op_row("flex", "runtime"))).markdown()
+    assert any(text.startswith("## NVIDIA A100: Attention alone: time") for text in found.details())
+    titles = [grid.title for grid in found.grids()]
+    assert [title.split(":")[0] for title in titles] == ["NVIDIA H200", "NVIDIA A100"]
+
+
+@pytest.mark.parametrize("row", ["failed", "past the limit"])
+def test_a_run_is_judged_by_what_its_own_machine_measured(monkeypatch, tmp_path, row):
+    monkeypatch.setattr(page, "pictures", lambda _: [])
+    failed = op_row("fa2", "exact", status="failed", reason="broke")
+    bad = here(failed if row == "failed" else op_row("fa2", "place", out=1.0))
+    append_row(
+        tmp_path / "rows.jsonl", replace(bad, environment=bad.environment | {"gpu": "NVIDIA A100"})
+    )
+    limits = tuple(parse_thresholds(["out_relative=0.5"], OP_MEASURES))
+    journal = Journal(tmp_path, CPU, resume=True)
+    place = Place(CPU, (torch.float32,), tmp_path, journal, limits, None, "drift-op")
+    journal.append(here(op_row("fa3", "place", out=0.0)))
+    finish(place, whole=True)
+    journal.append(bad)
+    with pytest.raises(Exit):
+        finish(place, whole=True)
 
 
 def test_journal_in_a_files_place(tmp_path):

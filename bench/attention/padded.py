@@ -91,7 +91,7 @@ def eager(inputs: Inputs, needs_grad: bool) -> Prepared:
 
 
 def _additive_mask(rectangle: Rectangle, q: Tensor) -> Tensor:
-    """`[B, 1, S, S]` in q's dtype: its lowest value on keys behind the query, else 0.
+    """`[B, 1, S, S]` in q's dtype: its lowest value on keys after the query, else 0.
 
     As transformers makes it, once a forward of the model: its layers share it.
     """

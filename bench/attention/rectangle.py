@@ -74,7 +74,7 @@ class Rectangle:
 
 
 def future_of(tokens: int, device: torch.device) -> Tensor:
-    """bool `[tokens, tokens]`: True on keys behind the query."""
+    """bool `[tokens, tokens]`: True on keys after the query."""
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
 
 

@@ -104,7 +104,7 @@ def variants_of(case: ModelCase, options: Options) -> tuple[str, ...]:
         return GENERATE
     if case.mode == "compiled":
         return COMPILED
-    if case.geometry == WHOLE and case.documents == "text":
+    if case.documents == "text" and (case.geometry == WHOLE or options.quick):
         return TRAIN
     return FEWEST if parameters_of(case.geometry) * case.tokens > LONGEST_STEP else FEWER
 

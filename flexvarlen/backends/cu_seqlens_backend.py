@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexvarlen.backends import cu_seqlens_op
 from flexvarlen.backends.cu_seqlens_op import CuSeqlensKernel, Numbers
+from flexvarlen.backends.lse_without_gradient import lse_without_gradient
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.chunks import chunk_boundaries
 from flexvarlen.mask import DocumentMask
@@ -153,7 +154,7 @@ class CuSeqlensBackend:
         if not options.return_lse or lse_HT is None:
             return out_THD, None
         if torch.is_grad_enabled() and out_THD.requires_grad:
-            lse_HT = cu_seqlens_op.lse_without_gradient(lse_HT, q_THD, self.name)
+            lse_HT = lse_without_gradient(lse_HT, q_THD, k_THD, self.name)
         if plan.dead_T is not None:
             lse_HT = torch.where(plan.dead_T, float("-inf"), lse_HT)
         return out_THD, lse_HT

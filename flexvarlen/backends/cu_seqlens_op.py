@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from flexvarlen.launch import is_replayed
 
@@ -433,50 +432,3 @@ class _EagerAttention(torch.autograd.Function):
 # Without the Python around it, which looks for a setup_context and for transforms of torch.func:
 # two microseconds.
 _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply
-
-
-@torch.library.custom_op("flexvarlen::lse_without_gradient", mutates_args=())
-def lse_without_gradient(lse_HT: Tensor, q_THD: Tensor, kernel: str) -> Tensor:
-    """The LSE as a function of q whose gradient raises: dropped, it would be silently wrong."""
-    return lse_HT.clone()
-
-
-@lse_without_gradient.register_fake
-def _(lse_HT: Tensor, q_THD: Tensor, kernel: str) -> Tensor:
-    return torch.empty_like(lse_HT)
-
-
-@torch.library.custom_op("flexvarlen::refuse_lse_gradient", mutates_args=())
-def _refuse_lse_gradient(grad_HT: Tensor, kernel: str) -> Tensor:
-    """A zero for the gradient of q, so that no graph leaves this out; raises at other numbers."""
-    torch._assert_async((grad_HT == 0).all(), _no_gradient(kernel))
-    return grad_HT.new_zeros(())
-
-
-@_refuse_lse_gradient.register_fake
-def _(grad_HT: Tensor, kernel: str) -> Tensor:
-    return grad_HT.new_empty(())
-
-
-def _no_gradient(kernel: str) -> str:
-    return (
-        f"{kernel} gives the LSE no gradient; use backend='flex' or 'reference', or lse.detach()."
-    )
-
-
-def _refuse_gradient(ctx: Any, grad_HT: Tensor) -> tuple[None, Tensor, None]:
-    if not is_fake(grad_HT):
-        raise NotImplementedError(_no_gradient(ctx.kernel))
-    # A compiled graph asks for the gradient of all that it returns, and hands zeros for the LSE
-    # where the loss does not depend on it: only its run can tell.
-    zero = torch.ops.flexvarlen.refuse_lse_gradient(grad_HT, ctx.kernel)
-    (q_THD,) = ctx.saved_tensors
-    return None, zero.to(q_THD.dtype).expand_as(q_THD), None
-
-
-def _keep_name(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.kernel = inputs[2]
-    ctx.save_for_backward(inputs[1])
-
-
-lse_without_gradient.register_autograd(_refuse_gradient, setup_context=_keep_name)

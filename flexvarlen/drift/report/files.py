@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
 
 @dataclass(frozen=True)
 class DriftReport:
-    """What a drift found.
+    """What a drift found; rows of several machines are told apart, and never beside each other.
 
     Attributes:
         rows: in the order measured.
@@ -61,27 +61,49 @@ class DriftReport:
         """Whether no backend of flexvarlen is wrong or broke."""
         return all(row.status not in ("wrong", "failed") or _is_foreign(row) for row in self.rows)
 
+    def machines(self) -> list[tuple[str, list[Row]]]:
+        """The rows of each GPU, or of the CPU, with what to say before; "" if there is but one."""
+        if not self.rows:
+            return [("", [])]
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.environment.get("gpu") or "CPU", []).append(row)
+        return [("" if len(found) == 1 else f"{name}: ", rows) for name, rows in found.items()]
+
     def sentences(self) -> list[str]:
         """The verdicts in plain words; absolute paths in reasons are cut to their last part."""
-        return [without_paths(text) for text in plain_sentences(self.rows)]
+        return [
+            where + without_paths(text)
+            for where, rows in self.machines()
+            for text in plain_sentences(rows)
+        ]
 
     def grids(self) -> list[Grid]:
         """The tables in short."""
-        return grids(self.rows)
+        return [
+            replace(grid, title=where + grid.title)
+            for where, rows in self.machines()
+            for grid in grids(rows)
+        ]
 
     def details(self) -> list[str]:
         """The long tables of each suite, as Markdown."""
         from flexvarlen.drift.report.details import detailed_tables
 
-        return [without_paths(text) for text in detailed_tables(self.rows)]
+        return [
+            without_paths(text).replace("## ", f"## {where}", 1)
+            for where, rows in self.machines()
+            for text in detailed_tables(rows)
+        ]
 
     def notes(self) -> list[str]:
         """Why there is no number, each reason once."""
         found: dict[str, None] = {}
-        for row in self.rows:
-            if row.status in ("unsupported", "oom", "skipped") and row.reason:
-                who = row.case.get("backend") or row.case.get("variant")
-                found[f"{who}, {row.status}: {without_paths(row.reason)}"] = None
+        for where, rows in self.machines():
+            for row in rows:
+                if row.status in ("unsupported", "oom", "skipped") and row.reason:
+                    who = row.case.get("backend") or row.case.get("variant")
+                    found[f"{where}{who}, {row.status}: {without_paths(row.reason)}"] = None
         return list(found)
 
     def table(self, width: int | None = None) -> Group:

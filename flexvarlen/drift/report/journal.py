@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,14 @@ class Journal:
         self._path = folder / ROWS
         there = self._path.exists()
         kept = read_rows([self._path]) if there and resume else []
-        here = _machine_of(environment(device))
-        self._old = [row for row in kept if _machine_of(row.environment) == here]
+        self._machine = _machine_of(environment(device))
+        self._old = self._here(kept)
         self._replace = there and not resume
         self.note: str | None = None
         if there:
             self.note = (
-                f"{len(kept)} rows of an earlier run are kept; what is complete is not run."
+                f"{len(kept)} rows of an earlier run are kept, {len(self._old)} of them of this "
+                "kind of device and this torch; what is complete of these is not run."
                 if resume
                 else "rows of an earlier run are replaced; --resume would keep them."
             )
@@ -76,6 +78,13 @@ class Journal:
         """All rows of the file; of equal suite, case and GPU the last."""
         kept = self._path.exists() and not self._replace
         return DriftReport(tuple(read_rows([self._path]) if kept else ()))
+
+    def measured_here(self) -> DriftReport:
+        """Of these, those of such a machine: what a run on it is judged by."""
+        return DriftReport(tuple(self._here(self.report().rows)))
+
+    def _here(self, rows: Iterable[Row]) -> list[Row]:
+        return [row for row in rows if _machine_of(row.environment) == self._machine]
 
 
 def _machine_of(found: dict[str, Any]) -> tuple[Any, ...]:

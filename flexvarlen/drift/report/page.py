@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterable
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,11 @@ def page(report: DriftReport) -> str:
 
     on = _list((without_paths(line) for line in described(report.rows)), "on")
     parts = ["<h1>Drift</h1>", on, "<h2>In words</h2>", _list(report.sentences())]
-    drawn = pictures(report.rows)
+    drawn = [
+        replace(picture, alt=where + picture.alt)
+        for where, rows in report.machines()
+        for picture in pictures(rows)
+    ]
     if drawn:
         parts += ["<h2>Plots</h2>", *map(_figure, drawn)]
     parts += ["<h2>In short</h2>", *map(_table, report.grids())]
