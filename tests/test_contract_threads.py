@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexvarlen as fv
+from flexvarlen.backends import flex
 from flexvarlen.patches.one_forward import first_unpacked
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import batch_of, config_of, exact_and_peer, new_model
@@ -103,6 +105,24 @@ def test_one_model_in_flex():
     logits_of(model, 0)
     for outs in at_once(3, lambda i: logits_of(model, i)):
         check("llama", outs)
+
+
+def test_flex_calls_its_compiled_kernel_in_one_thread_at_a_time(monkeypatch):
+    """torch 2.13 counts what fullgraph=True compiled for all threads together."""
+    inside, most = [], []
+
+    def kernel(q, *args):
+        inside.append(q)
+        most.append(len(inside))
+        time.sleep(0.02)  # another thread's turn
+        inside.pop()
+        return q, None
+
+    monkeypatch.setattr(flex, "_compiled", lambda *args: kernel)
+    layout, q = fv.PackedLayout.from_lengths([9, 7]), torch.randn(16, 1, 16)
+    with torch.no_grad():
+        at_once(3, lambda i: fv.packed_attention(q, q, q, layout, backend="flex"))
+    assert most == [1, 1, 1]
 
 
 def test_gradients_of_two_models():

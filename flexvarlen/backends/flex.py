@@ -5,6 +5,7 @@ FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask built
 
 from __future__ import annotations
 
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -303,7 +304,8 @@ def _call_compiled(
     while True:
         generation = _generations.get(kind, 0)
         try:
-            return _compiled(kind, same_bits, generation)(*args)
+            with _ONE_AT_A_TIME:
+                return _compiled(kind, same_bits, generation)(*args)
         except FailOnRecompileLimitHit:
             _generations[kind] = generation + 1
             warnings.warn(
@@ -313,6 +315,10 @@ def _call_compiled(
                 stacklevel=2,
             )
 
+
+_ONE_AT_A_TIME = threading.RLock()
+"""torch 2.13 counts the compiled frames of `fullgraph=True` in one place for all threads: two calls
+at once, and one may raise that it found none (mended by pytorch's pull request 185138)."""
 
 _generations: dict[tuple[object, ...], int] = {}
 """Functions of a kind that are full."""
