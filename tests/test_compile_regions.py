@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import warnings
 from functools import partial
 from types import MethodType
@@ -196,6 +197,8 @@ def test_returning_to_an_earlier_form_compiles_nothing(how):
     model = new_model("qwen3_windows")
     forms = ("layout", "position_ids", "document_ids", "cu_seq_lens")
     settings = [(True, True), (False, True), (False, False)]  # train, gradients
+    if how == "whole":  # where each is seconds
+        del settings[1]
     with torch._dynamo.config.patch(recompile_limit=32):
         compiled, counter = compiled_model(how, model, DYNAMO_ALONE, backend=MIXED)
         counts = []
@@ -261,8 +264,9 @@ def test_graphs_for_many_sizes_are_told_of(how, told):
     assert "capacity= and max_seqlen_bound=" in told()[0]
 
 
-@pytest.mark.parametrize("apart_by", ["model", "reset"])
-@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+@pytest.mark.parametrize(
+    ("how", "apart_by"), [("whole", "model"), ("patch_then_regions", "reset")]
+)
 def test_sizes_of_other_models_or_of_dropped_graphs_do_not_count(how, apart_by, told):
     model = new_model("llama")
     compiled, _ = compiled_model(how, model, DYNAMO_ALONE, **FOR_EACH_SIZE)
@@ -287,16 +291,16 @@ def test_a_model_that_is_gone_is_forgotten(told):
     assert not compile_warnings._sizes
 
 
-@pytest.mark.parametrize("error", [AttributeError, KeyError, TypeError])
-def test_another_torch_without_comptime_compiles(error, told, monkeypatch):
+def test_another_torch_without_comptime_compiles(told, monkeypatch):
     """What comptime hands out is private to torch."""
     of_torch, asked = ComptimeContext.get_local, []
+    errors = itertools.cycle([AttributeError, KeyError, TypeError])
 
     def get_local(self, name, **kwargs):
         if name == "val":  # torch asks for one itself
             return of_torch(self, name, **kwargs)
         asked.append(name)
-        raise error(name)
+        raise next(errors)(name)
 
     monkeypatch.setattr(ComptimeContext, "get_local", get_local)
     compiled, _ = compiled_model("whole", new_model("llama"), DYNAMO_ALONE, **FOR_EACH_SIZE)
@@ -304,7 +308,7 @@ def test_another_torch_without_comptime_compiles(error, told, monkeypatch):
         for size in SIZES[:5]:
             assert compiled(**inputs_of("layout", lengths_of(*size))).logits.isfinite().all()
     assert told() == []
-    assert asked
+    assert len(asked) >= 3  # each error once
 
 
 @pytest.mark.parametrize("how", ["whole", "patch_then_regions"])

@@ -117,6 +117,8 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
     name, device, dtype = kernel
     if device == "cpu" and head_dim != 64:
         pytest.skip("one size is enough there")
+    if (name, device) == ("flex", "cpu") and mask not in ("causal", "wide_two_sided_window"):
+        pytest.skip("flex compiles for each length there: two masks are enough")
     options = {"batch_invariant": True, **MASKS[mask]}
     heads, head_dim = ((4, 2), 16) if device == "cpu" else ((32, 8), head_dim)
     grads = (name, device) == ("sdpa", "cpu")
