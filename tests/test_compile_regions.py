@@ -264,9 +264,7 @@ def test_graphs_for_many_sizes_are_told_of(how, told):
     assert "capacity= and max_seqlen_bound=" in told()[0]
 
 
-@pytest.mark.parametrize(
-    ("how", "apart_by"), [("whole", "model"), ("patch_then_regions", "reset")]
-)
+@pytest.mark.parametrize(("how", "apart_by"), [("whole", "model"), ("patch_then_regions", "reset")])
 def test_sizes_of_other_models_or_of_dropped_graphs_do_not_count(how, apart_by, told):
     model = new_model("llama")
     compiled, _ = compiled_model(how, model, DYNAMO_ALONE, **FOR_EACH_SIZE)
