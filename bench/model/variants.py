@@ -135,7 +135,7 @@ def make_variant(
     if theirs:
         set_transformers(model, kind.removeprefix("transformers:"))
     else:
-        _patch(model, kind, needs_grad)
+        patch_or_refuse(model, kind, needs_grad=needs_grad)
     device = next(base.parameters()).device
 
     def layout_of(lengths: Sequence[int]) -> fv.PackedLayout:
@@ -172,14 +172,26 @@ def make_variant(
     return Variant(name, model, fullgraph=not theirs, inputs=inputs, resolved=resolved)
 
 
-def _patch(model: PreTrainedModel, backend: str, needs_grad: bool) -> None:
+def patch_or_refuse(
+    model: PreTrainedModel, backend: str, *, dtype: torch.dtype | None = None, needs_grad: bool
+) -> None:
+    """`patch_model`, in place.
+
+    Args:
+        backend: of ours, or "auto".
+        dtype: that attention gets, where that is not the parameters' (under autocast).
+        needs_grad: whether it is to train.
+
+    Raises:
+        Unsupported: a package is missing, or the kernel refuses.
+    """
     config, parameter = model.config, next(model.parameters())
     reason = None
     if backend != "auto":
         reason = fv.why_not(
             backend,
             device=parameter.device,
-            dtype=parameter.dtype,
+            dtype=dtype or parameter.dtype,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,

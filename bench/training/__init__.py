@@ -8,7 +8,6 @@
 | `ulysses.py` | and attention over one long row on all ranks |
 | `resumable.py` | a run that leaves out what its file holds |
 | `texts.py` | documents of real text, as token ids |
-| `patching.py` | a model patched, or why not |
 
 A module's `…_tables.py`, `…_figure.py` render its rows, for `flexvarlen bench report`.
 """

@@ -40,7 +40,7 @@ import flexvarlen as fv
 from flexvarlen.bench.model.accuracy import GRADIENT_FACTOR, wider
 from flexvarlen.bench.model.step import free, synchronize
 from flexvarlen.bench.model.utilisation import noting_auto
-from flexvarlen.bench.model.variants import compiled_alone
+from flexvarlen.bench.model.variants import compiled_alone, patch_or_refuse
 from flexvarlen.bench.training.convergence_documents import Documents
 from flexvarlen.bench.training.convergence_tables import (
     PADDED,
@@ -49,7 +49,6 @@ from flexvarlen.bench.training.convergence_tables import (
     convergence_section,
     final_loss,
 )
-from flexvarlen.bench.training.patching import patch_to_train
 from flexvarlen.bench.training.resumable import Measured, ResumableRun, add_run_arguments
 from flexvarlen.measure import memory_meaning, peak_memory_mib, watch_compilation
 from flexvarlen.rows import Row
@@ -187,7 +186,7 @@ class Run(ResumableRun):
         exact, peer_error = self.exact_gradient(seed)
         model = self.new_model(seed)
         if variant not in (PADDED, UNPATCHED):
-            patch_to_train(model, variant, self.dtype)
+            patch_or_refuse(model, variant, dtype=self.dtype, needs_grad=True)
         call: Callable[..., Any] = model
         if args.compile:
             torch._dynamo.reset()

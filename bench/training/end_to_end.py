@@ -39,6 +39,7 @@ from flexvarlen.bench.model.cases import BUDGET_BYTES, SORTED, split_variant, tr
 from flexvarlen.bench.model.geometries import GEOMETRIES, new_causal_lm
 from flexvarlen.bench.model.step import free
 from flexvarlen.bench.model.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
+from flexvarlen.bench.model.variants import patch_or_refuse
 from flexvarlen.bench.training.end_to_end_batches import (
     Documents,
     Flatten,
@@ -53,7 +54,6 @@ from flexvarlen.bench.training.end_to_end_trainer import (
     Clock,
     accelerate_as_it_was,
 )
-from flexvarlen.bench.training.patching import patch_to_train
 from flexvarlen.bench.training.resumable import Measured, ResumableRun, add_run_arguments
 from flexvarlen.bench.training.texts import crc_of, full_rows, topic_ids
 from flexvarlen.equivalence.variants import set_transformers
@@ -230,7 +230,7 @@ class Run(ResumableRun):
         if attention.startswith(THEIRS):
             set_transformers(model, attention.removeprefix(THEIRS))
             return
-        patch_to_train(model, attention, self.dtype)
+        patch_or_refuse(model, attention, dtype=self.dtype, needs_grad=True)
 
     def batches(
         self, batching: str, attention: str
