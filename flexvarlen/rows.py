@@ -48,6 +48,18 @@ def run_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     return found | {"started_utc": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
 
 
+def ran_on(environment: dict[str, Any]) -> str:
+    """GPU, or CPU, and versions of a row's environment, for a title.
+
+    >>> ran_on({"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.17.0"})
+    'NVIDIA H200, torch 2.11.0, transformers 5.17.0'
+    """
+    where = environment.get("gpu") or environment.get("cpu")
+    return (
+        f"{where}, torch {environment.get('torch')}, transformers {environment.get('transformers')}"
+    )
+
+
 def commit_of(environment: dict[str, Any]) -> str:
     """The commit of a row's environment, to stand behind its versions; empty if not recorded.
 

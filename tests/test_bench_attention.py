@@ -325,7 +325,8 @@ def test_what_does_not_fit_beside_the_others_is_timed_alone(inputs, monkeypatch)
     assert alone == {"large"}
 
 
-def test_a_variant_that_fails_when_it_is_timed_fails_alone(inputs):
+def raises_when_timed(error):
+    """Right, until it was checked and tried out."""
     calls = []
 
     def prepare(inputs, needs_grad):
@@ -333,12 +334,17 @@ def test_a_variant_that_fails_when_it_is_timed_fails_alone(inputs):
 
         def forward():
             calls.append(None)
-            if len(calls) > 3:  # checked, tried out
-                raise AssertionError("tired")
+            if len(calls) > 3:
+                raise error
             return right.forward()
 
         return Prepared(forward, right.leaves, right.cotangent)
 
+    return prepare
+
+
+def test_a_variant_that_fails_when_it_is_timed_fails_alone(inputs):
+    prepare = raises_when_timed(AssertionError("tired"))
     found = measured(inputs, {"tired": prepare, "good": ours("sdpa")})
     assert statuses(found, "tired") == ["failed", "failed"]
     assert "tired" in found["tired", "forward"].reason
@@ -365,19 +371,7 @@ def test_a_kernel_that_kills_the_device_ends_the_case(inputs, where):
 
 def test_of_a_death_while_timing_the_one_that_ran_is_marked_alone(inputs):
     """The others have no row, so that a run that goes on measures them."""
-    calls = []
-
-    def prepare(inputs, needs_grad):
-        right = ours("sdpa")(inputs, needs_grad)
-
-        def forward():
-            calls.append(None)
-            if len(calls) > 3:  # checked, tried out
-                raise DEAD
-            return right.forward()
-
-        return Prepared(forward, right.leaves, right.cotangent)
-
+    prepare = raises_when_timed(DEAD)
     ways = {"a": ours("sdpa"), "deadly": prepare, "b": ours("reference")}
     with pytest.raises(DeviceLost, match="timing killed the device in a call of deadly") as caught:
         measured(inputs, ways)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of
+from flexvarlen.rows import Row, commit_of, ran_on
 
 SCOPE_NAMES = {
     "whole": "the whole model",
@@ -27,11 +27,7 @@ def _runs(rows: Sequence[Row], *differ: str) -> list[list[Row]]:
 
 
 def _where(row: Row) -> str:
-    found = row.environment
-    return (
-        f"{found.get('gpu') or found.get('cpu')}, torch {found.get('torch')}, transformers "
-        f"{found.get('transformers')}{commit_of(found)}"
-    )
+    return ran_on(row.environment) + commit_of(row.environment)
 
 
 class _Reasons:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of
+from flexvarlen.rows import Row, commit_of, ran_on
 
 BASELINES = tuple(f"transformers:{name}" for name in ("flash_attention_2", "sdpa"))
 """What speeds are told against: the first of them that was measured."""
@@ -31,15 +31,14 @@ def model_groups(rows: Sequence[Row]) -> list[list[Row]]:
 
 def model_title(rows: Sequence[Row]) -> str:
     """Model, dtype, pass and GPU of a group, and the versions it ran on."""
-    case, where = rows[0].case, rows[0].environment
+    case = rows[0].case
     name = GEOMETRY_NAMES.get(case["geometry"], case["geometry"])
     documents = next((r.measures["documents"] for r in rows if "documents" in r.measures), None)
     counted = "" if documents is None else f"{documents} "
     return (
         f"{name} geometry, {case['layers']} layers, one row of {case['tokens']:,} tokens, "
         f"{counted}log-normal documents of mean {case['mean_doc']:,}; {case['dtype']}, "
-        f"{case['passes']}; {where.get('gpu') or where.get('cpu')}, torch {where.get('torch')}, "
-        f"transformers {where.get('transformers')}"
+        f"{case['passes']}; {ran_on(rows[0].environment)}"
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from flexvarlen.drift.training.verdict import BAND_SIGMAS, BEYOND, NOT_ROUNDING, WITHIN
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of
+from flexvarlen.rows import Row, commit_of, ran_on
 
 SUITE = "convergence"
 PADDED, UNPATCHED = "padded", "unpatched"
@@ -128,13 +128,12 @@ def convergence_section(rows: Sequence[Row]) -> str:
 
 def title_of(rows: Sequence[Row]) -> str:
     """What a group trained, and where."""
-    case, where = rows[0].case, rows[0].environment
+    case = rows[0].case
     parameters = next((r.measures["parameters"] for r in rows if r.measures), 0)
     return (
         f"Llama of {parameters / 1e6:.1f}M parameters from scratch, {case['steps']} steps of up to "
         f"{case['tokens']:,} tokens, {case['dtype']}, {case['mode']}; "
-        f"{where.get('gpu') or where.get('cpu')}, torch {where.get('torch')}, transformers "
-        f"{where.get('transformers')}"
+        f"{ran_on(rows[0].environment)}"
     )
 
 

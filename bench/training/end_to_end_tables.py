@@ -10,7 +10,7 @@ from flexvarlen.bench.model.cases import split_variant
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.markdown import markdown
 from flexvarlen.plotstyle import UNSUPPORTED, style_of
-from flexvarlen.rows import Row, commit_of
+from flexvarlen.rows import Row, commit_of, ran_on
 
 SUITE = "end-to-end"
 OURS = "packed:auto"
@@ -36,7 +36,7 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 def title_of(rows: Sequence[Row]) -> str:
     """What a group trained, and where."""
-    case, where = rows[0].case, rows[0].environment
+    case = rows[0].case
     name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     documents = next((r.measures["documents"] for r in rows if "documents" in r.measures), None)
     counted = "" if documents is None else f" of {documents:.0f} documents on average"
@@ -44,8 +44,7 @@ def title_of(rows: Sequence[Row]) -> str:
     return (
         f"Trainer, {name} geometry, {case['layers']} layers, {case['tokens']:,} tokens a step"
         f"{counted}, Python's help topics cut at {case['longest']:,}; {case['dtype']}, "
-        f"{case['mode']}{checkpointed}; {where.get('gpu') or where.get('cpu')}, torch "
-        f"{where.get('torch')}, transformers {where.get('transformers')}"
+        f"{case['mode']}{checkpointed}; {ran_on(rows[0].environment)}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of
+from flexvarlen.rows import Row, commit_of, ran_on
 
 SUITE = "scaling-ranks"
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
@@ -121,14 +121,13 @@ def _ulysses_table(rows: Sequence[Row]) -> str:
 
 def title_of(rows: Sequence[Row]) -> str:
     """What a group trained, and where."""
-    case, where = rows[0].case, rows[0].environment
+    case = rows[0].case
     name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     checkpointed = ", layers checkpointed" if case["checkpointing"] else ""
     return (
         f"{name} geometry, {case['layers']} layers, a packed row of {case['tokens']:,} tokens a "
         f"GPU and step, `{case['backend']}`, {case['dtype']}{checkpointed}; "
-        f"{where.get('gpu') or where.get('cpu')}, torch {where.get('torch')}, transformers "
-        f"{where.get('transformers')}"
+        f"{ran_on(rows[0].environment)}"
     )
 
 
