@@ -1,5 +1,8 @@
 """`flexvarlen drift`, and `--fail-above` of `compare`: exit codes, sentences, files."""
 
+# ruff: noqa: F811
+# (fixtures are arguments by the names that they are imported by)
+
 from __future__ import annotations
 
 import math
@@ -12,28 +15,12 @@ from typer.testing import CliRunner
 
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.cli import app
-from flexvarlen.drift.report import page
-from tests.drift_commands import CPU, MODEL, OP, PACKED, TRAIN, rows_in, said
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(request, monkeypatch):
-    """A second a run; test_drift_report.py draws them."""
-    if "plots" not in request.fixturenames:
-        monkeypatch.setattr(page, "pictures", lambda rows: [])
+from tests.drift_commands import CPU, MODEL, OP, PACKED, TRAIN, no_plots, rows_in, run, said  # noqa: F401
 
 
 @pytest.fixture
 def plots():
     """The page of this test has them."""
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run(*args):
-        return CliRunner().invoke(app, ["drift", *args, "--out", str(tmp_path / "out")])
-
-    return run
 
 
 def test_op_writes_rows_tables_and_page(run, plots, tmp_path):

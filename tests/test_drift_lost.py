@@ -1,28 +1,15 @@
 """A device that is lost ends `flexvarlen drift` with one sentence; its rows are kept."""
 
+# ruff: noqa: F811
+# (fixtures are arguments by the names that they are imported by)
+
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.cli import app
 from flexvarlen.drift.model import comparisons as model_comparisons
-from flexvarlen.drift.report import page
-from tests.drift_commands import CPU, OP, TRAIN, rows_in, said
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr(page, "pictures", lambda rows: [])
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run(*args):
-        return CliRunner().invoke(app, ["drift", *args, "--out", str(tmp_path / "out")])
-
-    return run
+from tests.drift_commands import CPU, OP, TRAIN, no_plots, rows_in, run, said  # noqa: F401
 
 
 def test_lost_device_ends_with_a_traceback(run, monkeypatch, tmp_path):

@@ -1,31 +1,18 @@
 """`flexvarlen drift --resume`: what is there is not run again, and what is not there is."""
 
+# ruff: noqa: F811
+# (fixtures are arguments by the names that they are imported by)
+
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from flexvarlen.backends.flex import FlexBackend
 from flexvarlen.backends.reference import ReferenceBackend
 from flexvarlen.backends.sdpa import SdpaBackend
-from flexvarlen.cli import app
 from flexvarlen.drift.op import comparisons
 from flexvarlen.drift.op.backend_run import BackendRun
-from flexvarlen.drift.report import page
-from tests.drift_commands import CPU, HEADS, OP, PACKED, rows_in, said
-
-
-@pytest.fixture(autouse=True)
-def _no_plots(monkeypatch):
-    monkeypatch.setattr(page, "pictures", lambda rows: [])
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run(*args):
-        return CliRunner().invoke(app, ["drift", *args, "--out", str(tmp_path / "out")])
-
-    return run
+from tests.drift_commands import CPU, HEADS, OP, PACKED, no_plots, rows_in, run, said  # noqa: F401
 
 
 def test_rerun_appends_to_the_rows_of_another(run, tmp_path):
