@@ -19,7 +19,7 @@ AUTO = "FLEXVARLEN_AUTO"
 """How `backend="auto"` chooses: "measure" (the default) or "static", the documented order."""
 
 CACHE = "FLEXVARLEN_CACHE"
-"""The folder of the file in which "auto" keeps what it measured."""
+"""The folder in which "auto" keeps what it measured, and FA4 the kernels that it compiled."""
 
 
 def promised(variable: str, asked: bool | None = None) -> bool:

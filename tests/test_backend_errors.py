@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from flexvarlen import PackedLayout, packed_attention, why_not
-from flexvarlen.backends import AttentionRequest
+from flexvarlen.backends import AttentionRequest, fa4
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
 GPU_ONLY = ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
@@ -74,7 +77,7 @@ def test_auto_gives_the_reason_of_each_backend_that_it_tried():
     ],
 )
 def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
-    from flexvarlen.backends import fa2, fa3, fa4
+    from flexvarlen.backends import fa2, fa3
 
     for module in (fa2, fa3, fa4):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -84,6 +87,40 @@ def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
     assert f"{name} needs" in reason
     assert package in reason
     assert re.search(remedy, reason)
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """A GPU by name, an empty cache folder, and an environment that says nothing of FA4's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("FLEXVARLEN_CACHE", str(tmp_path))
+    for name in (fa4.KEEP, fa4.FOLDER):  # set by conftest.py, and put back after the test
+        monkeypatch.delenv(name)
+    return torch.device("cuda")
+
+
+def test_fa4_keeps_its_kernels(hopper, tmp_path):
+    fa4.keep_kernels(hopper)
+    assert os.environ[fa4.KEEP] == "1"
+    assert Path(os.environ[fa4.FOLDER]) == tmp_path / "fa4-sm90"
+    assert list((tmp_path / "fa4-sm90").iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [(fa4.KEEP, "0"), (fa4.FOLDER, "/elsewhere")])
+def test_fa4_keeps_kernels_as_its_own_environment_says(hopper, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    fa4.keep_kernels(hopper)
+    assert os.environ == before
+
+
+def test_fa4_keeps_no_kernels_where_files_cannot_be_locked(hopper, monkeypatch):
+    def refuse(file, how):
+        raise OSError(38, "no locks on this file system")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    fa4.keep_kernels(hopper)
+    assert fa4.KEEP not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 By layer as accelerate does it, which compiles what surrounds the layers too, and the decoder layers
 alone, which is one graph.
 
-Each compilation has a process of its own: cold, with an empty cache folder (inductor's and
-Triton's), and then warm, with what the cold one left there. A last process takes the compiled steps
-of all ways in turns, after holding their outputs and gradients against each document alone.
+Each compilation has a process of its own: cold, with an empty cache folder (inductor's,
+Triton's and FA4's), and then warm, with what the cold one left there. A last process takes the
+compiled steps of all ways in turns, after holding their outputs and gradients against each document
+alone.
 
 Compile time is the wall time of the first step (forward and backward) less that of the fastest of
 the next three: whatever a user waits for, in Dynamo, AOTAutograd, inductor and Triton.
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from flexvarlen.backends import fa4
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.rows import Status
@@ -108,6 +110,8 @@ class Parent(BenchRun):
         where = {
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
+            fa4.KEEP: "1",
+            fa4.FOLDER: str(cache / "fa4"),
         }
         try:
             done = subprocess.run(

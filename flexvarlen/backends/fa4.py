@@ -1,11 +1,13 @@
 """`fa4`: FlashAttention-4, `flash_attn.cute`. Optional: imported when it is first asked about.
 
-It compiles a kernel for each kind of call, which takes seconds, once a process.
+It compiles a kernel for each kind of call, which takes seconds, and keeps it in the cache folder.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import tempfile
 from functools import cache
 from importlib.util import find_spec
 
@@ -15,11 +17,17 @@ from torch import Tensor
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import KernelCall
 from flexvarlen.backends.protocol import AttentionRequest
+from flexvarlen.switches import cache_folder
 
 INSTALL = "install it with: pip install 'flexvarlen[fa4]'."
 _HOPPER, _BLACKWELL = (9,), (10, 11)
 _NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
 """Arguments of the backward that versions before 4.0.0b36 lack, some or all."""
+
+KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""FA4's own switch: 1 to keep compiled kernels on disk, where it compiles anew in each process."""
+FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+"""Where it keeps them, by its own sources and versions."""
 
 
 class FlashAttention4Backend(CuSeqlensBackend):
@@ -66,12 +74,35 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in _HOPPER
 
 
+def keep_kernels(device: torch.device) -> None:
+    """Have FA4 keep compiled kernels in the cache folder, as inductor and Triton do theirs.
+
+    Where the environment says nothing about it; before `flash_attn.cute` is imported, which looks
+    once. Not in a folder that cannot be written or locked, which FA4 would fail on. A folder a
+    kind of GPU: not all of its keys name that.
+    """
+    if KEEP in os.environ or FOLDER in os.environ:
+        return
+    import fcntl  # POSIX alone, as FA4
+
+    major, minor = torch.cuda.get_device_capability(device)
+    folder = cache_folder() / f"fa4-sm{major}{minor}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    os.environ |= {KEEP: "1", FOLDER: str(folder)}
+
+
 @cache
-def _cute_problem() -> str | None:
+def _cute_problem(device: torch.device) -> str | None:
     """Why `flash_attn.cute` is not usable, without a full stop, or None."""
     # FA2's package brings an old copy of the folder: what FA4 is written in tells them apart.
     if find_spec("cutlass") is None or find_spec("flash_attn") is None:
         return "which is not installed"
+    keep_kernels(device)
     try:
         from flash_attn.cute.interface import _flash_attn_bwd
     except ImportError as error:
@@ -84,7 +115,7 @@ def _cute_problem() -> str | None:
 
 def cute_refusal(name: str, device: torch.device) -> str | None:
     """Why FlashAttention-4 cannot run on this machine, or None."""
-    problem = _cute_problem()
+    problem = _cute_problem(device)
     if problem is not None:
         return f"{name} needs flash_attn.cute, FlashAttention-4, {problem}; {INSTALL}"
     if torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
