@@ -22,8 +22,10 @@ _SHIFT = 2**20  # Dynamo makes graphs of their own for sizes 0 and 1, and for eq
 class LaunchSizes:
     """Documents, longest document and tail of a row, as kernels are told them.
 
-    In a compiled graph they are numbers that vary from the start, so that other documents recompile
-    nothing: there they are read off the shape of an empty tensor that is marked for it.
+    In a compiled graph those of a long row are numbers that vary from the start, so that other
+    documents recompile nothing: there they are read off the shape of an empty tensor that is marked
+    for it. Dynamo reads each anew in every call, for ten microseconds: a short row's are constants,
+    and a tail, where there was none, a graph of its own.
 
     Args:
         documents, longest: of the row; None where only the device knows.
@@ -56,7 +58,7 @@ class LaunchSizes:
         documents = max(documents, 1)  # kernels refuse a batch of none
         self._sizes = (documents, longest, 1 if fixed else int(may_have_tail))
         self._shape: Tensor | None = None
-        if not fixed and not torch.compiler.is_compiling():
+        if self.own and not torch.compiler.is_compiling():
             shape = (0, *(size + i * _SHIFT for i, size in enumerate(self._sizes, 1)))
             self._shape = torch.empty_strided(shape, (0, 0, 0, 0), dtype=torch.bool, device=device)
             torch._dynamo.maybe_mark_dynamic(self._shape, [1, 2, 3])

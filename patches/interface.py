@@ -45,6 +45,7 @@ from flexvarlen.patches.keywords import refuse_mask_of_another_kind, refuse_othe
 from flexvarlen.patches.llama import own_temperature
 from flexvarlen.patches.one_forward import shared_between_layers
 from flexvarlen.patches.overlays import has_overlay
+from flexvarlen.patches.own_guards import drop_own_guards
 from flexvarlen.patches.packed_cache import set_apart
 from flexvarlen.patches.rotary import refuse_dynamic_rope, refuse_unpatched_longrope
 from flexvarlen.patches.routing import LayerKind, chunk_of, layer_type_of, refusal_of_layers
@@ -204,6 +205,8 @@ def _attention_function(backend: str) -> Attention:
                 )
             ) from refusal
         assert isinstance(out_THD, Tensor)
+        if compiling:
+            drop_own_guards()
         return out_THD.reshape(batch, row_tokens, heads, value.shape[3]), None
 
     return flexvarlen_attention

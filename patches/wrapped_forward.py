@@ -19,6 +19,8 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from flexvarlen.patches.own_guards import drop_own_guards
+
 OURS = "_flexvarlen_wraps"  # on our function: where its module keeps the `forward` it wraps
 PLACE = "_flexvarlen_forward_"  # and a number: somebody may wrap ours, and we that
 MARK = "_flexvarlen_wrapped"  # on the attention layers below a wrapped module
@@ -93,6 +95,8 @@ def wrap_forward(
         out = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
         if inputs is not None:
             after(inputs, out)
+        if torch.compiler.is_compiling():
+            drop_own_guards()
         return out
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
