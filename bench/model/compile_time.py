@@ -31,7 +31,7 @@ from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.rows import Status
 
 SUITE = "compile"
-SCOPES = ("whole", "layer", "decoder")
+SCOPES = ("layer", "decoder", "whole")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
