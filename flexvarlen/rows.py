@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -133,6 +134,18 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
             rows.pop(key, None)
             rows[key] = row
     return list(rows.values())
+
+
+_TRIED = re.compile(r"(Tried to allocate [\d.]+ \w+\.).*", re.DOTALL)
+
+
+def in_short(reason: str) -> str:
+    """A reason for a table: torch's tells of the allocator's state too, which no two calls share.
+
+    >>> in_short("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+    'OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.'
+    """
+    return _TRIED.sub(r"\1", reason)
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from flexvarlen import PackedLayout, packed_attention, why_not
 from flexvarlen.backends import AttentionRequest, fa4
+from flexvarlen.switches import FA4_FOLDER, FA4_KEEPS
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
 GPU_ONLY = ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
@@ -94,19 +95,19 @@ def hopper(monkeypatch, tmp_path):
     """A GPU by name, an empty cache folder, and an environment that says nothing of FA4's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("FLEXVARLEN_CACHE", str(tmp_path))
-    for name in (fa4.KEEP, fa4.FOLDER):  # set by conftest.py, and put back after the test
+    for name in (FA4_KEEPS, FA4_FOLDER):  # set by conftest.py, and put back after the test
         monkeypatch.delenv(name)
     return torch.device("cuda")
 
 
 def test_fa4_keeps_its_kernels(hopper, tmp_path):
     fa4.keep_kernels(hopper)
-    assert os.environ[fa4.KEEP] == "1"
-    assert Path(os.environ[fa4.FOLDER]) == tmp_path / "fa4-sm90"
+    assert os.environ[FA4_KEEPS] == "1"
+    assert Path(os.environ[FA4_FOLDER]) == tmp_path / "fa4-sm90"
     assert list((tmp_path / "fa4-sm90").iterdir()) == []
 
 
-@pytest.mark.parametrize(("name", "value"), [(fa4.KEEP, "0"), (fa4.FOLDER, "/elsewhere")])
+@pytest.mark.parametrize(("name", "value"), [(FA4_KEEPS, "0"), (FA4_FOLDER, "/elsewhere")])
 def test_fa4_keeps_kernels_as_its_own_environment_says(hopper, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     before = dict(os.environ)
@@ -120,7 +121,7 @@ def test_fa4_keeps_no_kernels_where_files_cannot_be_locked(hopper, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     fa4.keep_kernels(hopper)
-    assert fa4.KEEP not in os.environ
+    assert FA4_KEEPS not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,22 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flex_is_deterministic_whatever_rows_were_between(head_dim):
+    """Of rows of other lengths inductor would make a kernel for any, and take that from then on."""
+    torch._dynamo.reset()
+    rows = [
+        document_in(((77,), 0, None), length, (32, 8), head_dim, torch.bfloat16, "cuda")[:2]
+        for length in (16_000, 500, 1633)
+    ]
+    first, *_, again = (
+        run("flex", *row, deterministic=True) for row in (rows[0], *rows[1:], rows[0])
+    )
+    for x, y in zip(first, again, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fixed", [True, False])
 def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
     """Inductor chooses a kernel of its backward by timing: other bits in another process."""

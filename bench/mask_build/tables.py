@@ -8,7 +8,7 @@ from typing import Any
 
 from flexvarlen.bench.mask_build.figure import BUILDER_STYLES, place_of, where_of, with_variants
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row
+from flexvarlen.rows import Row, in_short
 
 BASELINES = {  # of the columns of speed
     "create_block_mask compiled": "× compiled create_block_mask",
@@ -54,7 +54,7 @@ class Notes:
         self.reasons: dict[str, int] = {}
 
     def status(self, row: Row) -> str:
-        number = self.reasons.setdefault(row.reason or "", len(self.reasons) + 1)
+        number = self.reasons.setdefault(in_short(row.reason or ""), len(self.reasons) + 1)
         return f"{row.status} ({number})"
 
     def text(self) -> str:

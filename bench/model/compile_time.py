@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from flexvarlen.backends import fa4
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.rows import Status
+from flexvarlen.switches import FA4_FOLDER, FA4_KEEPS
 
 SUITE = "compile"
 SCOPES = ("layer", "decoder", "whole")
@@ -110,8 +110,8 @@ class Parent(BenchRun):
         where = {
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
-            fa4.KEEP: "1",
-            fa4.FOLDER: str(cache / "fa4"),
+            FA4_KEEPS: "1",
+            FA4_FOLDER: str(cache / "fa4"),
         }
         try:
             done = subprocess.run(

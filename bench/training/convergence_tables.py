@@ -174,8 +174,9 @@ def _table(rows: Sequence[Row]) -> str:
         positions = _median(baseline, "positions") / _median(baseline, "tokens")
         pads = f" A padded batch holds a whole step: {positions:.1f} positions a real token."
     spread = "not known" if sigma is None else f"{sigma:.4f} over {len(baseline)} seeds"
+    commits = "".join(dict.fromkeys(commit_of(row.environment) for row in rows))
     return (
-        f"{title_of(rows)}{commit_of(rows[0].environment)}:\n\n{markdown(header, lines)}\n\n"
+        f"{title_of(rows)}{commits}:\n\n{markdown(header, lines)}\n\n"
         f"Final loss: the mean over the last {_last(rows[0].case['steps'])} steps; worst "
         f"difference: from the padded run of the same seed. The rule: within {BAND_SIGMAS:g} σ on "
         f"every seed, and no first gradient further off each document alone than thrice what that "

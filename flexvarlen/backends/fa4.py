@@ -17,17 +17,12 @@ from torch import Tensor
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
 from flexvarlen.backends.cu_seqlens_op import KernelCall
 from flexvarlen.backends.protocol import AttentionRequest
-from flexvarlen.switches import cache_folder
+from flexvarlen.switches import FA4_FOLDER, FA4_KEEPS, cache_folder
 
 INSTALL = "install it with: pip install 'flexvarlen[fa4]'."
 _HOPPER, _BLACKWELL = (9,), (10, 11)
 _NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
 """Arguments of the backward that versions before 4.0.0b36 lack, some or all."""
-
-KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""FA4's own switch: 1 to keep compiled kernels on disk, where it compiles anew in each process."""
-FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-"""Where it keeps them, by its own sources and versions."""
 
 
 class FlashAttention4Backend(CuSeqlensBackend):
@@ -81,7 +76,7 @@ def keep_kernels(device: torch.device) -> None:
     once. Not in a folder that cannot be written or locked, which FA4 would fail on. A folder a
     kind of GPU: not all of its keys name that.
     """
-    if KEEP in os.environ or FOLDER in os.environ:
+    if FA4_KEEPS in os.environ or FA4_FOLDER in os.environ:
         return
     import fcntl  # POSIX alone, as FA4
 
@@ -93,7 +88,7 @@ def keep_kernels(device: torch.device) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return
-    os.environ |= {KEEP: "1", FOLDER: str(folder)}
+    os.environ |= {FA4_KEEPS: "1", FA4_FOLDER: str(folder)}
 
 
 @cache

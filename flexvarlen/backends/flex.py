@@ -126,7 +126,7 @@ class FlexBackend:
                 _require_fixed_choices()
             out, lse = _flex(q, k, v, block_mask, options.scale, options.softcap, with_lse, *chosen)
         else:
-            if options.batch_invariant and q.device.type == "cuda":
+            if same_bits and q.device.type == "cuda":
                 for x in (q, k, v):
                     torch._dynamo.maybe_mark_dynamic(x, 2)  # one kernel for rows of any length
             own_T = (q.shape[2], k.shape[2]) if q.device.type == "cpu" else None

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flexvarlen.rows import in_short
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -229,7 +231,7 @@ class Report:
             for text in (row.reason, row.why):
                 if text is not None:
                     where = f"{row.model}, " if text is row.why else ""
-                    notes[f"{where}{display_name(row.backend)}: {text}"] = None
+                    notes[f"{where}{display_name(row.backend)}: {in_short(text)}"] = None
         return list(notes)
 
     def markdown(self) -> str:

@@ -12,7 +12,7 @@ from flexvarlen.drift.grid import Grid
 from flexvarlen.drift.report.summary import grids
 from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.equivalence.variants import THEIRS
-from flexvarlen.rows import Row, append_row, commit_of, read_rows
+from flexvarlen.rows import Row, append_row, commit_of, in_short, read_rows
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -103,7 +103,8 @@ class DriftReport:
             for row in rows:
                 if row.status in ("unsupported", "oom", "skipped") and row.reason:
                     who = row.case.get("backend") or row.case.get("variant")
-                    found[f"{where}{who}, {row.status}: {without_paths(row.reason)}"] = None
+                    why = in_short(without_paths(row.reason))
+                    found[f"{where}{who}, {row.status}: {why}"] = None
         return list(found)
 
     def table(self, width: int | None = None) -> Group:
