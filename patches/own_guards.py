@@ -11,8 +11,8 @@ from typing import Any
 
 from torch._dynamo.comptime import comptime
 
-_OURS = "G['__import_flexvarlen"
-"""In the name of whatever Dynamo reached through one of our modules."""
+_OURS = "__import_flexvarlen"
+"""How Dynamo begins the name of the global that holds one of our modules."""
 
 
 def drop_own_guards() -> None:
@@ -25,8 +25,15 @@ def _drop(context: Any) -> None:
     # What comptime hands out is private to torch; without it the guards stay, which costs time.
     try:
         guards = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.guards
-        ours = [guard for guard in guards.inner if _OURS in guard.name]
+        ours = [guard for guard in guards.inner if _is_ours(guard.originating_source)]
         for guard in ours:
             guards.inner.discard(guard)
     except (AttributeError, TypeError):  # another torch
         return
+
+
+def _is_ours(source: Any) -> bool:
+    """Whether Dynamo came to it through one of our modules. (`source.name` takes much longer.)"""
+    while hasattr(source, "base"):
+        source = source.base
+    return getattr(source, "global_name", "").startswith(_OURS)

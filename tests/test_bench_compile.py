@@ -51,6 +51,13 @@ def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
     assert found["compile_wall_s"] > found["step_s"] > 0
 
 
+@pytest.mark.parametrize("scope", compile_time.SCOPES)
+def test_transformers_own_attention_is_timed_too(scope):
+    found = child("--scope", scope, "--backend", "transformers:sdpa").compile()
+    assert found["graphs"] >= 1
+    assert found["compile_wall_s"] > found["step_s"] > 0
+
+
 def test_layers_that_ran_eagerly_are_no_compile_time(monkeypatch):
     """accelerate before 1.15, and patch_model first: each layer keeps its eager forward."""
     nothing = {"layer": lambda model, _: (model, "nothing at all")}
@@ -88,7 +95,7 @@ def test_all_ways_are_right_before_they_are_timed(monkeypatch):
         assert found[scope]["error"] <= 2 * (found[scope]["peer_error"] + 2e-7)
         assert found[scope]["repeats"] == 2
     torch._dynamo.reset()
-    one.layout = fv.PackedLayout.from_lengths([256])  # one document: everything leaks
+    one.inputs = {"packed_layout": fv.PackedLayout.from_lengths([256])}  # everything leaks
     found = one.steady()
     assert {found[scope]["status"] for scope in compile_time.SCOPES} == {"wrong"}
     assert "ms_p50" not in found["whole"]
@@ -137,7 +144,7 @@ def test_a_process_that_fails_says_why(tmp_path):
     parent = compile_time.Parent(compile_time.parse([*QUICK, "--backend", "unheard-of"]))
     found = parent.child("compile", "whole", tmp_path / "cache")
     assert found["status"] == "failed"
-    assert "backend must be one of" in found["reason"]
+    assert "variant must be one of" in found["reason"]
     parent.args.timeout = 0.01
     assert "not done" in parent.child("compile", "whole", tmp_path / "cache")["reason"]
 
@@ -232,8 +239,9 @@ def test_rows_of_a_mode_stay_if_the_run_is_killed(tmp_path, monkeypatch):
     out = tmp_path / "small.jsonl"
     with pytest.raises(KeyboardInterrupt):
         small_inference.main([*QUICK, "--out", str(out), "--variants", "sdpa"])
-    (row,) = read_rows([out])
-    assert (row.case["mode"], row.status) == ("eager", "ok")
+    eager, graphs = read_rows([out])
+    assert (eager.case["mode"], eager.status) == ("eager", "ok")
+    assert (graphs.case["mode"], graphs.status) == ("cuda graphs", "unsupported")  # on the CPU
 
 
 def test_a_graph_that_keeps_the_first_documents_is_wrong(tmp_path, monkeypatch):

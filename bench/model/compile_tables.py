@@ -85,8 +85,9 @@ def _compile_table(rows: Sequence[Row]) -> str:
         lines.append(line)
     attends = next((r.measures["attends"] for r in rows if "attends" in r.measures), "")
     of = f" ({attends})" if case["backend"] == "auto" else ""
+    whose = "" if case["backend"].startswith("transformers:") else "flexvarlen "
     return (
-        f"{case['geometry']} geometry, {case['layers']} layers, flexvarlen `{case['backend']}`{of},"
+        f"{case['geometry']} geometry, {case['layers']} layers, {whose}`{case['backend']}`{of},"
         f" one row of {case['tokens']:,} tokens, documents of mean {case['mean_doc']:,}; "
         f"{case['dtype']}, {case['passes']}; {_where(rows[0])}:\n\n{markdown(header, lines)}"
         f"{reasons.text()}\n\nSeconds: the first step of a new process less a later one, with an "

@@ -1,4 +1,4 @@
-"""`python -m flexvarlen.bench.model.compile_time`: compiling a patched model, whole and by layer.
+"""`python -m flexvarlen.bench.model.compile_time`: compiling a model, whole and by layer.
 
 By layer as accelerate does it, which compiles what surrounds the layers too, and the decoder layers
 alone, which is one graph.
@@ -42,7 +42,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--geometry", choices=sorted(GEOMETRIES), default="qwen3-1.7b")
     add("--layers", type=int, help="default: the model's own number")
-    add("--backend", default="auto", help="auto is resolved before anything is compiled")
+    add(
+        "--backend",
+        default="auto",
+        help="auto is resolved before anything is compiled; transformers:NAME[@cu_seq_lens] is "
+        "transformers' own, not patched",
+    )
     add("--tokens", type=int, default=32_768, help="tokens of the packed row")
     add("--mean", type=int, default=2048, help="mean tokens of a document, log-normal")
     add("--sigma", type=float, default=1.0)

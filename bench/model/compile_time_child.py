@@ -12,29 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import flexvarlen as fv
 from flexvarlen.bench.model.accuracy import errors_of, packed_answer, per_document, wider
 from flexvarlen.bench.model.compile_time import SCOPES
 from flexvarlen.bench.model.geometries import log_normal_lengths, new_base_model
-from flexvarlen.bench.model.utilisation import peak_tflops, resolved_auto, step_tflop, utilisation
-from flexvarlen.equivalence.oracle import share
+from flexvarlen.bench.model.utilisation import peak_tflops, step_tflop, utilisation
+from flexvarlen.bench.model.variants import Sizes, Variant, make_variant
 from flexvarlen.measure import time_interleaved, watch_compilation
 
 STEPS_AFTER = 3
 
 
-def by_layer(model: nn.Module, compiler: str) -> tuple[Callable[..., Any], str]:
+def by_layer(model: nn.Module, settings: dict[str, Any]) -> tuple[Callable[..., Any], str]:
     """The model compiled layer by layer, what surrounds the layers too; and by what."""
     from accelerate.utils import compile_regions
 
-    settings = {"backend": compiler, "fullgraph": True}
     return compile_regions(model, **settings), "accelerate.utils.compile_regions"
 
 
-def decoder_layers(model: nn.Module, compiler: str) -> tuple[Callable[..., Any], str]:
+def decoder_layers(model: nn.Module, settings: dict[str, Any]) -> tuple[Callable[..., Any], str]:
     """The model with its decoder layers alone compiled, and by what."""
     for layer in model.get_submodule("layers").children():
-        layer.compile(backend=compiler, fullgraph=True)
+        layer.compile(**settings)
     return model, "Module.compile"
 
 
@@ -65,24 +63,28 @@ class Child:
         self.ids = torch.randint(config.vocab_size, shape, device=self.device)
         self.cotangent = torch.randn((*shape, config.hidden_size), device=self.device, dtype=dtype)
         self.lengths = log_normal_lengths(args.tokens, args.mean, args.sigma, args.seed)
-        self.layout = fv.PackedLayout.from_lengths(self.lengths, device=self.device)
+        self.inputs = self.variant().inputs(self.lengths)
+
+    def variant(self) -> Variant:
+        """A model over the shared parameters, with the attention that is asked for."""
+        sizes = Sizes.of(self.args.tokens, self.lengths)
+        return make_variant(self.args.backend, self.base, sizes)
 
     def resolve(self) -> dict[str, Any]:
-        """The backend that "auto" takes for the model's first kind of layers."""
-        found = resolved_auto(self.base, self.layout, self.base.dtype)
-        return {"backend": next(iter(found.values()))}
+        """The backend that "auto" takes."""
+        return {"backend": self.variant().resolved(self.lengths)}
 
-    def compiled(self, scope: str) -> tuple[nn.Module, Callable[..., Any], str]:
-        """A model over the shared parameters, patched; the same compiled; by what."""
-        model = fv.patch_model(share(self.base), self.args.backend)
+    def compiled(self, scope: str) -> tuple[Callable[..., Any], str]:
+        """A variant compiled, and by what."""
+        variant = self.variant()
+        settings = {"backend": self.args.compiler, "fullgraph": variant.fullgraph}
         if scope in BY_LAYER:
-            return model, *BY_LAYER[scope](model, self.args.compiler)
-        call = torch.compile(model, backend=self.args.compiler, fullgraph=True)
-        return model, call, "torch.compile"
+            return BY_LAYER[scope](variant.model, settings)
+        return torch.compile(variant.model, **settings), "torch.compile"
 
     def compile(self) -> dict[str, Any]:
         """The first step of a fresh process, and the three after it."""
-        _, call, how = self.compiled(self.args.scope)
+        call, how = self.compiled(self.args.scope)
         with watch_compilation() as stats:
             first = self.seconds(call)
         with watch_compilation() as after:
@@ -106,7 +108,7 @@ class Child:
         found: dict[str, dict[str, Any]] = {}
         steps: dict[str, Callable[[], object]] = {}
         for scope in SCOPES:
-            _, calls[scope], how = self.compiled(scope)
+            calls[scope], how = self.compiled(scope)
             found[scope] = {"how": how}
         row = (self.base, self.ids, self.lengths, self.cotangent)
         oracle = per_document(*row, dtype=wider(self.base.dtype))
@@ -143,7 +145,7 @@ class Child:
     def step(self, call: Callable[..., Any]) -> Tensor:
         """Gradients dropped, forward, backward."""
         self.base.zero_grad(set_to_none=True)
-        outputs: Tensor = call(input_ids=self.ids, packed_layout=self.layout).last_hidden_state
+        outputs: Tensor = call(input_ids=self.ids, **self.inputs).last_hidden_state
         outputs.backward(self.cotangent)
         return outputs
 

@@ -40,7 +40,7 @@ from flexvarlen.measure import time_interleaved, watch_compilation
 from flexvarlen.rows import Status, one_line
 
 SUITE = "small-inference"
-MODES = ("eager", "compiled", "cuda graphs")
+MODES = ("eager", "cuda graphs", "compiled")
 OURS = ("auto", "auto@position_ids", "fa3", "fa4", "fa2", "varlen", "flex")
 THEIRS = (
     "sdpa",
