@@ -31,22 +31,16 @@ TRAIN = (
     *(f"padded-sorted:{name}" for name in UNPACKED),
     *(f"serial:{name}" for name in UNPACKED),
 )
-# A compilation each takes most of the time; of padded and single documents for any shape, minutes.
+# A compilation each takes most of the time; of padded documents, for any shape, minutes.
 COMPILED = (
     "packed:auto",
     "packed:fa3",
-    "packed:fa2",
     "packed:flex",
-    "packed:varlen",
-    "packed:fa4",
-    "packed:transformers:flash_attention_2",
     "packed:transformers:flash_attention_2@cu_seq_lens",
     "packed:transformers:flash_attention_3@cu_seq_lens",
     "packed:transformers:flex_attention",
     "packed:transformers:sdpa",
-    "padded:transformers:sdpa",
     "padded-sorted:transformers:sdpa",
-    "serial:transformers:sdpa",
 )
 FEWER = (
     "packed:auto",
@@ -68,6 +62,7 @@ FEWEST = (
     "packed:transformers:flash_attention_3@cu_seq_lens",
     "padded-sorted:transformers:sdpa",
 )
+LONGEST_WHOLE = 32_768  # tokens of a step on all variants
 LONGEST_STEP = 2**48  # parameters times tokens of a step on more variants
 GENERATE = (
     *(f"padded:{name}" for name in ("auto", "fa3", "fa2", "flex", "varlen")),
@@ -105,7 +100,7 @@ def variants_of(case: ModelCase, options: Options) -> tuple[str, ...]:
     if case.mode == "compiled":
         return COMPILED
     if case.documents == "text" and (case.geometry == WHOLE or options.quick):
-        return TRAIN
+        return TRAIN if case.tokens <= LONGEST_WHOLE else (*FEWER, "packed:transformers:sdpa")
     return FEWEST if parameters_of(case.geometry) * case.tokens > LONGEST_STEP else FEWER
 
 

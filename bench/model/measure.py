@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -103,11 +102,7 @@ class Measurement(ABC):
         """
         for variant in variants:
             split_variant(variant)
-        with (
-            torch._dynamo.config.patch(LIMITS),
-            _young_objects_alone(),
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as self.caches,
-        ):
+        with torch._dynamo.config.patch(LIMITS), _young_objects_alone():
             try:
                 self.prepare()
             except Exception as error:  # no room for the oracle, say: then of every variant
@@ -166,15 +161,6 @@ class Measurement(ABC):
         if lost:
             message = f"{variant} of {self.case.name} killed the device; run again to go on"
             raise DeviceLost(message, self.findings) from error
-
-    def fresh_cache(self) -> AbstractContextManager[None]:
-        """Inductor caches of this variant alone, so that each is compiled cold."""
-        if self.case.mode == "eager" or self.compiler != "inductor":
-            return nullcontext()
-        from torch._inductor.utils import fresh_cache
-
-        # Kept on disk until the case ends: compiled code may be loaded from there late.
-        return fresh_cache(dir=self.caches, delete=False)
 
     # --- the clock -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexvarlen.bench.attention.kernels_tables import where_of
@@ -87,12 +87,12 @@ def train_table(group: Sequence[Measured]) -> str:
     compiled = group[0].case["mode"] == "compiled"
     header = ["batch", "attention", *(f"{each.case['tokens']:,} tokens" for each in group)]
     if compiled:
-        header += ["cold compile s", "graphs", "graph breaks"]
+        header += ["graphs", "graph breaks"]
     lines = []
     for variant in variants_of(group):
         cells = [_train_cell(each, variant, notes) for each in group]
         if compiled:
-            cells += [_largest(group, variant, name) for name in _COMPILED]
+            cells += [_largest(group, variant, name) for name in ("graphs", "graph_breaks")]
         lines.append([*_name_cells(group, variant), *cells])
     baseline = " or, where that has no time, ".join(_shown(name) for name in BASELINES)
     text = (
@@ -106,17 +106,9 @@ def train_table(group: Sequence[Measured]) -> str:
     return text + _train_notes(group) + notes.text()
 
 
-_COMPILED: dict[str, Callable[[Any], str]] = {
-    "compile_s": lambda value: f"{value:.0f}",
-    "graphs": str,
-    "graph_breaks": str,
-}
-
-
 def _largest(group: Sequence[Measured], variant: str, name: str) -> str:
-    show = _COMPILED[name]
     found = [value for each in group if (value := each.value(variant, "", name)) is not None]
-    return show(max(found)) if found else ""
+    return str(max(found)) if found else ""
 
 
 def _train_cell(each: Measured, variant: str, notes: Notes) -> str:

@@ -105,7 +105,7 @@ class Training(Measurement):
         batches = self.batches(batching, made)
         call = self.call(made, batching, batches)
         begin = time.perf_counter()
-        with watch_compilation() as stats, self.fresh_cache(), noting_auto() as chosen:
+        with watch_compilation() as stats, noting_auto() as chosen:
             outputs = self.forward_backward(call, batches, keep=True)
         first_step_s = time.perf_counter() - begin
         whole = torch.cat(outputs)
