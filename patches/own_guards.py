@@ -1,18 +1,24 @@
-"""Fewer guards on a compiled model: none on what flexvarlen's own modules hold.
+"""Fewer guards on a compiled model: none on what flexvarlen's own modules define.
 
 Dynamo guards a graph on each function, class, module and constant that it met while tracing, and
-looks at all of them before every call. A tenth of a patched model's are on flexvarlen's, which do
-not change once it is imported; on a short row the host's time is the call's time.
+looks at all of them before every call. One in twenty or so of a patched model's are on our own
+functions and constants, which do not change once they are imported; on a short row the host's time
+is the call's time.
+
+Torch and transformers, which Dynamo may have come to through our modules, stay guarded: others may
+change what these hold.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from types import ModuleType
 from typing import Any
 
 from torch._dynamo.comptime import comptime
 
-_OURS = "__import_flexvarlen"
-"""How Dynamo begins the name of the global that holds one of our modules."""
+_US = __name__.partition(".")[0]
 
 
 def drop_own_guards() -> None:
@@ -28,12 +34,26 @@ def _drop(context: Any) -> None:
         ours = [guard for guard in guards.inner if _is_ours(guard.originating_source)]
         for guard in ours:
             guards.inner.discard(guard)
-    except (AttributeError, TypeError):  # another torch
+    except (AttributeError, KeyError, TypeError):  # another torch
         return
 
 
 def _is_ours(source: Any) -> bool:
-    """Whether Dynamo came to it through one of our modules. (`source.name` takes much longer.)"""
+    """Whether it is one of our modules, or something below what one of them defines."""
+    below = None
     while hasattr(source, "base"):
-        source = source.base
-    return getattr(source, "global_name", "").startswith(_OURS)
+        below, source = source, source.base
+    return _is_defined_by_us(getattr(source, "global_name", ""), getattr(below, "member", None))
+
+
+@functools.cache
+def _is_defined_by_us(imported: str, member: str | None) -> bool:
+    """Of a module by the name of the global that Dynamo holds it in, and of one of its members."""
+    name = imported.removeprefix("__import_").replace("_dot_", ".")
+    if name == imported or name.partition(".")[0] != _US:
+        return False
+    if member is None:
+        return True
+    held = getattr(sys.modules[name], member)
+    home = held.__name__ if isinstance(held, ModuleType) else getattr(held, "__module__", _US)
+    return bool(home.partition(".")[0] == _US)
