@@ -22,10 +22,9 @@ _SHIFT = 2**20  # Dynamo makes graphs of their own for sizes 0 and 1, and for eq
 class LaunchSizes:
     """Documents, longest document and tail of a row, as kernels are told them.
 
-    In a compiled graph those of a long row are numbers that vary from the start, so that other
-    documents recompile nothing: there they are read off the shape of an empty tensor that is marked
-    for it. Dynamo reads each anew in every call, for ten microseconds: a short row's are constants,
-    and a tail, where there was none, a graph of its own.
+    In a compiled graph those that differ between documents are numbers that vary from the start,
+    so that other documents recompile nothing: there they are read off the shape of an empty tensor
+    that is marked for it. Dynamo reads each anew in every call, for ten microseconds.
 
     Args:
         documents, longest: of the row; None where only the device knows.
@@ -58,15 +57,19 @@ class LaunchSizes:
         documents = max(documents, 1)  # kernels refuse a batch of none
         self._sizes = (documents, longest, 1 if fixed else int(may_have_tail))
         self._shape: Tensor | None = None
-        if self.own and not torch.compiler.is_compiling():
-            shape = (0, *(size + i * _SHIFT for i, size in enumerate(self._sizes, 1)))
-            self._shape = torch.empty_strided(shape, (0, 0, 0, 0), dtype=torch.bool, device=device)
-            torch._dynamo.maybe_mark_dynamic(self._shape, [1, 2, 3])
+        if not fixed and not torch.compiler.is_compiling():
+            varying = self._sizes if self.own else self._sizes[2:]
+            shape = (0, *(size + i * _SHIFT for i, size in enumerate(varying, 1)))
+            strides = (0,) * len(shape)
+            self._shape = torch.empty_strided(shape, strides, dtype=torch.bool, device=device)
+            torch._dynamo.maybe_mark_dynamic(self._shape, list(range(1, len(shape))))
 
     def read(self) -> tuple[int, int, int]:
         """Documents, tokens of the longest one, and 0 if no tail has to be zeroed, else 1."""
         if self._shape is None or not torch.compiler.is_compiling():
             return self._sizes
+        if not self.own:
+            return *self._sizes[:2], self._shape.shape[1] - _SHIFT
         _, documents, longest, tail = self._shape.shape
         return documents - _SHIFT, longest - 2 * _SHIFT, tail - 3 * _SHIFT
 

@@ -423,8 +423,7 @@ class PackedLayout:
 
         For `torch.compile(mode="reduce-overhead")`, which else records a CUDA graph for a row with
         and one without padding, and, above 2,048 tokens, for each number of documents and longest
-        one. Any compiled graph of a row of at most 2,048 tokens is one for both kinds of row, too.
-        Other captured graphs are made for any documents anyway. Returns itself.
+        one. Other captured graphs are made for any documents anyway. Returns itself.
         """
         self._fixed_launch = True
         self._note_launch_sizes()

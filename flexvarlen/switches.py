@@ -22,10 +22,10 @@ CACHE = "FLEXVARLEN_CACHE"
 """The folder in which "auto" keeps what it measured, and FA4 the kernels that it compiled."""
 
 FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""FA4's own: whether it keeps compiled kernels, 1 or 0. Where it is not set, it is set to 1."""
+"""FA4's own: whether it keeps compiled kernels, 1 or 0. Where neither is set, they are kept."""
 
 FA4_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-"""FA4's own: the folder it keeps them in. Where neither is set, one in flexvarlen's folder."""
+"""FA4's own: the folder that it keeps them in; else one in flexvarlen's, for each kind of GPU."""
 
 
 def promised(variable: str, asked: bool | None = None) -> bool:

@@ -18,12 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(_threads))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other workers
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(_threads))
 
-# FA4's kernels outlive the temporary folders that tests put the cache in.
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault(
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-    str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "fa4"),
-)
+# Nothing that a test compiles is kept for the next run.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 
 # Inductor would compile a small program for each instruction set that /proc/cpuinfo names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,9 +81,7 @@ def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
 
     for module in (fa2, fa3, fa4):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    fa4._cute_problem.cache_clear()
     reason = why_not(name, device="cuda", dtype=torch.bfloat16)
-    fa4._cute_problem.cache_clear()
     assert f"{name} needs" in reason
     assert package in reason
     assert re.search(remedy, reason)
@@ -93,35 +90,49 @@ def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
 @pytest.fixture
 def hopper(monkeypatch, tmp_path):
     """A GPU by name, an empty cache folder, and an environment that says nothing of FA4's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("FLEXVARLEN_CACHE", str(tmp_path))
-    for name in (FA4_KEEPS, FA4_FOLDER):  # set by conftest.py, and put back after the test
-        monkeypatch.delenv(name)
+    for name in (FA4_KEEPS, FA4_FOLDER):
+        monkeypatch.delenv(name, raising=False)
     return torch.device("cuda")
 
 
+def kept(device):
+    """What FA4's import would find in its two variables."""
+    with fa4.keeping_kernels(device):
+        return os.environ.get(FA4_KEEPS), os.environ.get(FA4_FOLDER)
+
+
 def test_fa4_keeps_its_kernels(hopper, tmp_path):
-    fa4.keep_kernels(hopper)
-    assert os.environ[FA4_KEEPS] == "1"
-    assert Path(os.environ[FA4_FOLDER]) == tmp_path / "fa4-sm90"
+    before = dict(os.environ)
+    assert kept(hopper) == ("1", str(tmp_path / "fa4-sm90"))
+    assert os.environ == before  # other processes may have another GPU
     assert list((tmp_path / "fa4-sm90").iterdir()) == []
 
 
 @pytest.mark.parametrize(("name", "value"), [(FA4_KEEPS, "0"), (FA4_FOLDER, "/elsewhere")])
 def test_fa4_keeps_kernels_as_its_own_environment_says(hopper, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    before = dict(os.environ)
-    fa4.keep_kernels(hopper)
-    assert os.environ == before
+    found = {FA4_KEEPS: None, FA4_FOLDER: None} | {name: value}
+    assert kept(hopper) == tuple(found.values())
 
 
-def test_fa4_keeps_no_kernels_where_files_cannot_be_locked(hopper, monkeypatch):
+@pytest.mark.parametrize("why", ["no locks", "no folder", "another user's", "two kinds of GPU"])
+def test_fa4_keeps_no_kernels_where_they_would_fail(hopper, monkeypatch, tmp_path, why):
     def refuse(file, how):
         raise OSError(38, "no locks on this file system")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    fa4.keep_kernels(hopper)
-    assert FA4_KEEPS not in os.environ
+    if why == "no locks":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    elif why == "no folder":
+        (tmp_path / "fa4-sm90").write_text("a file")
+    elif why == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9 + (i == 1), 0))
+    assert kept(hopper) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of, ran_on
+from flexvarlen.rows import Row, commit_of, in_short, ran_on
 
 SCOPE_NAMES = {
     "whole": "the whole model",
@@ -37,7 +37,7 @@ class _Reasons:
         self.numbers: dict[str, int] = {}
 
     def cell(self, row: Row) -> str:
-        number = self.numbers.setdefault(row.reason or "", len(self.numbers) + 1)
+        number = self.numbers.setdefault(in_short(row.reason or ""), len(self.numbers) + 1)
         return f"{row.status} ({number})"
 
     def text(self) -> str:

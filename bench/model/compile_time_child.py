@@ -71,8 +71,9 @@ class Child:
         return make_variant(self.args.backend, self.base, sizes)
 
     def resolve(self) -> dict[str, Any]:
-        """The backend that "auto" takes."""
-        return {"backend": self.variant().resolved(self.lengths)}
+        """The backend that "auto" takes; of several the first layer's."""
+        resolved = self.variant().resolved(self.lengths)
+        return {} if resolved is None else {"backend": resolved.partition(", ")[0]}
 
     def compiled(self, scope: str) -> tuple[Callable[..., Any], str]:
         """A variant compiled, and by what."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
@@ -69,37 +71,46 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in _HOPPER
 
 
-def keep_kernels(device: torch.device) -> None:
-    """Have FA4 keep compiled kernels in the cache folder, as inductor and Triton do theirs.
+@contextmanager
+def keeping_kernels(device: torch.device) -> Iterator[None]:
+    """Around the import of `flash_attn.cute`, which looks once: FA4 keeps compiled kernels.
 
-    Where the environment says nothing about it; before `flash_attn.cute` is imported, which looks
-    once. Not in a folder that cannot be written or locked, which FA4 would fail on. A folder a
-    kind of GPU: not all of its keys name that.
+    In the cache folder, as inductor and Triton do theirs, unless the environment says anything
+    about it, which it does not to other processes. Not in a folder that is another user's, or that
+    cannot be written or locked. A folder a kind of GPU, and none where there are two kinds: not all
+    of FA4's keys name it.
     """
-    if FA4_KEEPS in os.environ or FA4_FOLDER in os.environ:
-        return
     import fcntl  # POSIX alone, as FA4
 
+    kinds = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if FA4_KEEPS in os.environ or FA4_FOLDER in os.environ or len(kinds) != 1:
+        yield
+        return
     major, minor = torch.cuda.get_device_capability(device)
     folder = cache_folder() / f"fa4-sm{major}{minor}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        own = folder.stat().st_uid == os.geteuid()
     except OSError:
+        own = False
+    if not own:
+        yield
         return
     os.environ |= {FA4_KEEPS: "1", FA4_FOLDER: str(folder)}
+    try:
+        yield
+    finally:
+        del os.environ[FA4_KEEPS], os.environ[FA4_FOLDER]
 
 
 @cache
-def _cute_problem(device: torch.device) -> str | None:
-    """Why `flash_attn.cute` is not usable, without a full stop, or None."""
-    # FA2's package brings an old copy of the folder: what FA4 is written in tells them apart.
-    if find_spec("cutlass") is None or find_spec("flash_attn") is None:
-        return "which is not installed"
-    keep_kernels(device)
+def _import_problem(device: torch.device) -> str | None:
+    """Why the installed `flash_attn.cute` is not usable, without a full stop, or None."""
     try:
-        from flash_attn.cute.interface import _flash_attn_bwd
+        with keeping_kernels(device):
+            from flash_attn.cute.interface import _flash_attn_bwd
     except ImportError as error:
         return f"which does not import here ({error})"
     missing = [
@@ -110,11 +121,15 @@ def _cute_problem(device: torch.device) -> str | None:
 
 def cute_refusal(name: str, device: torch.device) -> str | None:
     """Why FlashAttention-4 cannot run on this machine, or None."""
-    problem = _cute_problem(device)
+    # FA2's package brings an old copy of the folder: what FA4 is written in tells them apart.
+    if find_spec("cutlass") is None or find_spec("flash_attn") is None:
+        problem: str | None = "which is not installed"
+    elif torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
+        return f"{name} needs a Hopper or Blackwell GPU; use backend='fa2' or 'flex'."
+    else:
+        problem = _import_problem(device)
     if problem is not None:
         return f"{name} needs flash_attn.cute, FlashAttention-4, {problem}; {INSTALL}"
-    if torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
-        return f"{name} needs a Hopper or Blackwell GPU; use backend='fa2' or 'flex'."
     return None
 
 
