@@ -304,7 +304,17 @@ _library = torch.library.Library("flexvarlen", "FRAGMENT")
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool"}
 
 
-def _operator(name: str, tensors: str, results: str, function: Callable[..., Any]) -> Any:
+def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on the fields of `Numbers`, as an operator's arguments are flat."""
+    fields = len(Numbers._fields)
+
+    def flat(*arguments: Any) -> Any:
+        return function(*arguments[:-fields], Numbers(*arguments[-fields:]))
+
+    return flat
+
+
+def _operator(name: str, tensors: str, results: str, flat: Callable[..., Any]) -> Any:
     """The function as an operator; `torch.library.custom_op` would take twice the host's time.
 
     Its schema is the kernel's name, `tensors` and the fields of `Numbers`.
@@ -313,10 +323,6 @@ def _operator(name: str, tensors: str, results: str, function: Callable[..., Any
     numbers = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
     schema = f"{name}(str kernel, {tensors}, {numbers}) -> ({results})"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-    def flat(*arguments: Any) -> Any:
-        return function(*arguments[: -len(fields)], Numbers(*arguments[-len(fields) :]))
-
     _library.impl(name, flat, "CompositeExplicitAutograd")
     return getattr(torch.ops.flexvarlen, name).default
 
@@ -324,8 +330,10 @@ def _operator(name: str, tensors: str, results: str, function: Callable[..., Any
 _QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
 _CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 
+_flat_forward = _flat(_forward)
+
 cu_seqlens_forward = _operator(
-    "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
+    "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _flat_forward
 )
 """Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
 `torch.ops.flexvarlen.cu_seqlens_forward.default`."""
@@ -334,7 +342,7 @@ cu_seqlens_backward = _operator(
     "cu_seqlens_backward",
     f"Tensor grad_THD, {_QKV}, Tensor out_THD, Tensor lse_HT, {_CU_SEQLENS}",
     "Tensor, Tensor, Tensor, Tensor",
-    _backward,
+    _flat(_backward),
 )
 
 
@@ -358,15 +366,6 @@ def _(
     return *(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD)), dsinks  # type: ignore[return-value]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    kernel, q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k, *numbers = inputs
-    out_THD, lse_HT = output
-    ctx.kernel, ctx.numbers = kernel, numbers
-    ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, cu_seqlens_q, cu_seqlens_k)
-    ctx.mark_non_differentiable(lse_HT)
-    ctx.set_materialize_grads(False)
-
-
 def _differentiate(
     backward: Any, ctx: Any, grad_THD: Tensor, *numbers: Any
 ) -> tuple[Tensor | None, ...]:
@@ -376,19 +375,48 @@ def _differentiate(
     return None, dq, dk, dv, None if sinks_H is None else dsinks_H, None, None
 
 
-def _traced_backward(
-    ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    grads = _differentiate(cu_seqlens_backward, ctx, grad_THD, *ctx.numbers)
-    return *grads, *(None for _ in ctx.numbers)
+class _TracedAttention(torch.autograd.Function):
+    """Forward and backward as operators, for what watches operators."""
+
+    @staticmethod
+    def forward(ctx: Any, below: torch._C.DispatchKeySet, *inputs: Any) -> tuple[Tensor, Tensor]:
+        kernel, q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k, *numbers = inputs
+        out_THD, lse_HT = _below_autograd(below, *inputs)
+        ctx.kernel, ctx.numbers = kernel, numbers
+        boundaries = (cu_seqlens_q, cu_seqlens_k)
+        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, *boundaries)
+        ctx.mark_non_differentiable(lse_HT)
+        ctx.set_materialize_grads(False)
+        return out_THD, lse_HT
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads = _differentiate(cu_seqlens_backward, ctx, grad_THD, *ctx.numbers)
+        return None, *grads, *(None for _ in ctx.numbers)
 
 
-torch.library.register_autograd(
-    "flexvarlen::cu_seqlens_forward",
-    _traced_backward,
-    setup_context=_save_for_backward,
-    lib=_library,
-)
+def _below_autograd(below: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+    """The operator, for whatever lies between autograd and its kernel."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return cu_seqlens_forward.redispatch(below, *inputs)
+
+
+_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def _autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+    """What autograd calls. `torch.library.register_autograd` would take twice the host's time."""
+    _, q_THD, k_THD, v_THD, sinks_H, *_ = inputs
+    below = keyset & _BELOW_AUTOGRAD
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q_THD, k_THD, v_THD, sinks_H):
+        return _TracedAttention.apply(below, *inputs)  # type: ignore[no-untyped-call]
+    if below.highestPriorityTypeId() in _KERNELS:  # nothing lies between
+        return _flat_forward(*inputs)
+    return _below_autograd(below, *inputs)
+
+
+_library.impl("cu_seqlens_forward", _autograd, "Autograd", with_keyset=True)
 
 
 class _EagerAttention(torch.autograd.Function):
