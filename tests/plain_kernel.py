@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import KERNELS
+from flexvarlen.backends.cu_seqlens_kernel import KERNELS
 from tests import oracle
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from flexvarlen import DocumentMask, launch
-from flexvarlen.backends.cu_seqlens_op import KERNELS
+from flexvarlen.backends.cu_seqlens_kernel import KERNELS
 from flexvarlen.backends.protocol import AttentionOptions
 from flexvarlen.chunks import chunk_boundaries
 from flexvarlen.launch import SHORT_ROW

@@ -17,7 +17,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention
-from flexvarlen.backends import cu_seqlens_op
+from flexvarlen.backends import cu_seqlens_kernel
 from flexvarlen.backends.protocol import AttentionOptions
 from flexvarlen.launch import SHORT_ROW
 from flexvarlen.measure import watch_compilation
@@ -73,9 +73,9 @@ def test_a_tail_is_zeroed_where_there_is_one(backend, monkeypatch, tokens):
         for x in tensors:
             x[cu_seqlens[-1] :] = 0
 
-    monkeypatch.setattr(cu_seqlens_op, "_zero_tail", zero)
+    monkeypatch.setattr(cu_seqlens_kernel, "_zero_tail", zero)
     q = torch.randn(tokens, 2, 8, requires_grad=True)
-    cu_seqlens_op._is_first(q)
+    cu_seqlens_kernel._is_first(q)
 
     def run(layout):
         return attend(backend, q, q, DocumentMask.of(layout))
@@ -129,8 +129,8 @@ def test_inductors_cuda_graphs_hold_what_the_row_needs(monkeypatch):
         captured.append(torch.cuda.is_current_stream_capturing())
         real(cu_seqlens, *tensors)
 
-    real = cu_seqlens_op._zero_tail
-    monkeypatch.setattr(cu_seqlens_op, "_zero_tail", zero)
+    real = cu_seqlens_kernel._zero_tail
+    monkeypatch.setattr(cu_seqlens_kernel, "_zero_tail", zero)
     sizes = {"total_tokens": TOKENS, "capacity": 2, "max_seqlen_bound": TOKENS, "device": "cuda"}
     full, padded = [TOKENS - 9, 9], [100]
     layout = PackedLayout.from_lengths(full, **sizes)

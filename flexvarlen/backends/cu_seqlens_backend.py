@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.backends import cu_seqlens_op
-from flexvarlen.backends.cu_seqlens_op import CuSeqlensKernel, Numbers
+from flexvarlen.backends.cu_seqlens_kernel import KERNELS, CuSeqlensKernel, Numbers
+from flexvarlen.backends.cu_seqlens_op import attend
 from flexvarlen.backends.lse_without_gradient import lse_without_gradient
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.chunks import chunk_boundaries
@@ -52,7 +52,7 @@ class CuSeqlensBackend:
     """Whether it may be launched for the row's own documents: its time grows with the bounds."""
 
     def __init__(self, kernel: CuSeqlensKernel) -> None:
-        cu_seqlens_op.KERNELS[self.name] = kernel
+        KERNELS[self.name] = kernel
 
     def why_missing(self, device: torch.device) -> str | None:
         """Why the kernel cannot run on this machine at all, or None."""
@@ -146,7 +146,7 @@ class CuSeqlensBackend:
             options.return_lse,
         )
         boundaries = (plan.cu_seqlens_q, plan.cu_seqlens_k)
-        out_THD, lse_HT = cu_seqlens_op.attend(
+        out_THD, lse_HT = attend(
             self.name, q_THD, k_THD, v_THD, options.sinks_H, *boundaries, numbers
         )
         if plan.dead_T is not None:

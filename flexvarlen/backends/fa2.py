@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import KernelCall
+from flexvarlen.backends.cu_seqlens_kernel import KernelCall
 
 INSTALL = "install it with: pip install 'flexvarlen[fa2]' --no-build-isolation."
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import KernelCall
+from flexvarlen.backends.cu_seqlens_kernel import KernelCall
 from flexvarlen.backends.protocol import AttentionRequest
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention."

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import KernelCall
+from flexvarlen.backends.cu_seqlens_kernel import KernelCall
 from flexvarlen.backends.protocol import AttentionRequest
 from flexvarlen.switches import FA4_FOLDER, FA4_KEEPS, cache_folder
 

@@ -19,7 +19,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexvarlen.backends.block_borders import Arrangement, arrange
-from flexvarlen.backends.cu_seqlens_op import LEAST_SINK
+from flexvarlen.backends.cu_seqlens_kernel import LEAST_SINK
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
 from flexvarlen.block_mask import block_mask_of
 from flexvarlen.mask import DocumentMask

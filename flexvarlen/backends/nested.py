@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.backends.cu_seqlens_backend import HALF
-from flexvarlen.backends.cu_seqlens_op import KERNELS, MIN_BOUND, KernelCall
+from flexvarlen.backends.cu_seqlens_kernel import KERNELS, MIN_BOUND, KernelCall
 from flexvarlen.backends.fa2 import ampere_refusal
 from flexvarlen.backends.fa4 import gradient_refusal
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_op import KernelCall
+from flexvarlen.backends.cu_seqlens_kernel import KernelCall
 from flexvarlen.backends.fa2 import ampere_refusal, one_split
 from flexvarlen.backends.fa3 import order_refusal
 from flexvarlen.backends.fa4 import gradient_refusal
