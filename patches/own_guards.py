@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 from torch._dynamo.comptime import comptime
@@ -39,21 +39,34 @@ def _drop(context: Any) -> None:
 
 
 def _is_ours(source: Any) -> bool:
-    """Whether it is one of our modules, or something below what one of them defines."""
-    below = None
+    """Whether it is one of our modules, or below a function, class or constant that one defines."""
+    names: list[str] = []
     while hasattr(source, "base"):
-        below, source = source, source.base
-    return _is_defined_by_us(getattr(source, "global_name", ""), getattr(below, "member", None))
+        if type(source).__name__ == "TypeMROSource":  # a class of ours may have others' above it
+            return False
+        names.append(getattr(source, "member", ""))
+        source = source.base
+    return _is_defined_by_us(getattr(source, "global_name", ""), tuple(names[-3:][::-1]))
 
 
 @functools.cache
-def _is_defined_by_us(imported: str, member: str | None) -> bool:
-    """Of a module by the name of the global that Dynamo holds it in, and of one of its members."""
+def _is_defined_by_us(imported: str, members: tuple[str, ...]) -> bool:
+    """Of a module by the name of the global that Dynamo holds it in, and of members below it."""
     name = imported.removeprefix("__import_").replace("_dot_", ".")
     if name == imported or name.partition(".")[0] != _US:
         return False
-    if member is None:
+    held: Any = sys.modules[name]
+    for member in members:
+        if not hasattr(held, member):  # what leads on is no attribute
+            return False
+        held = getattr(held, member)
+        if not isinstance(held, ModuleType):
+            break
+        if held.__name__.partition(".")[0] != _US:
+            return False
+    if isinstance(held, (ModuleType, *_CONSTANTS)):
         return True
-    held = getattr(sys.modules[name], member)
-    home = held.__name__ if isinstance(held, ModuleType) else getattr(held, "__module__", _US)
-    return bool(home.partition(".")[0] == _US)
+    return (getattr(held, "__module__", None) or "").partition(".")[0] == _US
+
+
+_CONSTANTS = (bool, int, float, str, tuple, NoneType)

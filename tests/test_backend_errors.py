@@ -5,7 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -109,6 +113,28 @@ def test_fa4_keeps_its_kernels(hopper, tmp_path):
     assert kept(hopper) == ("1", str(tmp_path / "fa4-sm90"))
     assert os.environ == before  # other processes may have another GPU
     assert list((tmp_path / "fa4-sm90").iterdir()) == []
+
+
+def test_fa4_that_does_not_import_is_refused(hopper, monkeypatch):
+    """Of two packages that do not fit each other, whatever they raise; several threads ask."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name):
+            time.sleep(0.01)
+            raise RuntimeError("cutlass is another")
+
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", Broken("interface"))
+    monkeypatch.setattr(fa4, "find_spec", lambda name: name)
+    before = dict(os.environ)
+    fa4._import_problem.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: fa4.cute_refusal("fa4", hopper), range(4)))
+    fa4._import_problem.cache_clear()
+    (reason,) = found
+    assert "which does not import here (RuntimeError: cutlass is another)" in reason
+    assert os.environ == before
 
 
 @pytest.mark.parametrize(("name", "value"), [(FA4_KEEPS, "0"), (FA4_FOLDER, "/elsewhere")])

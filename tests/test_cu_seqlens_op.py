@@ -8,6 +8,8 @@ Shape legend: T = tokens of the row, H = num_heads, D = head_dim, L = tokens of 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils.checkpoint import (
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexvarlen import DocumentMask, launch
 from flexvarlen.backends.cu_seqlens_kernel import KERNELS
@@ -176,12 +179,34 @@ def test_selective_checkpointing_keeps_attention_by_name(backend, keep):
         assert torch.equal(mine, theirs)
 
 
-def test_gradient_of_the_gradient_is_refused(backend):
+@pytest.mark.parametrize("watched", [False, True], ids=["plainly", "operators"])
+def test_gradient_of_the_gradient_is_refused(backend, watched):
+    """Also where something watches operators: autograd would leave them out of it."""
     run = attend(backend, layout_of(DOCUMENTS["no_padding"]))
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
     q.requires_grad_()
-    with pytest.raises(NotImplementedError, match="no gradient of its gradient"):
+    with (
+        FlopCounterMode(display=False) if watched else nullcontext(),
+        pytest.raises(NotImplementedError, match="no gradient of its gradient"),
+    ):
         torch.autograd.grad(run(q, k, v)[0], q, grad, create_graph=True)
+
+
+def test_output_that_nobody_differentiates_has_no_gradients(backend):
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    run = attend(backend, layout_of(DOCUMENTS["no_padding"]), return_lse=True)
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
+    q.requires_grad_()
+    Nothing.apply(run(q, k, v)[0]).backward()
+    assert q.grad is None or not q.grad.any()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

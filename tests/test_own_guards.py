@@ -93,6 +93,29 @@ def test_what_others_change_is_seen(which, elsewhere, monkeypatch):
         torch.testing.assert_close(second, model(IDS, packed_layout=LAYOUT).logits)
 
 
+@pytest.mark.parametrize(
+    ("module", "members", "ours"),
+    [
+        ("flexvarlen", (), True),
+        ("flexvarlen_dot_patches_dot_routing", ("MaskSpec",), True),
+        ("flexvarlen_dot_patches_dot_routing", ("MaskSpec", "of", "__func__"), True),
+        ("flexvarlen_dot_patches_dot_forward_inputs", ("CONTEXT",), True),
+        ("flexvarlen_dot_patches_dot_forward_inputs", ("BOUNDARIES",), True),
+        ("flexvarlen_dot_patches_dot_forward_inputs", ("torch", "rsqrt"), False),
+        ("flexvarlen_dot_patches_dot_forward_inputs", ("IMPLEMENTATIONS",), False),
+        ("flexvarlen_dot_patches_dot_rotary", ("ROPE_INIT_FUNCTIONS",), False),
+        ("flexvarlen_dot_attention", ("auto", "Decision"), True),
+        ("flexvarlen_dot_attention", ("auto", "torch", "backends"), False),
+        ("flexvarlen_dot_attention", ("nothing of this name",), False),
+        ("flexvarlen_of_mine", ("SCALE",), False),
+        ("torch_dot_nn", ("Module",), False),
+    ],
+)
+def test_what_is_ours(module, members, ours):
+    """Containers are not, which others may fill, nor what a module of ours imports."""
+    assert own_guards._is_defined_by_us(f"__import_{module}", members) is ours
+
+
 def test_another_torch_keeps_the_guards():
     class Context:
         """What comptime hands out, without what is private to torch."""

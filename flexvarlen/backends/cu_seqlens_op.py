@@ -122,8 +122,14 @@ def _(
 
 
 def _differentiate(
-    backward: Any, ctx: Any, grad_THD: Tensor, *numbers: Any
+    backward: Any, ctx: Any, grad_THD: Tensor | None, *numbers: Any
 ) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():  # create_graph=True
+        raise NotImplementedError(
+            f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
+        )
+    if grad_THD is None:
+        return (None,) * 7
     saved = ctx.saved_tensors  # once: checkpointing hands each out once
     sinks_H = saved[3]
     dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *numbers)
@@ -161,7 +167,10 @@ _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-    """What autograd calls. `torch.library.register_autograd` would take twice the host's time."""
+    """What autograd calls. `torch.library.register_autograd` would take twice the host's time.
+
+    A kernel that somebody else registers for a device is called with gradients alone.
+    """
     _, q_THD, k_THD, v_THD, sinks_H, *_ = inputs
     below = keyset & _BELOW_AUTOGRAD
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q_THD, k_THD, v_THD, sinks_H):
@@ -204,11 +213,7 @@ class _EagerAttention(torch.autograd.Function):
         return out_THD, lse_HT
 
     @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor, *grad_lse: None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise NotImplementedError(
-                f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
-            )
+    def backward(ctx: Any, grad_THD: Tensor | None, *grad_lse: None) -> tuple[Tensor | None, ...]:
         return *_differentiate(kernel_backward, ctx, grad_THD, ctx.numbers), None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -87,13 +88,13 @@ def keeping_kernels(device: torch.device) -> Iterator[None]:
         yield
         return
     major, minor = torch.cuda.get_device_capability(device)
-    folder = cache_folder() / f"fa4-sm{major}{minor}"
     try:
+        folder = cache_folder() / f"fa4-sm{major}{minor}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         own = folder.stat().st_uid == os.geteuid()
-    except OSError:
+    except (OSError, RuntimeError):  # the latter of a folder of ~somebody who is nobody
         own = False
     if not own:
         yield
@@ -102,17 +103,22 @@ def keeping_kernels(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[FA4_KEEPS], os.environ[FA4_FOLDER]
+        for name in (FA4_KEEPS, FA4_FOLDER):
+            os.environ.pop(name, None)
+
+
+_IMPORTING = threading.Lock()
+"""One thread at a time puts variables into the environment, and takes them out."""
 
 
 @cache
 def _import_problem(device: torch.device) -> str | None:
     """Why the installed `flash_attn.cute` is not usable, without a full stop, or None."""
     try:
-        with keeping_kernels(device):
+        with _IMPORTING, keeping_kernels(device):
             from flash_attn.cute.interface import _flash_attn_bwd
-    except ImportError as error:
-        return f"which does not import here ({error})"
+    except Exception as error:  # of two packages that do not fit each other, anything
+        return f"which does not import here ({type(error).__name__}: {error})"
     missing = [
         name for name in _NEEDED if name not in inspect.signature(_flash_attn_bwd).parameters
     ]
