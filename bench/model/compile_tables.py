@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flexvarlen.bench.mask_build.tables import Notes
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of, in_short, ran_on
+from flexvarlen.rows import Row, commit_of, ran_on
 
 SCOPE_NAMES = {
     "whole": "the whole model",
@@ -30,20 +31,6 @@ def _where(row: Row) -> str:
     return ran_on(row.environment) + commit_of(row.environment)
 
 
-class _Reasons:
-    """Footnotes under a table, each once."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def cell(self, row: Row) -> str:
-        number = self.numbers.setdefault(in_short(row.reason or ""), len(self.numbers) + 1)
-        return f"{row.status} ({number})"
-
-    def text(self) -> str:
-        return "".join(f"\n\n({number}) {reason}" for reason, number in self.numbers.items())
-
-
 def _spread(measures: dict[str, Any], digits: int) -> str:
     p50, p20, p80 = (f"{measures[name]:.{digits}f}" for name in ("ms_p50", "ms_p20", "ms_p80"))
     return f"{p50} ({p20}–{p80})"
@@ -61,7 +48,7 @@ def _compile_table(rows: Sequence[Row]) -> str:
     case = rows[0].case
     found = {(row.case["scope"], row.case["part"]): row for row in rows}
     header = ["compiled", "cold s", "warm s", "graphs", "graph breaks", "step ms (p20–p80)", "MFU"]
-    reasons, lines = _Reasons(), []
+    reasons, lines = Notes(), []
     for scope, name in SCOPE_NAMES.items():
         own = (row for row in rows if row.case["scope"] == scope)
         how = next((row.measures["how"] for row in own if "how" in row.measures), None)
@@ -78,7 +65,7 @@ def _compile_table(rows: Sequence[Row]) -> str:
             line.append(str(first.measures[what]) if ok and first is not None else "–")
         steady = found.get((scope, "steady"))
         if steady is None or steady.status != "ok":
-            line += ["–" if steady is None else reasons.cell(steady), "–"]
+            line += ["–" if steady is None else reasons.status(steady), "–"]
         else:
             mfu = steady.measures.get("mfu")
             line += [_spread(steady.measures, 1), "–" if mfu is None else f"{mfu:.0%}"]
@@ -96,10 +83,10 @@ def _compile_table(rows: Sequence[Row]) -> str:
     )
 
 
-def _seconds(row: Row | None, reasons: _Reasons) -> str:
+def _seconds(row: Row | None, reasons: Notes) -> str:
     if row is None:
         return "–"
-    return f"{row.measures['compile_wall_s']:.1f}" if row.status == "ok" else reasons.cell(row)
+    return f"{row.measures['compile_wall_s']:.1f}" if row.status == "ok" else reasons.status(row)
 
 
 # --- small inference -----------------------------------------------------------------------------
@@ -117,7 +104,7 @@ def _small_table(rows: Sequence[Row]) -> str:
     found = {(row.case["variant"], row.case["mode"]): row for row in rows}
     header = ["attention", "eager ms", "compiled ms", "CUDA graphs ms (p20–p80)"]
     header += ["× compiled", "× eager", "graph breaks", "largest relative error"]
-    reasons, lines = _Reasons(), []
+    reasons, lines = Notes(), []
     for variant in dict.fromkeys(row.case["variant"] for row in rows):
         own = [found.get((variant, mode)) for mode in MODES]
         times = [None if row is None else row.measures.get("ms_p50") for row in own]
@@ -126,7 +113,7 @@ def _small_table(rows: Sequence[Row]) -> str:
             if row is None:
                 cells.append("–")
             elif row.status != "ok":
-                cells.append(reasons.cell(row))
+                cells.append(reasons.status(row))
             elif row.case["mode"] == "cuda graphs":
                 skipped = row.measures.get("cudagraph_skips")  # graphs that ran without one
                 note = f", {skipped} not captured" if skipped else ""
