@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from flexvarlen import auto
@@ -78,7 +79,7 @@ def packed_attention(
     Raises:
         ValueError: tensors that do not fit one another or the layout.
         NotImplementedError: the named backend cannot serve the call; the sentence says why, and
-            what to do.
+            what to do. Forward-mode gradients (`torch.func.jvp`) have `reference` alone.
 
     No host sync on the GPU backends but `sdpa`; traces under `fullgraph=True`.
 
@@ -208,6 +209,8 @@ def _attend(
     plan: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Call the kernel."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_tangents(name, q_THD, k_THD, v_THD, sinks)
     chosen = get_backend(name)
     if sinks is not None:
         options = replace(options, sinks_H=sinks)
@@ -215,6 +218,17 @@ def _attend(
         plan = chosen.plan(mask, batch_invariant=options.batch_invariant)
     out_THD, lse_HT = chosen.attend(q_THD, k_THD, v_THD, mask, plan, options)
     return out_THD if lse_HT is None else (out_THD, lse_HT)
+
+
+def _refuse_tangents(name: str, *tensors: Tensor | None) -> None:
+    """Raise for forward-mode AD, but on `reference`: through a kernel the tangent would be lost."""
+    if name == "reference":
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{name} has no forward-mode gradient (torch.func.jvp, dual tensors); use "
+            "backend='reference'."
+        )
 
 
 def resolve_backend(

@@ -9,10 +9,12 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from flexvarlen import PackedLayout, packed_attention, why_not
 from flexvarlen.backends import AttentionRequest, fa4
@@ -59,6 +61,24 @@ def test_backend_that_cannot_says_why_and_never_falls_back(backend, options, con
         remedy,
         lambda: packed_attention(q, base, base, layout, backend=backend, **options),
     )
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "auto"])
+@pytest.mark.parametrize("of", ["q", "k", "v", "jvp"])
+def test_forward_mode_gradient_is_refused(backend, of):
+    """flex and the kernels over cu_seqlens would leave the tangent out without a word."""
+    layout = PackedLayout.from_lengths([TOKENS])
+    tensors = {name: tensor() for name in "qkv"}
+
+    def run():
+        if of == "jvp":
+            attend = partial(packed_attention, layout=layout, backend=backend)
+            return torch.func.jvp(attend, tuple(tensors.values()), tuple(tensors.values()))
+        with forward_ad.dual_level():
+            tensors[of] = forward_ad.make_dual(tensors[of], tensors[of])
+            return packed_attention(*tensors.values(), layout, backend=backend)
+
+    refused(NotImplementedError, "no forward-mode gradient", "backend='reference'", run)
 
 
 def test_auto_gives_the_reason_of_each_backend_that_it_tried():

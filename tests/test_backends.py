@@ -5,6 +5,7 @@ Shape legend: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -248,6 +249,13 @@ def test_lse_has_a_gradient(kernel):
     exact = gradients(plain, [x.double() for x in qkv])
     for mine, good, coarse in zip(gradients(ours, qkv), exact, gradients(plain, qkv), strict=True):
         assert_as_accurate(mine, good, coarse, 3)
+
+
+def test_reference_has_a_forward_mode_gradient():
+    layout = PackedLayout.from_lengths([3, 5])
+    inputs = [torch.randn(8, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    attend = partial(packed_attention, layout=layout, backend="reference")
+    torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
 
 
 @everything
