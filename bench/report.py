@@ -18,8 +18,7 @@ from flexvarlen.bench.contract.families_tables import families_section
 from flexvarlen.bench.contract.leaks_tables import leaks_section
 from flexvarlen.bench.drift_tables import drift_section
 from flexvarlen.bench.model.compile_tables import compile_section, small_inference_section
-from flexvarlen.bench.model.packings_tables import model_groups as model_groups
-from flexvarlen.bench.model.packings_tables import model_section as model_section
+from flexvarlen.bench.model.packings_tables import packings_figures, packings_section
 from flexvarlen.bench.suite import SUITES, suite_of
 from flexvarlen.bench.training.convergence_figure import convergence_figures
 from flexvarlen.bench.training.convergence_tables import convergence_section
@@ -33,6 +32,7 @@ from flexvarlen.rows import Row, read_rows
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "leaks": leaks_section,
     "capabilities": capabilities_section,
+    "packings": packings_section,
     "compile": compile_section,
     "small-inference": small_inference_section,
     "host-time": host_time_section,
@@ -48,6 +48,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
 """Of what is no suite of the runner."""
 
 FIGURES: dict[str, Callable[[Sequence[Row], Path], Sequence[Path]]] = {
+    "packings": packings_figures,
     "convergence": convergence_figures,
     "end-to-end": end_to_end_figures,
     "scaling-ranks": scaling_ranks_figures,

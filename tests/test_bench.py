@@ -15,6 +15,7 @@ from flexvarlen.bench.model import packings as model
 from flexvarlen.bench.model import packings_run as model_run
 from flexvarlen.bench.model.accuracy import Answer, Errors, document_errors, errors_of
 from flexvarlen.bench.model.geometries import GEOMETRIES, Case, log_normal_lengths
+from flexvarlen.bench.model.packings_tables import packings_groups, packings_section
 from flexvarlen.bench.model.variants import make_variant
 from flexvarlen.plotstyle import STYLES, style_of
 from flexvarlen.rows import Row, append_row, read_rows, run_environment
@@ -56,7 +57,7 @@ def test_every_variant_has_its_row(rows):
 def test_the_commit_that_was_given_wins_over_a_stale_checkout(rows, monkeypatch):
     where = rows["sdpa"].environment
     assert (where["git_commit"], where["git_dirty"]) == ("x", None)
-    assert "commit x:" in report.model_section(list(rows.values()))
+    assert "commit x:" in packings_section(list(rows.values()))
     stale = {"git_commit": "0123456789", "git_dirty": True}
     monkeypatch.setattr(row_module, "environment", lambda device: dict(stale))
     given, found = (run_environment(torch.device("cpu"), commit) for commit in ("new", None))
@@ -97,7 +98,7 @@ def test_what_attends_is_what_the_graph_took(tmp_path, monkeypatch, capsys):
     assert row.status == "ok"
     assert row.measures["attends"] == "reference"
     assert row.measures["attends_eager"] == "sdpa"
-    assert "from position_ids (reference; eagerly sdpa)" in report.model_section([row])
+    assert "from position_ids (reference; eagerly sdpa)" in packings_section([row])
 
 
 def test_a_variant_that_leaks_is_wrong_and_not_timed(tmp_path, monkeypatch):
@@ -112,7 +113,7 @@ def test_a_variant_that_leaks_is_wrong_and_not_timed(tmp_path, monkeypatch):
     assert row.status == "wrong"
     assert "outputs" in row.reason
     assert "ms_p50" not in row.measures
-    assert "wrong" in report.model_section([row])
+    assert "wrong" in packings_section([row])
 
 
 def test_a_variant_that_keeps_the_first_packing_is_wrong(tmp_path, monkeypatch):
@@ -214,8 +215,8 @@ def test_geometries_have_the_published_number_of_parameters(name, parameters):
 def test_the_last_of_equal_rows_wins(tmp_path):
     path = tmp_path / "rows.jsonl"
     for value in (1, 2):
-        append_row(path, Row("model", {"variant": "a"}, "ok", None, {"ms_p50": value}))
-    append_row(path, Row("model", {"variant": "b"}, "oom", "too big"))
+        append_row(path, Row("packings", {"variant": "a"}, "ok", None, {"ms_p50": value}))
+    append_row(path, Row("packings", {"variant": "b"}, "oom", "too big"))
     found = read_rows([path])
     assert [row.case["variant"] for row in found] == ["a", "b"]
     assert found[0].measures == {"ms_p50": 2}
@@ -228,7 +229,7 @@ def test_report_prints_writes_and_draws(rows, tmp_path, capsys):
         append_row(path, row)
     readme = tmp_path / "README.md"
     readme.write_text(
-        "before\n<!-- bench:model begin -->\nstale table\n<!-- bench:model end -->\nafter\n"
+        "before\n<!-- bench:packings begin -->\nstale table\n<!-- bench:packings end -->\nafter\n"
     )
     told = report.report([path], pages=[readme], figures=tmp_path / "figures")
     text = readme.read_text()
@@ -254,9 +255,9 @@ def test_markers_must_be_there_once_and_in_order(text):
 def test_runs_are_never_mixed_in_one_table():
     where = {"gpu": "G", "started_utc": "1"}
     case = {"variant": "flex", "geometry": "g"}
-    one = Row("model", case, "oom", "", {}, where)
+    one = Row("packings", case, "oom", "", {}, where)
     other = dataclasses.replace(one, environment=where | {"started_utc": "2"})
-    assert len(report.model_groups([one, other])) == 2
+    assert len(packings_groups([one, other])) == 2
 
 
 def test_every_variant_has_a_style():

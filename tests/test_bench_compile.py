@@ -19,6 +19,7 @@ from flexvarlen.bench.model import (
 )
 from flexvarlen.bench.model.compile_time_child import Child
 from flexvarlen.bench.model.geometries import GEOMETRIES, Case
+from flexvarlen.bench.model.packings_tables import packings_section
 from flexvarlen.bench.model.utilisation import noting_auto, peak_tflops, step_tflop
 from flexvarlen.bench.model.variants import DEFAULT_VARIANTS
 from flexvarlen.plotstyle import style_of
@@ -353,8 +354,8 @@ def test_the_table_of_the_model_shows_utilisation_and_what_auto_chose(tmp_path):
         '"model_tflop": 99, "peak_tflops": 989.4}'
     )
     path = tmp_path / "rows.jsonl"
-    append_row(path, Row("model", case, "ok", None, measures))
-    text = report.model_section(read_rows([path]))
+    append_row(path, Row("packings", case, "ok", None, measures))
+    text = packings_section(read_rows([path]))
     assert "| flexvarlen `auto` (fa3) |" in text
     assert "| 46% |" in text
     assert "99e12 operations" in text

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexvarlen.bench.model import cases as model_cases
 from flexvarlen.bench.model import compared
 from flexvarlen.bench.model import measure as model_measure
 from flexvarlen.bench.model import step as model_step
@@ -536,18 +535,6 @@ def test_figures_are_drawn_from_the_rows_alone(rows, tmp_path):
         "model-qwen3-tiny-compiled-uniform-cpu.png",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-
-
-def test_steps_of_the_benchmark_beside_it_share_the_page(rows, tmp_path):
-    """`flexvarlen.bench.model.packings` writes rows of the same suite, which say no task."""
-    committed = Path(model_cases.__file__).parent.parent / "results" / "model-qwen3-1.7b-h200.jsonl"
-    steps = read_rows([committed])
-    text = SUITE.section([*rows, *steps])
-    assert "forward+backward" in text
-    assert SUITE.section(rows) in text
-    drawn = SUITE.figures(steps, tmp_path)
-    assert drawn
-    assert all(path.exists() for path in drawn)
 
 
 def test_a_case_of_which_nothing_ran_has_a_table():

@@ -20,24 +20,12 @@ TITLES = {
 
 
 def figures(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """A figure of each group of training cases, and those of `flexvarlen.bench.model.packings`.
+    """A figure of each group of training cases.
 
     A variant after whose name an "@" stands, the same kernel told its documents otherwise, is in
     the tables alone.
     """
-    steps = [row for row in rows if "task" not in row.case]
-    drawn = [
-        _drawn(group, folder)
-        for group in groups_of([row for row in rows if "task" in row.case])
-        if group[0].case["task"] == "train"
-    ]
-    if steps:
-        from flexvarlen.bench.model.packings_tables import figure_name, model_figure, model_groups
-
-        for group in model_groups(steps):
-            drawn.append(folder / figure_name(group))
-            model_figure(group, drawn[-1])
-    return drawn
+    return [_drawn(group, folder) for group in groups_of(rows) if group[0].case["task"] == "train"]
 
 
 def _drawn(group: Sequence[Measured], folder: Path) -> Path:

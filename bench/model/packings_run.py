@@ -35,7 +35,7 @@ from flexvarlen.measure import (
 )
 from flexvarlen.rows import Status, one_line
 
-SUITE = "model"
+SUITE = "packings"
 SLOW_STEP_S = 1.0  # variants whose step takes longer get a third of the repeats
 
 

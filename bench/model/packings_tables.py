@@ -15,7 +15,12 @@ BASELINES = tuple(f"transformers:{name}" for name in ("flash_attention_2", "sdpa
 GEOMETRY_NAMES = {"qwen3-1.7b": "Qwen3-1.7B", "llama-3.2-1b": "Llama-3.2-1B"}
 
 
-def model_groups(rows: Sequence[Row]) -> list[list[Row]]:
+def packings_section(rows: Sequence[Row]) -> str:
+    """All groups' tables."""
+    return "\n\n".join(packings_table(group) for group in packings_groups(rows))
+
+
+def packings_groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one run on one model and shape, which differ in the variant; theirs first."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -29,7 +34,7 @@ def model_groups(rows: Sequence[Row]) -> list[list[Row]]:
     ]
 
 
-def model_title(rows: Sequence[Row]) -> str:
+def packings_title(rows: Sequence[Row]) -> str:
     """Model, dtype, pass and GPU of a group, and the versions it ran on."""
     case = rows[0].case
     name = GEOMETRY_NAMES.get(case["geometry"], case["geometry"])
@@ -42,7 +47,7 @@ def model_title(rows: Sequence[Row]) -> str:
     )
 
 
-def model_table(rows: Sequence[Row]) -> str:
+def packings_table(rows: Sequence[Row]) -> str:
     """One group's table; errors are of the compiled outputs against each document alone."""
     done = {r.case["variant"]: r for r in rows if r.status == "ok"}
     known = [name for name in BASELINES if name in done]
@@ -87,9 +92,9 @@ def model_table(rows: Sequence[Row]) -> str:
                 f"{m['error']:.1e}, {m['grad_error']:.1e}",
             ]
         )
-    notes = _model_notes(rows)
+    notes = _notes(rows)
     notes += "".join(f"\n\n({number}) {why}" for number, why in enumerate(reasons, 1))
-    title = model_title(rows) + commit_of(rows[0].environment)
+    title = packings_title(rows) + commit_of(rows[0].environment)
     return f"{title}:\n\n{markdown(header, lines)}{notes}"
 
 
@@ -99,7 +104,7 @@ def _shown(variant: str) -> str:
     return f"{name}`" + (f", boundaries from {boundaries}" if boundaries else "")
 
 
-def _model_notes(rows: Sequence[Row]) -> str:
+def _notes(rows: Sequence[Row]) -> str:
     done = next((r for r in rows if r.status == "ok"), None)
     if done is None:
         return ""
@@ -117,7 +122,16 @@ def _model_notes(rows: Sequence[Row]) -> str:
     )
 
 
-def model_figure(rows: Sequence[Row], path: Path) -> None:
+def packings_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """A figure of each group."""
+    drawn = []
+    for group in packings_groups(rows):
+        drawn.append(folder / _figure_name(group))
+        _draw(group, drawn[-1])
+    return drawn
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
     """Compiled ms of a group: median and p20-p80; what could not be measured is marked."""
     import matplotlib as mpl
 
@@ -146,20 +160,17 @@ def model_figure(rows: Sequence[Row], path: Path) -> None:
     axes.set_xlim(0, 1.2 * slowest)  # room for the last label
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("ms a step under torch.compile")
-    figure.suptitle(model_title(rows).replace(", one row", "\none row").replace("; ", "\n", 1))
+    figure.suptitle(packings_title(rows).replace(", one row", "\none row").replace("; ", "\n", 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
-def figure_name(rows: Sequence[Row]) -> str:
+def _figure_name(rows: Sequence[Row]) -> str:
     """A file name for a group's figure."""
     where = rows[0].environment.get("gpu") or rows[0].environment.get("device") or "unknown"
     case = rows[0].case
-    words = f"model {case['geometry']} {case['tokens']} {where}".lower().replace("/", " ").split()
+    words = (
+        f"packings {case['geometry']} {case['tokens']} {where}".lower().replace("/", " ").split()
+    )
     return "-".join(words) + ".png"
-
-
-def model_section(rows: Sequence[Row]) -> str:
-    """All groups' tables."""
-    return "\n\n".join(model_table(group) for group in model_groups(rows))

@@ -19,18 +19,11 @@ BASELINES = ("padded:transformers:sdpa", "serial:transformers:sdpa")
 
 
 def section(rows: Sequence[Row]) -> str:
-    """All tables: those of the suite, then those of `packings.py`, whose rows share its
-    name and say no task."""
-    steps = [row for row in rows if "task" not in row.case]
-    parts = [
+    """All tables, a group of cases each."""
+    return "\n\n".join(
         train_table(group) if group[0].case["task"] == "train" else generate_table(group)
-        for group in groups_of([row for row in rows if "task" in row.case])
-    ]
-    if steps:
-        from flexvarlen.bench.model.packings_tables import model_section
-
-        parts.append(model_section(steps))
-    return "\n\n".join(parts)
+        for group in groups_of(rows)
+    )
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Measured]]:
@@ -239,12 +232,13 @@ def _gib(m: Mapping[str, Any]) -> str:
 def _name_cells(group: Sequence[Measured], variant: str) -> list[str]:
     batching, attention = split_variant(variant)
     found = dict.fromkeys(
-        row.measures.get("attends")
+        kernel
         for each in group
         for (name, _), row in each.rows.items()
         if name == variant
+        for kernel in (row.measures.get("attends") or "").split(", ")
     )
-    took = ", ".join(name for name in found if name) if attention.startswith("auto") else ""
+    took = ", ".join(filter(None, found)) if attention.startswith("auto") else ""
     return [batching, _attention(attention) + (f" ({took})" if took else "")]
 
 

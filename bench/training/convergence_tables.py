@@ -2,16 +2,16 @@
 
 A variant is run on seeds of the padded baseline: the same parameters, documents and order. It is
 
-1. "beyond seed noise", if on any of these seeds its mean loss of the last 50 steps is more than 2σ
-   away from the baseline's on that seed, or a loss is not finite. σ is the standard deviation
-   (n - 1) of that mean over n >= 3 seeds of the baseline;
+1. "beyond seed noise", if over its n seeds the final losses (means of the last 50 steps) lie on
+   average more than two standard errors, σ √(2/n), away from the baseline's of the same seeds, or
+   if a loss is not finite. σ is the standard deviation of the baseline's final losses, over 3
+   seeds at least;
 2. else "not rounding", if the gradient of a first step is wrong (`convergence.py`): a small model
    learns in spite of a wrong attention, and losses alone would not tell;
 3. else "within seed noise".
 
-σ holds too what the order of the documents makes of the last steps, which cancels in a difference
-on one seed: 2. is the stricter test. The words, and the 2σ, are those of
-`flexvarlen.drift.training.verdict`.
+A single seed proves little: rounding alone parts two runs of one seed by about σ, and of twenty
+such differences one is above 2 σ. The words are those of `flexvarlen.drift.training.verdict`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ class Judged:
     Attributes:
         runs: by seed, those that were trained to the end.
         verdict: see the module; "the baseline" of the baseline.
-        worst: the difference of the final loss from the baseline's of that seed that is largest.
-        sigmas: the same in σ.
+        difference: of the final loss from the baseline's, mean over the seeds that both have.
+        errors: the same in standard errors.
+        worst: of these seeds' differences the largest.
     """
 
     variant: str
     runs: dict[int, Row]
     verdict: str
+    difference: float = math.nan
+    errors: float = math.nan
     worst: float = math.nan
-    sigmas: float = math.nan
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
@@ -100,7 +102,7 @@ def _judge(
 ) -> Judged:
     wrong = any(row.status == "wrong" for row in runs.values())
     if name == PADDED:
-        return Judged(name, runs, NOT_ROUNDING if wrong else "the baseline", 0.0, 0.0)
+        return Judged(name, runs, NOT_ROUNDING if wrong else "the baseline")
     shared = [seed for seed in runs if seed in baseline]
     if sigma is None or not shared:
         return Judged(name, runs, NOT_ROUNDING if wrong else NO_VERDICT)
@@ -108,14 +110,16 @@ def _judge(
         runs[seed].measures["final_loss"] - baseline[seed].measures["final_loss"] for seed in shared
     ]
     worst = max(gaps, key=lambda gap: math.inf if math.isnan(gap) else abs(gap))
-    sigmas = abs(worst) / sigma if sigma > 0 else (0.0 if worst == 0 else math.inf)
+    difference = math.fsum(gaps) / len(gaps)
+    error = sigma * math.sqrt(2 / len(gaps))
+    errors = abs(difference) / error if error > 0 else (0.0 if difference == 0 else math.inf)
     finite = all(math.isfinite(x) for row in runs.values() for x in row.measures["losses"])
     # Comparisons with NaN are False: a NaN anywhere is beyond.
-    if not (abs(worst) <= BAND_SIGMAS * sigma and finite):
+    if not (errors <= BAND_SIGMAS and finite):
         verdict = BEYOND
     else:
         verdict = NOT_ROUNDING if wrong else WITHIN
-    return Judged(name, runs, verdict, worst, sigmas)
+    return Judged(name, runs, verdict, difference, errors, worst)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ def _table(rows: Sequence[Row]) -> str:
     for each in found:
         if not each.runs:
             row = next(row for row in rows if row.case["variant"] == each.variant)
-            lines.append([f"`{each.variant}`", f"{row.status}: {row.reason}", *["–"] * 7])
+            lines.append([f"`{each.variant}`", f"{row.status}: {row.reason}", *["–"] * 8])
             continue
         runs = list(each.runs.values())
         begun = sum(row.case["variant"] == each.variant for row in rows)
@@ -160,15 +164,16 @@ def _table(rows: Sequence[Row]) -> str:
                 f"**{each.verdict}**" if bad else each.verdict,
                 str(len(runs)) if len(runs) == begun else f"{len(runs)} of {begun}",
                 f"{statistics.fmean(losses):.4f}",
-                _number(each.worst, "+.4f") if each.variant != PADDED else "–",
-                _number(each.sigmas, ".2f") if each.variant != PADDED else "–",
+                _number(each.difference, "+.4f"),
+                _number(each.errors, ".2f"),
+                _number(each.worst, "+.4f"),
                 f"{max(errors):.3g}",
                 f"{speed:,.0f}",
                 f"{_median(each.runs, 'peak_mib') / 1024:.1f}",
             ]
         )
-    header = ["run", "verdict", "seeds", "final loss", "worst difference", "in σ"]
-    header += ["first gradient's error / peer's", "tokens/s", "peak GiB"]
+    header = ["run", "verdict", "seeds", "final loss", "difference", "in standard errors"]
+    header += ["worst seed", "first gradient's error / peer's", "tokens/s", "peak GiB"]
     pads = ""
     if baseline:
         positions = _median(baseline, "positions") / _median(baseline, "tokens")
@@ -177,11 +182,11 @@ def _table(rows: Sequence[Row]) -> str:
     commits = "".join(dict.fromkeys(commit_of(row.environment) for row in rows))
     return (
         f"{title_of(rows)}{commits}:\n\n{markdown(header, lines)}\n\n"
-        f"Final loss: the mean over the last {_last(rows[0].case['steps'])} steps; worst "
-        f"difference: from the padded run of the same seed. The rule: within {BAND_SIGMAS:g} σ on "
-        f"every seed, and no first gradient further off each document alone than thrice what that "
-        f"dtype costs. σ is the padded runs' standard deviation, {spread}. Tokens are the "
-        f"documents' own, medians over seeds.{pads}"
+        f"Final loss: the mean over the last {_last(rows[0].case['steps'])} steps; difference: "
+        f"from the padded runs of the same seeds. The rule: over n seeds on average within "
+        f"{BAND_SIGMAS:g} standard errors, σ √(2/n), and no first gradient further off each "
+        f"document alone than thrice what that dtype costs. σ is the padded runs' standard "
+        f"deviation, {spread}. Tokens are the documents' own, medians over seeds.{pads}"
     )
 
 
