@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
     found = child("--scope", scope).compile()
     assert (found["graphs"], found["graph_breaks"], found["graphs_later"]) == (graphs, 0, 0)
     assert found["compile_wall_s"] == found["first_step_s"] - found["step_s"]
+    assert math.isfinite(found["eager_start_s"])
     assert found["compile_wall_s"] > found["step_s"] > 0
 
 
@@ -116,7 +118,8 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
             return {"whole": timing, "layer": wrong, "decoder": timing}
         assert self.backend == "sdpa"
         how = "accelerate.utils.compile_regions" if scope == "layer" else "torch.compile"
-        return {"compile_wall_s": 9.0, "graphs": 1, "graph_breaks": 0, "how": how}
+        eager = {"eager_start_s": 4.0} if scope == "whole" else {}  # older rows have none
+        return eager | {"compile_wall_s": 9.0, "graphs": 1, "graph_breaks": 0, "how": how}
 
     monkeypatch.setattr(compile_time.Parent, "child", answer)
     out = tmp_path / "rows.jsonl"
@@ -136,8 +139,11 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
     text = report.report([out])
     version = rows[0].environment["accelerate"]
     by = "accelerate.utils.compile_regions" + (f" {version}" if version else "")
-    assert "| the whole model (torch.compile) | 9.0 | 9.0 | 1 | 0 | 2.0 (1.0–3.0) | 50% |" in text
-    assert f"| layer by layer ({by}) | 9.0 | 9.0 | 1 | 0 | wrong (1) | – |" in text
+    assert (
+        "| the whole model (torch.compile) | 9.0 | 9.0 | 4.0 | 4.0 | 1 | 0 | 2.0 (1.0–3.0) | 50% |"
+        in text
+    )
+    assert f"| layer by layer ({by}) | 9.0 | 9.0 | – | – | 1 | 0 | wrong (1) | – |" in text
     assert "(1) it leaks" in text
 
 

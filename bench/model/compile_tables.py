@@ -47,7 +47,8 @@ def compile_section(rows: Sequence[Row]) -> str:
 def _compile_table(rows: Sequence[Row]) -> str:
     case = rows[0].case
     found = {(row.case["scope"], row.case["part"]): row for row in rows}
-    header = ["compiled", "cold s", "warm s", "graphs", "graph breaks", "step ms (p20–p80)", "MFU"]
+    header = ["compiled", "cold s", "warm s", "eager start s, cold", "warm", "graphs"]
+    header += ["graph breaks", "step ms (p20–p80)", "MFU"]
     reasons, lines = Notes(), []
     for scope, name in SCOPE_NAMES.items():
         own = (row for row in rows if row.case["scope"] == scope)
@@ -56,9 +57,9 @@ def _compile_table(rows: Sequence[Row]) -> str:
         if how is not None and "accelerate" in how and version:
             how += f" {version}"
         line = [name if how is None else f"{name} ({how})"]
-        for part in ("cold", "warm"):
-            row = found.get((scope, part))
-            line.append(_seconds(row, reasons))
+        parts = [found.get((scope, part)) for part in ("cold", "warm")]
+        line += [_seconds(row, "compile_wall_s", reasons) for row in parts]
+        line += [_seconds(row, "eager_start_s", reasons) for row in parts]
         first = found.get((scope, "cold"))
         ok = first is not None and first.status == "ok"
         for what in ("graphs", "graph_breaks"):
@@ -78,15 +79,20 @@ def _compile_table(rows: Sequence[Row]) -> str:
         f" one row of {case['tokens']:,} tokens, documents of mean {case['mean_doc']:,}; "
         f"{case['dtype']}, {case['passes']}; {_where(rows[0])}:\n\n{markdown(header, lines)}"
         f"{reasons.text()}\n\nSeconds: the first step of a new process less a later one, with an "
-        "empty cache folder (cold) and with the one that the cold process left (warm). Steps: all "
-        "ways in turns, in one process, outputs and gradients checked before."
+        "empty cache folder (cold) and with the one that the cold process left (warm). Eager "
+        "start: the first eager step less the second, before any is compiled: CUDA's start, and "
+        "kernels that a package compiles by itself; where none was run, it is in the compiled "
+        "step's time. Steps: all ways in turns, in one process, outputs and gradients checked "
+        "before."
     )
 
 
-def _seconds(row: Row | None, reasons: Notes) -> str:
+def _seconds(row: Row | None, name: str, reasons: Notes) -> str:
     if row is None:
         return "–"
-    return f"{row.measures['compile_wall_s']:.1f}" if row.status == "ok" else reasons.status(row)
+    if row.status != "ok":
+        return reasons.status(row)
+    return f"{row.measures[name]:.1f}" if name in row.measures else "–"
 
 
 # --- small inference -----------------------------------------------------------------------------

@@ -8,8 +8,10 @@ Triton's and FA4's), and then warm, with what the cold one left there. A last pr
 compiled steps of all ways in turns, after holding their outputs and gradients against each document
 alone.
 
-Compile time is the wall time of the first step (forward and backward) less that of the fastest of
-the next three: whatever a user waits for, in Dynamo, AOTAutograd, inductor and Triton.
+Compile time is the wall time of the first compiled step (forward and backward) less that of the
+fastest of the next three: whatever a user waits for, in Dynamo, AOTAutograd, inductor and Triton.
+Two eager steps come before, and the first less the second is told apart: CUDA's start, and kernels
+that a package compiles by itself (FA4's, which `auto` has compiled when it has timed them).
 """
 
 from __future__ import annotations

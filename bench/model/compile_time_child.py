@@ -84,7 +84,9 @@ class Child:
         return torch.compile(variant.model, **settings), "torch.compile"
 
     def compile(self) -> dict[str, Any]:
-        """The first step of a fresh process, and the three after it."""
+        """Two eager steps, the first compiled one, and the three after it."""
+        eager = self.variant().model
+        eager_start_s = self.seconds(eager) - self.seconds(eager)
         call, how = self.compiled(self.args.scope)
         with watch_compilation() as stats:
             first = self.seconds(call)
@@ -93,6 +95,7 @@ class Child:
         reason = nothing_compiled(stats.compilations, how)
         found = {} if reason is None else {"status": "failed", "reason": reason}
         return found | {
+            "eager_start_s": eager_start_s,
             "compile_wall_s": first - min(rest),
             "first_step_s": first,
             "step_s": min(rest),
