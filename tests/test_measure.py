@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import types
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -166,6 +168,15 @@ def test_peak_memory_sees_a_large_allocation():
         pytest.skip("this system cannot reset or read the peak of resident memory")
     assert 60 <= peak < 200
     assert "lower bound" in memory_meaning("cpu")
+
+
+def test_lead_in_calls_of_each_variant_are_not_timed():
+    calls = Counter()
+    variants = {name: partial(calls.update, [name]) for name in ("short", "long")}
+    lead_in = {"short": 2, "long": 0}
+    timings = time_interleaved(variants, device="cpu", warmup=1, repeats=3, lead_in=lead_in)
+    assert calls == {"short": 1 + 3 * 3, "long": 1 + 3}
+    assert {timing.repeats for timing in timings.values()} == {3}
 
 
 @pytest.mark.gpu

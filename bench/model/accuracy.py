@@ -38,10 +38,22 @@ class Answer:
     gradients: dict[str, Tensor]
     lengths: tuple[int, ...] = ()
 
-    def to(self, device: torch.device | str) -> Answer:
-        """The same on another device: an oracle that waits on the host is in no one's peak."""
+    def on(self, device: torch.device) -> Answer:
+        """The same on a device."""
         found = {name: gradient.to(device) for name, gradient in self.gradients.items()}
         return Answer(self.outputs.to(device), found, self.lengths)
+
+    def on_host(self) -> Answer:
+        """The same in the host's memory, where an oracle is in no one's peak.
+
+        In locked pages, if it is a GPU's: every variant has the gradients copied back, gigabytes.
+        """
+
+        def kept(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+
+        found = {name: kept(gradient) for name, gradient in self.gradients.items()}
+        return Answer(kept(self.outputs), found, self.lengths)
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class Measurement(ABC):
                         warmup=0,  # each ran twice
                         repeats=repeats_for(took, self.options.seconds, MOST_REPEATS),
                         flush_l2=False,
-                        lead_in=1 if min(took.values()) < LEAD_IN_BELOW_S else 0,
+                        lead_in={name: int(s < LEAD_IN_BELOW_S) for name, s in took.items()},
                         progress=called.append,
                     )
             except Exception as error:

@@ -64,7 +64,7 @@ class Training(Measurement):
         self.sizes = Sizes.of(case.tokens, lengths)
         oracle = self.alone(wider(self.dtype))
         self.peer = errors_of(self.alone(self.dtype), oracle)
-        self.oracle = oracle.to("cpu")
+        self.oracle = oracle.on_host()
         del oracle
         self.optimizer = torch.optim.AdamW(
             self.lm.parameters(), lr=0.0, weight_decay=0.0, fused=True
@@ -112,7 +112,7 @@ class Training(Measurement):
         if batching == SORTED:
             whole = self.collection.in_order(whole, self.collection.by_length())
         found = packed_answer(self.base, whole[None])
-        error = errors_of(found, self.oracle.to(self.device))
+        error = errors_of(found, self.oracle.on(self.device))
         measures = {
             "attends": ", ".join(dict.fromkeys(chosen)) or attends or named(attention),
             "documents": len(lengths),

@@ -44,7 +44,7 @@ class FirstStep:
         peer, self.alone_loss = self._alone(model, self.dtype)
         self.peer_loss_error = abs(self.alone_loss - self.loss) / abs(self.loss)
         self.peer_gradient_error = worst_error(peer.gradients, exact)
-        self.exact, device = exact.to("cpu"), model.device
+        self.exact, device = exact.on_host(), model.device
         del model, exact, peer
         free(device)
 
