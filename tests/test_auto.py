@@ -27,6 +27,7 @@ from tests.auto_candidates import (  # noqa: F401
     FAST_S,
     HEADS,
     SLOW_S,
+    TOKENS,
     StandIn,
     _fresh_dynamo,
     a_layout,
@@ -152,6 +153,34 @@ def test_close_candidates_are_timed_no_longer_than_hopeless_ones(candidates):
     assert nearly.calls >= 10
 
 
+NOTHING = Timing(0.0, 0.0, 0.0, 1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_layer_around_a_call_grows_with_the_row(two, monkeypatch, grad):
+    """The device's part; the host launches as many kernels for any row."""
+    monkeypatch.setattr(timing, "_MOST_ROWS", TOKENS // 2)
+    rows = []
+
+    def timed(calls, **options):
+        (call,) = calls.values()
+        call()
+        return {name: HostAndDevice(*[Timing(1.0, 1.0, 1.0, 1)] * 2) for name in calls}
+
+    def linear(x, weight):
+        rows.append(tuple(x.shape))
+        assert x.requires_grad == weight.requires_grad == grad
+        return torch.nn.functional.linear(x, weight)
+
+    monkeypatch.setattr(timing, "time_host_and_device", timed)
+    monkeypatch.setattr(timing, "linear", linear)
+    request = auto.AttentionRequest(torch.device("cpu"), torch.float32, 4, 2, 16, needs_grad=grad)
+    tensors = timing._Tensors.random(request, fv.DocumentMask.of(a_layout(TOKENS)))
+    layer = timing._time_layer(request, tensors)
+    assert rows == [(TOKENS // 2, 64)]
+    assert layer == (18.0 if grad else 50.0, 24.0)
+
+
 def test_loser_of_a_cool_heat_wins_over_hotter_finalists(candidates, monkeypatch):
     """A GPU slows down as it heats: times of two heats are not to be compared."""
     candidates(StandIn("a", 0), StandIn("b", 0), StandIn("lost", 0), StandIn("broken", 0))
@@ -163,6 +192,8 @@ def test_loser_of_a_cool_heat_wins_over_hotter_finalists(candidates, monkeypatch
     asked = []
 
     def timed(calls, **options):
+        if not set(calls) & set(heats[0]):  # the layer around them
+            return dict.fromkeys(calls, HostAndDevice(NOTHING, NOTHING))
         asked.append(set(calls))
         if len(asked) == 1:
             backends._REGISTRY["broken"].fails = RuntimeError("no more")
@@ -406,7 +437,7 @@ def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
         rounds = timings[explanation.chosen].host.repeats
         last = {name: t for name, t in timings.items() if t.host.repeats == rounds}
         times = {name: t.compiled_ms for name, t in last.items()}
-        eager = {name: t.eager_ms for name, t in last.items()}
+        eager = {name: explanation.layer.added_by(t) for name, t in last.items()}
         assert explanation.why == "measured"
         assert explanation.compiled == min(times, key=times.get)
         assert explanation.chosen == min(eager, key=eager.get)

@@ -117,8 +117,9 @@ def test_corrupt_cache_file_raises_or_is_silent(two, damage):
 GOOD = {"host": [1, 1, 1, 1], "device": [1, 1, 1, 1]}
 
 
-def entry_of(times, finalists=("fast",)):
-    return {"ms_p20_p50_p80_repeats": times, "finalists": list(finalists), "failed": {}}
+def entry_of(times, finalists=("fast",), **more):
+    entry = {"ms_p20_p50_p80_repeats": times, "finalists": list(finalists), "failed": {}}
+    return entry | {"layer_ms": [0.0, 0.0]} | more
 
 
 @pytest.mark.parametrize(
@@ -129,8 +130,10 @@ def entry_of(times, finalists=("fast",)):
         entry_of({"flex": GOOD}, finalists=["flex"]),
         entry_of({"fast": GOOD}, finalists=["slow"]),
         entry_of({"fast": GOOD}, finalists=[]),
-        {"ms_p20_p50_p80_repeats": {"fast": GOOD}, "failed": {}},
-        {"ms_p20_p50_p80_repeats": {"fast": GOOD}, "finalists": ["fast"]},
+        {"ms_p20_p50_p80_repeats": {"fast": GOOD}, "failed": {}, "layer_ms": [0.0, 0.0]},
+        entry_of({"fast": GOOD}, failed=None),
+        entry_of({"fast": GOOD}, layer_ms=None),
+        entry_of({"fast": GOOD}, layer_ms=[1.0]),
         entry_of({}),
         entry_of({"fast": GOOD["host"]}),
         entry_of({"fast": {"host": GOOD["host"]}}),
@@ -141,7 +144,9 @@ def entry_of(times, finalists=("fast",)):
 def test_damaged_answer_taken(two, entry):
     assert explain().why == "measured"
     [key] = entries()
-    cache_file.cache_path().write_text(json.dumps({"format": 2, "entries": {key: entry}}))
+    cache_file.cache_path().write_text(
+        json.dumps({"format": cache_file.FORMAT, "entries": {key: entry}})
+    )
     auto.forget()
     with pytest.warns(UserWarning, match="measured anew"):
         assert explain().why == "measured"

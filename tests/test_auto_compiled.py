@@ -18,7 +18,7 @@ import flexvarlen as fv
 from flexvarlen import auto
 from flexvarlen.attention import resolve_backend
 from flexvarlen.auto import keys, ranks
-from flexvarlen.auto.timing import Race
+from flexvarlen.auto.timing import Layer, Race
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401
@@ -89,16 +89,37 @@ def test_compiled_first_call_measures(two):
     torch.testing.assert_close(attend_same(qkv, layout), 3.0 * plain)  # eager: measured
 
 
+LONE = Layer(0.0, 0.0)
+
+
+def times(host_ms, device_ms):
+    return HostAndDevice(Timing(*[host_ms] * 3, 5), Timing(*[device_ms] * 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("layer", "chosen"),
+    [(LONE, "slow"), (Layer(0.5, 4.0), "fast"), (Layer(0.5, 0.05), "slow")],
+    ids=["no layer", "the device sets the pace", "the host sets the pace"],
+)
+def test_host_time_counts_eagerly_where_the_device_would_wait(two, monkeypatch, layer, chosen):
+    found = {"slow": times(0.1, 0.2), "fast": times(0.3, 0.1)}
+    race = Race(found, tuple(found), {}, layer)
+    monkeypatch.setattr(auto, "time_candidates", lambda *args: race)
+    explanation = explain(needs_grad=False)
+    assert (explanation.chosen, explanation.compiled) == (chosen, "fast")
+    assert explanation.layer == layer
+    assert f"the host {layer.host_ms:.3f} ms besides" in str(explanation)
+    auto.forget()
+    again = explain(needs_grad=False)  # from the file
+    assert (again.chosen, again.compiled, again.layer) == (chosen, "fast", layer)
+
+
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("known", ["memory", "file"])
 def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known):
     """A kernel with much Python around it: the best where none of that runs."""
-
-    def times(host_ms, device_ms):
-        return HostAndDevice(Timing(*[host_ms] * 3, 5), Timing(*[device_ms] * 3, 5))
-
     found = {"slow": times(0.1, 0.2), "fast": times(0.3, 0.1)}
-    monkeypatch.setattr(auto, "time_candidates", lambda *args: Race(found, tuple(found), {}))
+    monkeypatch.setattr(auto, "time_candidates", lambda *args: Race(found, tuple(found), {}, LONE))
     explanation = explain(needs_grad=False)
     assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
     assert "auto takes slow, and fast in a compiled graph: measured." in str(explanation)

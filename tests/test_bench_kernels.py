@@ -450,6 +450,18 @@ def test_times_of_the_host_are_marked_and_never_the_best(gpu_rows):
     assert 256 in {x for line in crosses for x in line.get_xdata()}
 
 
+def test_eagerly_the_layer_around_decides(gpu_rows):
+    """At 256 tokens fa3 has the device's least time and much Python."""
+    rows = [r for r in gpu_rows if r.case["tokens"] == 256]
+    (each, *_) = report_kernels.measured_cells(rows)
+    assert each.best("eager")[0] == "fa2"
+    for row in rows:
+        row.measures["layer_ms"] = [0.5, 40.0]
+    (each, *_) = report_kernels.measured_cells(rows)
+    assert each.best("eager") == each.best("device") == ("fa3", pytest.approx(0.75))
+    assert "device time, of a whole decoder layer; " in report_kernels.kernels_section(rows)
+
+
 def test_misses_are_listed(gpu_rows):
     def late(row, variant, factor):
         if row.case["variant"] != variant or row.case["tokens"] != 8192:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flexvarlen.auto.timing import Layer
 from flexvarlen.bench.attention.clock import host_bound
 from flexvarlen.bench.attention.engine import PASSES, RAW_PREFIX
 from flexvarlen.bench.attention.kernels_cells import SUBSETS, Cell
@@ -41,11 +42,14 @@ class Measured:
     def total(self, variant: str, clock: str = "device", at: str = "p50") -> float | None:
         """Forward and backward together; None unless both were measured.
 
-        The clock "eager": the slower of host and device.
+        The clock "eager": what the call adds to a decoder layer, of which the slower of host and
+        device decides, as "auto" judges; of the call alone in rows that tell of no layer.
         """
         if clock == "eager":
-            both = [self.total(variant, one, at) for one in CLOCKS]
-            return None if None in both else max(x for x in both if x is not None)
+            device_ms, host_ms = (self.total(variant, one, at) for one in CLOCKS)
+            if device_ms is None or host_ms is None:
+                return None
+            return (self.layer() or Layer(0.0, 0.0)).added_ms(host_ms, device_ms)
         parts = [self.ms(variant, pass_, clock, at) for pass_ in PASSES]
         return None if None in parts else sum(x for x in parts if x is not None)
 
@@ -66,6 +70,12 @@ class Measured:
         totals = ((self.total(name, clock), name) for name in names)
         found = min(((ms, name) for ms, name in totals if ms is not None), default=None)
         return None if found is None else (found[1], found[0])
+
+    def layer(self) -> Layer | None:
+        """What "auto" took to be around an eager call."""
+        row = self.rows.get(("auto", "forward"))
+        told = None if row is None else row.measures.get("layer_ms")
+        return None if told is None else Layer(*told)
 
     def resolved(self, clock: str = "device") -> str | None:
         """What "auto" takes: inside a compiled graph ("device"), or eagerly."""
@@ -164,10 +174,11 @@ def times_table(cells: Sequence[Measured]) -> str:
     said = ("auto chose for graphs", "÷ best", "auto eagerly", "÷ best")
     header = [*CELL_HEADER, *(f"`{name}`" for name in backends), *said]
     table = markdown(header, lines)
+    around = ", of a whole decoder layer" if any(each.layer() for each in cells) else ""
     return (
         f"Device ms of a forward and a backward, p50, the best of a cell bold; {_dtypes(cells)}; "
-        "`auto` in a compiled graph by device time, eagerly by the larger of host and device time; "
-        f"{'; '.join(runs)}:\n\n{table}{legend(table)}{notes.text()}"
+        "`auto` in a compiled graph by device time, eagerly by the larger of host and device time"
+        f"{around}; {'; '.join(runs)}:\n\n{table}{legend(table)}{notes.text()}"
     )
 
 

@@ -110,6 +110,8 @@ class _Ours:
             kind = {**self.kind_of_call(), **self.options, "needs_grad": needs_grad}
             explained = fv.explain(self.layout, measure=False, **kind)
             measures |= {"resolved": resolved, "resolved_compiled": explained.compiled}
+            if explained.layer is not None:
+                measures["layer_ms"] = list(explained.layer)
         backend = get_backend(resolved)
         invariant = bool(self.options.get("batch_invariant"))
         plan = backend.plan(self.mask, batch_invariant=invariant)

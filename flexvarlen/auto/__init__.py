@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flexvarlen.auto import keys, ranks
 from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_entry
-from flexvarlen.auto.timing import OUT_OF_MEMORY, Race, time_candidates
+from flexvarlen.auto.timing import OUT_OF_MEMORY, Layer, Race, time_candidates
 from flexvarlen.backends import BACKENDS, AttentionRequest, choose_backend, refusal
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -49,6 +49,7 @@ class Decision:
         why: how it came to be chosen: "measured", "from the cache file ...", "static order, ...".
         timings: of the candidates that ran, if any were timed.
         failed: why each other one that was tried did not run.
+        layer: what was taken to be around an eager call, if any were timed.
         lasting: whether later calls of the kind may take it too.
     """
 
@@ -57,6 +58,7 @@ class Decision:
     why: str
     timings: Mapping[str, HostAndDevice] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+    layer: Layer | None = None
     lasting: bool = True
 
 
@@ -254,13 +256,13 @@ def _alone(
         return Decision(still.backend, still.compiled, still.why, failed=race.failed)
     if OUT_OF_MEMORY not in race.failed.values():  # the next process may have the memory
         write_entry(path, key, _as_entry(race))
-    return Decision(*_fastest(race), "measured", race.timings, race.failed)
+    return Decision(*_fastest(race), "measured", race.timings, race.failed, race.layer)
 
 
 def _fastest(race: Race) -> tuple[str, str]:
     """Eagerly, and in a compiled graph."""
     return (
-        min(race.finalists, key=lambda name: race.timings[name].eager_ms),
+        min(race.finalists, key=lambda name: race.layer.added_by(race.timings[name])),
         min(race.finalists, key=lambda name: race.timings[name].compiled_ms),
     )
 
@@ -295,7 +297,12 @@ def _as_entry(race: Race) -> Entry:
         for name, both in race.timings.items()
     }
     failed = dict(race.failed)
-    return {"ms_p20_p50_p80_repeats": ms, "finalists": list(race.finalists), "failed": failed}
+    return {
+        "ms_p20_p50_p80_repeats": ms,
+        "finalists": list(race.finalists),
+        "failed": failed,
+        "layer_ms": list(race.layer),
+    }
 
 
 def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | None:
@@ -305,7 +312,8 @@ def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | 
             name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})
             for name, both in entry["ms_p20_p50_p80_repeats"].items()
         }
-        race = Race(timings, tuple(entry["finalists"]), dict(entry["failed"]))
+        layer = Layer(*map(float, entry["layer_ms"]))
+        race = Race(timings, tuple(entry["finalists"]), dict(entry["failed"]), layer)
         fastest = _fastest(race)
         problem = None if set(timings) <= set(names) else f"it names {', '.join(timings)}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -317,4 +325,4 @@ def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | 
             stacklevel=2,
         )
         return None
-    return Decision(*fastest, f"from the cache file {path}", race.timings, race.failed)
+    return Decision(*fastest, f"from the cache file {path}", race.timings, race.failed, race.layer)

@@ -8,6 +8,7 @@ import torch
 
 from flexvarlen import auto
 from flexvarlen.auto.keys import describe, sizes
+from flexvarlen.auto.timing import Layer
 from flexvarlen.backends import BACKENDS, AttentionRequest, refusal
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask
@@ -43,6 +44,8 @@ class Explanation:
         compiled: for calls inside a compiled graph.
         why: "measured", "from the cache file ...", "static order, because ...", and the like.
         candidates: every backend: first those that were timed, by device time.
+        layer: milliseconds of host and device that a decoder layer of this width was taken to spend
+            besides, which decide between candidates in eager calls; None if none were timed.
     """
 
     call: str
@@ -51,6 +54,7 @@ class Explanation:
     compiled: str
     why: str
     candidates: tuple[Candidate, ...]
+    layer: Layer | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.call}; {self.layout}", self.sentence()]
@@ -62,6 +66,12 @@ class Explanation:
                 parts = (milliseconds(timing.device), milliseconds(timing.host))
                 text = "{} ms on the device, {} on the host".format(*parts)
             lines.append(f"{mark} {candidate.name:{width}}  {text}")
+        if self.layer is not None:
+            lines.append(
+                "Eagerly the slower of host and device decides, in a layer that takes the device "
+                f"{self.layer.device_ms:.3f} ms and the host {self.layer.host_ms:.3f} ms besides "
+                "(estimated)."
+            )
         return "\n".join(lines)
 
     def sentence(self) -> str:
@@ -159,6 +169,7 @@ def explain(
         compiled=decision.compiled,
         why=decision.why,
         candidates=tuple(found),
+        layer=decision.layer,
     )
 
 
