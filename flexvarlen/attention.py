@@ -209,8 +209,8 @@ def _attend(
     plan: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Call the kernel."""
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        _refuse_tangents(name, q_THD, k_THD, v_THD, sinks)
+    if forward_ad._current_level >= 0:
+        _refuse_forward_mode(name, q_THD, k_THD, v_THD, sinks)
     chosen = get_backend(name)
     if sinks is not None:
         options = replace(options, sinks_H=sinks)
@@ -220,15 +220,27 @@ def _attend(
     return out_THD if lse_HT is None else (out_THD, lse_HT)
 
 
-def _refuse_tangents(name: str, *tensors: Tensor | None) -> None:
-    """Raise for forward-mode AD, but on `reference`: through a kernel the tangent would be lost."""
+def _refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
+    """Raise for a tangent, but on `reference`: through a kernel it would be lost."""
     if name == "reference":
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    # Of a tensor that Dynamo traces nobody can tell whether it has one.
+    if torch.compiler.is_compiling() or _may_have_tangents(*tensors):
         raise NotImplementedError(
             f"{name} has no forward-mode gradient (torch.func.jvp, dual tensors); use "
             "backend='reference'."
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _may_have_tangents(*tensors: Tensor | None) -> bool:
+    """Whether any has one, or is a transform's own tensor, which may have one further in."""
+    return any(
+        torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or forward_ad.unpack_dual(x).tangent is not None
+        for x in tensors
+        if x is not None
+    )
 
 
 def resolve_backend(

@@ -93,7 +93,7 @@ class HostAndDevice:
 
     @property
     def eager_ms(self) -> float:
-        """Milliseconds, median, of a call among others in a program that is not compiled.
+        """Milliseconds, median, of such calls one after another, not compiled.
 
         The host runs ahead of the device: the slower of the two decides.
         """

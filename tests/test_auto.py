@@ -181,6 +181,20 @@ def test_layer_around_a_call_grows_with_the_row(two, monkeypatch, grad):
     assert layer == (18.0 if grad else 50.0, 24.0)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_layer_that_cannot_be_timed_costs_no_kernel(two, monkeypatch, error):
+    def linear(*_):
+        raise error("no room for cuBLAS")
+
+    monkeypatch.setattr(timing, "linear", linear)
+    with pytest.warns(UserWarning, match="could not time a matrix product"):
+        explanation = explain()
+    assert (explanation.chosen, explanation.why) == ("fast", "measured")
+    monkeypatch.setattr(timing, "linear", torch.nn.functional.linear)
+    auto.forget()
+    assert explain().why == "measured"  # with a layer, and so not from the file
+
+
 def test_loser_of_a_cool_heat_wins_over_hotter_finalists(candidates, monkeypatch):
     """A GPU slows down as it heats: times of two heats are not to be compared."""
     candidates(StandIn("a", 0), StandIn("b", 0), StandIn("lost", 0), StandIn("broken", 0))
@@ -422,6 +436,7 @@ def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
     monkeypatch.setenv(switches.CACHE, str(tmp_path))
     auto.forget()
     layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
+    on_gpu(layout, needs_grad=False)  # cuBLAS has its workspace from here on
     state = torch.cuda.get_rng_state()
     allocated = torch.cuda.memory_allocated()
     side = torch.cuda.Stream()

@@ -134,6 +134,8 @@ def entry_of(times, finalists=("fast",), **more):
         entry_of({"fast": GOOD}, failed=None),
         entry_of({"fast": GOOD}, layer_ms=None),
         entry_of({"fast": GOOD}, layer_ms=[1.0]),
+        entry_of({"fast": GOOD}, layer_ms="12"),
+        entry_of({"fast": GOOD}, layer_ms=[1.0, float("nan")]),
         entry_of({}),
         entry_of({"fast": GOOD["host"]}),
         entry_of({"fast": {"host": GOOD["host"]}}),

@@ -114,6 +114,13 @@ def test_host_time_counts_eagerly_where_the_device_would_wait(two, monkeypatch, 
     assert (again.chosen, again.compiled, again.layer) == (chosen, "fast", layer)
 
 
+def test_among_equal_host_times_the_device_decides(two, monkeypatch):
+    found = {"slow": times(0.300, 0.2), "fast": times(0.303, 0.1)}
+    race = Race(found, tuple(found), {}, Layer(5.0, 0.5))
+    monkeypatch.setattr(auto, "time_candidates", lambda *args: race)
+    assert explain(needs_grad=False).chosen == "fast"
+
+
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("known", ["memory", "file"])
 def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known):

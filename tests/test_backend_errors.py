@@ -64,21 +64,48 @@ def test_backend_that_cannot_says_why_and_never_falls_back(backend, options, con
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "auto"])
-@pytest.mark.parametrize("of", ["q", "k", "v", "jvp"])
-def test_forward_mode_gradient_is_refused(backend, of):
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+def test_dual_tensor_is_refused(backend, of):
     """flex and the kernels over cu_seqlens would leave the tangent out without a word."""
     layout = PackedLayout.from_lengths([TOKENS])
     tensors = {name: tensor() for name in "qkv"}
 
     def run():
-        if of == "jvp":
-            attend = partial(packed_attention, layout=layout, backend=backend)
-            return torch.func.jvp(attend, tuple(tensors.values()), tuple(tensors.values()))
         with forward_ad.dual_level():
             tensors[of] = forward_ad.make_dual(tensors[of], tensors[of])
             return packed_attention(*tensors.values(), layout, backend=backend)
 
     refused(NotImplementedError, "no forward-mode gradient", "backend='reference'", run)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("how", ["plain", "nested", "compiled", "compiled_inside"])
+def test_forward_mode_transform_is_refused(backend, how):
+    torch._dynamo.reset()
+    attend = partial(packed_attention, layout=PackedLayout.from_lengths([TOKENS]), backend=backend)
+    compile_ = partial(torch.compile, backend="eager")
+    qkv = (tensor(), tensor(), tensor())
+    one = torch.ones(())
+
+    def weighed(q, k, v):  # of whose tangents the inner level knows nothing
+        return torch.func.jvp(lambda s: attend(q, k, v) * s, (one,), (one,))[1]
+
+    def tangent(function, *inputs):
+        return torch.func.jvp(function, inputs, inputs)[1]
+
+    run = {
+        "plain": partial(tangent, attend, *qkv),
+        "nested": partial(tangent, weighed, *qkv),
+        "compiled": partial(compile_(partial(tangent, attend)), *qkv),
+        "compiled_inside": partial(dual, compile_(attend), *qkv),
+    }[how]
+    with pytest.raises(Exception, match="no forward-mode gradient"):
+        run()
+
+
+def dual(function, q, k, v):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(q, q), k, v)
 
 
 def test_auto_gives_the_reason_of_each_backend_that_it_tried():

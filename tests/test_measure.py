@@ -192,7 +192,7 @@ def test_host_time_is_no_device_time():
     )
     mine, theirs = timings["much_python"], timings["large"]
     # The fastest fifth: beside other processes some calls outlast what keeps the device busy.
-    assert mine.device.ms_p20 < 0.2 < 1 <= mine.host.ms_p50 <= mine.eager_ms
+    assert mine.device.ms_p20 < 0.2 < 1 <= mine.host.ms_p50
     assert theirs.host.ms_p20 < 0.5 < 2 < theirs.device.ms_p50 == theirs.eager_ms
 
 

@@ -11,7 +11,8 @@ alone.
 Compile time is the wall time of the first compiled step (forward and backward) less that of the
 fastest of the next three: whatever a user waits for, in Dynamo, AOTAutograd, inductor and Triton.
 Two eager steps come before, and the first less the second is told apart: CUDA's start, and kernels
-that a package compiles by itself (FA4's, which `auto` has compiled when it has timed them).
+that a package compiles by itself (FA4's, which `auto` has compiled when it has timed them). None
+before flex, whose eager call is compiled by inductor.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from flexvarlen.measure import (
 )
 
 MOST_REPEATS = 15
-# A hot GPU's clocks follow the power that the last half second drew: what is shorter gets a call
-# before the timed one.
-LEAD_IN_BELOW_S = 0.5
+# A hot GPU's clocks follow the power that the last half second drew: what is not much longer gets a
+# call before the timed one.
+LEAD_IN_BELOW_S = 2.0
 
 # Variants of one class share their code objects, and Dynamo's limits go by code object.
 LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}

@@ -11,6 +11,7 @@ Imports: backends, layout, mask, measure.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import warnings
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from flexvarlen.auto import keys, ranks
 from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_entry
-from flexvarlen.auto.timing import OUT_OF_MEMORY, Layer, Race, time_candidates
+from flexvarlen.auto.timing import ALONE, OUT_OF_MEMORY, Layer, Race, time_candidates
 from flexvarlen.backends import BACKENDS, AttentionRequest, choose_backend, refusal
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -254,17 +255,22 @@ def _alone(
     if not race.finalists:
         still = _static(request, bucket, "every candidate failed when timed")
         return Decision(still.backend, still.compiled, still.why, failed=race.failed)
-    if OUT_OF_MEMORY not in race.failed.values():  # the next process may have the memory
+    # Else the next process may have the memory.
+    if OUT_OF_MEMORY not in race.failed.values() and race.layer is not ALONE:
         write_entry(path, key, _as_entry(race))
     return Decision(*_fastest(race), "measured", race.timings, race.failed, race.layer)
 
 
+_TIE = 1.02  # eager calls this near the fastest: the host's time is no surer; the device's decides
+
+
 def _fastest(race: Race) -> tuple[str, str]:
     """Eagerly, and in a compiled graph."""
-    return (
-        min(race.finalists, key=lambda name: race.layer.added_by(race.timings[name])),
-        min(race.finalists, key=lambda name: race.timings[name].compiled_ms),
-    )
+    compiled = {name: race.timings[name].compiled_ms for name in race.finalists}
+    eager = {name: race.layer.added_by(race.timings[name]) for name in race.finalists}
+    least = min(eager.values())
+    near = [name for name in eager if eager[name] <= _TIE * least]
+    return min(near, key=compiled.__getitem__), min(compiled, key=compiled.__getitem__)
 
 
 def _static(
@@ -312,7 +318,9 @@ def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | 
             name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})
             for name, both in entry["ms_p20_p50_p80_repeats"].items()
         }
-        layer = Layer(*map(float, entry["layer_ms"]))
+        layer = Layer(*entry["layer_ms"])
+        if not all(map(math.isfinite, layer)):
+            raise ValueError(f"layer_ms is {layer}")
         race = Race(timings, tuple(entry["finalists"]), dict(entry["failed"]), layer)
         fastest = _fastest(race)
         problem = None if set(timings) <= set(names) else f"it names {', '.join(timings)}"

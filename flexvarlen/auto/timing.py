@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,14 +33,15 @@ _MOST_ROUNDS = 100
 
 _DEVICE_PROJECTIONS = 12
 """A decoder layer's matrix products, in products of `[T, H*D]` by `[H*D, H*D]`: four around
-attention (K's and V's are smaller under GQA), eight in the MLP."""
+attention (K's and V's are smaller under GQA), eight in the MLP. Of a dense layer whose hidden size
+is H*D: where it is half of that, or of experts few are active, a third or a quarter of it."""
 
 _HOST_PROJECTIONS = {False: 50, True: 18}
 """The host's time for a layer without its attention, in its time for one such product, by whether a
 backward follows: 38 and 14 for transformers' eager Llama, 69 and 23 for its Qwen3."""
 
-_MOST_ROWS = 8192
-"""Tokens of the product that is timed; above, the device's time grows with them."""
+_MOST_ROWS, _MOST_WIDTH = 8192, 8192
+"""Tokens and width of the product that is timed; above, the device's time grows with them."""
 
 Failure = str
 
@@ -56,13 +58,18 @@ class Layer(NamedTuple):
         """How much longer the layer takes with a call of these times, where the host runs ahead.
 
         The slower of host and device decides: a kernel's host time counts as far as the device
-        would wait for it.
+        would wait for it. Forward and backward are taken together, as if the host waited for
+        the device nowhere between them.
         """
         return max(self.host_ms + host_ms, self.device_ms + device_ms) - max(self)
 
     def added_by(self, timing: HostAndDevice) -> float:
         """The same of medians."""
         return self.added_ms(timing.host.ms_p50, timing.device.ms_p50)
+
+
+ALONE = Layer(0.0, 0.0)
+"""Nothing around a call."""
 
 
 class Race(NamedTuple):
@@ -72,7 +79,7 @@ class Race(NamedTuple):
         timings: of each that ran, of the last heat that it took part in.
         finalists: those of the last heat; only their times are of the same minute.
         failed: why each other one failed.
-        layer: what is around such a call.
+        layer: what is around such a call; `ALONE` if it could not be timed.
     """
 
     timings: dict[str, HostAndDevice]
@@ -94,8 +101,9 @@ def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequen
 
     What the calling thread has set (grad mode, autocast, dispatch modes, hooks on saved tensors, as
     in gradient checkpointing) neither changes the times nor sees the calls: they run in a thread of
-    their own, on the caller's stream. Random states are as before. Syncs; must not be called while
-    a CUDA graph is captured, nor inside a backward, whose thread it would wait for.
+    their own, on the caller's stream; cuBLAS's workspace of that thread stays. Random states are as
+    before. Syncs; must not be called while a CUDA graph is captured, nor inside a backward, whose
+    thread it would wait for.
     """
     device = request.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -114,7 +122,7 @@ def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequen
         with ThreadPoolExecutor(1, thread_name_prefix="flexvarlen-auto") as thread:
             return thread.submit(work).result()
     except torch.OutOfMemoryError as error:  # of the random tensors themselves
-        return Race({}, (), dict.fromkeys(names, _reason(error)), Layer(0.0, 0.0))
+        return Race({}, (), dict.fromkeys(names, _reason(error)), ALONE)
     finally:
         if stream is not None:
             torch.cuda.empty_cache()  # what it used goes back to where the caller found it
@@ -136,7 +144,16 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
         return run
 
     tensors = _Tensors.random(request, mask)
-    layer = _time_layer(request, tensors)
+    try:
+        layer = _time_layer(request, tensors)
+    except Exception as error:  # the product's is not the kernels' failure
+        layer = ALONE
+        warnings.warn(
+            f"flexvarlen: auto could not time a matrix product beside the kernels "
+            f"({_reason(error)}), so it takes the kernel that is fastest by itself; free some of "
+            "the GPU's memory before the first such call.",
+            stacklevel=2,
+        )
     calls = {name: guarded(name, _Call(name, request, mask, tensors)) for name in names}
     for call in calls.values():
         call()  # loads, compiles, tunes
@@ -176,10 +193,12 @@ def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, laye
 
 def _time_layer(request: AttentionRequest, tensors: _Tensors) -> Layer:
     """A layer of the width of the call's heads, from the time of one product."""
-    rows = tensors.q_THD.detach().flatten(1)[:_MOST_ROWS].requires_grad_(request.needs_grad)
+    tokens, *heads = tensors.q_THD.shape
+    part = (slice(_MOST_ROWS), slice(_MOST_WIDTH))
+    rows = tensors.q_THD.detach().flatten(1)[part].requires_grad_(request.needs_grad)
+    grad = tensors.grad_THD.flatten(1)[part]
     width = rows.shape[1]
     weight = rows.new_empty((width, width)).normal_().requires_grad_(request.needs_grad)
-    grad = tensors.grad_THD.flatten(1)[:_MOST_ROWS]
 
     def product() -> None:
         out = linear(rows, weight)
@@ -187,10 +206,10 @@ def _time_layer(request: AttentionRequest, tensors: _Tensors) -> Layer:
             torch.autograd.grad(out, (rows, weight), grad)
 
     timed = time_host_and_device({"": product}, device=request.device, warmup=2, repeats=10)[""]
-    longer = max(1.0, tensors.q_THD.shape[0] / _MOST_ROWS)
+    larger = tokens / len(rows) * (math.prod(heads) / width) ** 2
     return Layer(
         timed.host.ms_p50 * _HOST_PROJECTIONS[request.needs_grad],
-        timed.device.ms_p50 * _DEVICE_PROJECTIONS * longer,
+        timed.device.ms_p50 * _DEVICE_PROJECTIONS * larger,
     )
 
 
