@@ -145,7 +145,7 @@ def test_all_candidates_failing_tried_again_at_each_call(candidates):
 
 def test_close_candidates_are_timed_no_longer_than_hopeless_ones(candidates):
     near, nearly, far = candidates(
-        StandIn("near", 0.004), StandIn("nearly", 0.004), StandIn("far", 0.02)
+        StandIn("near", 0.02), StandIn("nearly", 0.02), StandIn("far", 0.1)
     )
     assert explain().chosen != "far"
     assert far.calls <= 4
