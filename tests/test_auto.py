@@ -455,7 +455,7 @@ def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
         eager = {name: explanation.layer.added_by(t) for name, t in last.items()}
         assert explanation.why == "measured"
         assert explanation.compiled == min(times, key=times.get)
-        assert explanation.chosen == min(eager, key=eager.get)
+        assert eager[explanation.chosen] <= auto._TIE * min(eager.values())
     assert not any(c.timing for c in explanation.candidates if not c.can)
     auto.forget()
     assert on_gpu(layout).chosen == explanation.chosen
