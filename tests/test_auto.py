@@ -436,10 +436,11 @@ def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
     monkeypatch.setenv(switches.CACHE, str(tmp_path))
     auto.forget()
     layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
-    on_gpu(layout, needs_grad=False)  # cuBLAS has its workspace from here on
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        on_gpu(layout, needs_grad=False)  # cuBLAS has its workspace there from here on
     state = torch.cuda.get_rng_state()
     allocated = torch.cuda.memory_allocated()
-    side = torch.cuda.Stream()
     with torch.cuda.stream(side), torch.no_grad():
         explanation = on_gpu(layout)
         assert torch.cuda.current_stream() == side
