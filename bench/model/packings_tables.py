@@ -21,16 +21,24 @@ def packings_section(rows: Sequence[Row]) -> str:
 
 
 def packings_groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one run on one model and shape, which differ in the variant; theirs first."""
+    """Rows of one run on one model and shape, which differ in the variant; theirs first.
+
+    The latest run first.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         case = {key: value for key, value in row.case.items() if key != "variant"}
         where = row.environment
         key = repr((sorted(case.items()), where.get("gpu"), where.get("started_utc")))
         groups.setdefault(key, []).append(row)
+    latest = sorted(
+        groups.values(),
+        key=lambda group: group[0].environment.get("started_utc") or "",
+        reverse=True,
+    )
     return [
         sorted(group, key=lambda row: not row.case["variant"].startswith("transformers:"))
-        for group in groups.values()
+        for group in latest
     ]
 
 
