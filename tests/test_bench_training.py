@@ -7,11 +7,16 @@ import math
 import multiprocessing
 import os
 import socket
+from collections import Counter
 
 import pytest
 import torch
 import torch.multiprocessing
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import flexvarlen as fv
+from flexvarlen.bench.model.accuracy import checkpoint_layers
+from flexvarlen.bench.model.geometries import new_causal_lm
 from flexvarlen.bench.report import FIGURES, report, section_of
 from flexvarlen.bench.training import convergence, end_to_end, scaling_ranks, texts, ulysses
 from flexvarlen.bench.training.convergence_figure import running_mean
@@ -174,7 +179,8 @@ def run_trainer(*more):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("trainer") / "rows.jsonl"
-    names = ["packed:auto", "packed:transformers:sdpa", "padded:transformers:sdpa"]
+    names = ["packed:auto", "packed:auto@kept", "packed:transformers:sdpa"]
+    names += ["padded:transformers:sdpa"]
     names += ["padded-sorted:transformers:sdpa", "packed:transformers:flash_attention_2"]
     run_trainer("--modes", "eager", "--checkpointing", "--variants", *names, "--out", str(out))
     return out
@@ -183,9 +189,9 @@ def measured(tmp_path_factory):
 def test_trainer_gives_each_variant_the_same_documents(measured):
     rows = read_rows([measured])
     done = [row for row in rows if row.status == "ok"]
-    assert len(done) == 4
+    assert len(done) == 5
     losses = [row.measures["first_loss"] for row in done]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
     by_name = {row.case["variant"]: row.measures for row in done}
     pads = by_name["padded:transformers:sdpa"]["positions"]
     assert pads >= by_name["padded-sorted:transformers:sdpa"]["positions"] >= 96
@@ -193,6 +199,42 @@ def test_trainer_gives_each_variant_the_same_documents(measured):
     table = section_of("end-to-end", rows)
     assert "packed, `transformers flash_attention_2` | unsupported: " in table
     assert "3×: " in table
+    assert "packed, `auto`, attention's outputs kept | " in table
+
+
+def test_what_checkpointed_layers_keep_is_computed_once():
+    ids, layout = torch.arange(12)[None], fv.PackedLayout.from_lengths([5, 7])
+    found = []
+    for keep in ((), end_to_end.ATTENTION):
+        torch.manual_seed(0)
+        model = new_causal_lm("qwen3-tiny", 2, torch.float32, torch.device("cpu")).train()
+        checkpoint_layers(fv.patch_model(model, "sdpa"), keep)
+        with Counting() as seen:
+            loss = model(input_ids=ids, labels=ids, packed_layout=layout).loss
+            loss.backward()
+        gradient = model.get_input_embeddings().weight.grad
+        calls = seen.calls[torch.ops.flexvarlen.sdpa_forward.default]
+        found.append((calls, loss.item(), gradient))
+    (twice, loss, gradient), (once, same_loss, same_gradient) = found
+    assert (once, twice) == (2, 4)  # layers
+    assert same_loss == loss
+    torch.testing.assert_close(same_gradient, gradient)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_kept_is_for_ours_alone(capsys):
+    with pytest.raises(SystemExit):
+        run_trainer("--variants", "packed:transformers:sdpa@kept")
+    assert "must not end in @kept" in capsys.readouterr().err
 
 
 def test_trainer_goes_on(measured):

@@ -12,11 +12,13 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
@@ -187,11 +189,18 @@ def per_document(
     return Answer(torch.cat(outputs), dict(zip(names, sums, strict=True)), tuple(lengths))
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Gradient checkpointing of every layer, by torch's way that is not reentrant."""
+def checkpoint_layers(model: PreTrainedModel, keep: Sequence[torch._ops.OpOverload] = ()) -> None:
+    """Gradient checkpointing of every layer, by torch's way that is not reentrant.
+
+    Args:
+        keep: operators whose outputs are kept, and not computed again.
+    """
     # transformers 5.2x calls it activation checkpointing, and warns of the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    how: dict[str, Any] = {"use_reentrant": False}
+    if keep:
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, list(keep))
+    (enable or model.gradient_checkpointing_enable)(how)
 
 
 def packed_answer(model: nn.Module, outputs: Tensor) -> Answer:

@@ -5,6 +5,8 @@ variant gets the same documents in the same steps, of which the pads are not cou
 `<batching>:<attention>`:
 
     packed:auto               `PackedCollator` and `patch_model`; any backend in place of "auto"
+    packed:auto@kept          the same, and where layers are checkpointed attention's outputs are
+                              kept (not flex's): two lines of the user's
     packed:transformers:NAME  `DataCollatorWithFlattening`: position_ids, and the arguments of
                               FlashAttention where NAME is one, its fastest form
     padded:transformers:NAME  padded batches and an attention_mask: the step's documents in as many
@@ -48,7 +50,7 @@ from flexvarlen.bench.training.end_to_end_batches import (
     padded_batches,
 )
 from flexvarlen.bench.training.end_to_end_first_step import FirstStep, WrongError
-from flexvarlen.bench.training.end_to_end_tables import SUITE, end_to_end_section
+from flexvarlen.bench.training.end_to_end_tables import KEPT, SUITE, end_to_end_section
 from flexvarlen.bench.training.end_to_end_trainer import (
     CheckedTrainer,
     Clock,
@@ -63,6 +65,7 @@ from flexvarlen.rows import Row
 THEIRS = "transformers:"
 CUDA_VARIANTS = (
     "packed:auto",
+    "packed:auto@kept",
     "packed:transformers:flash_attention_3",
     "packed:transformers:flash_attention_2",
     "packed:transformers:flex_attention",
@@ -71,9 +74,19 @@ CUDA_VARIANTS = (
     "padded:transformers:flash_attention_2",
     "padded-sorted:transformers:flash_attention_2",
 )
-CPU_VARIANTS = ("packed:auto", "padded:transformers:sdpa", "padded-sorted:transformers:sdpa")
+CPU_VARIANTS = (
+    "packed:auto",
+    "packed:auto@kept",
+    "padded:transformers:sdpa",
+    "padded-sorted:transformers:sdpa",
+)
 
 LEARNING_RATE = 1e-5
+ATTENTION = (
+    torch.ops.flexvarlen.cu_seqlens_forward.default,  # of FlashAttention and varlen
+    torch.ops.flexvarlen.sdpa_forward.default,
+)
+"""Operators whose outputs `@kept` keeps."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -108,6 +121,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         batching, attention = split_variant(name)
         if batching == "serial" or (batching != "packed" and not attention.startswith(THEIRS)):
             parser.error(f"variants must be packed, or padded with transformers:…, got {name}")
+        if KEPT in attention and attention.startswith(THEIRS):
+            parser.error(f"variants of transformers' own must not end in {KEPT}, got {name}")
     if on_cuda and torch.cuda.device_count() > 1:
         parser.error("one GPU must be visible, Trainer takes all; set CUDA_VISIBLE_DEVICES.")
     return args
@@ -163,9 +178,10 @@ class Run(ResumableRun):
         truth = self.truth  # before the model: its peak is its own
         batching, attention = split_variant(variant)
         model = self.new_model()
+        attention, kept, _ = attention.partition(KEPT)
         self.set_attention(model, attention)
         if args.checkpointing:
-            checkpoint_layers(model)
+            checkpoint_layers(model, ATTENTION if kept else ())
         batches, collate = self.batches(batching, attention)
         found: dict[str, float] = {}
         clock = Clock(self.device, args.warmup)

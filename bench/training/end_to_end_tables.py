@@ -14,6 +14,8 @@ from flexvarlen.rows import Row, commit_of, ran_on
 
 SUITE = "end-to-end"
 OURS = "packed:auto"
+KEPT = "@kept"
+"""Behind a variant of ours: attention's outputs are kept where layers are checkpointed."""
 TARGETS = {
     "packed:transformers:flash_attention_2": 1.1,
     "packed:transformers:flash_attention_3": 1.0,
@@ -67,7 +69,8 @@ def _table(rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda row: -row.measures.get("tokens_per_s", 0.0)):
         name, m = row.case["variant"], row.measures
         batching, attention = split_variant(name)
-        shown = f"{batching}, `{attention.replace('transformers:', 'transformers ')}`"
+        attention, kept, _ = attention.replace("transformers:", "transformers ").partition(KEPT)
+        shown = f"{batching}, `{attention}`" + (", attention's outputs kept" if kept else "")
         if row.status != "ok":
             lines.append([shown, f"{row.status}: {row.reason}", *["–"] * 9])
             continue
@@ -129,7 +132,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     shown = sorted(rows, key=lambda row: row.measures.get("tokens_per_s", 0.0))
     figure, axes = pyplot.subplots(figsize=(10, 0.45 * len(rows) + 2), layout="constrained")
     for height, row in enumerate(shown):
-        style = style_of(split_variant(row.case["variant"])[1])
+        style = style_of(split_variant(row.case["variant"])[1].partition(KEPT)[0])
         if row.status != "ok":
             axes.plot(0, height, UNSUPPORTED.marker, color=UNSUPPORTED.color)
             axes.annotate(row.status, (0, height), (8, -3), textcoords="offset points")
@@ -138,7 +141,8 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
         looks: dict[str, Any] = {"color": style.color, "alpha": 1.0 if style.filled else 0.6}
         axes.barh(height, rate, **looks)
         axes.annotate(f"{rate:,.0f}", (rate, height), (5, -3), textcoords="offset points")
-    names = [row.case["variant"].replace(":", " ") for row in shown]
+    kept = ", attention's outputs kept"
+    names = [row.case["variant"].replace(":", " ").replace(KEPT, kept) for row in shown]
     axes.set_yticks(range(len(shown)), names)
     axes.set_xlabel("documents' tokens a second")
     axes.margins(x=0.15)
