@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,13 +102,25 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def progress_bar(*, left: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """What shows the steps done, all steps, and what is being done; gone in the end.
+    """What shows the steps done, all steps, and what is being done.
 
-    `left`: also about how long it will still take.
+    On a terminal a bar, gone in the end; elsewhere a line a step, to standard error.
+
+    `left`: the bar also tells about how long it will still take.
     """
     from rich import progress as rich_progress
     from rich.markup import escape
 
+    if not console.is_terminal:
+        begin = time.perf_counter()
+
+        def tell(done: int, total: int, what: str) -> None:
+            if done < total:
+                line = f"{time.perf_counter() - begin:7.1f} s  {done + 1} of {total}: {what}"
+                errors.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        yield tell
+        return
     columns = [
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from flexvarlen.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
+from flexvarlen.cli_console import progress_bar
 from flexvarlen.equivalence.report import read_rows
 
 SMALL = ["compare", "--model", "qwen3", "--backends", "sdpa", "--tokens", "64", "--device", "cpu"]
@@ -32,6 +33,19 @@ def test_compare_prints_a_verdict_and_writes_three_files(run, tmp_path):
     rows = read_rows(tmp_path / "out" / "rows.jsonl").rows
     assert [row.tokens for row in rows] == [64, 64]
     assert rows[1].passes == "forward+backward"
+
+
+def test_without_a_terminal_each_step_is_a_line_of_standard_error(capsys):
+    with progress_bar(left=True) as show:
+        for done, what in enumerate(["first [0]", "second"]):
+            show(done, 2, what)
+        show(2, 2, "all")
+    written = capsys.readouterr()
+    assert [line.partition(" s  ")[2] for line in written.err.splitlines()] == [
+        "1 of 2: first [0]",
+        "2 of 2: second",
+    ]
+    assert written.out == ""
 
 
 def test_own_text_and_options_reach_the_rows(run, tmp_path):
