@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
+from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, ran_on
 
 BASELINES = tuple(f"transformers:{name}" for name in ("flash_attention_2", "sdpa"))
 """What speeds are told against: the first of them that was measured."""
-GEOMETRY_NAMES = {"qwen3-1.7b": "Qwen3-1.7B", "llama-3.2-1b": "Llama-3.2-1B"}
 
 
 def packings_section(rows: Sequence[Row]) -> str:
@@ -45,7 +46,7 @@ def packings_groups(rows: Sequence[Row]) -> list[list[Row]]:
 def packings_title(rows: Sequence[Row]) -> str:
     """Model, dtype, pass and GPU of a group, and the versions it ran on."""
     case = rows[0].case
-    name = GEOMETRY_NAMES.get(case["geometry"], case["geometry"])
+    name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     documents = next((r.measures["documents"] for r in rows if "documents" in r.measures), None)
     counted = "" if documents is None else f"{documents} "
     return (
@@ -134,7 +135,8 @@ def packings_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
     """A figure of each group."""
     drawn = []
     for group in packings_groups(rows):
-        drawn.append(folder / _figure_name(group))
+        case = group[0].case
+        drawn.append(figure_path(folder, f"packings-{case['geometry']}-{case['tokens']}", group))
         _draw(group, drawn[-1])
     return drawn
 
@@ -169,16 +171,4 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("ms a step under torch.compile")
     figure.suptitle(packings_title(rows).replace(", one row", "\none row").replace("; ", "\n", 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def _figure_name(rows: Sequence[Row]) -> str:
-    """A file name for a group's figure."""
-    where = rows[0].environment.get("gpu") or rows[0].environment.get("device") or "unknown"
-    case = rows[0].case
-    words = (
-        f"packings {case['geometry']} {case['tokens']} {where}".lower().replace("/", " ").split()
-    )
-    return "-".join(words) + ".png"
+    save_figure(figure, path)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.bench.training.convergence_tables import (
     PADDED,
     UNPATCHED,
@@ -37,10 +38,9 @@ def convergence_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
         found = [each for each in judged(group) if each.runs]
         if not found:
             continue
-        case, where = group[0].case, group[0].environment
-        machine = where.get("gpu") or where.get("device") or "unknown"
-        words = f"convergence {case['steps']} {case['dtype']} {case['mode']} {machine}".lower()
-        drawn.append(folder / ("-".join(words.replace("/", " ").split()) + ".png"))
+        case = group[0].case
+        name = f"convergence-{case['steps']}-{case['dtype']}-{case['mode']}"
+        drawn.append(figure_path(folder, name, group))
         _draw(found, title_of(group), drawn[-1])
     return drawn
 
@@ -87,9 +87,7 @@ def _draw(found: Sequence[Judged], title: str, path: Path) -> None:
     rates.margins(x=0.2)
     rates.grid(axis="x", alpha=0.3)
     figure.suptitle(title.replace("; ", "\n", 1), fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def running_mean(losses: Sequence[float], count: int = SMOOTHED_STEPS) -> list[float]:

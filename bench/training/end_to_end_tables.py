@@ -8,6 +8,7 @@ from typing import Any
 
 from flexvarlen.bench.model.cases import split_variant
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
+from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
 from flexvarlen.plotstyle import UNSUPPORTED, style_of
 from flexvarlen.rows import Row, commit_of, ran_on
@@ -118,10 +119,9 @@ def end_to_end_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
     mpl.use("Agg")
     drawn = []
     for group in groups_of(rows):
-        case, where = group[0].case, group[0].environment
-        machine = where.get("gpu") or where.get("device") or "unknown"
-        words = f"end-to-end {case['geometry']} {case['tokens']} {case['mode']} {machine}".lower()
-        drawn.append(folder / ("-".join(words.replace("/", " ").split()) + ".png"))
+        case = group[0].case
+        name = f"end-to-end-{case['geometry']}-{case['tokens']}-{case['mode']}"
+        drawn.append(figure_path(folder, name, group))
         _draw(group, drawn[-1])
     return drawn
 
@@ -148,6 +148,4 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     axes.margins(x=0.15)
     axes.grid(axis="x", alpha=0.3)
     figure.suptitle(title_of(rows).replace("; ", "\n"), fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)

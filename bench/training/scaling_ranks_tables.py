@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
+from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, ran_on
 
@@ -143,10 +144,9 @@ def scaling_ranks_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
     for group in groups_of(rows):
         if _is_ulysses(group) or all(row.status != "ok" for row in group):
             continue
-        case, where = group[0].case, group[0].environment
-        machine = where.get("gpu") or where.get("device") or "unknown"
-        words = f"scaling-ranks {case['geometry']} {case['tokens']} {machine}".lower()
-        drawn.append(folder / ("-".join(words.replace("/", " ").split()) + ".png"))
+        case = group[0].case
+        name = f"scaling-ranks-{case['geometry']}-{case['tokens']}"
+        drawn.append(figure_path(folder, name, group))
         _draw([row for row in group if row.status == "ok"], drawn[-1])
     return drawn
 
@@ -176,6 +176,4 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.suptitle(title_of(rows).replace("; ", "\n").replace("`", ""), fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)
