@@ -153,7 +153,7 @@ def time_host_and_device(
     device: torch.device | str,
     warmup: int = 3,
     repeats: int | Mapping[str, int] = 20,
-    lead_in: int | Mapping[str, int] = 0,
+    lead_in: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, HostAndDevice]:
     """Time the host's part and the device's part of short calls apart.

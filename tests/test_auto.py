@@ -190,6 +190,8 @@ def test_layer_that_cannot_be_timed_costs_no_kernel(two, monkeypatch, error):
     with pytest.warns(UserWarning, match="could not time a matrix product"):
         explanation = explain()
     assert (explanation.chosen, explanation.why) == ("fast", "measured")
+    assert explanation.layer is None
+    assert "besides" not in str(explanation)
     monkeypatch.setattr(timing, "linear", torch.nn.functional.linear)
     auto.forget()
     assert explain().why == "measured"  # with a layer, and so not from the file

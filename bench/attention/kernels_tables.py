@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flexvarlen.auto.timing import Layer
+from flexvarlen.auto.timing import NO_LAYER, Layer
 from flexvarlen.bench.attention.clock import host_bound
 from flexvarlen.bench.attention.engine import PASSES, RAW_PREFIX
 from flexvarlen.bench.attention.kernels_cells import SUBSETS, Cell
@@ -49,7 +49,7 @@ class Measured:
             device_ms, host_ms = (self.total(variant, one, at) for one in CLOCKS)
             if device_ms is None or host_ms is None:
                 return None
-            return (self.layer() or Layer(0.0, 0.0)).added_ms(host_ms, device_ms)
+            return (self.layer() or NO_LAYER).added_ms(host_ms, device_ms)
         parts = [self.ms(variant, pass_, clock, at) for pass_ in PASSES]
         return None if None in parts else sum(x for x in parts if x is not None)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flexvarlen.auto import keys, ranks
 from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_entry
-from flexvarlen.auto.timing import ALONE, OUT_OF_MEMORY, Layer, Race, time_candidates
+from flexvarlen.auto.timing import NO_LAYER, OUT_OF_MEMORY, Layer, Race, time_candidates
 from flexvarlen.backends import BACKENDS, AttentionRequest, choose_backend, refusal
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -50,7 +50,7 @@ class Decision:
         why: how it came to be chosen: "measured", "from the cache file ...", "static order, ...".
         timings: of the candidates that ran, if any were timed.
         failed: why each other one that was tried did not run.
-        layer: what was taken to be around an eager call, if any were timed.
+        layer: what was taken to be around an eager call, if it was timed.
         lasting: whether later calls of the kind may take it too.
     """
 
@@ -256,8 +256,8 @@ def _alone(
         still = _static(request, bucket, "every candidate failed when timed")
         return Decision(still.backend, still.compiled, still.why, failed=race.failed)
     # Else the next process may have the memory.
-    if OUT_OF_MEMORY not in race.failed.values() and race.layer is not ALONE:
-        write_entry(path, key, _as_entry(race))
+    if OUT_OF_MEMORY not in race.failed.values() and race.layer is not None:
+        write_entry(path, key, _as_entry(race, race.layer))
     return Decision(*_fastest(race), "measured", race.timings, race.failed, race.layer)
 
 
@@ -267,7 +267,8 @@ _TIE = 1.02  # eager calls this near the fastest: the host's time is no surer; t
 def _fastest(race: Race) -> tuple[str, str]:
     """Eagerly, and in a compiled graph."""
     compiled = {name: race.timings[name].compiled_ms for name in race.finalists}
-    eager = {name: race.layer.added_by(race.timings[name]) for name in race.finalists}
+    around = race.layer or NO_LAYER
+    eager = {name: around.added_by(race.timings[name]) for name in race.finalists}
     least = min(eager.values())
     near = [name for name in eager if eager[name] <= _TIE * least]
     return min(near, key=compiled.__getitem__), min(compiled, key=compiled.__getitem__)
@@ -297,7 +298,7 @@ def _why_not_now(mask: DocumentMask) -> str | None:
 # ---- answers as the file holds them ----
 
 
-def _as_entry(race: Race) -> Entry:
+def _as_entry(race: Race, layer: Layer) -> Entry:
     ms = {
         name: {part: astuple(timing) for part, timing in vars(both).items()}
         for name, both in race.timings.items()
@@ -307,7 +308,7 @@ def _as_entry(race: Race) -> Entry:
         "ms_p20_p50_p80_repeats": ms,
         "finalists": list(race.finalists),
         "failed": failed,
-        "layer_ms": list(race.layer),
+        "layer_ms": list(layer),
     }
 
 

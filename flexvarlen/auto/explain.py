@@ -45,7 +45,7 @@ class Explanation:
         why: "measured", "from the cache file ...", "static order, because ...", and the like.
         candidates: every backend: first those that were timed, by device time.
         layer: milliseconds of host and device that a decoder layer of this width was taken to spend
-            besides, which decide between candidates in eager calls; None if none were timed.
+            besides, which decide between candidates in eager calls; None if it was not timed.
     """
 
     call: str

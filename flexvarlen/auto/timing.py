@@ -68,8 +68,8 @@ class Layer(NamedTuple):
         return self.added_ms(timing.host.ms_p50, timing.device.ms_p50)
 
 
-ALONE = Layer(0.0, 0.0)
-"""Nothing around a call."""
+NO_LAYER = Layer(0.0, 0.0)
+"""Nothing around a call: where nobody knows what is."""
 
 
 class Race(NamedTuple):
@@ -79,13 +79,13 @@ class Race(NamedTuple):
         timings: of each that ran, of the last heat that it took part in.
         finalists: those of the last heat; only their times are of the same minute.
         failed: why each other one failed.
-        layer: what is around such a call; `ALONE` if it could not be timed.
+        layer: what is around such a call; None if it could not be timed.
     """
 
     timings: dict[str, HostAndDevice]
     finalists: tuple[str, ...]
     failed: dict[str, Failure]
-    layer: Layer
+    layer: Layer | None
 
 
 def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
@@ -122,7 +122,7 @@ def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequen
         with ThreadPoolExecutor(1, thread_name_prefix="flexvarlen-auto") as thread:
             return thread.submit(work).result()
     except torch.OutOfMemoryError as error:  # of the random tensors themselves
-        return Race({}, (), dict.fromkeys(names, _reason(error)), ALONE)
+        return Race({}, (), dict.fromkeys(names, _reason(error)), None)
     finally:
         if stream is not None:
             torch.cuda.empty_cache()  # what it used goes back to where the caller found it
@@ -144,10 +144,10 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
         return run
 
     tensors = _Tensors.random(request, mask)
+    layer: Layer | None = None
     try:
         layer = _time_layer(request, tensors)
     except Exception as error:  # the product's is not the kernels' failure
-        layer = ALONE
         warnings.warn(
             f"flexvarlen: auto could not time a matrix product beside the kernels "
             f"({_reason(error)}), so it takes the kernel that is fastest by itself; free some of "
@@ -158,10 +158,13 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
     for call in calls.values():
         call()  # loads, compiles, tunes
     timings: dict[str, HostAndDevice] = {}
+    around = layer or NO_LAYER
     alive = list(calls)
     for least, slack in _HEATS:
         ran = {name: timings[name] for name in alive if name in timings and name not in failed}
-        alive = [name for name in alive if name not in failed and _is_near(name, ran, slack, layer)]
+        alive = [
+            name for name in alive if name not in failed and _is_near(name, ran, slack, around)
+        ]
         if len(alive) < 2 and ran:
             break
         round_s = sum(
