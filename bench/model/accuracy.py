@@ -42,8 +42,7 @@ class Answer:
 
     def on(self, device: torch.device) -> Answer:
         """The same on a device."""
-        found = {name: gradient.to(device) for name, gradient in self.gradients.items()}
-        return Answer(self.outputs.to(device), found, self.lengths)
+        return self._moved(lambda tensor: tensor.to(device))
 
     def on_host(self) -> Answer:
         """The same in the host's memory, where an oracle is in no one's peak.
@@ -54,8 +53,11 @@ class Answer:
         def kept(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
-        found = {name: kept(gradient) for name, gradient in self.gradients.items()}
-        return Answer(kept(self.outputs), found, self.lengths)
+        return self._moved(kept)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Answer:
+        found = {name: move(gradient) for name, gradient in self.gradients.items()}
+        return Answer(move(self.outputs), found, self.lengths)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ import torch
 from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
 
 from flexvarlen.bench.model.accuracy import checkpoint_layers
-from flexvarlen.bench.model.cases import BUDGET_BYTES, SORTED, split_variant, training_bytes
+from flexvarlen.bench.model.cases import BUDGET_BYTES, SORTED, training_bytes
 from flexvarlen.bench.model.geometries import GEOMETRIES, new_causal_lm
 from flexvarlen.bench.model.step import free
 from flexvarlen.bench.model.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
@@ -50,7 +50,7 @@ from flexvarlen.bench.training.end_to_end_batches import (
     padded_batches,
 )
 from flexvarlen.bench.training.end_to_end_first_step import FirstStep, WrongError
-from flexvarlen.bench.training.end_to_end_tables import KEPT, SUITE, end_to_end_section
+from flexvarlen.bench.training.end_to_end_tables import SUITE, end_to_end_section, parts_of
 from flexvarlen.bench.training.end_to_end_trainer import (
     CheckedTrainer,
     Clock,
@@ -118,11 +118,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.checkpointing is None:
         args.checkpointing = training_bytes(args.geometry, args.tokens) > BUDGET_BYTES
     for name in args.variants:
-        batching, attention = split_variant(name)
+        batching, attention, kept = parts_of(name)
         if batching == "serial" or (batching != "packed" and not attention.startswith(THEIRS)):
             parser.error(f"variants must be packed, or padded with transformers:…, got {name}")
-        if KEPT in attention and attention.startswith(THEIRS):
-            parser.error(f"variants of transformers' own must not end in {KEPT}, got {name}")
+        if kept and attention.startswith(THEIRS):
+            parser.error(f"variants of transformers' own must not end in @kept, got {name}")
     if on_cuda and torch.cuda.device_count() > 1:
         parser.error("one GPU must be visible, Trainer takes all; set CUDA_VISIBLE_DEVICES.")
     return args
@@ -176,9 +176,8 @@ class Run(ResumableRun):
         """One run of Trainer."""
         args = self.args
         truth = self.truth  # before the model: its peak is its own
-        batching, attention = split_variant(variant)
+        batching, attention, kept = parts_of(variant)
         model = self.new_model()
-        attention, kept, _ = attention.partition(KEPT)
         self.set_attention(model, attention)
         if args.checkpointing:
             checkpoint_layers(model, ATTENTION if kept else ())

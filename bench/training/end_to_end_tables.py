@@ -15,8 +15,7 @@ from flexvarlen.rows import Row, commit_of, ran_on
 
 SUITE = "end-to-end"
 OURS = "packed:auto"
-KEPT = "@kept"
-"""Behind a variant of ours: attention's outputs are kept where layers are checkpointed."""
+_KEPT = "@kept"
 TARGETS = {
     "packed:transformers:flash_attention_2": 1.1,
     "packed:transformers:flash_attention_3": 1.0,
@@ -25,6 +24,23 @@ TARGETS = {
     "padded:transformers:flash_attention_2": 3.0,
 }
 """How many times as many tokens a second `OURS` should make, at least, in the same mode."""
+
+
+def parts_of(variant: str) -> tuple[str, str, bool]:
+    """How it batches, its attention, and whether checkpointed layers keep attention's outputs.
+
+    >>> parts_of("packed:auto@kept")
+    ('packed', 'auto', True)
+    """
+    batching, attention = split_variant(variant)
+    return batching, attention.removesuffix(_KEPT), attention.endswith(_KEPT)
+
+
+def _shown(variant: str, quote: str = "") -> tuple[str, str]:
+    """Its batching and its attention, in words."""
+    batching, attention, kept = parts_of(variant)
+    name = f"{quote}{attention.replace('transformers:', 'transformers ')}{quote}"
+    return batching, name + (", attention's outputs kept" if kept else "")
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
@@ -69,9 +85,7 @@ def _table(rows: Sequence[Row]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: -row.measures.get("tokens_per_s", 0.0)):
         name, m = row.case["variant"], row.measures
-        batching, attention = split_variant(name)
-        attention, kept, _ = attention.replace("transformers:", "transformers ").partition(KEPT)
-        shown = f"{batching}, `{attention}`" + (", attention's outputs kept" if kept else "")
+        shown = ", ".join(_shown(name, "`"))
         if row.status != "ok":
             lines.append([shown, f"{row.status}: {row.reason}", *["–"] * 9])
             continue
@@ -132,7 +146,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     shown = sorted(rows, key=lambda row: row.measures.get("tokens_per_s", 0.0))
     figure, axes = pyplot.subplots(figsize=(10, 0.45 * len(rows) + 2), layout="constrained")
     for height, row in enumerate(shown):
-        style = style_of(split_variant(row.case["variant"])[1].partition(KEPT)[0])
+        style = style_of(parts_of(row.case["variant"])[1])
         if row.status != "ok":
             axes.plot(0, height, UNSUPPORTED.marker, color=UNSUPPORTED.color)
             axes.annotate(row.status, (0, height), (8, -3), textcoords="offset points")
@@ -141,9 +155,7 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
         looks: dict[str, Any] = {"color": style.color, "alpha": 1.0 if style.filled else 0.6}
         axes.barh(height, rate, **looks)
         axes.annotate(f"{rate:,.0f}", (rate, height), (5, -3), textcoords="offset points")
-    kept = ", attention's outputs kept"
-    names = [row.case["variant"].replace(":", " ").replace(KEPT, kept) for row in shown]
-    axes.set_yticks(range(len(shown)), names)
+    axes.set_yticks(range(len(shown)), [" ".join(_shown(row.case["variant"])) for row in shown])
     axes.set_xlabel("documents' tokens a second")
     axes.margins(x=0.15)
     axes.grid(axis="x", alpha=0.3)
