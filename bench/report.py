@@ -18,6 +18,7 @@ from flexvarlen.bench.contract.families_tables import families_section
 from flexvarlen.bench.contract.leaks_tables import leaks_section
 from flexvarlen.bench.drift_tables import drift_section
 from flexvarlen.bench.model.compile_tables import compile_section, small_inference_section
+from flexvarlen.bench.model.layer_time import layer_time_section
 from flexvarlen.bench.model.packings_tables import packings_figures, packings_section
 from flexvarlen.bench.suite import SUITES, suite_of
 from flexvarlen.bench.training.convergence_figure import convergence_figures
@@ -36,6 +37,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "compile": compile_section,
     "small-inference": small_inference_section,
     "host-time": host_time_section,
+    "layer-time": layer_time_section,
     "families": families_section,
     "drift-op": drift_section,
     "drift-model": drift_section,

@@ -175,8 +175,8 @@ def test_layer_around_a_call_grows_with_the_row(two, monkeypatch, grad):
     monkeypatch.setattr(timing, "time_host_and_device", timed)
     monkeypatch.setattr(timing, "linear", linear)
     request = auto.AttentionRequest(torch.device("cpu"), torch.float32, 4, 2, 16, needs_grad=grad)
-    tensors = timing._Tensors.random(request, fv.DocumentMask.of(a_layout(TOKENS)))
-    layer = timing._time_layer(request, tensors)
+    tensors = timing.CallTensors.random(request, fv.DocumentMask.of(a_layout(TOKENS)))
+    layer = timing.time_layer(request, tensors)
     assert rows == [(TOKENS // 2, 64)]
     assert layer == (18.0 if grad else 50.0, 24.0)
 

@@ -143,10 +143,10 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
 
         return run
 
-    tensors = _Tensors.random(request, mask)
+    tensors = CallTensors.random(request, mask)
     layer: Layer | None = None
     try:
-        layer = _time_layer(request, tensors)
+        layer = time_layer(request, tensors)
     except Exception as error:  # the product's is not the kernels' failure
         warnings.warn(
             f"flexvarlen: auto could not time a matrix product beside the kernels "
@@ -194,8 +194,8 @@ def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, laye
     ) or mine.compiled_ms <= slack * min(t.compiled_ms for t in timings.values())
 
 
-def _time_layer(request: AttentionRequest, tensors: _Tensors) -> Layer:
-    """A layer of the width of the call's heads, from the time of one product."""
+def time_layer(request: AttentionRequest, tensors: CallTensors) -> Layer:
+    """A layer of the width of the call's heads, estimated from the time of one product."""
     tokens, *heads = tensors.q_THD.shape
     part = (slice(_MOST_ROWS), slice(_MOST_WIDTH))
     rows = tensors.q_THD.detach().flatten(1)[part].requires_grad_(request.needs_grad)
@@ -216,7 +216,7 @@ def _time_layer(request: AttentionRequest, tensors: _Tensors) -> Layer:
     )
 
 
-class _Tensors:
+class CallTensors:
     """q `[T, H, D]`, k and v `[Tk, Hkv, D]`, sinks `[H]` or None, and the output's gradient."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, grad: Tensor) -> None:
@@ -224,7 +224,7 @@ class _Tensors:
         self.inputs = [x for x in (q, k, v, sinks) if x is not None]
 
     @classmethod
-    def random(cls, request: AttentionRequest, mask: DocumentMask) -> _Tensors:
+    def random(cls, request: AttentionRequest, mask: DocumentMask) -> CallTensors:
         generator = torch.Generator(request.device).manual_seed(0)
 
         def random(*shape: int, requires_grad: bool = request.needs_grad) -> Tensor:
@@ -248,7 +248,7 @@ class _Call:
     """One call of one candidate; its plan is made at the first, and is not timed."""
 
     def __init__(
-        self, name: str, request: AttentionRequest, mask: DocumentMask, tensors: _Tensors
+        self, name: str, request: AttentionRequest, mask: DocumentMask, tensors: CallTensors
     ) -> None:
         self.backend = get_backend(name)
         self.request, self.mask, self.tensors = request, mask, tensors
