@@ -41,7 +41,10 @@ __all__ = [
 _L2_FLUSH_BYTES = 256 * 2**20
 
 BUSY_MS = 2.2
-"""What `time_host_and_device` puts before each timed call on CUDA, about."""
+"""What `time_host_and_device` puts before each timed call on CUDA, about, unless told."""
+
+_WRITE_MS = 0.069
+"""One write of `_L2_FLUSH_BYTES` on an H200."""
 
 # Dynamo keeps the last 64 compilations by default; one model with 44 graph breaks makes more.
 _METRICS_LIMIT = 65_536
@@ -155,10 +158,11 @@ def time_host_and_device(
     repeats: int | Mapping[str, int] = 20,
     lead_in: int = 0,
     progress: Callable[[str], None] | None = None,
+    busy_ms: float = BUSY_MS,
 ) -> dict[str, HostAndDevice]:
     """Time the host's part and the device's part of short calls apart.
 
-    As `time_interleaved`, but on CUDA the stream is kept busy for `BUSY_MS` before each timed call
+    As `time_interleaved`, but on CUDA the stream is kept busy for `busy_ms` before each timed call
     (which also evicts the L2 cache): host time below that falls into no gap of the device, and no
     device time into the host's. Of a call whose host time is not below it, "device" holds gaps in
     which the device waited. On the CPU both are the wall clock's.
@@ -167,7 +171,8 @@ def time_host_and_device(
     what a call does to the device shows before another is named.
     """
     device = torch.device(device)
-    clock = _wall if device.type != "cuda" else _Events(device, writes=32)
+    writes = math.ceil(busy_ms / _WRITE_MS)
+    clock = _wall if device.type != "cuda" else _Events(device, writes)
     wait = (lambda: None) if device.type != "cuda" else partial(torch.cuda.synchronize, device)
     samples = _interleaved(variants, clock, warmup, repeats, lead_in, progress, wait)
     return {

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import flexvarlen as fv
 from flexvarlen import auto, backends, switches
 from flexvarlen.attention import resolve_backend
-from flexvarlen.auto import cache_file, keys, timing
+from flexvarlen.auto import cache_file, keys, layer, timing
 from flexvarlen.launch import SHORT_ROW
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -156,43 +156,18 @@ def test_close_candidates_are_timed_no_longer_than_hopeless_ones(candidates):
 NOTHING = Timing(0.0, 0.0, 0.0, 1)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_layer_around_a_call_grows_with_the_row(two, monkeypatch, grad):
-    """The device's part; the host launches as many kernels for any row."""
-    monkeypatch.setattr(timing, "_MOST_ROWS", TOKENS // 2)
-    rows = []
-
-    def timed(calls, **options):
-        (call,) = calls.values()
-        call()
-        return {name: HostAndDevice(*[Timing(1.0, 1.0, 1.0, 1)] * 2) for name in calls}
-
-    def linear(x, weight):
-        rows.append(tuple(x.shape))
-        assert x.requires_grad == weight.requires_grad == grad
-        return torch.nn.functional.linear(x, weight)
-
-    monkeypatch.setattr(timing, "time_host_and_device", timed)
-    monkeypatch.setattr(timing, "linear", linear)
-    request = auto.AttentionRequest(torch.device("cpu"), torch.float32, 4, 2, 16, needs_grad=grad)
-    tensors = timing.CallTensors.random(request, fv.DocumentMask.of(a_layout(TOKENS)))
-    layer = timing.time_layer(request, tensors)
-    assert rows == [(TOKENS // 2, 64)]
-    assert layer == (18.0 if grad else 50.0, 24.0)
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_layer_that_cannot_be_timed_costs_no_kernel(two, monkeypatch, error):
     def linear(*_):
         raise error("no room for cuBLAS")
 
-    monkeypatch.setattr(timing, "linear", linear)
-    with pytest.warns(UserWarning, match="could not time a matrix product"):
+    monkeypatch.setattr(layer, "linear", linear)
+    with pytest.warns(UserWarning, match="could not time a decoder layer"):
         explanation = explain()
     assert (explanation.chosen, explanation.why) == ("fast", "measured")
     assert explanation.layer is None
     assert "besides" not in str(explanation)
-    monkeypatch.setattr(timing, "linear", torch.nn.functional.linear)
+    monkeypatch.setattr(layer, "linear", torch.nn.functional.linear)
     auto.forget()
     assert explain().why == "measured"  # with a layer, and so not from the file
 

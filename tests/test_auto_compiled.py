@@ -18,7 +18,8 @@ import flexvarlen as fv
 from flexvarlen import auto
 from flexvarlen.attention import resolve_backend
 from flexvarlen.auto import keys, ranks
-from flexvarlen.auto.timing import Layer, Race
+from flexvarlen.auto.layer import Layer
+from flexvarlen.auto.timing import Race
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401

@@ -1,8 +1,8 @@
 """`python -m flexvarlen.bench.model.layer_time`: the decoder layer that auto estimates, measured.
 
 For eager calls `auto` weighs a kernel's host time against its device time by what the layer around
-takes (`flexvarlen.auto.timing.Layer`), which it estimates from one matrix product. Here that
-estimate stands beside transformers' own decoder layer, with an attention that does nothing.
+takes, which it estimates by running one like it (`flexvarlen.auto.layer`). Here that estimate
+stands beside transformers' own decoder layer, with an attention that does nothing.
 
 Shape legend: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim, C = hidden.
 """
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PretrainedConfig
 
-import flexvarlen as fv
-from flexvarlen.auto.timing import CallTensors, Layer, time_layer
+from flexvarlen.auto.layer import BUSY_MS, Layer, time_layer
 from flexvarlen.backends import AttentionRequest
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
@@ -88,7 +87,9 @@ class Run(BenchRun):
         call = self.layer(config, needs_grad)
         with torch.set_grad_enabled(needs_grad):
             calls, repeats = {"": call}, self.args.repeats
-            timed = time_host_and_device(calls, device=self.device, repeats=repeats)[""]
+            timed = time_host_and_device(
+                calls, device=self.device, repeats=repeats, busy_ms=BUSY_MS
+            )[""]
             estimate = self.estimate(config, needs_grad)
         case = {
             "geometry": geometry,
@@ -132,8 +133,7 @@ class Run(BenchRun):
     def estimate(self, config: PretrainedConfig, needs_grad: bool) -> Layer:
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         request = AttentionRequest(self.device, torch.bfloat16, *heads, needs_grad=needs_grad)
-        layout = fv.PackedLayout.from_lengths([self.args.tokens], device=self.device)
-        return time_layer(request, CallTensors.random(request, fv.DocumentMask.of(layout)))
+        return time_layer(request, self.args.tokens)
 
 
 def layer_time_section(rows: Sequence[Row]) -> str:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from flexvarlen.auto import keys, ranks
 from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_entry
-from flexvarlen.auto.timing import NO_LAYER, OUT_OF_MEMORY, Layer, Race, time_candidates
+from flexvarlen.auto.layer import NO_LAYER, Layer
+from flexvarlen.auto.timing import OUT_OF_MEMORY, Race, time_candidates
 from flexvarlen.backends import BACKENDS, AttentionRequest, choose_backend, refusal
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing

@@ -8,7 +8,7 @@ import torch
 
 from flexvarlen import auto
 from flexvarlen.auto.keys import describe, sizes
-from flexvarlen.auto.timing import Layer
+from flexvarlen.auto.layer import Layer
 from flexvarlen.backends import BACKENDS, AttentionRequest, refusal
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask

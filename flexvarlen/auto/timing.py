@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from flexvarlen.auto.layer import NO_LAYER, Layer, time_layer
 from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import BUSY_MS, HostAndDevice, time_host_and_device
@@ -31,45 +31,9 @@ take part. A third of the budget each."""
 
 _MOST_ROUNDS = 100
 
-_DEVICE_PROJECTIONS = 12
-"""A decoder layer's matrix products, in products of `[T, H*D]` by `[H*D, H*D]`: four around
-attention (K's and V's are smaller under GQA), eight in the MLP. Of a dense layer whose hidden size
-is H*D: where it is half of that, or of experts few are active, a third or a quarter of it."""
-
-_HOST_PROJECTIONS = {False: 50, True: 18}
-"""The host's time for a layer without its attention, in its time for one such product, by whether a
-backward follows: 38 and 14 for transformers' eager Llama, 69 and 23 for its Qwen3."""
-
-_MOST_ROWS, _MOST_WIDTH = 8192, 8192
-"""Tokens and width of the product that is timed; above, the device's time grows with them."""
-
 Failure = str
 
 OUT_OF_MEMORY: Failure = "out of memory"
-
-
-class Layer(NamedTuple):
-    """Milliseconds that a decoder layer takes besides its attention, about, eagerly."""
-
-    host_ms: float
-    device_ms: float
-
-    def added_ms(self, host_ms: float, device_ms: float) -> float:
-        """How much longer the layer takes with a call of these times, where the host runs ahead.
-
-        The slower of host and device decides: a kernel's host time counts as far as the device
-        would wait for it. Forward and backward are taken together, as if the host waited for
-        the device nowhere between them.
-        """
-        return max(self.host_ms + host_ms, self.device_ms + device_ms) - max(self)
-
-    def added_by(self, timing: HostAndDevice) -> float:
-        """The same of medians."""
-        return self.added_ms(timing.host.ms_p50, timing.device.ms_p50)
-
-
-NO_LAYER = Layer(0.0, 0.0)
-"""Nothing around a call: where nobody knows what is."""
 
 
 class Race(NamedTuple):
@@ -143,17 +107,17 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
 
         return run
 
-    tensors = CallTensors.random(request, mask)
     layer: Layer | None = None
     try:
-        layer = time_layer(request, tensors)
-    except Exception as error:  # the product's is not the kernels' failure
+        layer = time_layer(request, mask.layout.total_tokens)
+    except Exception as error:  # the layer's is not the kernels' failure
         warnings.warn(
-            f"flexvarlen: auto could not time a matrix product beside the kernels "
+            f"flexvarlen: auto could not time a decoder layer beside the kernels "
             f"({_reason(error)}), so it takes the kernel that is fastest by itself; free some of "
             "the GPU's memory before the first such call.",
             stacklevel=2,
         )
+    tensors = _Tensors.random(request, mask)
     calls = {name: guarded(name, _Call(name, request, mask, tensors)) for name in names}
     for call in calls.values():
         call()  # loads, compiles, tunes
@@ -194,29 +158,7 @@ def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, laye
     ) or mine.compiled_ms <= slack * min(t.compiled_ms for t in timings.values())
 
 
-def time_layer(request: AttentionRequest, tensors: CallTensors) -> Layer:
-    """A layer of the width of the call's heads, estimated from the time of one product."""
-    tokens, *heads = tensors.q_THD.shape
-    part = (slice(_MOST_ROWS), slice(_MOST_WIDTH))
-    rows = tensors.q_THD.detach().flatten(1)[part].requires_grad_(request.needs_grad)
-    grad = tensors.grad_THD.flatten(1)[part]
-    width = rows.shape[1]
-    weight = rows.new_empty((width, width)).normal_().requires_grad_(request.needs_grad)
-
-    def product() -> None:
-        out = linear(rows, weight)
-        if request.needs_grad:
-            torch.autograd.grad(out, (rows, weight), grad)
-
-    timed = time_host_and_device({"": product}, device=request.device, warmup=2, repeats=10)[""]
-    larger = tokens / len(rows) * (math.prod(heads) / width) ** 2
-    return Layer(
-        timed.host.ms_p50 * _HOST_PROJECTIONS[request.needs_grad],
-        timed.device.ms_p50 * _DEVICE_PROJECTIONS * larger,
-    )
-
-
-class CallTensors:
+class _Tensors:
     """q `[T, H, D]`, k and v `[Tk, Hkv, D]`, sinks `[H]` or None, and the output's gradient."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, grad: Tensor) -> None:
@@ -224,7 +166,7 @@ class CallTensors:
         self.inputs = [x for x in (q, k, v, sinks) if x is not None]
 
     @classmethod
-    def random(cls, request: AttentionRequest, mask: DocumentMask) -> CallTensors:
+    def random(cls, request: AttentionRequest, mask: DocumentMask) -> _Tensors:
         generator = torch.Generator(request.device).manual_seed(0)
 
         def random(*shape: int, requires_grad: bool = request.needs_grad) -> Tensor:
@@ -248,7 +190,7 @@ class _Call:
     """One call of one candidate; its plan is made at the first, and is not timed."""
 
     def __init__(
-        self, name: str, request: AttentionRequest, mask: DocumentMask, tensors: CallTensors
+        self, name: str, request: AttentionRequest, mask: DocumentMask, tensors: _Tensors
     ) -> None:
         self.backend = get_backend(name)
         self.request, self.mask, self.tensors = request, mask, tensors
