@@ -147,6 +147,18 @@ def test_every_process_gives_a_row_and_its_cache_is_its_scopes_own(tmp_path, mon
     assert "(1) it leaks" in text
 
 
+def test_only_the_named_scopes_are_compiled(monkeypatch):
+    started = []
+
+    def answer(self, part, scope, cache):
+        started.append((part, scope))
+        return {"backend": "sdpa", "how": "torch.compile", "compile_wall_s": 1.0}
+
+    monkeypatch.setattr(compile_time.Parent, "child", answer)
+    compile_time.main([*QUICK, "--scopes", "layer", "--repeats", "0"])
+    assert started == [("resolve", "whole"), ("compile", "layer"), ("compile", "layer")]
+
+
 def test_a_process_that_fails_says_why(tmp_path):
     parent = compile_time.Parent(compile_time.parse([*QUICK, "--backend", "unheard-of"]))
     found = parent.child("compile", "whole", tmp_path / "cache")

@@ -59,6 +59,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--compiler", default="inductor", choices=["inductor", "aot_eager", "eager"])
     add("--repeats", type=int, default=15, help="timed steps of each way; 0: no steady part")
+    add("--scopes", nargs="+", choices=SCOPES, default=list(SCOPES), help="what is compiled")
     add("--timeout", type=float, default=300.0, metavar="S", help="of each process")
     add("--commit", help="recorded in place of what git finds here")
     add("--out", type=Path, help="JSON lines to append to")
@@ -92,12 +93,12 @@ class Parent(BenchRun):
                     self.write("whole", "cold", answer)
                     return
                 self.backend = answer["backend"]
-            for scope in SCOPES:
+            for scope in self.args.scopes:
                 for cache in ("cold", "warm"):
                     self.write(scope, cache, self.child("compile", scope, home / scope))
             if self.args.repeats > 0:
                 found = self.child("steady", "whole", home / "whole")
-                for scope in SCOPES:
+                for scope in self.args.scopes:
                     self.write(scope, "steady", found.get(scope, found))
 
     def child(self, part: str, scope: str, cache: Path) -> dict[str, Any]:
