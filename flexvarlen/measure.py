@@ -43,9 +43,6 @@ _L2_FLUSH_BYTES = 256 * 2**20
 BUSY_MS = 2.2
 """What `time_host_and_device` puts before each timed call on CUDA, about, unless told."""
 
-_WRITE_MS = 0.069
-"""One write of `_L2_FLUSH_BYTES` on an H200."""
-
 # Dynamo keeps the last 64 compilations by default; one model with 44 graph breaks makes more.
 _METRICS_LIMIT = 65_536
 
@@ -171,8 +168,7 @@ def time_host_and_device(
     what a call does to the device shows before another is named.
     """
     device = torch.device(device)
-    writes = math.ceil(busy_ms / _WRITE_MS)
-    clock = _wall if device.type != "cuda" else _Events(device, writes)
+    clock = _wall if device.type != "cuda" else _Events.busy(device, busy_ms)
     wait = (lambda: None) if device.type != "cuda" else partial(torch.cuda.synchronize, device)
     samples = _interleaved(variants, clock, warmup, repeats, lead_in, progress, wait)
     return {
@@ -236,13 +232,21 @@ def _wall(call: Callable[[], object]) -> tuple[float, float]:
 class _Events:
     """CUDA events around a call, behind so many writes of 256 MiB on an idle device.
 
-    The stream is busy with each write for about 60 us: the first event does not wait for the host.
+    While the stream is busy with them the first event does not wait for the host.
     """
 
     def __init__(self, device: torch.device, writes: int) -> None:
         self.device, self.writes = device, writes
         elements = _L2_FLUSH_BYTES // 4 if writes else 1
         self.scratch = torch.empty(elements, dtype=torch.int32, device=device)
+
+    @classmethod
+    def busy(cls, device: torch.device, busy_ms: float) -> _Events:
+        """Behind writes that take about `busy_ms` on this device: one takes 0.06 ms on an H200."""
+        events = cls(device, writes=1)
+        write_ms = min(events(events.scratch.zero_)[1] for _ in range(3))
+        events.writes = math.ceil(busy_ms / write_ms)
+        return events
 
     def __call__(self, call: Callable[[], object]) -> tuple[float, float]:
         begin = torch.cuda.Event(enable_timing=True)

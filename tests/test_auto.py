@@ -153,6 +153,22 @@ def test_close_candidates_are_timed_no_longer_than_hopeless_ones(candidates):
     assert nearly.calls >= 10
 
 
+def test_anomaly_detection_is_not_timed(two, monkeypatch):
+    """It is of all threads, and makes a layer's host time many times what it is."""
+    seen = []
+    clock = layer.time_host_and_device
+
+    def timed(*given, **options):
+        seen.append(torch.is_anomaly_enabled())
+        return clock(*given, **options)
+
+    monkeypatch.setattr(layer, "time_host_and_device", timed)
+    with torch.autograd.set_detect_anomaly(True):
+        explain()
+        assert torch.is_anomaly_enabled()
+    assert seen == [False]
+
+
 NOTHING = Timing(0.0, 0.0, 0.0, 1)
 
 

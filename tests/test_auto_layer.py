@@ -71,25 +71,66 @@ def test_it_computes_what_transformers_layer_does(theirs):
     assert found.called == expected.called
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_it_grows_with_the_row(monkeypatch, grad):
-    """The device's part; the host launches as many kernels for any row."""
-    monkeypatch.setattr(layer, "_MOST_ROWS", TOKENS // 2)
-    monkeypatch.setattr(layer, "_MOST_WIDTH", 32)
-    ran, gradients = [], []
+@pytest.fixture
+def clock(monkeypatch):
+    """Answers each timing from a list, host before device, and keeps what was asked."""
+    asked, answers = [], []
 
-    def timed(calls, **_):
-        ran.extend(calls.values())
-        return {name: HostAndDevice(*[Timing(1.0, 1.0, 1.0, 1)] * 2) for name in calls}
-
-    def backward(*args, of=torch.autograd.grad):
-        gradients.extend(of(*args))
+    def timed(calls, **how):
+        asked.append((calls[""], how))
+        host, device = answers.pop(0) if answers else (2.0, 3.0)
+        return {"": HostAndDevice(Timing(host, host, host, 1), Timing(device, device, device, 1))}
 
     monkeypatch.setattr(layer, "time_host_and_device", timed)
-    monkeypatch.setattr(torch.autograd, "grad", backward)
-    assert layer.time_layer(a_request(grad), TOKENS) == (1.0, 2.0 * 4)
-    (call,) = ran
-    assert call.hidden_1TC.shape == (1, TOKENS // 2, 32)
-    call()
-    assert len(gradients) == (len(call.leaves()) if grad else 0)
-    assert all(x.abs().sum() > 0 for x in gradients)
+    return asked, answers
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(TOKENS, 12), (12, 12), (5, 5)])
+def test_it_grows_with_the_row(monkeypatch, clock, tokens, rows):
+    """The device's part; the host launches as many kernels for any row."""
+    monkeypatch.setattr(layer, "_MOST_WIDTH", 32)  # of 64
+    monkeypatch.setattr(layer, "_MOST_ELEMENTS", 12 * 32)
+    assert layer.time_layer(a_request(), tokens) == (2.0, 3.0 * tokens / rows * 4)
+    ((ran, _),) = clock[0]
+    assert ran.hidden_1TC.shape == (1, rows, 32)
+
+
+def test_a_narrow_layer_is_run_at_more_tokens(monkeypatch, clock):
+    monkeypatch.setattr(layer, "_MOST_ELEMENTS", 12 * 64)
+    request = AttentionRequest(CPU, torch.float32, 1, 1, 16)
+    assert layer.time_layer(request, 40) == (2.0, 3.0)
+    ((ran, _),) = clock[0]
+    assert ran.rows == 40
+
+
+def test_a_slow_host_is_given_more_time_ahead(clock):
+    """A device that waited for the host would pass for a slow one."""
+    asked, answers = clock
+    answers += [(layer._BUSY_MS + 2, 9.0), (layer._BUSY_MS + 2, 1.0)]
+    assert layer.time_layer(a_request(), TOKENS) == (layer._BUSY_MS + 2, 1.0)
+    assert [how["busy_ms"] for _, how in asked] == [layer._BUSY_MS, 2 * layer._BUSY_MS + 4]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "kv_width", "width"),
+    [(4, 2, 16, 32, 64), (8, 2, 16, 16, 64), (5, 1, 16, 16, 64), (1, 1, 80, 80, 80)],
+)
+def test_all_weights_have_gradients(monkeypatch, heads, kv_heads, head_dim, kv_width, width):
+    """Of the request's dtype; wide layers with fewer heads, and as many for each of K's."""
+    monkeypatch.setattr(layer, "_MOST_WIDTH", 64)
+    gradients = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: gradients.extend(grad(*given)))
+    request = AttentionRequest(CPU, torch.bfloat16, heads, kv_heads, head_dim)
+    ran = layer._DecoderLayer(request, TOKENS)
+    assert [tuple(w.shape) for w in ran.qkv] == [(width, width), *[(kv_width, width)] * 2]
+    ran()
+    assert len(gradients) == 1 + 9
+    assert all(x.dtype == torch.bfloat16 and x.abs().sum() > 0 for x in gradients)
+
+
+def test_no_gradients_for_a_forward(monkeypatch):
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    ran = layer._DecoderLayer(a_request(grad=False), TOKENS)
+    ran()
+    assert not any(x.requires_grad for x in ran.leaves())

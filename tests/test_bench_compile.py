@@ -155,8 +155,15 @@ def test_only_the_named_scopes_are_compiled(monkeypatch):
         return {"backend": "sdpa", "how": "torch.compile", "compile_wall_s": 1.0}
 
     monkeypatch.setattr(compile_time.Parent, "child", answer)
-    compile_time.main([*QUICK, "--scopes", "layer", "--repeats", "0"])
-    assert started == [("resolve", "whole"), ("compile", "layer"), ("compile", "layer")]
+    compile_time.main([*QUICK, "--scopes", "layer"])
+    compiled = [("compile", "layer"), ("compile", "layer")]
+    assert started == [("resolve", "whole"), *compiled, ("steady", "layer")]
+
+
+def test_the_steady_part_is_of_the_named_scopes():
+    one = child("--scopes", "decoder", "layer", "--repeats", "2")
+    assert list(one.steady()) == ["decoder", "layer"]
+    assert "--scopes decoder layer" in " ".join(compile_time.forwarded(one.args))
 
 
 def test_a_process_that_fails_says_why(tmp_path):

@@ -48,6 +48,18 @@ def test_the_backward_goes_through_all_projections(monkeypatch):
     assert all(g.abs().sum() > 0 for g in found)
 
 
+def test_out_of_memory_is_a_row(monkeypatch, tmp_path):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(layer_time, "time_layer", full)
+    path = tmp_path / "rows.jsonl"
+    a_run("--out", str(path)).run()
+    rows = read_rows([path])
+    assert [row.status for row in rows] == ["oom", "oom"]
+    assert "| llama-tiny | forward | oom | – |" in layer_time.layer_time_section(rows)
+
+
 def test_an_unknown_geometry_is_refused(capsys):
     with pytest.raises(SystemExit):
         layer_time.parse(["--geometries", "llama-tiny", "gpt-9"])

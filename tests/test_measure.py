@@ -197,6 +197,21 @@ def test_host_time_is_no_device_time():
 
 
 @pytest.mark.gpu
+def test_device_is_kept_busy_for_as_long_as_asked():
+    """Under a host of 6 ms: busy for 2.2 ms by default, the device would wait for the rest."""
+    x = torch.randn(64, 64, device="cuda")
+
+    def much_python():
+        time.sleep(0.006)
+        return x @ x
+
+    (timing,) = time_host_and_device(
+        {"": much_python}, device="cuda", repeats=10, busy_ms=15.0
+    ).values()
+    assert timing.device.ms_p20 < 0.2 < 6 <= timing.host.ms_p50
+
+
+@pytest.mark.gpu
 def test_cuda_clock_and_memory():
     x = torch.randn(4096, 4096, device="cuda")
     timings = time_interleaved(

@@ -51,7 +51,9 @@ def _compile_table(rows: Sequence[Row]) -> str:
     header += ["graph breaks", "step ms (p20–p80)", "MFU"]
     reasons, lines = Notes(), []
     for scope, name in SCOPE_NAMES.items():
-        own = (row for row in rows if row.case["scope"] == scope)
+        own = [row for row in rows if row.case["scope"] == scope]
+        if not own:
+            continue
         how = next((row.measures["how"] for row in own if "how" in row.measures), None)
         version = rows[0].environment.get("accelerate")
         if how is not None and "accelerate" in how and version:

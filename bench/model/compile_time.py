@@ -97,7 +97,8 @@ class Parent(BenchRun):
                 for cache in ("cold", "warm"):
                     self.write(scope, cache, self.child("compile", scope, home / scope))
             if self.args.repeats > 0:
-                found = self.child("steady", "whole", home / "whole")
+                last = self.args.scopes[-1]
+                found = self.child("steady", last, home / last)
                 for scope in self.args.scopes:
                     self.write(scope, "steady", found.get(scope, found))
 
@@ -171,12 +172,13 @@ def forwarded(args: argparse.Namespace) -> list[str]:
     names = ["geometry", "layers", "tokens", "mean", "sigma", "seed", "dtype", "device"]
     names += ["compiler", "repeats"]
     given = {name: getattr(args, name) for name in names}
-    return [
+    words = [
         word
         for name, value in given.items()
         if value is not None
         for word in (f"--{name}", str(value))
     ]
+    return [*words, "--scopes", *args.scopes]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.bench.model.accuracy import errors_of, packed_answer, per_document, wider
-from flexvarlen.bench.model.compile_time import SCOPES
 from flexvarlen.bench.model.geometries import log_normal_lengths, new_base_model
 from flexvarlen.bench.model.utilisation import peak_tflops, step_tflop, utilisation
 from flexvarlen.bench.model.variants import Sizes, Variant, make_variant
@@ -113,7 +112,7 @@ class Child:
         calls: dict[str, Callable[..., Any]] = {}
         found: dict[str, dict[str, Any]] = {}
         steps: dict[str, Callable[[], object]] = {}
-        for scope in SCOPES:
+        for scope in self.args.scopes:
             calls[scope], how = self.compiled(scope)
             found[scope] = {"how": how}
         row = (self.base, self.ids, self.lengths, self.cotangent)

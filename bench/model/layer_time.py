@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PretrainedConfig
 
-from flexvarlen.auto.layer import BUSY_MS, Layer, time_layer
+from flexvarlen.auto.layer import Layer, time_layer
 from flexvarlen.backends import AttentionRequest
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.markdown import markdown
-from flexvarlen.measure import time_host_and_device
-from flexvarlen.rows import Row, commit_of
+from flexvarlen.measure import HostAndDevice, time_host_and_device
+from flexvarlen.rows import Row, commit_of, one_line
 
 SUITE = "layer-time"
 NO_ATTENTION = "flexvarlen_no_attention"
 PASSES = ("forward", "forward and backward")
+BUSY_MS = 30.0  # before each timed layer: no host takes as long for one
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -49,8 +50,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class _FirstHeads(torch.autograd.Function):
-    """The queries, as attention's output; K's and V's gradients are its own first heads."""
+class _NoAttention(torch.autograd.Function):
+    """The queries, as attention's output; first and last heads' gradients are K's and V's."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -60,15 +61,15 @@ class _FirstHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         grad_q = grad.transpose(1, 2)
-        grad_kv = grad_q[:, : ctx.kv_heads]
-        return grad_q, grad_kv, grad_kv
+        first, last = grad_q[:, : ctx.kv_heads], grad_q[:, -ctx.kv_heads :]
+        return grad_q, first.contiguous(), last.contiguous()  # as a kernel leaves them
 
 
 def _no_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **_: object
 ) -> tuple[Tensor, None]:
     """No work, and all projections take part in the backward; q `[1, H, T, D]`, k, v with Hkv."""
-    return _FirstHeads.apply(query, key, value), None  # type: ignore[no-untyped-call]
+    return _NoAttention.apply(query, key, value), None  # type: ignore[no-untyped-call]
 
 
 class Run(BenchRun):
@@ -82,22 +83,18 @@ class Run(BenchRun):
 
     def measure(self, geometry: str, passes: str) -> None:
         """One row: the layer's own times on host and device, and the estimate of them."""
-        needs_grad = passes != "forward"
-        config = GEOMETRIES[geometry](1)
-        call = self.layer(config, needs_grad)
-        with torch.set_grad_enabled(needs_grad):
-            calls, repeats = {"": call}, self.args.repeats
-            timed = time_host_and_device(
-                calls, device=self.device, repeats=repeats, busy_ms=BUSY_MS
-            )[""]
-            estimate = self.estimate(config, needs_grad)
         case = {
             "geometry": geometry,
             "passes": passes,
             "tokens": self.args.tokens,
             "dtype": "bfloat16",
-            "repeats": repeats,
+            "repeats": self.args.repeats,
         }
+        try:
+            timed, estimate = self.times(GEOMETRIES[geometry](1), passes != "forward")
+        except torch.OutOfMemoryError as error:
+            self.append(case, "oom", one_line(error), {})
+            return
         measures: dict[str, Any] = {}
         for part, timing in (("host", timed.host), ("device", timed.device)):
             measures[f"{part}_ms_estimated"] = getattr(estimate, f"{part}_ms")
@@ -109,11 +106,22 @@ class Run(BenchRun):
             f"{estimate.host_ms:.3f}; device {timed.device.ms_p50:.3f}, {estimate.device_ms:.3f}"
         )
 
+    def times(self, config: PretrainedConfig, needs_grad: bool) -> tuple[HostAndDevice, Layer]:
+        """Of transformers' layer, and what auto makes of it."""
+        config.vocab_size = 16  # embeddings are not called
+        how: dict[str, Any] = {"device": self.device, "repeats": self.args.repeats}
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        request = AttentionRequest(self.device, torch.bfloat16, *heads, needs_grad=needs_grad)
+        with torch.set_grad_enabled(needs_grad):
+            call = {"": self.layer(config, needs_grad)}
+            timed = time_host_and_device(call, busy_ms=BUSY_MS, **how)[""]
+            del call
+            return timed, time_layer(request, self.args.tokens)
+
     def layer(self, config: PretrainedConfig, needs_grad: bool) -> Callable[[], object]:
         """A call of transformers' decoder layer on `[1, T, C]`."""
         config._attn_implementation = NO_ATTENTION
         with torch.device(self.device):
-            config.vocab_size = 16  # embeddings are not called
             model = AutoModel.from_config(config, dtype=torch.bfloat16)
             shape = (1, self.args.tokens, config.hidden_size)
             hidden = torch.randn(shape, dtype=torch.bfloat16, requires_grad=needs_grad)
@@ -130,17 +138,23 @@ class Run(BenchRun):
 
         return call
 
-    def estimate(self, config: PretrainedConfig, needs_grad: bool) -> Layer:
-        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        request = AttentionRequest(self.device, torch.bfloat16, *heads, needs_grad=needs_grad)
-        return time_layer(request, self.args.tokens)
-
 
 def layer_time_section(rows: Sequence[Row]) -> str:
-    """A line a geometry and pass: measured, estimated, and how far the one is from the other."""
+    """A table a run: measured, estimated, and how far the one is from the other."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        key = repr((row.case["tokens"], row.environment.get("started_utc")))
+        runs.setdefault(key, []).append(row)
+    return "\n\n".join(_table(run) for run in runs.values())
+
+
+def _table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         cells = [row.case["geometry"], row.case["passes"]]
+        if row.status != "ok":
+            lines.append([*cells, row.status, *["–"] * 5])
+            continue
         for part in ("host", "device"):
             m = {key: row.measures[f"{part}_ms_{key}"] for key in ("p20", "p50", "p80")}
             estimated = row.measures[f"{part}_ms_estimated"]

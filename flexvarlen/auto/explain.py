@@ -44,8 +44,8 @@ class Explanation:
         compiled: for calls inside a compiled graph.
         why: "measured", "from the cache file ...", "static order, because ...", and the like.
         candidates: every backend: first those that were timed, by device time.
-        layer: milliseconds of host and device that a decoder layer of this width was taken to spend
-            besides, which decide between candidates in eager calls; None if it was not timed.
+        layer: milliseconds of host and device that a decoder layer of this width takes besides,
+            about, which decide between candidates in eager calls; None if it was not timed.
     """
 
     call: str
@@ -70,7 +70,7 @@ class Explanation:
             lines.append(
                 "Eagerly the slower of host and device decides, in a layer that takes the device "
                 f"{self.layer.device_ms:.3f} ms and the host {self.layer.host_ms:.3f} ms besides "
-                "(estimated)."
+                "(one as wide as these heads, timed)."
             )
         return "\n".join(lines)
 

@@ -80,6 +80,7 @@ def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequen
             ours = [] if stream is None else [stream.device_index]
             stack.enter_context(torch.random.fork_rng(ours, device_type="cuda"))
             stack.enter_context(torch.set_grad_enabled(request.needs_grad))
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # of all threads
             return _time(request, mask, names)
 
     try:
@@ -110,7 +111,7 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
     layer: Layer | None = None
     try:
         layer = time_layer(request, mask.layout.total_tokens)
-    except Exception as error:  # the layer's is not the kernels' failure
+    except RuntimeError as error:  # of memory, of cuBLAS: not the kernels' failure
         warnings.warn(
             f"flexvarlen: auto could not time a decoder layer beside the kernels "
             f"({_reason(error)}), so it takes the kernel that is fastest by itself; free some of "
