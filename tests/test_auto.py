@@ -432,6 +432,8 @@ def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         on_gpu(layout, needs_grad=False)  # cuBLAS has its workspace there from here on
+        square = torch.ones(8, 8, device="cuda", requires_grad=True)
+        torch.autograd.grad((square @ square).sum(), square)  # and in the backward's thread
     state = torch.cuda.get_rng_state()
     allocated = torch.cuda.memory_allocated()
     with torch.cuda.stream(side), torch.no_grad():

@@ -65,9 +65,9 @@ def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequen
 
     What the calling thread has set (grad mode, autocast, dispatch modes, hooks on saved tensors, as
     in gradient checkpointing) neither changes the times nor sees the calls: they run in a thread of
-    their own, on the caller's stream; cuBLAS's workspace of that thread stays. Random states are as
-    before. Syncs; must not be called while a CUDA graph is captured, nor inside a backward, whose
-    thread it would wait for.
+    their own, on the caller's stream; cuBLAS's workspaces of that thread and of the backward's
+    stay. Random states are as before. Syncs; must not be called while a CUDA graph is captured, nor
+    inside a backward, whose thread it would wait for.
     """
     device = request.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
