@@ -116,6 +116,28 @@ def test_a_variant_that_leaks_is_wrong_and_not_timed(tmp_path, monkeypatch):
     assert "wrong" in packings_section([row])
 
 
+def test_a_run_that_ends_among_the_other_packings_keeps_what_was_timed(tmp_path, monkeypatch):
+    def killed(self, live):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_run.Run, "other_packings", killed)
+    out = tmp_path / "rows.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        model.main(
+            ["--quick", "--device", "cpu", "--out", str(out), "--variants", "sdpa", "reference"]
+        )
+    rows = read_rows([out])
+    assert [(row.case["variant"], row.status) for row in rows] == [
+        ("sdpa", "ok"),
+        ("reference", "ok"),
+    ]
+    assert all(row.measures["ms_p50"] > 0 for row in rows)
+    (line,) = [
+        x for x in packings_section(rows).splitlines() if x.startswith("| flexvarlen `sdpa`")
+    ]
+    assert "| 0 | – |" in line  # graph breaks; no other packings
+
+
 def test_a_variant_that_keeps_the_first_packing_is_wrong(tmp_path, monkeypatch):
     def stale(name, base, sizes):
         variant = make_variant(name, base, sizes)

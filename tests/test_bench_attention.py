@@ -452,6 +452,21 @@ def test_on_a_gpu_host_and_device_are_told_apart(monkeypatch, seconds, lead_in):
     assert asked[0]["lead_in"] == lead_in
 
 
+def test_a_slow_call_takes_no_repeats_from_the_others(monkeypatch):
+    asked = []
+
+    def timed(calls, *, repeats, **_):
+        asked.append(repeats)
+        return {name: HostAndDevice(summarize([1.0]), summarize([2.0])) for name in calls}
+
+    monkeypatch.setattr(attention_clock, "time_host_and_device", timed)
+    seconds = dict.fromkeys("abcdefgh", 1e-3) | {"slow": 1.0}
+    options = Options(torch.device("cuda"), seconds=1.0)
+    time_calls(dict.fromkeys(seconds, lambda: None), seconds, options)
+    (repeats,) = asked
+    assert repeats["slow"] == MIN_REPEATS < 20 < repeats["a"] == repeats["h"] <= MAX_REPEATS
+
+
 @pytest.mark.parametrize(("host_ms", "bound"), [(2.1, False), (2.3, True)])
 def test_a_device_that_waits_for_the_host_is_said(inputs, monkeypatch, host_ms, bound):
     """Its time is the host's: no TFLOP/s follow from it."""

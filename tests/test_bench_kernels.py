@@ -470,12 +470,30 @@ def test_misses_are_listed(gpu_rows):
         return Row(row.suite, row.case, row.status, row.reason, measures, row.environment)
 
     rows = [late(late(row, "fa2", 1.03), "auto", 1.05) for row in gpu_rows]
+    for row in rows:
+        if row.case["variant"] == "auto" and row.case["tokens"] == 8192:
+            row.measures.update(resolved="fa2", resolved_compiled="fa2")
     text = report_kernels.kernels_section(rows)
     cells = sum(cell.tokens == 8192 for cell in SUBSETS["readme"]() if cell.kind[:2] == (128, 32))
     late = next(line for line in text.splitlines() if line.startswith("| `fa2` |"))
     assert late.count(f"| {23 - cells + 1} of 23 | +3.0%, +") == 2  # one of them is not causal
-    assert text.count("device | `fa3` | 25,200 | 24,000 | `fa3` 24,000 | 1.050 |") == cells - 1
-    assert text.count("eager | `fa3` | 25,200 | 24,000 | `fa3` 24,000 | 1.050 |") == cells - 1
+    assert text.count("device | `fa2` | 49,440 | `fa3` 24,000 | 2.060 |") == cells - 1
+    assert text.count("eager | `fa2` | 49,440 | `fa3` 24,000 | 2.060 |") == cells - 1
+
+
+def test_auto_is_judged_by_what_it_takes_and_its_own_call_beside(gpu_rows):
+    """The host's clock is noisy: two timings of one kernel may be 20% apart."""
+    own = [row for row in gpu_rows if row.case["variant"] == "auto"]
+    for row in own:
+        if row.case["tokens"] == 1024:
+            row.measures["device_ms_p50"] *= 1.5
+    text = report_kernels.kernels_section(gpu_rows)
+    assert "What `auto` takes is within 2% of the best backend" in text
+    assert "Not so" not in text
+    slow = sum(row.case["tokens"] == 1024 for row in own) // 2  # a row a pass
+    assert f"by name in {len(own) // 2 - slow} of {len(own) // 2} cells" in text
+    assert "the farthest is +1,500 µs (128, 32/8, causal, 1,024" in text
+    assert report_kernels.own_call_sentence([]) == ""
 
 
 def test_what_was_not_timed_is_counted_where_it_is_not_listed(gpu_rows):

@@ -63,11 +63,16 @@ def time_calls(
     on_gpu = options.on_gpu
     lead_in = LEAD_IN if on_gpu and min(seconds.values()) < LEAD_IN_BELOW_S else 0
     untimed, busy_s = (lead_in, BUSY_MS / 1e3) if on_gpu else (UNTIMED_ON_CPU, 0.0)
-    round_s = sum((untimed + 1) * seconds[name] + busy_s for name in calls)
     budget_s = options.seconds * max(1.0, most / MAX_REPEATS)
-    repeats = max(MIN_REPEATS, min(most, int(budget_s / round_s)))
+    costs_s = {name: (untimed + 1) * seconds[name] + busy_s for name in calls}
+
+    def fitting(budget_s: float, cost_s: float) -> int:
+        return max(MIN_REPEATS, min(most, int(budget_s / cost_s)))
+
     if not on_gpu:
-        return _on_cpu(calls, repeats, progress)
+        return _on_cpu(calls, fitting(budget_s, sum(costs_s.values())), progress)
+    # As long for each: a slow one takes no repeats from the others.
+    repeats = {name: fitting(budget_s / len(calls), cost_s) for name, cost_s in costs_s.items()}
     with _no_collection():
         timings = time_host_and_device(
             calls,

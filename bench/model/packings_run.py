@@ -241,20 +241,27 @@ class Run(BenchRun):
 
     # --- 4. other packings -----------------------------------------------------------------------
 
-    def finish(self, live: Live) -> None:
-        """Peak memory, recompilations over other packings, the last one's outputs; then the row."""
-        self.clean()
-        peak = peak_memory_mib(self.timed(live, live.compiled), self.device)
-        reason = self.other_packings(live)
-        live.measures |= {
-            "peak_mib": peak,
+    def finish(self, lives: list[Live]) -> None:
+        """Peak memory, and a row of each; another, instead, once its other packings have run."""
+        for live in lives:
+            self.clean()
+            live.measures |= self.measures_of_row(live)
+            self.write(live.case, "ok", None, live.measures)
+        for live in lives:
+            self.clean()
+            reason = self.other_packings(live)
+            self.write(live.case, "ok" if reason is None else "wrong", reason, live.measures)
+
+    def measures_of_row(self, live: Live) -> dict[str, Any]:
+        """What is known of a timed variant before any other packing."""
+        return {
+            "peak_mib": peak_memory_mib(self.timed(live, live.compiled), self.device),
             "peak_meaning": memory_meaning(self.device),
             "capacity": self.sizes.capacity,
             "max_seqlen_bound": self.sizes.max_seqlen_bound,
             "documents": len(self.packings[0]),
             "longest_document": max(self.packings[0]),
         }
-        self.write(live.case, "ok" if reason is None else "wrong", reason, live.measures)
 
     def other_packings(self, live: Live) -> str | None:
         """Run the other packings; why one of them is wrong, or None."""

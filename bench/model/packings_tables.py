@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def packings_table(rows: Sequence[Row]) -> str:
                 speed,
                 f"{m['mfu']:.0%}" if m.get("mfu") is not None else "–",
                 str(m["graph_breaks"]),
-                f"{m['recompilations']} over {m['other_packings']} other packings",
+                _recompilations(m),
                 f"{m['compile_s']:.0f}",
                 "–" if m.get("peak_mib") is None else f"{m['peak_mib'] / 1024:.1f}",
                 f"{m['error']:.1e}, {m['grad_error']:.1e}",
@@ -105,6 +105,12 @@ def packings_table(rows: Sequence[Row]) -> str:
     notes += "".join(f"\n\n({number}) {why}" for number, why in enumerate(reasons, 1))
     title = packings_title(rows) + commit_of(rows[0].environment)
     return f"{title}:\n\n{markdown(header, lines)}{notes}"
+
+
+def _recompilations(measures: Mapping[str, Any]) -> str:
+    if not measures.get("other_packings"):  # the run ended before
+        return "–"
+    return f"{measures['recompilations']} over {measures['other_packings']} other packings"
 
 
 def _shown(variant: str) -> str:
