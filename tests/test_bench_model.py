@@ -555,3 +555,26 @@ def test_a_case_of_which_nothing_ran_has_a_table():
     ]
     text = SUITE.section(found)
     assert text.count("oom (1)") == 2
+
+
+@pytest.mark.parametrize("in_tf32", [False, True])
+def test_the_oracle_alone_has_products_in_tf32(monkeypatch, in_tf32):
+    """A large model's in bfloat16, on a GPU; the peer and all variants run as ever."""
+    precisions = []
+
+    def alone(self, dtype):
+        precisions.append((dtype, torch.get_float32_matmul_precision()))
+        return of_training(self, dtype)
+
+    of_training = Training.alone
+    monkeypatch.setattr(Training, "alone", alone)
+    monkeypatch.setattr(Training, "has_tensor_cores", in_tf32)
+    found = measured(dataclasses.replace(TEXT, dtype="bfloat16"), "packed:sdpa")
+    assert precisions == [
+        (torch.float32, "high" if in_tf32 else "highest"),
+        (torch.bfloat16, "highest"),
+    ]
+    assert torch.get_float32_matmul_precision() == "highest"
+    (finding,) = found.values()
+    assert finding.status == "ok"
+    assert finding.measures["oracle_in_tf32"] == in_tf32

@@ -147,8 +147,11 @@ def _train_notes(group: Sequence[Measured]) -> str:
         name: max(m[name] for m in done)
         for name in ("error", "grad_error", "peer_error", "peer_grad_error")
     }
+    oracle = "one precision up"
+    if any(m.get("oracle_in_tf32") for m in done):
+        oracle = "in float32 with products in TF32"
     text = (
-        f"\n\nLargest relative errors against each document alone, one precision up: outputs "
+        f"\n\nLargest relative errors against each document alone, {oracle}: outputs "
         f"{worst['error']:.1e}, gradients {worst['grad_error']:.1e}; of each document alone in "
         f"{group[0].case['dtype']}: {worst['peer_error']:.1e}, {worst['peer_grad_error']:.1e}. "
         f"Peak: {done[0]['peak_meaning']}."

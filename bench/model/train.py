@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from flexvarlen.bench.model.accuracy import (
     errors_of,
     packed_answer,
     per_document,
+    tf32_products,
     wider,
 )
 from flexvarlen.bench.model.batches import Collection, positions_of, shapes_of
@@ -62,7 +64,9 @@ class Training(Measurement):
         ids = torch.randint(self.lm.config.vocab_size, (1, case.tokens), device=self.device)
         self.collection = Collection(ids, tuple(lengths))
         self.sizes = Sizes.of(case.tokens, lengths)
-        oracle = self.alone(wider(self.dtype))
+        self.in_tf32 = self.dtype == torch.bfloat16 and self.has_tensor_cores
+        with tf32_products() if self.in_tf32 else nullcontext():
+            oracle = self.alone(wider(self.dtype))
         self.peer = errors_of(self.alone(self.dtype), oracle)
         self.oracle = oracle.on_host()
         del oracle
@@ -74,6 +78,10 @@ class Training(Measurement):
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         free(self.device, self.lm)
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        return self.device.type == "cuda"
 
     def alone(self, dtype: torch.dtype) -> Answer:
         """Each document alone, and its loss's gradients."""
@@ -122,6 +130,7 @@ class Training(Measurement):
             "error": error.outputs,
             "error_worst_document": error.worst_document,
             "grad_error": error.gradients,
+            "oracle_in_tf32": self.in_tf32,
             "peer_error": self.peer.outputs,
             "peer_error_worst_document": self.peer.worst_document,
             "peer_grad_error": self.peer.gradients,
