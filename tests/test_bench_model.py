@@ -11,7 +11,9 @@ import torch
 from flexvarlen.bench.model import compared
 from flexvarlen.bench.model import measure as model_measure
 from flexvarlen.bench.model import step as model_step
+from flexvarlen.bench.model import tables as model_tables
 from flexvarlen.bench.model import train as model_train
+from flexvarlen.bench.model.accuracy import has_tf32, tf32_products
 from flexvarlen.bench.model.batches import Collection, padded_groups
 from flexvarlen.bench.model.cases import MEASURED, WHOLE, ModelCase, split_variant, training_bytes
 from flexvarlen.bench.model.documents import prompt_lengths, text_lengths
@@ -568,13 +570,37 @@ def test_the_oracle_alone_has_products_in_tf32(monkeypatch, in_tf32):
 
     of_training = Training.alone
     monkeypatch.setattr(Training, "alone", alone)
-    monkeypatch.setattr(Training, "has_tensor_cores", in_tf32)
+    monkeypatch.setattr(model_train, "has_tf32", lambda device: in_tf32)
+    before = torch.get_float32_matmul_precision()
     found = measured(dataclasses.replace(TEXT, dtype="bfloat16"), "packed:sdpa")
     assert precisions == [
-        (torch.float32, "high" if in_tf32 else "highest"),
-        (torch.bfloat16, "highest"),
+        (torch.float32, "high" if in_tf32 else before),
+        (torch.bfloat16, before),
     ]
-    assert torch.get_float32_matmul_precision() == "highest"
     (finding,) = found.values()
     assert finding.status == "ok"
     assert finding.measures["oracle_in_tf32"] == in_tf32
+
+
+def test_products_are_as_before_after_an_oracle_that_raised():
+    before = torch.get_float32_matmul_precision()
+
+    def oracle():
+        with tf32_products():
+            assert torch.get_float32_matmul_precision() == "high" != before
+            raise ValueError("no oracle")
+
+    with pytest.raises(ValueError, match="no oracle"):
+        oracle()
+    assert torch.get_float32_matmul_precision() == before
+    assert not has_tf32(torch.device("cpu"))
+
+
+def test_errors_are_told_with_every_oracle_that_they_are_against(rows):
+    """A group has the rows of several runs, and one of them may be older."""
+    rows = [row for row in rows if row.case["task"] == "train" and row.case["mode"] == "compiled"]
+    (one, *rest) = [row for row in rows if row.status == "ok"]
+    again = dataclasses.replace(one, measures=one.measures | {"oracle_in_tf32": True})
+    assert "alone, one precision up: outputs" in model_tables.section([one, *rest])
+    told = model_tables.section([again, *rest])
+    assert "alone, one precision up or in float32 with products in TF32: outputs" in told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from flexvarlen.bench.attention import host_time
@@ -35,6 +37,25 @@ def test_the_table_shows_all_passes(rows):
     m = rows["forward"].measures
     assert f"| `flex` | {m['ours_us_p50']:.0f} − {m['raw_us_p50']:.0f} = " in text
     assert text.rstrip().endswith("| – | – |")
+
+
+def test_auto_is_held_against_the_kernel_that_it_takes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    more = ["--kernels", "auto", "--device", "cpu", "--out", str(path)]
+    host_time.main([*ARGUMENTS, *more])
+    rows = read_rows([path])
+    assert [row.status for row in rows] == ["ok"] * 3
+    assert "| `auto` | " in host_time.host_time_section(rows)
+
+
+def test_the_table_names_every_run(rows):
+    old, new = list(rows.values())[:2]
+    older = dataclasses.replace(
+        old, environment=old.environment | {"git_commit": "abcdef0", "git_dirty": None}
+    )
+    text = host_time.host_time_section([older, new])
+    assert "abcdef0" in text
+    assert text.count(" (`flex`)") == 2
 
 
 def test_other_outputs_are_not_timed(monkeypatch, tmp_path):

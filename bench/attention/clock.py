@@ -43,7 +43,9 @@ def time_calls(
     most: int = MAX_REPEATS,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Time calls interleaved, for about `options.seconds`.
+    """Time calls interleaved, for about `options.seconds`, each for as long as any other.
+
+    So a quick one is repeated more often than a slow one; on the CPU all as often as the slowest.
 
     Args:
         calls: name -> what is to be timed, which ran before.
@@ -63,16 +65,16 @@ def time_calls(
     on_gpu = options.on_gpu
     lead_in = LEAD_IN if on_gpu and min(seconds.values()) < LEAD_IN_BELOW_S else 0
     untimed, busy_s = (lead_in, BUSY_MS / 1e3) if on_gpu else (UNTIMED_ON_CPU, 0.0)
-    budget_s = options.seconds * max(1.0, most / MAX_REPEATS)
+    left_s = options.seconds * max(1.0, most / MAX_REPEATS)
     costs_s = {name: (untimed + 1) * seconds[name] + busy_s for name in calls}
-
-    def fitting(budget_s: float, cost_s: float) -> int:
-        return max(MIN_REPEATS, min(most, int(budget_s / cost_s)))
-
+    repeats: dict[str, int] = {}
+    # The cheapest first: what one leaves of its share is the slower ones'.
+    cheapest = sorted(calls, key=costs_s.__getitem__)
+    for sharers, name in zip(range(len(calls), 0, -1), cheapest, strict=True):
+        repeats[name] = max(MIN_REPEATS, min(most, int(left_s / sharers / costs_s[name])))
+        left_s -= repeats[name] * costs_s[name]
     if not on_gpu:
-        return _on_cpu(calls, fitting(budget_s, sum(costs_s.values())), progress)
-    # As long for each: a slow one takes no repeats from the others.
-    repeats = {name: fitting(budget_s / len(calls), cost_s) for name, cost_s in costs_s.items()}
+        return _on_cpu(calls, min(repeats.values()), progress)
     with _no_collection():
         timings = time_host_and_device(
             calls,

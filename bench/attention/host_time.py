@@ -1,7 +1,8 @@
 """`python -m flexvarlen.bench.attention.host_time`: host time of a call over the raw kernel's.
 
 Documents so short that the device waits for the host, each call of ours in turn with the raw one of
-`raw_kernels.py`: many calls a round, the clock read before the first and behind the last launch.
+`raw_kernels.py`: many calls a round, the clock read before the first and behind the last launch. A
+call of "auto" in turn with one of the kernel that it takes, by name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, one_line
 
 SUITE = "host-time"
-KERNELS = ("fa2", "fa3", "fa4", "varlen")
+KERNELS = ("fa2", "fa3", "fa4", "varlen", "auto")
 PASSES = ("forward", "forward for a backward", "forward and backward")
 """Without gradients; with a graph built, not used; with it used."""
 
@@ -34,7 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m flexvarlen.bench.attention.host_time", description=summary
     )
     add = parser.add_argument
-    add("--kernels", nargs="+", default=list(KERNELS), choices=sorted(RAW))
+    add("--kernels", nargs="+", default=list(KERNELS), choices=["auto", *sorted(RAW)])
     add("--documents", type=int, nargs="+", default=[128, 128], metavar="TOKENS")
     add("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "HKV"))
     add("--head-dim", type=int, default=128)
@@ -96,16 +97,18 @@ class Run(BenchRun):
         self.say(f"{kernel}, {passes}: {measures['more_us_p50']:+.1f} µs")
 
     def calls(self, kernel: str, passes: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Ours and the raw one, each run once."""
+        """Ours and the raw one, each run once; "auto" and the kernel that it takes."""
         needs_grad = passes != "forward"
-        raw = RAW[kernel](self.inputs, needs_grad)
         leaves = self.inputs.leaves(needs_grad)
         q, k, v = leaves
-        ours: Callable[[], Any] = partial(fv.packed_attention, q, k, v, self.layout, backend=kernel)
-        both: list[tuple[Callable[[], Any], Sequence[torch.Tensor]]] = [
-            (ours, leaves),
-            (raw.forward, raw.leaves),
-        ]
+        ours = partial(fv.packed_attention, q, k, v, self.layout)
+        Ways = list[tuple[Callable[[], Any], Sequence[torch.Tensor]]]
+        both: Ways = [(partial(ours, backend=kernel), leaves)]
+        if kernel == "auto":
+            both.append((partial(ours, backend=self.taken(needs_grad)), leaves))
+        else:
+            raw = RAW[kernel](self.inputs, needs_grad)
+            both.append((raw.forward, raw.leaves))
         found = [call for call, _ in both]
         if passes == "forward and backward":
             found = [partial(_step, call, xs, self.inputs.cotangent) for call, xs in both]
@@ -116,8 +119,22 @@ class Run(BenchRun):
     def agree(self, kernel: str) -> bool:
         """Whether both calls attend to the same."""
         ours, raw = self.calls(kernel, "forward")
-        mine, theirs = ours(), RAW[kernel](self.inputs, False).as_THD(raw())
+        mine, theirs = ours(), raw()
+        if kernel != "auto":
+            theirs = RAW[kernel](self.inputs, False).as_THD(theirs)
         return torch.allclose(mine.float(), theirs.float(), atol=2e-2, rtol=2e-2)
+
+    def taken(self, needs_grad: bool) -> str:
+        """What "auto" takes for these calls."""
+        q_THD, k_THD, _ = self.inputs.leaves(False)
+        return fv.explain(
+            self.layout,
+            dtype=q_THD.dtype,
+            num_heads=q_THD.shape[1],
+            num_kv_heads=k_THD.shape[1],
+            head_dim=q_THD.shape[2],
+            needs_grad=needs_grad,
+        ).chosen
 
     def microseconds(self, call: Callable[[], Any]) -> float:
         """Of the host, a call."""
@@ -148,12 +165,18 @@ def host_time_section(rows: Sequence[Row]) -> str:
     lines = []
     for kernel in kernels:
         lines.append([f"`{kernel}`", *(_cell(found.get((kernel, passes))) for passes in PASSES)])
-    where, case = rows[0].environment, rows[0].case
+    runs: dict[str, dict[str, None]] = {}
+    for row in rows:
+        where = row.environment
+        machine = f"{where.get('gpu') or where.get('cpu')}, torch {where.get('torch')}"
+        runs.setdefault(machine + commit_of(where), {})[f"`{row.case['kernel']}`"] = None
+    several = len(runs) > 1
+    said = (run + (f" ({', '.join(own)})" if several else "") for run, own in runs.items())
     return (
-        f"Microseconds of the host a call, documents of {', '.join(map(str, case['documents']))} "
-        f"tokens: ours − the raw kernel's own function = difference (p20–p80 over rounds); "
-        f"{where.get('gpu') or where.get('cpu')}, torch {where.get('torch')}{commit_of(where)}:"
-        f"\n\n{markdown(['kernel', *PASSES], lines)}"
+        f"Microseconds of the host a call, documents of "
+        f"{', '.join(map(str, rows[0].case['documents']))} tokens: ours − the raw kernel's own "
+        f"function (`auto`: − the kernel that it takes, by name) = difference (p20–p80 over "
+        f"rounds); {'; '.join(said)}:\n\n{markdown(['kernel', *PASSES], lines)}"
     )
 
 

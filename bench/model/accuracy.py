@@ -1,6 +1,7 @@
 """Per-document outputs and gradients of a model, and the error of packed ones against them.
 
-The oracle runs each document alone, one precision above the model's own (bf16: fp32; fp32: fp64).
+The oracle runs each document alone, one precision above the model's own (bf16: fp32; fp32: fp64);
+in the suite `model`, on a GPU, with its products in TF32.
 The peer runs each document alone in the model's own dtype: its error is what that dtype costs, and
 a packed variant is right within twice that in its outputs, three times in its gradients. Outputs
 are judged document by document too: in the norm of a long row a short document's leak is not seen.
@@ -141,9 +142,9 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
-    """fp32 matrix products on tensor cores: ten times as fast, with 10 bits of mantissa.
+    """fp32 matrix products on tensor cores: many times as fast, with 10 bits of mantissa.
 
-    For the oracle of a large model in bfloat16, which has 7: an eighth of its rounding.
+    For the oracle of a model in bfloat16, which has 7.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -151,6 +152,13 @@ def tf32_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether the device has them."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def per_document(

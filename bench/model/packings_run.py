@@ -245,16 +245,17 @@ class Run(BenchRun):
         """Peak memory, and a row of each; another, instead, once its other packings have run."""
         for live in lives:
             self.clean()
-            live.measures |= self.measures_of_row(live)
+            live.measures |= self.once_timed(live)
             self.write(live.case, "ok", None, live.measures)
         for live in lives:
             self.clean()
             reason = self.other_packings(live)
             self.write(live.case, "ok" if reason is None else "wrong", reason, live.measures)
 
-    def measures_of_row(self, live: Live) -> dict[str, Any]:
-        """What is known of a timed variant before any other packing."""
+    def once_timed(self, live: Live) -> dict[str, Any]:
+        """What is measured of a timed variant before any other packing."""
         return {
+            "other_packings": 0,
             "peak_mib": peak_memory_mib(self.timed(live, live.compiled), self.device),
             "peak_meaning": memory_meaning(self.device),
             "capacity": self.sizes.capacity,

@@ -12,6 +12,12 @@ from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, ran_on
 
+NO_OTHER, UNCHECKED = "none run", " (unchecked)"
+LEGEND = {
+    NO_OTHER: "time was up before other packings ran, and so none was checked",
+    UNCHECKED: "time was up before the last other packing, whose outputs are checked",
+}
+
 BASELINES = tuple(f"transformers:{name}" for name in ("flash_attention_2", "sdpa"))
 """What speeds are told against: the first of them that was measured."""
 
@@ -103,14 +109,17 @@ def packings_table(rows: Sequence[Row]) -> str:
         )
     notes = _notes(rows)
     notes += "".join(f"\n\n({number}) {why}" for number, why in enumerate(reasons, 1))
+    shown = markdown(header, lines)
+    notes += "".join(f"\n\n{mark.strip()}: {why}." for mark, why in LEGEND.items() if mark in shown)
     title = packings_title(rows) + commit_of(rows[0].environment)
-    return f"{title}:\n\n{markdown(header, lines)}{notes}"
+    return f"{title}:\n\n{shown}{notes}"
 
 
 def _recompilations(measures: Mapping[str, Any]) -> str:
-    if not measures.get("other_packings"):  # the run ended before
-        return "–"
-    return f"{measures['recompilations']} over {measures['other_packings']} other packings"
+    if not measures.get("other_packings"):
+        return NO_OTHER
+    said = f"{measures['recompilations']} over {measures['other_packings']} other packings"
+    return said if "error_last_packing" in measures else f"{said}{UNCHECKED}"
 
 
 def _shown(variant: str) -> str:

@@ -147,9 +147,9 @@ def _train_notes(group: Sequence[Measured]) -> str:
         name: max(m[name] for m in done)
         for name in ("error", "grad_error", "peer_error", "peer_grad_error")
     }
-    oracle = "one precision up"
-    if any(m.get("oracle_in_tf32") for m in done):
-        oracle = "in float32 with products in TF32"
+    oracles = {False: "one precision up", True: "in float32 with products in TF32"}
+    seen = sorted({bool(m.get("oracle_in_tf32")) for m in done})
+    oracle = " or ".join(oracles[in_tf32] for in_tf32 in seen)
     text = (
         f"\n\nLargest relative errors against each document alone, {oracle}: outputs "
         f"{worst['error']:.1e}, gradients {worst['grad_error']:.1e}; of each document alone in "

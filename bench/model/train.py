@@ -20,6 +20,7 @@ from flexvarlen.bench.model.accuracy import (
     Answer,
     checkpoint_layers,
     errors_of,
+    has_tf32,
     packed_answer,
     per_document,
     tf32_products,
@@ -64,7 +65,7 @@ class Training(Measurement):
         ids = torch.randint(self.lm.config.vocab_size, (1, case.tokens), device=self.device)
         self.collection = Collection(ids, tuple(lengths))
         self.sizes = Sizes.of(case.tokens, lengths)
-        self.in_tf32 = self.dtype == torch.bfloat16 and self.has_tensor_cores
+        self.in_tf32 = self.dtype == torch.bfloat16 and has_tf32(self.device)
         with tf32_products() if self.in_tf32 else nullcontext():
             oracle = self.alone(wider(self.dtype))
         self.peer = errors_of(self.alone(self.dtype), oracle)
@@ -78,10 +79,6 @@ class Training(Measurement):
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         free(self.device, self.lm)
-
-    @property
-    def has_tensor_cores(self) -> bool:
-        return self.device.type == "cuda"
 
     def alone(self, dtype: torch.dtype) -> Answer:
         """Each document alone, and its loss's gradients."""
