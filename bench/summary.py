@@ -1,0 +1,186 @@
+"""The front page's table: what users ask first, on a GPU, from the rows of many suites.
+
+A line is there if its rows are; its numbers are those of the suites' own tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flexvarlen.bench.mask_build.figure import with_variants
+from flexvarlen.bench.mask_build.tables import BASELINES as MASK_BASELINES
+from flexvarlen.bench.mask_build.tables import COMPARED
+from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
+from flexvarlen.bench.model.packings_tables import packings_groups
+from flexvarlen.bench.training.convergence_tables import PADDED, judged
+from flexvarlen.bench.training.convergence_tables import groups_of as convergence_groups
+from flexvarlen.bench.training.end_to_end_tables import OURS, TARGETS
+from flexvarlen.bench.training.end_to_end_tables import groups_of as end_to_end_groups
+from flexvarlen.drift.training.verdict import BEYOND, WITHIN
+from flexvarlen.markdown import markdown
+from flexvarlen.rows import Row
+
+MOST_TOKENS = 131_072  # of a row, as people pack today; masks of longer ones flatter
+
+SUMMARY_SUITES = (
+    "packings",
+    "end-to-end",
+    "small-inference",
+    "mask-build",
+    "leaks",
+    "convergence",
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was measured, flexvarlen's value, and the others' beside it."""
+
+    what: str
+    ours: str
+    others: str
+
+    def cells(self) -> list[str]:
+        return [self.what, self.ours, self.others]
+
+
+def summary_section(rows: Sequence[Row]) -> str:
+    """A table of each GPU; empty of rows of none."""
+    by_gpu: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        if row.suite in SUMMARY_SUITES and (gpu := row.environment.get("gpu")):
+            by_gpu.setdefault(gpu, {}).setdefault(row.suite, []).append(row)
+    return "\n\n".join(_table(gpu, suites) for gpu, suites in by_gpu.items())
+
+
+def _table(gpu: str, suites: Mapping[str, Sequence[Row]]) -> str:
+    lines = [
+        *_packings(suites.get("packings", ())),
+        *_end_to_end(suites.get("end-to-end", ())),
+        *_small_inference(suites.get("small-inference", ())),
+        *_mask_build(suites.get("mask-build", ())),
+        *_leaks(suites.get("leaks", ())),
+        *_convergence(suites.get("convergence", ())),
+    ]
+    header = [f"on an {gpu}", "flexvarlen `auto`", "others (how many times as good ours is)"]
+    return markdown(header, [line.cells() for line in lines])
+
+
+def _name(variant: str) -> str:
+    """A variant in words.
+
+    >>> _name("packed:transformers:flash_attention_3@cu_seq_lens")
+    'packed transformers flash_attention_3 told cu_seq_lens'
+    """
+    return variant.replace("@", " told ").replace(":", " ")
+
+
+def _beside(times: Mapping[str, float], ours: float, form: str, *, more_is_better: bool) -> str:
+    """The others, the best of them first."""
+    order = sorted(times, key=times.__getitem__, reverse=more_is_better)
+    ratios = {name: ours / times[name] if more_is_better else times[name] / ours for name in order}
+    shown = {name: f"{x:.2f}" if x < 10 else f"{x:,.0f}" for name, x in ratios.items()}
+    return "; ".join(f"{_name(x)} {times[x]:{form}} ({shown[x]}×)" for x in order)
+
+
+def _packings(rows: Sequence[Row]) -> Iterator[Line]:
+    for group in packings_groups(rows):
+        ms = {row.case["variant"]: row.measures["ms_p50"] for row in group if row.status == "ok"}
+        theirs = {name: took for name, took in ms.items() if name.startswith("transformers:")}
+        if "auto" in ms and theirs:
+            case = group[0].case
+            yield Line(
+                f"forward and backward, compiled, {_model(case)}, {case['tokens']:,} tokens in "
+                f"documents of mean {case['mean_doc']:,}, ms",
+                f"{ms['auto']:,.0f}",
+                _beside(theirs, ms["auto"], ",.0f", more_is_better=False),
+            )
+
+
+def _model(case: Mapping[str, object]) -> str:
+    geometry = str(case["geometry"])
+    return f"{GEOMETRY_TITLES.get(geometry, geometry)} of {case['layers']} layers"
+
+
+def _end_to_end(rows: Sequence[Row]) -> Iterator[Line]:
+    for group in end_to_end_groups(rows):
+        speed = {
+            row.case["variant"]: row.measures["tokens_per_s"] for row in group if row.status == "ok"
+        }
+        theirs = {name: speed[name] for name in TARGETS if name in speed}
+        if OURS in speed and theirs:
+            case = group[0].case
+            yield Line(
+                f"Trainer, {case['mode']}, {_model(case)}, {case['tokens']:,} tokens a step, "
+                "documents' tokens a second",
+                f"{speed[OURS]:,.0f}",
+                _beside(theirs, speed[OURS], ",.0f", more_is_better=True),
+            )
+
+
+def _small_inference(rows: Sequence[Row]) -> Iterator[Line]:
+    graphs = [row for row in rows if row.case["mode"] == "cuda graphs" and row.status == "ok"]
+    ms = {row.case["variant"]: row.measures["ms_p50"] for row in graphs}
+    theirs = {name: took for name, took in ms.items() if name.startswith("transformers:")}
+    if "auto" in ms and theirs:
+        case = graphs[0].case
+        yield Line(
+            f"forward in CUDA graphs, {_model(case)}, {sum(case['documents'])} tokens, ms",
+            f"{ms['auto']:.2f}",
+            _beside(theirs, ms["auto"], ".2f", more_is_better=False),
+        )
+
+
+def _mask_build(rows: Sequence[Row]) -> Iterator[Line]:
+    """Of the longest row, of those as long as people pack, whose mask all have built."""
+    us: dict[int, dict[str, float]] = {}
+    for row in with_variants(rows):
+        if row.case["part"] == "build" and row.status == "ok":
+            us.setdefault(row.case["tokens"], {})[row.case["variant"]] = row.measures["wall_us_p50"]
+    names = {COMPARED, *MASK_BASELINES}
+    whole = [
+        tokens for tokens, found in us.items() if names <= set(found) and tokens <= MOST_TOKENS
+    ]
+    if whole:
+        tokens = max(whole)
+        ours = us[tokens][COMPARED]
+        theirs = {name: us[tokens][name] for name in MASK_BASELINES}
+        yield Line(
+            f"a BlockMask of {tokens:,} tokens, from boundaries on the device, µs",
+            f"{ours:,.0f}",
+            _beside(theirs, ours, ",.0f", more_is_better=False),
+        )
+
+
+def _leaks(rows: Sequence[Row]) -> Iterator[Line]:
+    leaky: dict[str, set[str]] = {}
+    for row in rows:
+        if row.status in ("ok", "wrong"):
+            found = leaky.setdefault(row.case["implementation"], set())
+            found |= {row.case["form"]} if row.status == "wrong" else set()
+    ours = {name: forms for name, forms in leaky.items() if name.startswith("flexvarlen:")}
+    theirs = {name: forms for name, forms in leaky.items() if name not in ours}
+    if ours and theirs:
+        most = max(len(forms) for forms in ours.values())
+        yield Line(
+            f"of {len({row.case['form'] for row in rows})} forms of a packed batch those that "
+            "leak or give false numbers, without a word",
+            f"{most}",
+            "; ".join(f"{_name(name)} {len(forms)}" for name, forms in theirs.items()),
+        )
+
+
+def _convergence(rows: Sequence[Row]) -> Iterator[Line]:
+    for group in convergence_groups(rows):
+        found = {each.variant: each for each in judged(group) if each.variant != PADDED}
+        said = {
+            verdict: [f"`{name}`" for name, each in found.items() if each.verdict == verdict]
+            for verdict in (WITHIN, BEYOND)
+        }
+        if any(said.values()):
+            yield Line(
+                "final loss of packed against padded training",
+                f"{WITHIN}: {', '.join(said[WITHIN]) or 'none'}",
+                f"{BEYOND}: {', '.join(said[BEYOND]) or 'none'}",
+            )
