@@ -136,12 +136,9 @@ def _mask_build(rows: Sequence[Row]) -> Iterator[Line]:
     """Of the longest row, of those as long as people pack, whose mask all have built."""
     us: dict[int, dict[str, float]] = {}
     for row in with_variants(rows):
-        if row.case["part"] == "build" and row.status == "ok":
+        if row.case["part"] == "build" and row.status == "ok" and row.case["tokens"] <= MOST_TOKENS:
             us.setdefault(row.case["tokens"], {})[row.case["variant"]] = row.measures["wall_us_p50"]
-    names = {COMPARED, *MASK_BASELINES}
-    whole = [
-        tokens for tokens, found in us.items() if names <= set(found) and tokens <= MOST_TOKENS
-    ]
+    whole = [tokens for tokens, found in us.items() if {COMPARED, *MASK_BASELINES} <= set(found)]
     if whole:
         tokens = max(whole)
         ours = us[tokens][COMPARED]
