@@ -21,7 +21,7 @@ from flexvarlen.bench.model.compile_tables import compile_section, small_inferen
 from flexvarlen.bench.model.layer_time import layer_time_section
 from flexvarlen.bench.model.packings_tables import packings_figures, packings_section
 from flexvarlen.bench.suite import SUITES, suite_of
-from flexvarlen.bench.summary import SUMMARY_SUITES, summary_section
+from flexvarlen.bench.summary import SUMMARIES, summary_section
 from flexvarlen.bench.training.convergence_figure import convergence_figures
 from flexvarlen.bench.training.convergence_tables import convergence_section
 from flexvarlen.bench.training.end_to_end_tables import end_to_end_figures, end_to_end_section
@@ -91,7 +91,7 @@ def report(
                 draw = suite_of(name).figures if name in SUITES else FIGURES[name]
                 drawn[name] = draw(rows, figures)
     text = "\n\n".join(bodies.values())
-    if any(name in suites for name in SUMMARY_SUITES):
+    if any(name in suites for name in SUMMARIES):
         bodies["summary"] = summary_section([row for rows in suites.values() for row in rows])
     if any(name in suites for name in CLAIM_SUITES):
         bodies["claims"] = claims_section([row for rows in suites.values() for row in rows])

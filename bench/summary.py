@@ -5,8 +5,7 @@ A line is there if its rows are; its numbers are those of the suites' own tables
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from flexvarlen.bench.mask_build.figure import with_variants
 from flexvarlen.bench.mask_build.tables import BASELINES as MASK_BASELINES
@@ -23,48 +22,8 @@ from flexvarlen.rows import Row
 
 MOST_TOKENS = 131_072  # of a row, as people pack today; masks of longer ones flatter
 
-SUMMARY_SUITES = (
-    "packings",
-    "end-to-end",
-    "small-inference",
-    "mask-build",
-    "leaks",
-    "convergence",
-)
-
-
-@dataclass(frozen=True)
-class Line:
-    """What was measured, flexvarlen's value, and the others' beside it."""
-
-    what: str
-    ours: str
-    others: str
-
-    def cells(self) -> list[str]:
-        return [self.what, self.ours, self.others]
-
-
-def summary_section(rows: Sequence[Row]) -> str:
-    """A table of each GPU; empty of rows of none."""
-    by_gpu: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        if row.suite in SUMMARY_SUITES and (gpu := row.environment.get("gpu")):
-            by_gpu.setdefault(gpu, {}).setdefault(row.suite, []).append(row)
-    return "\n\n".join(_table(gpu, suites) for gpu, suites in by_gpu.items())
-
-
-def _table(gpu: str, suites: Mapping[str, Sequence[Row]]) -> str:
-    lines = [
-        *_packings(suites.get("packings", ())),
-        *_end_to_end(suites.get("end-to-end", ())),
-        *_small_inference(suites.get("small-inference", ())),
-        *_mask_build(suites.get("mask-build", ())),
-        *_leaks(suites.get("leaks", ())),
-        *_convergence(suites.get("convergence", ())),
-    ]
-    header = [f"on an {gpu}", "flexvarlen `auto`", "others (how many times as good ours is)"]
-    return markdown(header, [line.cells() for line in lines])
+Line = tuple[str, str, str]
+"""What was measured, flexvarlen's value, and the others' beside it."""
 
 
 def _name(variant: str) -> str:
@@ -90,7 +49,7 @@ def _packings(rows: Sequence[Row]) -> Iterator[Line]:
         theirs = {name: took for name, took in ms.items() if name.startswith("transformers:")}
         if "auto" in ms and theirs:
             case = group[0].case
-            yield Line(
+            yield (
                 f"forward and backward, compiled, {_model(case)}, {case['tokens']:,} tokens in "
                 f"documents of mean {case['mean_doc']:,}, ms",
                 f"{ms['auto']:,.0f}",
@@ -111,7 +70,7 @@ def _end_to_end(rows: Sequence[Row]) -> Iterator[Line]:
         theirs = {name: speed[name] for name in TARGETS if name in speed}
         if OURS in speed and theirs:
             case = group[0].case
-            yield Line(
+            yield (
                 f"Trainer, {case['mode']}, {_model(case)}, {case['tokens']:,} tokens a step, "
                 "documents' tokens a second",
                 f"{speed[OURS]:,.0f}",
@@ -125,7 +84,7 @@ def _small_inference(rows: Sequence[Row]) -> Iterator[Line]:
     theirs = {name: took for name, took in ms.items() if name.startswith("transformers:")}
     if "auto" in ms and theirs:
         case = graphs[0].case
-        yield Line(
+        yield (
             f"forward in CUDA graphs, {_model(case)}, {sum(case['documents'])} tokens, ms",
             f"{ms['auto']:.2f}",
             _beside(theirs, ms["auto"], ".2f", more_is_better=False),
@@ -143,7 +102,7 @@ def _mask_build(rows: Sequence[Row]) -> Iterator[Line]:
         tokens = max(whole)
         ours = us[tokens][COMPARED]
         theirs = {name: us[tokens][name] for name in MASK_BASELINES}
-        yield Line(
+        yield (
             f"a BlockMask of {tokens:,} tokens, from boundaries on the device, µs",
             f"{ours:,.0f}",
             _beside(theirs, ours, ",.0f", more_is_better=False),
@@ -160,7 +119,7 @@ def _leaks(rows: Sequence[Row]) -> Iterator[Line]:
     theirs = {name: forms for name, forms in leaky.items() if name not in ours}
     if ours and theirs:
         most = max(len(forms) for forms in ours.values())
-        yield Line(
+        yield (
             f"of {len({row.case['form'] for row in rows})} forms of a packed batch those that "
             "leak or give false numbers, without a word",
             f"{most}",
@@ -176,8 +135,35 @@ def _convergence(rows: Sequence[Row]) -> Iterator[Line]:
             for verdict in (WITHIN, BEYOND)
         }
         if any(said.values()):
-            yield Line(
+            yield (
                 "final loss of packed against padded training",
                 f"{WITHIN}: {', '.join(said[WITHIN]) or 'none'}",
                 f"{BEYOND}: {', '.join(said[BEYOND]) or 'none'}",
             )
+
+
+SUMMARIES: dict[str, Callable[[Sequence[Row]], Iterator[Line]]] = {
+    "packings": _packings,
+    "end-to-end": _end_to_end,
+    "small-inference": _small_inference,
+    "mask-build": _mask_build,
+    "leaks": _leaks,
+    "convergence": _convergence,
+}
+"""The lines of a suite's rows, in their order."""
+
+
+def summary_section(rows: Sequence[Row]) -> str:
+    """A table of each GPU; empty of rows of none."""
+    tables = []
+    for gpu in dict.fromkeys(row.environment.get("gpu") for row in rows):
+        own = [row for row in rows if gpu and row.environment.get("gpu") == gpu]
+        lines = [
+            line
+            for suite, lines_of in SUMMARIES.items()
+            for line in lines_of([row for row in own if row.suite == suite])
+        ]
+        if lines:
+            header = [f"on an {gpu}", "flexvarlen", "others (how many times as good ours is)"]
+            tables.append(markdown(header, lines))
+    return "\n\n".join(tables)
