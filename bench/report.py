@@ -71,7 +71,8 @@ def report(
     Args:
         paths: JSON lines of rows, of any suites, on any machines.
         pages: Markdown files; what stands between the markers of what is rendered is replaced.
-            Claims and the summary are of these rows alone: give all files of a page at once.
+            Claims are judged by these rows alone: give all files of a page at once. A summary
+            is left as it is by rows that lack a suite of its lines.
         figures: a folder for the PNGs.
         compare: also the rows.jsonl of `flexvarlen compare`, as "compare".
 
@@ -91,7 +92,7 @@ def report(
                 draw = suite_of(name).figures if name in SUITES else FIGURES[name]
                 drawn[name] = draw(rows, figures)
     text = "\n\n".join(bodies.values())
-    if any(name in suites for name in SUMMARIES):
+    if SUMMARIES.keys() <= suites.keys():  # of fewer it would lose lines
         bodies["summary"] = summary_section([row for rows in suites.values() for row in rows])
     if any(name in suites for name in CLAIM_SUITES):
         bodies["claims"] = claims_section([row for rows in suites.values() for row in rows])

@@ -42,6 +42,7 @@ class Fake:
 def rows_of(tmp_path, monkeypatch):
     monkeypatch.setattr(report_module, "suite_of", Fake)
     monkeypatch.setattr(report_module, "claims_section", lambda rows: f"{len(rows)} rows")
+    monkeypatch.setattr(report_module, "summary_section", lambda rows: f"{len(rows)} in short")
 
     def write(*suites):
         path = tmp_path / "rows.jsonl"
@@ -90,6 +91,15 @@ def test_claims_are_left_alone_by_rows_that_say_nothing_of_them(rows_of, tmp_pat
     page = page_with(tmp_path / "page.md", "claims", "kernels")
     report([rows_of("kernels")], pages=[page])
     assert "claims begin -->old<" in page.read_text()
+
+
+def test_a_summary_is_of_all_its_suites_or_left_alone(rows_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(report_module, "SUMMARIES", {"padding": None, "mask-build": None})
+    page = page_with(tmp_path / "page.md", "summary", "padding")
+    report([rows_of("padding", "kernels")], pages=[page])
+    assert "summary begin -->old<" in page.read_text()
+    report([rows_of("mask-build")], pages=[page])  # beside the rows that are there
+    assert between(page, "summary") == "3 in short"
 
 
 def test_a_page_without_a_place_for_anything_is_an_error(rows_of, tmp_path):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from flexvarlen.bench import report
 from flexvarlen.bench.mask_build.tables import BASELINES, COMPARED
 from flexvarlen.bench.summary import summary_section
-from flexvarlen.rows import Row, append_row
+from flexvarlen.rows import Row
 
 GPU = {"gpu": "NVIDIA H200"}
 PACKING = {"geometry": "qwen3-1.7b", "layers": 14, "tokens": 32_768, "mean_doc": 2048}
@@ -124,13 +123,3 @@ def test_rows_of_no_gpu_and_lines_without_ours_are_left_out():
     assert "forward and backward" not in summary_section(
         [packing("transformers:sdpa", 1.0), packing("flex", 1.0)]
     )
-
-
-def test_a_page_gets_it_between_its_markers(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "section_of", lambda name, rows: "")
-    path, page = tmp_path / "rows.jsonl", tmp_path / "README.md"
-    for row in (trainer("packed:auto", 2.0), trainer("padded:transformers:sdpa", 1.0)):
-        append_row(path, row)
-    page.write_text("<!-- bench:summary begin -->\n<!-- bench:summary end -->")
-    report.report([path], pages=[page])
-    assert "padded transformers sdpa 1 (2.00×)" in page.read_text()
