@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from flexvarlen.bench.mask_build.figure import with_variants
 from flexvarlen.bench.mask_build.tables import BASELINES as MASK_BASELINES
 from flexvarlen.bench.mask_build.tables import COMPARED
+from flexvarlen.bench.model.compile_tables import small_inference_groups
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.bench.model.packings_tables import packings_groups
 from flexvarlen.bench.training.convergence_tables import PADDED, judged
@@ -45,16 +46,21 @@ def _beside(times: Mapping[str, float], ours: float, form: str, *, more_is_bette
 
 def _packings(rows: Sequence[Row]) -> Iterator[Line]:
     for group in packings_groups(rows):
-        ms = {row.case["variant"]: row.measures["ms_p50"] for row in group if row.status == "ok"}
-        theirs = {name: took for name, took in ms.items() if name.startswith("transformers:")}
-        if "auto" in ms and theirs:
-            case = group[0].case
-            yield (
-                f"forward and backward, compiled, {_model(case)}, {case['tokens']:,} tokens in "
-                f"documents of mean {case['mean_doc']:,}, ms",
-                f"{ms['auto']:,.0f}",
-                _beside(theirs, ms["auto"], ",.0f", more_is_better=False),
-            )
+        case = group[0].case
+        what = (
+            f"forward and backward, compiled, {_model(case)}, {case['tokens']:,} tokens in "
+            f"documents of mean {case['mean_doc']:,}, ms"
+        )
+        yield from _auto_and_theirs(what, group, ",.0f")
+
+
+def _auto_and_theirs(what: str, rows: Sequence[Row], form: str) -> Iterator[Line]:
+    """Milliseconds of "auto" beside transformers' own, if both were measured."""
+    ms = {row.case["variant"]: row.measures["ms_p50"] for row in rows if row.status == "ok"}
+    theirs = {name: took for name, took in ms.items() if name.startswith("transformers:")}
+    if "auto" in ms and theirs:
+        beside = _beside(theirs, ms["auto"], form, more_is_better=False)
+        yield what, f"{ms['auto']:{form}}", beside
 
 
 def _model(case: Mapping[str, object]) -> str:
@@ -79,16 +85,11 @@ def _end_to_end(rows: Sequence[Row]) -> Iterator[Line]:
 
 
 def _small_inference(rows: Sequence[Row]) -> Iterator[Line]:
-    graphs = [row for row in rows if row.case["mode"] == "cuda graphs" and row.status == "ok"]
-    ms = {row.case["variant"]: row.measures["ms_p50"] for row in graphs}
-    theirs = {name: took for name, took in ms.items() if name.startswith("transformers:")}
-    if "auto" in ms and theirs:
-        case = graphs[0].case
-        yield (
-            f"forward in CUDA graphs, {_model(case)}, {sum(case['documents'])} tokens, ms",
-            f"{ms['auto']:.2f}",
-            _beside(theirs, ms["auto"], ".2f", more_is_better=False),
-        )
+    for group in small_inference_groups(rows):
+        case = group[0].case
+        what = f"forward in CUDA graphs, {_model(case)}, {sum(case['documents'])} tokens, ms"
+        graphs = [row for row in group if row.case["mode"] == "cuda graphs"]
+        yield from _auto_and_theirs(what, graphs, ".2f")
 
 
 def _mask_build(rows: Sequence[Row]) -> Iterator[Line]:
@@ -156,8 +157,8 @@ SUMMARIES: dict[str, Callable[[Sequence[Row]], Iterator[Line]]] = {
 def summary_section(rows: Sequence[Row]) -> str:
     """A table of each GPU; empty of rows of none."""
     tables = []
-    for gpu in dict.fromkeys(row.environment.get("gpu") for row in rows):
-        own = [row for row in rows if gpu and row.environment.get("gpu") == gpu]
+    for gpu in filter(None, dict.fromkeys(row.environment.get("gpu") for row in rows)):
+        own = [row for row in rows if row.environment.get("gpu") == gpu]
         lines = [
             line
             for suite, lines_of in SUMMARIES.items()

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,6 +73,19 @@ def commit_of(environment: dict[str, Any]) -> str:
     return f", commit {commit[:7]}" + (
         " with uncommitted changes" if environment.get("git_dirty") else ""
     )
+
+
+def rows_alike(
+    rows: Iterable[Row], differ: Collection[str], *, of_one_run: bool = False
+) -> list[list[Row]]:
+    """Rows whose cases differ in these fields only: of one kind of GPU, or of one run."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        shared = {name: value for name, value in row.case.items() if name not in differ}
+        run = row.environment.get("started_utc") if of_one_run else None
+        key = repr((sorted(shared.items()), row.environment.get("gpu"), run))
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
 
 
 def append_row(path: Path, row: Row) -> None:

@@ -70,6 +70,24 @@ def test_cuda_graphs_alone_of_small_rows():
     assert found.endswith(" 192 tokens, ms | 2.00 | transformers sdpa 3.00 (1.50×) |")
 
 
+def test_small_rows_of_two_models_are_two_lines():
+    """One model's time is never held against another's."""
+    rows = [
+        a_row(
+            "small-inference",
+            SMALL | {"geometry": geometry, "variant": variant, "mode": "cuda graphs"},
+            ms_p50=ms,
+        )
+        for geometry, variant, ms in [
+            ("llama-tiny", "auto", 2.0),
+            ("qwen3-tiny", "auto", 9.0),
+            ("qwen3-tiny", "transformers:sdpa", 3.0),
+        ]
+    ]
+    assert line(rows, "forward in CUDA").endswith("| 9.00 | transformers sdpa 3.00 (0.33×) |")
+    assert "llama-tiny" not in summary_section(rows)
+
+
 def test_masks_of_the_longest_usual_row_that_all_have_built():
     def built(variant, tokens, us, status="ok"):
         case = {"part": "build", "variant": variant, "tokens": tokens}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import flexvarlen as fv
-from flexvarlen.bench.attention.raw_kernels import RAW, Inputs, Unsupported
+from flexvarlen.bench.attention.raw_kernels import RAW, Inputs, Prepared, Unsupported
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of, one_line
@@ -97,18 +97,14 @@ class Run(BenchRun):
         self.say(f"{kernel}, {passes}: {measures['more_us_p50']:+.1f} µs")
 
     def calls(self, kernel: str, passes: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Ours and the raw one, each run once; "auto" and the kernel that it takes."""
+        """Ours and the other, each run once."""
         needs_grad = passes != "forward"
+        other = self.other(kernel, needs_grad)
         leaves = self.inputs.leaves(needs_grad)
-        q, k, v = leaves
-        ours = partial(fv.packed_attention, q, k, v, self.layout)
-        Ways = list[tuple[Callable[[], Any], Sequence[torch.Tensor]]]
-        both: Ways = [(partial(ours, backend=kernel), leaves)]
-        if kernel == "auto":
-            both.append((partial(ours, backend=self.taken(needs_grad)), leaves))
-        else:
-            raw = RAW[kernel](self.inputs, needs_grad)
-            both.append((raw.forward, raw.leaves))
+        both: list[tuple[Callable[[], Any], Sequence[torch.Tensor]]] = [
+            (self.ours(kernel, leaves), leaves),
+            (other.forward, other.leaves),
+        ]
         found = [call for call, _ in both]
         if passes == "forward and backward":
             found = [partial(_step, call, xs, self.inputs.cotangent) for call, xs in both]
@@ -116,25 +112,30 @@ class Run(BenchRun):
             call()
         return found[0], found[1]
 
-    def agree(self, kernel: str) -> bool:
-        """Whether both calls attend to the same."""
-        ours, raw = self.calls(kernel, "forward")
-        mine, theirs = ours(), raw()
-        if kernel != "auto":
-            theirs = RAW[kernel](self.inputs, False).as_THD(theirs)
-        return torch.allclose(mine.float(), theirs.float(), atol=2e-2, rtol=2e-2)
+    def ours(self, kernel: str, leaves: Sequence[torch.Tensor]) -> Callable[[], Any]:
+        q, k, v = leaves
+        return partial(fv.packed_attention, q, k, v, self.layout, backend=kernel)
 
-    def taken(self, needs_grad: bool) -> str:
-        """What "auto" takes for these calls."""
-        q_THD, k_THD, _ = self.inputs.leaves(False)
-        return fv.explain(
+    def other(self, kernel: str, needs_grad: bool) -> Prepared:
+        """The raw kernel; beside "auto" ours by the name that it takes."""
+        if kernel != "auto":
+            return RAW[kernel](self.inputs, needs_grad)
+        leaves = self.inputs.leaves(needs_grad)
+        taken = fv.explain(
             self.layout,
-            dtype=q_THD.dtype,
-            num_heads=q_THD.shape[1],
-            num_kv_heads=k_THD.shape[1],
-            head_dim=q_THD.shape[2],
+            dtype=leaves[0].dtype,
+            num_heads=leaves[0].shape[1],
+            num_kv_heads=leaves[1].shape[1],
+            head_dim=leaves[0].shape[2],
             needs_grad=needs_grad,
         ).chosen
+        return Prepared(self.ours(taken, leaves), leaves, self.inputs.cotangent)
+
+    def agree(self, kernel: str) -> bool:
+        """Whether both calls attend to the same."""
+        ours, other = self.calls(kernel, "forward")
+        mine, theirs = ours(), self.other(kernel, False).as_THD(other())
+        return torch.allclose(mine.float(), theirs.float(), atol=2e-2, rtol=2e-2)
 
     def microseconds(self, call: Callable[[], Any]) -> float:
         """Of the host, a call."""

@@ -176,8 +176,9 @@ def times_table(cells: Sequence[Measured]) -> str:
     header = [*CELL_HEADER, *(f"`{name}`" for name in backends), *said]
     table = markdown(header, lines)
     layers = sum(each.layer() is not None for each in cells)
-    around = f", of a whole decoder layer in {layers} cells and of the call alone in the rest"
-    around = {0: "", len(cells): ", of a whole decoder layer"}.get(layers, around)
+    around = ", of a whole decoder layer" if layers else ""
+    if 0 < layers < len(cells):
+        around += f" in {layers} cells and of the call alone in the rest"
     return (
         f"Device ms of a forward and a backward, p50, the best of a cell bold; {_dtypes(cells)}; "
         "`auto` in a compiled graph by device time, eagerly by the larger of host and device time"

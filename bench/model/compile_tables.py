@@ -7,24 +7,13 @@ from typing import Any
 
 from flexvarlen.bench.mask_build.tables import Notes
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of, ran_on
+from flexvarlen.rows import Row, commit_of, ran_on, rows_alike
 
 SCOPE_NAMES = {
     "whole": "the whole model",
     "layer": "layer by layer",
     "decoder": "decoder layers alone",
 }
-
-
-def _runs(rows: Sequence[Row], *differ: str) -> list[list[Row]]:
-    """Rows of one run whose cases differ in these fields only."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        case = {key: value for key, value in row.case.items() if key not in differ}
-        where = row.environment
-        key = repr((sorted(case.items()), where.get("gpu"), where.get("started_utc")))
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
 
 
 def _where(row: Row) -> str:
@@ -41,7 +30,9 @@ def _spread(measures: dict[str, Any], digits: int) -> str:
 
 def compile_section(rows: Sequence[Row]) -> str:
     """A table for each run."""
-    return "\n\n".join(_compile_table(group) for group in _runs(rows, "scope", "part"))
+    return "\n\n".join(
+        _compile_table(group) for group in rows_alike(rows, ("scope", "part"), of_one_run=True)
+    )
 
 
 def _compile_table(rows: Sequence[Row]) -> str:
@@ -104,7 +95,12 @@ MODES = ("eager", "compiled", "cuda graphs")
 
 def small_inference_section(rows: Sequence[Row]) -> str:
     """A table for each run."""
-    return "\n\n".join(_small_table(group) for group in _runs(rows, "variant", "mode"))
+    return "\n\n".join(_small_table(group) for group in small_inference_groups(rows))
+
+
+def small_inference_groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one run on one model and row, which differ in the variant and the mode."""
+    return rows_alike(rows, ("variant", "mode"), of_one_run=True)
 
 
 def _small_table(rows: Sequence[Row]) -> str:

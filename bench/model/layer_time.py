@@ -24,11 +24,12 @@ from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.markdown import markdown
 from flexvarlen.measure import HostAndDevice, time_host_and_device
-from flexvarlen.rows import Row, commit_of, one_line
+from flexvarlen.rows import Row, commit_of, one_line, rows_alike
 
 SUITE = "layer-time"
 NO_ATTENTION = "flexvarlen_no_attention"
 PASSES = ("forward", "forward and backward")
+LARGE = ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b")
 BUSY_MS = 30.0  # before each timed layer: no host takes as long for one
 
 
@@ -38,16 +39,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m flexvarlen.bench.model.layer_time", description=summary
     )
     add = parser.add_argument
-    add("--geometries", nargs="+", default=["llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
+    add("--geometries", nargs="+", default=list(LARGE), choices=sorted(GEOMETRIES))
     add("--tokens", type=int, default=8192)
     add("--repeats", type=int, default=30)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--commit", help="recorded in place of what git finds here")
     add("--out", type=Path, help="JSON lines to append to")
-    args = parser.parse_args(argv)
-    if unknown := set(args.geometries) - set(GEOMETRIES):
-        parser.error(f"--geometries must be of {sorted(GEOMETRIES)}, got {sorted(unknown)}")
-    return args
+    return parser.parse_args(argv)
 
 
 class _NoAttention(torch.autograd.Function):
@@ -141,11 +139,8 @@ class Run(BenchRun):
 
 def layer_time_section(rows: Sequence[Row]) -> str:
     """A table a run: measured, estimated, and how far the one is from the other."""
-    runs: dict[str, list[Row]] = {}
-    for row in rows:
-        key = repr((row.case["tokens"], row.environment.get("started_utc")))
-        runs.setdefault(key, []).append(row)
-    return "\n\n".join(_table(run) for run in runs.values())
+    runs = rows_alike(rows, ("geometry", "passes"), of_one_run=True)
+    return "\n\n".join(map(_table, runs))
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of, ran_on
+from flexvarlen.rows import Row, commit_of, ran_on, rows_alike
 
 NO_OTHER, UNCHECKED = "none run", " (unchecked)"
 LEGEND = {
@@ -32,14 +32,8 @@ def packings_groups(rows: Sequence[Row]) -> list[list[Row]]:
 
     The latest run first.
     """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        case = {key: value for key, value in row.case.items() if key != "variant"}
-        where = row.environment
-        key = repr((sorted(case.items()), where.get("gpu"), where.get("started_utc")))
-        groups.setdefault(key, []).append(row)
     latest = sorted(
-        groups.values(),
+        rows_alike(rows, ("variant",), of_one_run=True),
         key=lambda group: group[0].environment.get("started_utc") or "",
         reverse=True,
     )

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from flexvarlen.drift.training.verdict import BAND_SIGMAS, BEYOND, NOT_ROUNDING, WITHIN
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of, ran_on
+from flexvarlen.rows import Row, commit_of, ran_on, rows_alike
 
 SUITE = "convergence"
 PADDED, UNPATCHED = "padded", "unpatched"
@@ -68,12 +68,7 @@ class Judged:
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     """Runs that differ in the variant and the seed alone, on machines of one kind."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        shared = {k: v for k, v in row.case.items() if k not in ("variant", "seed")}
-        key = repr((sorted(shared.items()), row.environment.get("gpu")))
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+    return rows_alike(rows, ("variant", "seed"))
 
 
 def trained(rows: Sequence[Row], variant: str) -> dict[int, Row]:

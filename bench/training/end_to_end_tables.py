@@ -11,7 +11,7 @@ from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
 from flexvarlen.plotstyle import UNSUPPORTED, style_of
-from flexvarlen.rows import Row, commit_of, ran_on
+from flexvarlen.rows import Row, commit_of, ran_on, rows_alike
 
 SUITE = "end-to-end"
 OURS = "packed:auto"
@@ -45,12 +45,7 @@ def _shown(variant: str, quote: str = "") -> tuple[str, str]:
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that differ in the variant alone, on machines of one kind."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        shared = {key: value for key, value in row.case.items() if key != "variant"}
-        key = repr((sorted(shared.items()), row.environment.get("gpu")))
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+    return rows_alike(rows, ("variant",))
 
 
 def title_of(rows: Sequence[Row]) -> str:
