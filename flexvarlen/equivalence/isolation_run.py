@@ -87,8 +87,8 @@ class ModelRun:
             )
         inputs = dict(batch.inputs() if isinstance(batch, PackedBatch) else batch)
         self.device = self.inner.device
-        self.inputs = {
-            key: x.to(self.device) if isinstance(x, Tensor) else x
+        self.inputs: dict[str, Any] = {
+            key: x.to(self.device) if isinstance(x, Tensor | PackedLayout) else x
             for key, x in inputs.items()
             if key not in NO_LOSS
         }
