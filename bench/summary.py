@@ -17,6 +17,9 @@ from flexvarlen.bench.training.convergence_tables import PADDED, judged
 from flexvarlen.bench.training.convergence_tables import groups_of as convergence_groups
 from flexvarlen.bench.training.end_to_end_tables import OURS, TARGETS
 from flexvarlen.bench.training.end_to_end_tables import groups_of as end_to_end_groups
+from flexvarlen.bench.training.scaling_ranks_tables import NAMES as PARALLEL
+from flexvarlen.bench.training.scaling_ranks_tables import efficiency_of
+from flexvarlen.bench.training.scaling_ranks_tables import groups_of as scaling_ranks_groups
 from flexvarlen.drift.training.verdict import BEYOND, WITHIN
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
@@ -84,6 +87,30 @@ def _end_to_end(rows: Sequence[Row]) -> Iterator[Line]:
             )
 
 
+def _scaling_ranks(rows: Sequence[Row]) -> Iterator[Line]:
+    """Of the most GPUs: a GPU's tokens a second in its share of one GPU's, by order of the rows."""
+    for group in scaling_ranks_groups(rows):
+        most = max(row.case["ranks"] for row in group)
+        found: dict[str, dict[str, float]] = {}
+        for row in group:
+            if row.case["variant"] in PARALLEL and row.case["ranks"] == most > 1:
+                share = efficiency_of(row, group)
+                if share is not None:
+                    found.setdefault(row.case["order"], {})[row.case["variant"]] = share
+        if set(found) == {"balanced", "shuffled"}:
+            case = group[0].case
+            said = {
+                order: ", ".join(f"{PARALLEL[name]} {share:.1%}" for name, share in own.items())
+                for order, own in found.items()
+            }
+            yield (
+                f"training on {most} GPUs, {_model(case)}, {case['tokens']:,} tokens a GPU and "
+                "step, each GPU's tokens a second of one GPU's alone",
+                f"`BalancedSampler`: {said['balanced']}",
+                f"rows in random order: {said['shuffled']}",
+            )
+
+
 def _small_inference(rows: Sequence[Row]) -> Iterator[Line]:
     for group in small_inference_groups(rows):
         case = group[0].case
@@ -146,6 +173,7 @@ def _convergence(rows: Sequence[Row]) -> Iterator[Line]:
 SUMMARIES: dict[str, Callable[[Sequence[Row]], Iterator[Line]]] = {
     "packings": _packings,
     "end-to-end": _end_to_end,
+    "scaling-ranks": _scaling_ranks,
     "small-inference": _small_inference,
     "mask-build": _mask_build,
     "leaks": _leaks,

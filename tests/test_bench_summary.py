@@ -56,6 +56,26 @@ def test_more_tokens_a_second_are_better():
     )
 
 
+def ranks(variant, order, count, speed):
+    case = {"variant": variant, "order": order, "ranks": count}
+    return a_row("scaling-ranks", TRAINER | case, tokens_per_s_rank=speed)
+
+
+def test_the_most_gpus_are_held_against_one():
+    rows = [
+        ranks("ddp", "shuffled", 1, 100.0),
+        ranks("ddp", "balanced", 2, 99.0),
+        ranks("ddp", "balanced", 4, 97.0),
+        ranks("fsdp2", "balanced", 4, 96.5),
+        ranks("ddp", "shuffled", 4, 90.0),
+        ranks("ulysses", "", 4, 1.0),
+    ]
+    assert line(rows, "training on 4 GPUs").endswith(
+        "| `BalancedSampler`: DDP 97.0%, FSDP2 96.5% | rows in random order: DDP 90.0% |"
+    )
+    assert not [x for x in summary_section(rows[1:]).splitlines() if "GPUs" in x]
+
+
 def test_cuda_graphs_alone_of_small_rows():
     rows = [
         a_row("small-inference", SMALL | {"variant": variant, "mode": mode}, ms_p50=ms)

@@ -35,7 +35,7 @@ STEPS = {
 }
 
 MEAN_DOC = 2048
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 PROMPTS = 16  # a batch of generation
 
 BUDGET_BYTES = 90e9

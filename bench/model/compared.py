@@ -70,7 +70,6 @@ GENERATE = (
     "padded:transformers:flash_attention_2",
     "padded:transformers:flash_attention_3",
     "padded:transformers:eager",
-    "serial:auto",
     "serial:transformers:sdpa",
 )
 ON_A_CPU: dict[str, tuple[str, ...]] = {

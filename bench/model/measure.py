@@ -112,9 +112,14 @@ class Measurement(ABC):
                 for variant in variants:
                     self.give_up(variant, error)
                 return self.findings
+            say = self.options.say
+            say(f"{self.case.name}: oracle done")
             for variant in variants:
                 self.attempt(variant)
+                outcome = "right" if variant in self.lives else self.findings[-1].status
+                say(f"{self.case.name}: {variant}: {outcome}")
             self.time()
+            say(f"{self.case.name}: timed")
         return self.findings
 
     # --- one variant -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from flexvarlen.rows import Status
 # Rows whose logits exist at once: in fp32, with their gradient, 5 GiB at a vocabulary of 152k.
 LOSS_ROWS = 4096
 
-SLOW_STEP_S = 20.0  # a step that takes longer is timed once
+SLOW_STEP_S = 4.0  # a step that takes longer is timed once
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 def repeats_for(took: Mapping[str, float], budget_s: float, most: int) -> dict[str, int]:
     """How often each variant is timed: within the budget, 3 at least, once where it is slow.
 
-    >>> repeats_for({"a": 0.1, "b": 5.0, "c": 30.0}, 3.0, 20)
+    >>> repeats_for({"a": 0.1, "b": 2.0, "c": 30.0}, 3.0, 20)
     {'a': 20, 'b': 3, 'c': 1}
     """
     return {

@@ -175,5 +175,6 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylabel("tokens a second")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.suptitle(title_of(rows).replace("; ", "\n").replace("`", ""), fontsize=10)
+    title = title_of(rows).replace("; ", "\n").replace(", a packed", ",\na packed")
+    figure.suptitle(title.replace("`", ""), fontsize=10)
     save_figure(figure, path)
