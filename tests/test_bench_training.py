@@ -18,7 +18,14 @@ import flexvarlen as fv
 from flexvarlen.bench.model.accuracy import checkpoint_layers
 from flexvarlen.bench.model.geometries import new_causal_lm
 from flexvarlen.bench.report import FIGURES, report, section_of
-from flexvarlen.bench.training import convergence, end_to_end, scaling_ranks, texts, ulysses
+from flexvarlen.bench.training import (
+    convergence,
+    end_to_end,
+    scaling_ranks,
+    sequence,
+    texts,
+    ulysses,
+)
 from flexvarlen.bench.training.convergence_figure import running_mean
 from flexvarlen.bench.training.convergence_tables import BEYOND, NO_VERDICT, WITHIN, judged
 from flexvarlen.bench.training.end_to_end_batches import padded_batches, split_evenly
@@ -332,14 +339,14 @@ WORLD = 2
 def two_runs(rank, ports, out):
     """A rank of two runs, one after the other, on one file."""
     arguments = "--device cpu --geometry qwen3-tiny --tokens 96 --rows 4 --warmup 1 --row 256"
-    sizes = "--mean 60 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1"
+    sizes = "--mean 60 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --document 160 --steps 2"
     torch.set_num_threads(1)
     for port in ports:
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
         rows = scaling_ranks.main([*arguments.split(), *sizes.split(), "--out", out])
-        assert len(rows) == (5 if port == ports[0] else 0)
+        assert len(rows) == (6 if port == ports[0] else 0)
 
 
 @pytest.fixture(scope="module")
@@ -360,9 +367,10 @@ def ranked(tmp_path_factory):
 
 
 def test_two_ranks(ranked):
-    assert len(ranked.read_text().splitlines()) == 5
+    assert len(ranked.read_text().splitlines()) == 6
     rows = read_rows([ranked])
-    assert statuses(rows) == {"ddp": {"ok"}, "fsdp2": {"ok"}, "ulysses": {"ok"}}
+    assert set(statuses(rows)) == {"ddp", "fsdp2", "ulysses", "sequence"}
+    assert {row.status for row in rows} == {"ok"}
     ddp, sharded = (
         [row.measures["first_loss"] for row in rows if row.case["variant"] == name]
         for name in ("ddp", "fsdp2")
@@ -374,6 +382,24 @@ def test_two_ranks(ranked):
     table = section_of("scaling-ranks", rows)
     assert "| DDP | 2 | balanced |" in table
     assert "| 4 / 2 | 2 |" in table
+    assert "one document of 160 tokens over all GPUs" in table
+
+
+def test_a_sequence_that_learns_from_half_the_row_is_wrong(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)  # no launcher
+    pack = sequence.fv.PackedCollator.__call__
+
+    def half(collator, examples):
+        batch = pack(collator, examples)
+        batch["labels"][:, 48:] = -100
+        return batch
+
+    monkeypatch.setattr(sequence.fv.PackedCollator, "__call__", half)
+    arguments = "--device cpu --geometry qwen3-tiny --tokens 96 --rows 2 --document 128"
+    (row,) = scaling_ranks.main([*arguments.split(), "--what", "sequence"])
+    assert row.status == "wrong"
+    assert row.reason.startswith("relative error of the first")
+    assert "| 1 | wrong: relative error" in section_of("scaling-ranks", [row])
 
 
 def test_a_loss_that_is_not_finite_on_another_rank(monkeypatch):

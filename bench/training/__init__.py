@@ -5,7 +5,7 @@
 | `convergence.py`, `convergence_documents.py` | a small model from scratch, packed and padded |
 | `end_to_end.py`, `end_to_end_….py` | transformers' `Trainer`, packed and padded, ours and theirs |
 | `scaling_ranks.py` | under torchrun: DDP and FSDP2, rows balanced or not |
-| `ulysses.py` | and attention over one long row on all ranks |
+| `ulysses.py`, `sequence.py` | and one long row on all ranks: attention, a whole model |
 | `resumable.py` | a run that leaves out what its file holds |
 | `texts.py` | documents of real text, as token ids |
 

@@ -3,7 +3,7 @@
     python -m torch.distributed.run --nproc-per-node 4 -m flexvarlen.bench.training.scaling_ranks \
         --out rows.jsonl
 
-without a launcher: one rank. Three measures, `--what`:
+without a launcher: one rank. Four measures, `--what`:
 
     ddp, fsdp2  tokens a second of whole training steps, a packed row a rank and step, rows in a
                 plain shuffled order or in `BalancedSampler`'s. The rows are the same whatever the
@@ -11,6 +11,8 @@ without a launcher: one rank. Three measures, `--what`:
                 layer and the rest.
     ulysses     attention over one long row through `flexvarlen.parallel.ulysses_attention`
                 (`ulysses.py`), against one GPU.
+    sequence    training on one document, cut over the ranks, that one GPU has no memory for
+                (`sequence.py`).
 
 Rank 0 writes the rows. What fails on one rank alone ends the run, when the others have waited for
 it for three minutes.
@@ -42,6 +44,7 @@ from flexvarlen.bench.model.step import free, synchronize
 from flexvarlen.bench.model.utilisation import noting_auto
 from flexvarlen.bench.training.resumable import Measured, ResumableRun, add_run_arguments
 from flexvarlen.bench.training.scaling_ranks_tables import SUITE, scaling_ranks_section
+from flexvarlen.bench.training.sequence import LEARNING_RATE, SequenceCase, measure_sequence
 from flexvarlen.bench.training.texts import crc_of, full_rows, topic_ids
 from flexvarlen.bench.training.ulysses import UlyssesCase, measure_ulysses
 from flexvarlen.boundaries import round_up_to_power_of_two
@@ -49,8 +52,7 @@ from flexvarlen.measure import memory_meaning
 from flexvarlen.rows import Row
 
 WAITS = timedelta(minutes=3)
-LEARNING_RATE = 1e-5
-WHAT = ("ddp", "fsdp2", "ulysses")
+WHAT = ("ddp", "fsdp2", "ulysses", "sequence")
 ORDERS = ("shuffled", "balanced")
 
 
@@ -76,6 +78,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--kv-heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
     add("--repeats", type=int, default=10, help="timed calls there")
+    add("--document", type=int, default=98_304, help="tokens of sequence's document")
+    add("--steps", type=int, default=3, help="timed steps on it")
     add("--seed", type=int, default=0)
     add_run_arguments(parser)
     args = parser.parse_args(argv)
@@ -126,8 +130,8 @@ class Run(ResumableRun):
         return found[0]
 
     def run(self) -> list[Row]:
-        training = [name for name in self.args.what if name != "ulysses"]
-        if training:
+        training = [name for name in self.args.what if name in ("ddp", "fsdp2")]
+        if training or "sequence" in self.args.what:
             self.make_rows()
         for variant in training:
             for order in self.args.orders:
@@ -142,6 +146,8 @@ class Run(ResumableRun):
                     case.data(), partial(measure_ulysses, case, self.device, self.args.repeats)
                 )
                 free(self.device)
+        if "sequence" in self.args.what:
+            self.sequence()
         return self.rows
 
     # --- training --------------------------------------------------------------------------------
@@ -178,8 +184,7 @@ class Run(ResumableRun):
     def train(self, variant: str, order: str) -> Measured:
         """Status, reason and measures of a few warm-up steps and one pass over the rows."""
         args = self.args
-        torch.manual_seed(args.seed)
-        model = new_causal_lm(args.geometry, args.layers, self.dtype, self.device).train()
+        model = self.new_model()
         fv.patch_model(model, args.backend)
         if args.checkpointing:
             checkpoint_layers(model)
@@ -238,6 +243,12 @@ class Run(ResumableRun):
             },
         )
 
+    def new_model(self) -> PreTrainedModel:
+        """The same weights each time, on each rank."""
+        args = self.args
+        torch.manual_seed(args.seed)
+        return new_causal_lm(args.geometry, args.layers, self.dtype, self.device).train()
+
     def wrapped(self, model: PreTrainedModel, variant: str) -> nn.Module:
         if variant == "ddp":
             devices = [self.device] if self.device.type == "cuda" else None
@@ -256,6 +267,22 @@ class Run(ResumableRun):
         found: Tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found)
+
+    # --- one document over all ranks -------------------------------------------------------------
+
+    def sequence(self) -> None:
+        args = self.args
+        text = [token for row in self.texts for ids in row for token in ids]
+        document = (text * (args.document // len(text) + 1))[: args.document]
+        row = self.texts[0]
+        named = ("geometry", "layers", "tokens", "document", "steps", "checkpointing", "backend")
+        case = SequenceCase(
+            ranks=self.ranks,
+            **{name: getattr(args, name) for name in (*named, "dtype", "seed")},
+            texts_crc32=crc_of([row, [document]]),
+        )
+        self.measure(case.data(), partial(measure_sequence, case, self.new_model, row, document))
+        free(self.device)
 
     # --- Ulysses ---------------------------------------------------------------------------------
 

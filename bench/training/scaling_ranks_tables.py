@@ -27,7 +27,7 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         shared = {k: v for k, v in row.case.items() if k not in NOT_COMPARED}
-        kind = row.case["variant"] == "ulysses"
+        kind = _kind(row)
         key = repr((kind, sorted(shared.items()), row.environment.get("gpu")))
         groups.setdefault(key, []).append(row)
     return list(groups.values())
@@ -35,10 +35,8 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 def scaling_ranks_section(rows: Sequence[Row]) -> str:
     """A table of each group."""
-    return "\n\n".join(
-        _ulysses_table(group) if _is_ulysses(group) else _training_table(group)
-        for group in groups_of(rows)
-    )
+    tables = {"ulysses": _ulysses_table, "sequence": _sequence_table, "": _training_table}
+    return "\n\n".join(tables[_kind(group[0])](group) for group in groups_of(rows))
 
 
 def efficiency_of(row: Row, rows: Sequence[Row]) -> float | None:
@@ -51,8 +49,10 @@ def efficiency_of(row: Row, rows: Sequence[Row]) -> float | None:
     return float(row.measures["tokens_per_s_rank"]) / alone
 
 
-def _is_ulysses(rows: Sequence[Row]) -> bool:
-    return bool(rows[0].case["variant"] == "ulysses")
+def _kind(row: Row) -> str:
+    """What has tables of its own; "" for packed rows on each rank."""
+    variant: str = row.case["variant"]
+    return "" if variant in NAMES else variant
 
 
 def _training_table(rows: Sequence[Row]) -> str:
@@ -120,15 +120,39 @@ def _ulysses_table(rows: Sequence[Row]) -> str:
     )
 
 
+def _sequence_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in sorted(rows, key=lambda r: r.case["ranks"]):
+        case, m = row.case, row.measures
+        if row.status != "ok":
+            lines.append([str(case["ranks"]), f"{row.status}: {row.reason}", *["–"] * 4])
+            continue
+        errors = [
+            f"{m[f'{what}_error']:.1e} / {m[f'peer_{what}_error']:.1e}"
+            for what in ("loss", "gradient")
+        ]
+        peak = "–" if m["peak_mib"] is None else f"{m['peak_mib'] / 1024:.1f}"
+        speed = [f"{m['tokens_per_s']:,.0f}", f"{m['ms_step']:,.0f}"]
+        lines.append([str(case["ranks"]), *speed, peak, *errors])
+    header = ["GPUs", "tokens/s", "ms a step", "peak GiB", "loss", "gradients"]
+    case = rows[0].case
+    return (
+        f"Sequence parallelism, {title_of(rows)}{commit_of(rows[0].environment)}; trained on one "
+        f"document of {case['document']:,} tokens over all GPUs:\n\n{markdown(header, lines)}\n\n"
+        f"Loss and gradients: relative errors on a row of {case['tokens']:,} tokens against each "
+        "document alone one precision up, and what each document alone errs in the same dtype."
+    )
+
+
 def title_of(rows: Sequence[Row]) -> str:
     """What a group trained, and where."""
     case = rows[0].case
     name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     checkpointed = ", layers checkpointed" if case["checkpointing"] else ""
+    a_gpu = "" if _kind(rows[0]) else f" a packed row of {case['tokens']:,} tokens a GPU and step,"
     return (
-        f"{name} geometry, {case['layers']} layers, a packed row of {case['tokens']:,} tokens a "
-        f"GPU and step, `{case['backend']}`, {case['dtype']}{checkpointed}; "
-        f"{ran_on(rows[0].environment)}"
+        f"{name} geometry, {case['layers']} layers,{a_gpu} `{case['backend']}`, {case['dtype']}"
+        f"{checkpointed}; {ran_on(rows[0].environment)}"
     )
 
 
@@ -142,7 +166,7 @@ def scaling_ranks_figures(rows: Sequence[Row], folder: Path) -> list[Path]:
     mpl.use("Agg")
     drawn = []
     for group in groups_of(rows):
-        if _is_ulysses(group) or all(row.status != "ok" for row in group):
+        if _kind(group[0]) or all(row.status != "ok" for row in group):
             continue
         case = group[0].case
         name = f"scaling-ranks-{case['geometry']}-{case['tokens']}"
