@@ -31,7 +31,7 @@ def round_up_to_power_of_two(n: int) -> int:
 def host_int32(values: list[int], device: torch.device) -> Tensor:
     """int32 on the host; pinned if it is to be copied to a GPU, so that the copy need not sync."""
     pin = device.type == "cuda" and not torch.compiler.is_compiling()
-    return torch.tensor(values, dtype=torch.int32, pin_memory=pin)
+    return torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=pin)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def block_states(mask: DocumentMask, block_size: tuple[int, int]) -> Tensor:
     """int8 `[NQ, NK]` on the CPU: 0 empty, 1 partial, 2 full. Syncs."""
     tables = mask.tables(block_size, compact=True)
     num_q, num_k = tables.kv_num_blocks.shape[2], tables.q_num_blocks.shape[2]
-    states = torch.zeros(num_q, num_k, dtype=torch.int8)
+    states = torch.zeros(num_q, num_k, dtype=torch.int8, device="cpu")
     lists = (
         (PARTIAL, tables.kv_num_blocks, tables.kv_indices),
         (FULL, tables.full_kv_num_blocks, tables.full_kv_indices),

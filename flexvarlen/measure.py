@@ -254,11 +254,12 @@ class _Events:
         torch.cuda.synchronize(self.device)
         for _ in range(max(1, self.writes)):
             self.scratch.zero_()
-        begin.record()
+        stream = torch.cuda.current_stream(self.device)  # another device's may be current
+        begin.record(stream)
         called = time.perf_counter()
         call()
         host_s = time.perf_counter() - called
-        end.record()
+        end.record(stream)
         torch.cuda.synchronize(self.device)
         return host_s * 1e3, float(begin.elapsed_time(end))
 

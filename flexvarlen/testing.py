@@ -52,7 +52,7 @@ def packed_batch(
     """
     vocabulary = int(transformers_model(model).config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator)
+    ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator, device="cpu")
     return PackedBatch(ids, tuple(lengths))
 
 

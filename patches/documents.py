@@ -9,7 +9,7 @@ Shapes: B rows of S tokens, packed one after another: T = B·S.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class PackedForward:
         one_a_row: bool 0-dim, the same as a graph knows it.
         drops_pooled: whether a pooler's output, of whole rows, is left out.
         group: the ranks over which the row is cut; None: it is not.
+        copies: the same on other devices, by name.
     """
 
     layout: PackedLayout
@@ -77,6 +78,18 @@ class PackedForward:
     one_a_row: Tensor | None = None
     drops_pooled: bool = False
     group: ProcessGroup | None = None
+    copies: dict[str, PackedForward] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedForward:
+        """The same on a device, made once: accelerate asks before layers that lie elsewhere."""
+        there = torch.device(device)
+        name = str(there)
+        if name == str(self.layout.device):
+            return self
+        if name not in self.copies:
+            moved = self.layout.to(there, non_blocking=non_blocking)
+            self.copies[name] = replace(self, layout=moved, routes={})
+        return self.copies[name]
 
     @property
     def tokens_here(self) -> int:
@@ -229,6 +242,8 @@ def find_layout(
         refuse_halves(cu_seq_lens_k, max_length_q, max_length_k)
     changes = None if seq_idx is None else changes_of(seq_idx, batch, row_tokens, device)
     if packed_layout is not None:
+        if not torch.compiler.is_compiling():  # DDP and FSDP move a batch's tensors alone
+            packed_layout = packed_layout.to(device)
         if packed_layout.total_tokens != total or packed_layout.device != device:
             raise ValueError(
                 f"packed_layout must cover the batch's {total} tokens on {device}, got "

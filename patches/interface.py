@@ -49,7 +49,7 @@ from flexvarlen.patches.own_guards import drop_own_guards
 from flexvarlen.patches.packed_cache import set_apart
 from flexvarlen.patches.rotary import refuse_dynamic_rope, refuse_unpatched_longrope
 from flexvarlen.patches.routing import LayerKind, chunk_of, layer_type_of, refusal_of_layers
-from flexvarlen.patches.wrapped_forward import refuse_lost_patch
+from flexvarlen.patches.wrapped_forward import refuse_lost_patch, refuse_replica
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 IMPLEMENTATIONS = {
@@ -97,6 +97,7 @@ def _attention_function(backend: str) -> Attention:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         if handed is None:
+            refuse_replica(module)
             refuse_lost_patch(module)
             refuse_other_names(kwargs)
             refuse_mask_of_another_kind(attention_mask)

@@ -135,7 +135,7 @@ def _positions_on_images(base: Any, layout: PackedLayout, inputs: dict[str, Any]
         )
     rest = layout.total_tokens - sum(layout.lengths)
     real = layout.real_tokens().cpu()
-    runs = torch.arange(layout.total_tokens).split([*layout.lengths, rest])
+    runs = torch.arange(layout.total_tokens, device="cpu").split([*layout.lengths, rest])
     documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
     tokens_NL = pad_sequence(documents, batch_first=True, padding_value=-1).to(input_ids.device)
     is_token_NL = tokens_NL >= 0

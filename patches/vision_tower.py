@@ -75,7 +75,7 @@ def _with_frames(tower: Any, patch: Patch, inputs: dict[str, Any]) -> dict[str, 
     grid_thw: Tensor = inputs["grid_thw"]
     device = grid_thw.device
     sizes: list[list[int]] = grid_thw.tolist()
-    grid, merge = torch.tensor(sizes).view(-1, 3), tower.spatial_merge_size
+    grid, merge = torch.tensor(sizes, device="cpu").view(-1, 3), tower.spatial_merge_size
     lengths = [height * width for frames, height, width in sizes for _ in range(frames)]
     frames = PackedLayout.from_lengths(lengths, device=device)
     made: dict[str, Any] = {

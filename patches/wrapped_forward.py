@@ -297,6 +297,20 @@ _BYPASSED = (
 )
 
 
+def refuse_replica(layer: nn.Module) -> None:
+    """Raise in a replica of DataParallel, which cuts the documents' boundaries like a batch.
+
+    Raises:
+        NotImplementedError: the layer is one.
+    """
+    if getattr(layer, "_is_replica", False):
+        raise NotImplementedError(
+            "flexvarlen cannot run under DataParallel, which cuts cu_seq_lens in pieces as if they "
+            "were rows; start a process for each GPU (torchrun, accelerate launch), or show this "
+            "one a single GPU with CUDA_VISIBLE_DEVICES=0."
+        )
+
+
 def refuse_lost_patch(layer: nn.Module) -> None:
     """Raise if the wrapper that should have handed the layer its documents is gone.
 

@@ -134,7 +134,8 @@ def _seen(
     mask = MaskSpec.from_ints(spec)
     if mask.right == UNLIMITED and mask.left == UNLIMITED and not (mask.causal or mask.chunk):
         return None, None
-    cu_q, cu_k, prefixes = torch.tensor([[0, length_q], [0, length_k], [prefix, 0]]).int()
+    sizes = [[0, length_q], [0, length_k], [prefix, 0]]
+    cu_q, cu_k, prefixes = torch.tensor(sizes, dtype=torch.int32, device="cpu")
     lo, hi = query_bounds(
         cu_q, cu_k, None, None, prefixes[:1] if mask.prefix else None, [length_q, length_k], spec
     )

@@ -187,7 +187,7 @@ def pack(documents: Sequence[Sequence[int]], tokens: int, seed: int, source: str
                 lengths.append(len(taken))
     if rounds > 1:
         source = f"{source}, {rounds} times over"
-    return PackedBatch(torch.tensor([ids], dtype=torch.int64), tuple(lengths), source)
+    return PackedBatch(torch.tensor([ids], dtype=torch.int64, device="cpu"), tuple(lengths), source)
 
 
 def packed_text(

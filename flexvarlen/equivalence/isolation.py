@@ -207,7 +207,8 @@ class _Search:
                 flags.append((number, found))
         flags.append((None, changed_tokens(self.before.outputs, after.outputs)))
         looked_at = self._tokens(watched)
-        hit = torch.stack([(flag & looked_at).any() for _, flag in flags]).tolist()
+        hits = [(flag & looked_at.to(flag.device)).any() for _, flag in flags]  # of any layer's GPU
+        hit = torch.stack([each.to(looked_at.device) for each in hits]).tolist()
         if not any(hit):
             return None
         layer, flag = flags[hit.index(True)]
@@ -236,7 +237,7 @@ class _Search:
 
     def _tokens(self, documents: Sequence[int]) -> Tensor:
         """bool `[T]`: those of some documents."""
-        flags = torch.zeros(self.run.ids.numel(), dtype=torch.bool)
+        flags = torch.zeros(self.run.ids.numel(), dtype=torch.bool, device="cpu")
         for document in documents:
             flags[slice(*self.run.spans[document])] = True
         return flags.to(self.run.device)

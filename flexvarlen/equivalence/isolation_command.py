@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,16 +115,17 @@ def packed_inputs(
     """Keyword arguments of a forward: random tokens `[1, T]`, and the documents in that form."""
     layout = fv.PackedLayout.from_lengths(lengths, device=device)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (1, layout.total_tokens), generator=generator).to(device)
+    ids = torch.randint(vocabulary, (1, layout.total_tokens), generator=generator, device="cpu")
+    ids = ids.to(device)
     inputs: dict[str, Any] = {"input_ids": ids}
     if form == "packed_layout":
         return inputs | {"packed_layout": layout}
     if form == "document_ids":
-        numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
-        return inputs | {"attention_mask": numbers.to(device)[None]}
+        numbers = [number for number, n in enumerate(lengths, 1) for _ in range(n)]
+        return inputs | {"attention_mask": torch.tensor([numbers], device=device)}
     inputs["position_ids"] = layout.position_ids()[None]
     if form == "cu_seq_lens":
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     return inputs

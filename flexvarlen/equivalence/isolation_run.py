@@ -86,7 +86,7 @@ class ModelRun:
                 "with a decoder; pass model.get_encoder()."
             )
         inputs = dict(batch.inputs() if isinstance(batch, PackedBatch) else batch)
-        self.device = self.inner.device
+        self.device = device_of_inputs(self.inner)
         self.inputs: dict[str, Any] = {
             key: x.to(self.device) if isinstance(x, Tensor | PackedLayout) else x
             for key, x in inputs.items()
@@ -101,7 +101,7 @@ class ModelRun:
         self.vocabulary = int(self.inner.config.get_text_config().vocab_size)
         self.gradients = False
         self.forwards = 0
-        self._state = _State(self.inner, self.device)
+        self._state = _State(self.inner)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -176,9 +176,8 @@ class ModelRun:
             raise NoGradients(
                 "its outputs have no gradient of the input embeddings (a compiled graph hides them)"
             )
-        weights = torch.randn(
-            outputs.shape[1], generator=torch.Generator().manual_seed(self.seed)
-        ).to(outputs)
+        chance = torch.Generator().manual_seed(self.seed)
+        weights = torch.randn(outputs.shape[1], generator=chance, device="cpu").to(outputs)
         slopes = torch.zeros_like(outputs)
         for document in range(len(self.spans)) if losses is None else losses:
             slopes[slice(*self.spans[document])] = weights
@@ -256,16 +255,21 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
     return found
 
 
-class _State:
-    """Random generators (Python's, torch's on the CPU and on the model's device) and buffers."""
+def device_of_inputs(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs: of one that accelerate has dispatched, its hook knows."""
+    device: Any = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        device = model.device
+    return torch.device(device)
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+
+class _State:
+    """Random generators (Python's, torch's on the CPU and on all GPUs) and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
         self._python = random.getstate()
         self._cpu = torch.get_rng_state()
-        self._device = device
-        self._accelerator: Any = None
-        if device.type not in ("cpu", "meta"):
-            self._accelerator = torch.get_device_module(device).get_rng_state(device)
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         self._buffers = [
             (module, name, buffer, _copy(buffer))
             for module in model.modules()
@@ -275,9 +279,8 @@ class _State:
     def restore(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
-        if self._accelerator is not None:
-            module = torch.get_device_module(self._device)
-            module.set_rng_state(self._accelerator, self._device)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
         for owner, name, buffer, copied in self._buffers:
             owner._buffers[name] = buffer
             if buffer is not None and copied is not None and not torch.equal(buffer, copied):

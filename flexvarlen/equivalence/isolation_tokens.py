@@ -85,11 +85,12 @@ def with_other_tokens(
             (padding, ends of documents, images); a document that holds nothing else loses them.
     """
     generator = torch.Generator().manual_seed(seed)
-    stay = torch.tensor(sorted(special), dtype=torch.int64)
-    allowed = torch.arange(vocabulary)
+    device = ids_T.device
+    stay = torch.tensor(sorted(special), dtype=torch.int64, device=device)
+    allowed = torch.arange(vocabulary, device=device)
     allowed = allowed[~torch.isin(allowed, stay)]
-    steps = torch.randint(1, len(allowed), ids_T.shape, generator=generator).to(ids_T.device)
-    allowed, stay = allowed.to(ids_T.device), stay.to(ids_T.device)
+    steps = torch.randint(1, len(allowed), ids_T.shape, generator=generator, device="cpu")
+    steps = steps.to(device)
     places = torch.searchsorted(allowed, ids_T).clamp(max=len(allowed) - 1)
     other = allowed[(places + steps) % len(allowed)].to(ids_T.dtype)
     kept = torch.isin(ids_T, stay)

@@ -59,13 +59,10 @@ class Pieces:
         total, source, start = sum(lengths), [], 0
         for length in lengths:
             room = -(-length // tokens) * tokens
-            own = torch.full((room,), total)
-            own[:length] = torch.arange(start, start + length)
-            source.append(own)
+            source += [*range(start, start + length), *[total] * (room - length)]
             start += length
-        placed = torch.cat(source)
-        place = torch.nonzero(placed < total)[:, 0]
-        return cls(tokens, placed.to(device), place.to(device))
+        placed = torch.tensor(source, device=device)
+        return cls(tokens, placed, torch.nonzero(placed < total)[:, 0])
 
     def enter(self, x_T: Tensor) -> Sequence[Tensor]:
         """`[C, ...]` each, of `[T, ...]`: contiguous, one behind the other."""

@@ -139,7 +139,7 @@ def histogram(drift: Tensor) -> dict[str, Any]:
     drift = drift.detach().double().cpu()
     zeros, nans = int((drift == 0).sum()), int(drift.isnan().sum())
     kept = drift[(drift != 0) & ~drift.isnan()]
-    bins = torch.bucketize(kept, torch.tensor(edges[1:-1], dtype=torch.float64))
+    bins = torch.bucketize(kept, drift.new_tensor(edges[1:-1]))
     counts = torch.bincount(bins, minlength=len(edges) - 1).tolist()
     return {"edges": edges, "counts": counts, "zeros": zeros, "nans": nans}
 
@@ -226,7 +226,7 @@ def worst_tokens(drift: TokenDrift, batch: PackedBatch) -> list[list[float]]:
     size = torch.where(drift.counted, drift.logprob.abs(), 0).nan_to_num(nan=math.inf)
     most, tokens = size.topk(min(WORST, len(size)))
     starts = [start for start, _ in batch.spans()]
-    documents = torch.searchsorted(torch.tensor(starts), tokens, right=True) - 1
+    documents = torch.searchsorted(tokens.new_tensor(starts), tokens, right=True) - 1
     return [
         [document, token + 1 - starts[document], moved]  # the label is the token after
         for document, token, moved in zip(

@@ -118,9 +118,10 @@ def padded_groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _padded_piece(batch: PackedBatch, documents: tuple[int, int]) -> Piece:
-    lengths = torch.tensor(batch.lengths[slice(*documents)])
+    device = batch.input_ids.device
+    lengths = torch.tensor(batch.lengths[slice(*documents)], device=device)
     longest = int(lengths.max())
-    real_BS = (torch.arange(longest) < lengths[:, None]).to(batch.input_ids.device)
+    real_BS = torch.arange(longest, device=device) < lengths[:, None]
     ids_BS = torch.zeros_like(real_BS, dtype=batch.input_ids.dtype)
     spans = batch.spans()
     ids_BS[real_BS] = batch.input_ids[0, spans[documents[0]][0] : spans[documents[1] - 1][1]]

@@ -98,9 +98,10 @@ def _cut(lengths: Sequence[int]) -> tuple[Tensor, list[str]]:
         pieces = length // TOKENS
         if pieces == 0:
             owner = 0 if together and length >= TINY else -1
-            owners.append(torch.full((length,), owner))
+            owners.append(torch.full((length,), owner, device="cpu"))
             continue
-        owners.append((torch.arange(length) // TOKENS).clamp(max=pieces - 1) + len(names))
+        places = torch.arange(length, device="cpu")
+        owners.append((places // TOKENS).clamp(max=pieces - 1) + len(names))
         ends = [TOKENS * (piece + 1) for piece in range(pieces - 1)] + [length]
         names += [
             f"tokens {TOKENS * piece} to {end - 1} of document {document}"

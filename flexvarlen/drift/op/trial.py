@@ -28,9 +28,9 @@ def tokens_to_try(truth: Truth, error_T: Tensor, seed: int = 0) -> Tensor:
     worst = error_T.nan_to_num(torch.inf).topk(min(_WORST, tokens)).indices.cpu()
     ends = [token for start, end in spans_of(truth.case.lengths) for token in (start, end - 1)]
     chance = torch.Generator().manual_seed(seed)
-    others = torch.randint(tokens, (_RANDOM,), generator=chance)
-    chosen = torch.cat([worst, torch.tensor(ends[:_ENDS]), others])
-    return torch.tensor(sorted(set(chosen.tolist())), device=error_T.device)
+    others = torch.randint(tokens, (_RANDOM,), generator=chance, device="cpu")
+    chosen = {*worst.tolist(), *ends[:_ENDS], *others.tolist()}
+    return torch.tensor(sorted(chosen), device=error_T.device)
 
 
 class Trial:

@@ -188,13 +188,13 @@ def degrees_between(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | Non
     Returns:
         Between 0 and 180; exactly 0 for equal ones; NaN where either is zero or not finite.
     """
-    squares = torch.zeros(2, dtype=torch.float64)
+    squares = torch.zeros(2, dtype=torch.float64, device="cpu")
     for a, b in _pieces(ours, theirs):
         squares += torch.stack([a.square().sum(), b.square().sum()]).cpu()
     norm_a, norm_b = squares.sqrt().tolist()
     if not (norm_a > 0 and norm_b > 0 and math.isfinite(norm_a) and math.isfinite(norm_b)):
         return math.nan
-    gaps = torch.zeros(2, dtype=torch.float64)
+    gaps = torch.zeros(2, dtype=torch.float64, device="cpu")
     for a, b in _pieces(ours, theirs):
         u, v = a / norm_a, b / norm_b
         gaps += torch.stack([(u - v).square().sum(), (u + v).square().sum()]).cpu()

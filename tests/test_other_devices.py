@@ -1,0 +1,144 @@
+"""Devices that are not the current, the default, or the only one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from transformers import AutoModelForCausalLM
+
+import flexvarlen as fv
+from flexvarlen.equivalence import verify_isolation
+from flexvarlen.equivalence.isolation_run import device_of_inputs
+from flexvarlen.equivalence.models import build_model
+from flexvarlen.measure import time_interleaved
+from flexvarlen.patches.documents import PackedForward, find_layout
+
+LENGTHS = (9, 16, 15)
+CU_SEQ_LENS = torch.tensor([0, 9, 25, 40], dtype=torch.int32)
+IDS = torch.arange(5, 45)[None]
+FORMS = {
+    "cu_seq_lens": {
+        "cu_seq_lens_q": CU_SEQ_LENS,
+        "cu_seq_lens_k": CU_SEQ_LENS,
+        "max_length_q": 16,
+        "max_length_k": 16,
+    },
+    "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]},
+    "plain": {},
+}
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+# ---- another default device ----
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_a_cpu_model_under_another_default_device(backend):
+    """As after torch.set_default_device("cuda"): what is on the CPU stays there."""
+    model = fv.patch_model(build_model("llama")[0].eval(), backend)
+    with torch.device("meta"):
+        layout = fv.PackedLayout.from_lengths(LENGTHS, device="cpu")
+        for form in ({"packed_layout": layout}, *FORMS.values()):
+            loss = model(input_ids=IDS, labels=IDS, **form).loss
+            loss.backward()
+            assert loss.isfinite()
+        row = fv.PackedCollator(total_tokens=32)([{"input_ids": [5] * n} for n in (9, 12)])
+        assert verify_isolation(model, row).gradients == "bits"
+
+
+def test_masks_under_another_default_device():
+    with torch.device("meta"):
+        layout = fv.PackedLayout.from_lengths(LENGTHS, device="cpu")
+        dense = fv.DocumentMask.of(layout, window=4).to_dense()
+        found = fv.packed_attention(*torch.ones(3, 40, 2, 16, device="cpu"), layout, window=4)
+    assert dense.device == found.device == torch.device("cpu")
+
+
+# ---- a layout elsewhere ----
+
+
+def test_a_layout_that_a_wrapper_left_behind_follows_the_tokens():
+    """DDP and FSDP move the tensors of a batch, and nothing else."""
+    layout = fv.PackedLayout.from_lengths(LENGTHS)
+    found = find_layout(1, 40, torch.device("meta"), packed_layout=layout)
+    assert found.device.type == "meta"
+    with pytest.raises(ValueError, match="packed_layout must cover"):
+        find_layout(1, 48, torch.device("meta"), packed_layout=layout)
+
+
+def test_layers_elsewhere_share_a_copy():
+    """What accelerate does with the keyword arguments of a layer that lies on another device."""
+    packed = PackedForward(fv.PackedLayout.from_lengths(LENGTHS), "sdpa")
+    first, second = (send_to_device({"packed": packed}, "meta")["packed"] for _ in range(2))
+    assert first is second
+    assert first.layout.device.type == "meta"
+    assert first.routes is not packed.routes
+    assert send_to_device({"packed": packed}, "cpu")["packed"] is packed
+
+
+def test_a_dispatched_model_takes_inputs_where_its_hook_says():
+    model = build_model("llama")[0]
+    assert device_of_inputs(model) == torch.device("cpu")
+    model._hf_hook = SimpleNamespace(execution_device="meta")
+    assert device_of_inputs(model) == torch.device("meta")
+
+
+def test_a_replica_of_data_parallel_is_refused():
+    model = build_model("llama")[0].eval()
+    model.set_attn_implementation("flexvarlen_doc")
+    model(input_ids=IDS, use_cache=False, **FORMS["cu_seq_lens"])
+    for module in model.modules():
+        module._is_replica = True
+    with pytest.raises(NotImplementedError, match="cannot run under DataParallel"):
+        model(input_ids=IDS, use_cache=False, **FORMS["cu_seq_lens"])
+
+
+# ---- two GPUs ----
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("backend", [*fv.BACKENDS, "auto"])
+def test_a_device_that_is_not_current(backend):
+    heads = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
+    if backend != "auto" and (reason := fv.why_not(backend, device=torch.device("cuda:1"), **heads)):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    qkv = [torch.randn(512, h, 64, dtype=torch.bfloat16) for h in (8, 4, 4)]
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        layout = fv.PackedLayout.from_lengths([200, 1, 311], device=device)
+        leaves = [x.to(device).requires_grad_() for x in qkv]
+        out = fv.packed_attention(*leaves, layout, backend=backend)
+        out.sum().backward()
+        torch.cuda.synchronize(device)
+        found.append([x.float().cpu() for x in (out, *(leaf.grad for leaf in leaves))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("backend", ["flex", "sdpa", "varlen"])
+def test_a_model_over_two_gpus(backend, tmp_path):
+    build_model("llama")[0].save_pretrained(tmp_path)
+    parts = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    parts |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    logits = []
+    for device_map in ({"": 0}, parts):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map).eval()
+        fv.patch_model(model, backend)
+        layout = fv.PackedLayout.from_lengths(LENGTHS)
+        logits.append(model(input_ids=IDS.to("cuda:0"), packed_layout=layout).logits.cpu())
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
+    report = verify_isolation(model, {"input_ids": IDS, "packed_layout": layout})
+    assert report.layers > 0
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_the_clock_of_a_device_that_is_not_current():
+    x = torch.randn(8192, 8192, device="cuda:1")
+    timing = time_interleaved({"": lambda: x @ x}, device=torch.device("cuda:1"), repeats=5)[""]
+    assert timing.ms_p50 > 5  # 1.1e12 operations: 0.2 ms would be the launch alone
