@@ -24,7 +24,10 @@
 
 # %%
 import math
+import os
 import tempfile
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several, Trainer would use DataParallel
 
 import matplotlib.pyplot as plt
 import numpy as np
