@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -154,7 +155,7 @@ def _table(rows: Sequence[Row]) -> str:
             continue
         runs = list(each.runs.values())
         begun = sum(row.case["variant"] == each.variant for row in rows)
-        attends = runs[0].measures.get("attends")
+        attends = _attends(runs)
         losses = [row.measures["final_loss"] for row in runs]
         errors = [r.measures["gradient_error"] / r.measures["peer_gradient_error"] for r in runs]
         speed = _median(each.runs, "tokens_per_s")
@@ -180,15 +181,29 @@ def _table(rows: Sequence[Row]) -> str:
         positions = _median(baseline, "positions") / _median(baseline, "tokens")
         pads = f" A padded batch holds a whole step: {positions:.1f} positions a real token."
     spread = "not known" if sigma is None else f"{sigma:.4f} over {len(baseline)} seeds"
-    commits = "".join(dict.fromkeys(commit_of(row.environment) for row in rows))
+    commits = dict.fromkeys(commit_of(row.environment) for row in rows)
+    apart = ", of runs apart: a tenth between variants tells nothing" if len(commits) > 1 else ""
     return (
-        f"{title_of(rows)}{commits}:\n\n{markdown(header, lines)}\n\n"
+        f"{title_of(rows)}{''.join(commits)}:\n\n{markdown(header, lines)}\n\n"
         f"Final loss: the mean over the last {_last(rows[0].case['steps'])} steps; difference: "
         f"from the padded runs of the same seeds. The rule: over n seeds on average within "
         f"{BAND_SIGMAS:g} standard errors, σ √(2/n) as of independent runs, on none above "
         f"{MOST_SIGMAS:g} σ, at least {FEWEST_SEEDS} seeds, and no first gradient further off each "
         f"document alone than thrice what that dtype costs. σ is the padded runs' standard "
-        f"deviation, {spread}. Tokens are the documents' own, medians over seeds.{pads}"
+        f"deviation, {spread}. Tokens are the documents' own, medians over seeds{apart}."
+        f"{pads}"
+    )
+
+
+def _attends(runs: Sequence[Row]) -> str:
+    """The kernels that "auto" took, and in how many of the runs where not in all."""
+    taken = Counter(
+        kernel for row in runs for kernel in (row.measures.get("attends") or "").split(", ")
+    )
+    return ", ".join(
+        kernel if count == len(runs) else f"{kernel} in {count} of {len(runs)}"
+        for kernel, count in taken.most_common()
+        if kernel
     )
 
 

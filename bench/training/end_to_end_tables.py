@@ -108,8 +108,9 @@ def _table(rows: Sequence[Row]) -> str:
         if (done := [row for row in rows if row.status == "ok"])
     ]
     checked = f" The first step's largest relative errors: {', '.join(errors)}." if errors else ""
+    commits = "".join(dict.fromkeys(commit_of(row.environment) for row in rows))
     return (
-        f"{title_of(rows)}{commit_of(rows[0].environment)}:\n\n{markdown(header, lines)}\n\n"
+        f"{title_of(rows)}{commits}:\n\n{markdown(header, lines)}\n\n"
         "Tokens are the documents' own: pads are not counted. Timed steps that compiled a graph "
         "are left out, unless all did. MFU: 6 operations a token for each parameter of a matrix "
         f"product and attention's unmasked pairs, no recomputation, over the GPU's peak.{checked}"
