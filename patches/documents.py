@@ -80,9 +80,11 @@ class PackedForward:
     group: ProcessGroup | None = None
     copies: dict[str, PackedForward] = field(default_factory=dict)
 
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedForward:
-        """The same on a device, made once: accelerate asks before layers that lie elsewhere."""
-        there = torch.device(device)
+    def to(
+        self, device: torch.device | str | int | None, *, non_blocking: bool = False
+    ) -> PackedForward:
+        """The same on a device, made once: accelerate asks before layers, and None is anywhere."""
+        there = self.layout.device if device is None else torch.device(device)
         name = str(there)
         if name == str(self.layout.device):
             return self

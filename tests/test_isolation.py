@@ -98,20 +98,6 @@ def test_a_batch_the_model_honours_passes_and_one_it_ignores_raises(model, batch
         verify_isolation(model, numbered)
 
 
-def test_a_collators_layout_goes_to_the_models_device(model, monkeypatch):
-    went = []
-
-    def spy(layout, device, **options):
-        went.append(torch.device(device))
-        return layout
-
-    row = fv.PackedCollator(total_tokens=32)([{"input_ids": [5] * n} for n in (9, 12)])
-    monkeypatch.setattr(fv.PackedLayout, "to", spy)
-    with fv.patched(model, "reference"):
-        verify_isolation(model, row)
-    assert went == [model.device]
-
-
 @pytest.mark.gpu
 def test_a_collators_row_passes_on_a_gpu():
     row = fv.PackedCollator(total_tokens=32)([{"input_ids": [5] * n} for n in (9, 12)])
