@@ -64,16 +64,24 @@ def ranks(variant, order, count, speed):
 def test_the_most_gpus_are_held_against_one():
     rows = [
         ranks("ddp", "shuffled", 1, 100.0),
-        ranks("ddp", "balanced", 2, 99.0),
         ranks("ddp", "balanced", 4, 97.0),
         ranks("fsdp2", "balanced", 4, 96.5),
         ranks("ddp", "shuffled", 4, 90.0),
         ranks("ulysses", "", 4, 1.0),
+        ranks("ddp", "balanced", 2, 99.0),  # of fewer GPUs, after those of the most
+        ranks("fsdp2", "shuffled", 2, 80.0),
     ]
     assert line(rows, "training on 4 GPUs").endswith(
         "| `BalancedSampler`: DDP 97.0%, FSDP2 96.5% | rows in random order: DDP 90.0% |"
     )
-    assert not [x for x in summary_section(rows[1:]).splitlines() if "GPUs" in x]
+    assert "GPUs" not in summary_section(rows[1:])  # nothing to hold them against
+
+
+def test_one_gpu_or_one_order_gives_no_line_of_gpus():
+    one = [ranks("ddp", order, 1, 100.0) for order in ("shuffled", "balanced")]
+    assert "GPUs" not in summary_section(one)
+    for order in ("shuffled", "balanced"):
+        assert "GPUs" not in summary_section([*one, ranks("ddp", order, 4, 97.0)])
 
 
 def test_cuda_graphs_alone_of_small_rows():

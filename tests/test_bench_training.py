@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
 import os
-import socket
-from collections import Counter
 
 import pytest
 import torch
 import torch.multiprocessing
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexvarlen as fv
 from flexvarlen.bench.model.accuracy import checkpoint_layers
@@ -21,32 +17,21 @@ from flexvarlen.bench.report import FIGURES, report, section_of
 from flexvarlen.bench.training import (
     convergence,
     end_to_end,
-    scaling_ranks,
-    sequence,
     texts,
-    ulysses,
 )
 from flexvarlen.bench.training.convergence_figure import running_mean
 from flexvarlen.bench.training.convergence_tables import BEYOND, NO_VERDICT, WITHIN, judged
 from flexvarlen.bench.training.end_to_end_batches import padded_batches, split_evenly
 from flexvarlen.bench.training.resumable import ResumableRun
-from flexvarlen.bench.training.scaling_ranks_tables import efficiency_of
-from flexvarlen.bench.training.ulysses import Answer, Inputs
 from flexvarlen.drift.training.verdict import NOT_ROUNDING
 from flexvarlen.rows import Row, read_rows
+from tests.counted_operators import CountedOperators
+from tests.few_texts import few_texts
+
+__all__ = ["few_texts"]  # a fixture of each module
 
 SMALL = "--device cpu --tokens 96 --dtype float32"
 MODEL = "--longest 48 --vocabulary 300 --hidden 32 --layers 1 --steps 4 --topics-alone"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_texts():
-    """Three topics: a BPE of them is trained in no time."""
-    some = texts.read_documents()
-    some = tuple(sorted(some, key=len)[:12])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "read_documents", lambda: some)
-        yield
 
 
 def train(out, *more):
@@ -170,6 +155,16 @@ def test_a_seed_that_did_not_end_is_told(trained):
     assert f"| {NO_VERDICT} | 2 of 3 |" in section_of("convergence", rows)
 
 
+def test_all_kernels_that_auto_took_are_told(trained):
+    rows = []
+    for row in read_rows([trained]):
+        if row.case["variant"] == "sdpa":
+            taken = "fa2, fa4" if row.case["seed"] == 1 else "fa2"
+            row = dataclasses.replace(row, measures=row.measures | {"attends": taken})
+        rows.append(row)
+    assert "| `sdpa`, fa2, fa4 in 1 of 3 |" in section_of("convergence", rows)
+
+
 def test_running_mean():
     assert running_mean([4.0, 2.0, 0.0], 2) == [4.0, 3.0, 1.0]
 
@@ -216,7 +211,7 @@ def test_what_checkpointed_layers_keep_is_computed_once():
         torch.manual_seed(0)
         model = new_causal_lm("qwen3-tiny", 2, torch.float32, torch.device("cpu")).train()
         checkpoint_layers(fv.patch_model(model, "sdpa"), keep)
-        with Counting() as seen:
+        with CountedOperators() as seen:
             loss = model(input_ids=ids, labels=ids, packed_layout=layout).loss
             loss.backward()
         gradient = model.get_input_embeddings().weight.grad
@@ -226,16 +221,6 @@ def test_what_checkpointed_layers_keep_is_computed_once():
     assert (once, twice) == (2, 4)  # layers
     assert same_loss == loss
     torch.testing.assert_close(same_gradient, gradient)
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[function] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def test_kept_is_for_ours_alone(capsys):
@@ -330,118 +315,6 @@ def test_docstrings_of_a_module_and_what_is_in_it(tmp_path):
     assert list(texts._docstrings(file)) == []
 
 
-# ---- ranks ----
-
-
-WORLD = 2
-
-
-def two_runs(rank, ports, out):
-    """A rank of two runs, one after the other, on one file."""
-    arguments = "--device cpu --geometry qwen3-tiny --tokens 96 --rows 4 --warmup 1 --row 256"
-    sizes = "--mean 60 --heads 4 --kv-heads 2 --head-dim 16 --repeats 1 --document 160 --steps 2"
-    torch.set_num_threads(1)
-    for port in ports:
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-        rows = scaling_ranks.main([*arguments.split(), *sizes.split(), "--out", out])
-        assert len(rows) == (6 if port == ports[0] else 0)
-
-
-@pytest.fixture(scope="module")
-def ranked(tmp_path_factory):
-    """Rows of two ranks, whose second run had nothing to do."""
-    out = tmp_path_factory.mktemp("ranks") / "rows.jsonl"
-    sockets = [socket.socket() for _ in range(2)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    multiprocessing.set_forkserver_preload([__name__])  # imported once for both
-    torch.multiprocessing.start_processes(
-        two_runs, args=(ports, str(out)), nprocs=WORLD, start_method="forkserver"
-    )
-    return out
-
-
-def test_two_ranks(ranked):
-    assert len(ranked.read_text().splitlines()) == 6
-    rows = read_rows([ranked])
-    assert set(statuses(rows)) == {"ddp", "fsdp2", "ulysses", "sequence"}
-    assert {row.status for row in rows} == {"ok"}
-    ddp, sharded = (
-        [row.measures["first_loss"] for row in rows if row.case["variant"] == name]
-        for name in ("ddp", "fsdp2")
-    )
-    assert ddp == pytest.approx(sharded, rel=1e-5)
-    (found,) = (row.measures for row in rows if row.case["variant"] == "ulysses")
-    for name in ("out", "dq", "dk", "dv"):
-        assert found[f"error_{name}"] <= 2 * (found[f"single_error_{name}"] + 1e-7)
-    table = section_of("scaling-ranks", rows)
-    assert "| DDP | 2 | balanced |" in table
-    assert "| 4 / 2 | 2 |" in table
-    assert "one document of 160 tokens over all GPUs" in table
-
-
-def test_a_sequence_that_learns_from_half_the_row_is_wrong(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)  # no launcher
-    pack = sequence.fv.PackedCollator.__call__
-
-    def half(collator, examples):
-        batch = pack(collator, examples)
-        batch["labels"][:, 48:] = -100
-        return batch
-
-    monkeypatch.setattr(sequence.fv.PackedCollator, "__call__", half)
-    arguments = "--device cpu --geometry qwen3-tiny --tokens 96 --rows 2 --document 128"
-    (row,) = scaling_ranks.main([*arguments.split(), "--what", "sequence"])
-    assert row.status == "wrong"
-    assert row.reason.startswith("relative error of the first")
-    assert "| 1 | wrong: relative error" in section_of("scaling-ranks", [row])
-
-
-def test_a_loss_that_is_not_finite_on_another_rank(monkeypatch):
-    """No rank may leave alone: the others would wait for it in what follows."""
-    monkeypatch.delenv("RANK", raising=False)  # no launcher
-    monkeypatch.setattr(scaling_ranks.Run, "largest", lambda self, value: max(value, 1.0))
-    arguments = "--device cpu --geometry qwen3-tiny --tokens 96 --rows 2 --warmup 1 --what ddp"
-    (row,) = scaling_ranks.main(arguments.split())
-    assert (row.status, row.reason) == ("wrong", "a loss is not finite")
-
-
-def test_efficiency_is_against_one_gpu(ranked):
-    (row,) = (
-        row
-        for row in read_rows([ranked])
-        if (row.case["variant"], row.case.get("order")) == ("ddp", "balanced")
-    )
-    assert efficiency_of(row, [row]) is None
-    rate = row.measures["tokens_per_s_rank"]
-    one = Row("", row.case | {"ranks": 1}, "ok", None, {"tokens_per_s_rank": 2 * rate})
-    assert efficiency_of(row, [one, row]) == 0.5
-
-
-def test_ranks_that_answer_otherwise_are_wrong(monkeypatch):
-    monkeypatch.setattr(ulysses.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(ulysses.dist, "broadcast_object_list", lambda found, src: None)
-    lengths = (30, 34)
-    inputs = Inputs.random(lengths, (4, 2), 16, torch.float32, torch.device("cpu"), True)
-    layout = ulysses.fv.PackedLayout.from_lengths(lengths)
-    qkv = (inputs.q, inputs.k, inputs.v)
-
-    def attend(q, k, v):
-        return ulysses.fv.packed_attention(q, k, v, layout, backend="sdpa")
-
-    right = ulysses._answer(attend, qkv, inputs.cotangent)
-    assert ulysses._judged(inputs, Answer(right), Answer(right))[1] is None
-    for index, name in enumerate(("out", "dq", "dk", "dv")):
-        shifted = [x.roll(1, 0) if i == index else x for i, x in enumerate(right)]
-        _, reason = ulysses._judged(inputs, Answer(right), Answer(shifted))
-        assert f"relative error of {name} " in reason
-
-
 # ---- what they share ----
 
 
@@ -460,9 +333,9 @@ def test_what_raises_is_a_row(tmp_path):
     assert ResumableRun("other", args).is_todo({"variant": "x"})
 
 
-def test_a_report_of_all_three(trained, measured, ranked, tmp_path):
+def test_a_report_of_both(trained, measured, tmp_path):
     page = tmp_path / "page.md"
-    names = ("convergence", "end-to-end", "scaling-ranks")
+    names = ("convergence", "end-to-end")
     page.write_text(
         "".join(
             f"<!-- bench:{name}{more} begin -->\n<!-- bench:{name}{more} end -->\n"
@@ -470,7 +343,7 @@ def test_a_report_of_all_three(trained, measured, ranked, tmp_path):
             for more in ("", "-figures")
         )
     )
-    report([trained, measured, ranked], pages=[page], figures=tmp_path / "figures")
+    report([trained, measured], pages=[page], figures=tmp_path / "figures")
     assert set(FIGURES) > set(names)
-    assert len(list((tmp_path / "figures").glob("*.png"))) == 3
-    assert page.read_text().count(".png)") == 3
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 2
+    assert page.read_text().count(".png)") == 2

@@ -103,7 +103,8 @@ def test_a_replica_of_data_parallel_is_refused():
 @pytest.mark.parametrize("backend", [*fv.BACKENDS, "auto"])
 def test_a_device_that_is_not_current(backend):
     heads = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
-    if backend != "auto" and (reason := fv.why_not(backend, device=torch.device("cuda:1"), **heads)):
+    where = torch.device("cuda:1")
+    if backend != "auto" and (reason := fv.why_not(backend, device=where, **heads)):
         pytest.skip(reason)
     torch.manual_seed(0)
     qkv = [torch.randn(512, h, 64, dtype=torch.bfloat16) for h in (8, 4, 4)]

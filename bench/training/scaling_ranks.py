@@ -86,9 +86,37 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     on_cuda = torch.device(args.device).type == "cuda"
     args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
     args.layers = args.layers or GEOMETRIES[args.geometry](None).num_hidden_layers
-    if args.checkpointing is None:
-        args.checkpointing = training_bytes(args.geometry, args.tokens) > BUDGET_BYTES
+    if args.steps < 1:
+        parser.error(f"steps must be at least 1, got {args.steps}; set --steps 1 or more.")
+    given = args.checkpointing
+
+    def checkpointing(tokens: int) -> bool:
+        return training_bytes(args.geometry, tokens) > BUDGET_BYTES if given is None else given
+
+    args.checkpointing = checkpointing(args.tokens)
+    # As if a rank held all of the document: how many there are is not known yet.
+    args.sequence_checkpointing = checkpointing(max(args.tokens, args.document))
     return args
+
+
+def require_sizes(args: argparse.Namespace, ranks: int) -> None:
+    """Raise ValueError where so many ranks cannot share what is asked for."""
+    if args.rows % ranks:
+        raise ValueError(
+            f"rows must be a multiple of the {ranks} ranks, got {args.rows}; all ranks train in "
+            "each step."
+        )
+    if "sequence" not in args.what:
+        return
+    fewest = max(ranks, 2)  # one token has no next one to learn
+    for name in ("tokens", "document"):
+        count = getattr(args, name)
+        if count % ranks or count < fewest:
+            fits = max(count - count % ranks, fewest)
+            raise ValueError(
+                f"{name} must be a multiple of the {ranks} ranks and at least {fewest}, got "
+                f"{count}; sequence cuts it into equal shares: set --{name} {fits}."
+            )
 
 
 def join(args: argparse.Namespace) -> None:
@@ -113,11 +141,7 @@ class Run(ResumableRun):
         super().__init__(SUITE, args)
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.dtype: torch.dtype = getattr(torch, args.dtype)
-        if args.rows % self.ranks:
-            raise ValueError(
-                f"rows must be a multiple of the {self.ranks} ranks, got {args.rows}; all ranks "
-                "train in each step."
-            )
+        require_sizes(args, self.ranks)
 
     def say(self, text: str) -> None:
         if dist.get_rank() == 0:
@@ -275,10 +299,11 @@ class Run(ResumableRun):
         text = [token for row in self.texts for ids in row for token in ids]
         document = (text * (args.document // len(text) + 1))[: args.document]
         row = self.texts[0]
-        named = ("geometry", "layers", "tokens", "document", "steps", "checkpointing", "backend")
+        named = ("geometry", "layers", "tokens", "document", "steps", "backend", "dtype", "seed")
         case = SequenceCase(
             ranks=self.ranks,
-            **{name: getattr(args, name) for name in (*named, "dtype", "seed")},
+            checkpointing=args.sequence_checkpointing,
+            **{name: getattr(args, name) for name in named},
             texts_crc32=crc_of([row, [document]]),
         )
         self.measure(case.data(), partial(measure_sequence, case, self.new_model, row, document))

@@ -132,15 +132,16 @@ def _sequence_table(rows: Sequence[Row]) -> str:
             for what in ("loss", "gradient")
         ]
         peak = "–" if m["peak_mib"] is None else f"{m['peak_mib'] / 1024:.1f}"
-        speed = [f"{m['tokens_per_s']:,.0f}", f"{m['ms_step']:,.0f}"]
+        speed = [f"{m['tokens_per_s']:,.0f}", f"{m['ms_p50']:,.0f}"]
         lines.append([str(case["ranks"]), *speed, peak, *errors])
     header = ["GPUs", "tokens/s", "ms a step", "peak GiB", "loss", "gradients"]
     case = rows[0].case
     return (
         f"Sequence parallelism, {title_of(rows)}{commit_of(rows[0].environment)}; trained on one "
         f"document of {case['document']:,} tokens over all GPUs:\n\n{markdown(header, lines)}\n\n"
-        f"Loss and gradients: relative errors on a row of {case['tokens']:,} tokens against each "
-        "document alone one precision up, and what each document alone errs in the same dtype."
+        "Ms a step: the median. Loss and gradients: relative errors on a row of "
+        f"{case['tokens']:,} tokens against each document alone one precision up, and what each "
+        "document alone errs in the same dtype."
     )
 
 
