@@ -264,12 +264,15 @@ def device_of_inputs(model: nn.Module) -> torch.device:
 
 
 class _State:
-    """Random generators (Python's, torch's on the CPU and on all GPUs) and buffers."""
+    """Random generators (Python's, torch's on the CPU and wherever it may compute) and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._python = random.getstate()
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        devices = {x.device for x in model.parameters() if x.device.type not in ("cpu", "meta")}
+        if torch.cuda.is_initialized():  # weights may be offloaded
+            devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
+        self._elsewhere = {d: torch.get_device_module(d).get_rng_state(d) for d in devices}
         self._buffers = [
             (module, name, buffer, _copy(buffer))
             for module in model.modules()
@@ -279,8 +282,8 @@ class _State:
     def restore(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
+        for device, state in self._elsewhere.items():
+            torch.get_device_module(device).set_rng_state(state, device)
         for owner, name, buffer, copied in self._buffers:
             owner._buffers[name] = buffer
             if buffer is not None and copied is not None and not torch.equal(buffer, copied):
