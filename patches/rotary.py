@@ -100,7 +100,7 @@ def own_tables(base: nn.Module) -> None:
     if getattr(rotary, "rope_type", None) == "longrope":
         init = ROPE_INIT_FUNCTIONS["longrope"]
         long, _ = init(rotary.config, rotary.inv_freq.device, seq_len=_short_length(rotary) + 1)
-        setattr(rotary, LONG, long)
+        rotary.register_buffer(LONG, long, persistent=False)  # goes where the model goes
         vars(rotary)[_place(rotary)] = MethodType(forward, rotary)
     rotary.register_forward_hook(_materialize_outputs)
 
@@ -113,7 +113,8 @@ def shared_tables(base: nn.Module) -> None:
     hooks = rotary._forward_hooks
     for key in [key for key, hook in hooks.items() if hook is _materialize_outputs]:
         del hooks[key]
-    if vars(rotary).pop(LONG, None) is not None:
+    if LONG in rotary._buffers:
+        delattr(rotary, LONG)
         place = _place(rotary)
         del vars(rotary)[place]
         if place != "forward":

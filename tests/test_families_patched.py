@@ -42,6 +42,14 @@ def test_a_copy_packs_by_its_own_weights(name):
     assert torch.equal(logits(twin, packed_layout=layout), expected)
 
 
+def test_frequencies_of_longrope_go_where_the_model_goes():
+    model = fv.patch_model(new_model("phi3"), "sdpa").to("meta")
+    ours = [x for name, x in model.named_buffers() if "flexvarlen" in name]
+    assert [x.device.type for x in ours] == ["meta"]
+    fv.unpatch_model(model)
+    assert not any("flexvarlen" in name for name, _ in model.named_buffers())
+
+
 def test_a_pickle_of_longrope_asks_to_be_patched():
     model = fv.patch_model(new_model("phi3"), "sdpa")
     layout = fv.PackedLayout.from_lengths(LENGTHS)
