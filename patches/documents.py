@@ -84,13 +84,14 @@ class PackedForward:
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
     ) -> PackedForward:
         """The same on a device, made once: accelerate asks before layers, and None is anywhere."""
-        there = self.layout.device if device is None else torch.device(device)
-        name = str(there)
-        if name == str(self.layout.device):
+        if device is None or torch.device(device) == self.layout.device:
             return self
+        name = str(device)
         if name not in self.copies:
-            moved = self.layout.to(there, non_blocking=non_blocking)
-            self.copies[name] = replace(self, layout=moved, routes={})
+            moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
+            if moved is self.layout:  # "cuda", which is "cuda:0"
+                return self
+            self.copies[name] = replace(self, layout=moved, routes={}, copies={})
         return self.copies[name]
 
     @property

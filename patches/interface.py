@@ -97,7 +97,8 @@ def _attention_function(backend: str) -> Attention:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         if handed is None:
-            refuse_replica(module)
+            if kwargs.get("cu_seq_lens_q") is not None:
+                refuse_replica(module)
             refuse_lost_patch(module)
             refuse_other_names(kwargs)
             refuse_mask_of_another_kind(attention_mask)

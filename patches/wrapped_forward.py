@@ -305,7 +305,7 @@ def refuse_replica(layer: nn.Module) -> None:
     """
     if getattr(layer, "_is_replica", False):
         raise NotImplementedError(
-            "a packed batch cannot run under DataParallel, which cuts cu_seq_lens as if they "
+            "cu_seq_lens cannot come through DataParallel, which cuts them in pieces as if they "
             "were rows; start a process for each GPU (torchrun, accelerate launch), or show this "
             "one a single GPU with CUDA_VISIBLE_DEVICES=0."
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
+from flexvarlen.patches.rotary import LONG
 from tests.test_families import OTHERS, on_the_cpu
 from tests.tiny_models import LENGTHS, new_model, one_row
 
@@ -42,12 +43,14 @@ def test_a_copy_packs_by_its_own_weights(name):
     assert torch.equal(logits(twin, packed_layout=layout), expected)
 
 
-def test_frequencies_of_longrope_go_where_the_model_goes():
-    model = fv.patch_model(new_model("phi3"), "sdpa").to("meta")
-    ours = [x for name, x in model.named_buffers() if "flexvarlen" in name]
-    assert [x.device.type for x in ours] == ["meta"]
-    fv.unpatch_model(model)
-    assert not any("flexvarlen" in name for name, _ in model.named_buffers())
+def test_frequencies_of_longrope_are_moved_once():
+    model = fv.patch_model(new_model("phi3"), "sdpa")
+    rotary = model.base_model.rotary_emb
+    positions = torch.arange(8)[None]
+    tables = rotary(torch.ones(1, 8, 1), positions)
+    rotary.to("meta")(torch.ones(1, 8, 1, device="meta"), positions.to("meta"))
+    assert getattr(rotary, LONG).device.type == "meta"
+    assert all(x.device.type == "cpu" for x in tables)
 
 
 def test_a_pickle_of_longrope_asks_to_be_patched():

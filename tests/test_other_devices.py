@@ -1,15 +1,18 @@
 """Devices that are not the current, the default, or the only one."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.equivalence import verify_isolation
-from flexvarlen.equivalence.isolation_run import device_of_inputs
+from flexvarlen.equivalence.isolation_run import _State
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.measure import time_interleaved
 from flexvarlen.patches.documents import PackedForward, find_layout
@@ -78,11 +81,35 @@ def test_layers_elsewhere_share_a_copy():
         assert send_to_device({"packed": packed}, here)["packed"] is packed
 
 
-def test_a_dispatched_model_takes_inputs_where_its_hook_says():
-    model = build_model("llama")[0]
-    assert device_of_inputs(model) == torch.device("cpu")
-    model._hf_hook = SimpleNamespace(execution_device="meta")
-    assert device_of_inputs(model) == torch.device("meta")
+def test_a_copy_goes_with_its_forward():
+    packed = PackedForward(fv.PackedLayout.from_lengths(LENGTHS), "sdpa")
+    moved = weakref.ref(packed.to("meta").layout)
+    gc.disable()
+    try:
+        del packed
+        assert moved() is None  # and with it its plans, gigabytes perhaps
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_an_offloaded_model_is_verified(backend):
+    model = fv.patch_model(build_model("llama")[0].eval(), backend)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.device.type == "meta"
+    row = fv.PackedCollator(total_tokens=32)([{"input_ids": [5] * n} for n in (9, 12)])
+    assert verify_isolation(model, row, gradients=False).num_docs == 2
+
+
+def test_random_states_of_all_gpus_are_kept(monkeypatch):
+    kept, given = [], []
+    fake = SimpleNamespace(get_rng_state=kept.append, set_rng_state=lambda _, d: given.append(d))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch, "get_device_module", lambda device: fake)
+        _State(build_model("llama")[0]).restore()
+    assert set(kept) == set(given) == {torch.device("cuda:0"), torch.device("cuda:1")}
 
 
 def test_a_replica_of_data_parallel_is_refused():
@@ -91,7 +118,7 @@ def test_a_replica_of_data_parallel_is_refused():
     model(input_ids=IDS, use_cache=False, **FORMS["cu_seq_lens"])
     for module in model.modules():
         module._is_replica = True
-    with pytest.raises(NotImplementedError, match="cannot run under DataParallel"):
+    with pytest.raises(NotImplementedError, match="cannot come through DataParallel"):
         model(input_ids=IDS, use_cache=False, **FORMS["cu_seq_lens"])
 
 

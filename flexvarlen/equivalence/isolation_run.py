@@ -256,10 +256,14 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
 
 
 def device_of_inputs(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs: of one that accelerate has dispatched, its hook knows."""
-    device: Any = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
-    if device is None:
-        device = model.device
+    """Where a model takes its inputs: of one that accelerate has dispatched, a hook knows."""
+    for module in model.modules():  # the root first, then the embeddings
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            device: Any = getattr(each, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    device = model.device
     return torch.device(device)
 
 
