@@ -31,6 +31,7 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def _accelerate_as_it_was(monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer of another file leaves one
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
