@@ -75,6 +75,11 @@ def commit_of(environment: dict[str, Any]) -> str:
     )
 
 
+def commits_of(rows: Iterable[Row]) -> str:
+    """Those of all rows, once each, as `commit_of` tells one."""
+    return "".join(dict.fromkeys(commit_of(row.environment) for row in rows))
+
+
 def rows_alike(
     rows: Iterable[Row], differ: Collection[str], *, of_one_run: bool = False
 ) -> list[list[Row]]:

@@ -6,13 +6,10 @@ trainer = Trainer(model, args, train_dataset=..., data_collator=DataCollatorWith
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
@@ -20,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from flexvarlen.equivalence.isolation import IsolationReport, verify_isolation
 from flexvarlen.layout import PackedLayout
+from flexvarlen.random_state import RandomState
 
 
 class IsolationCallback(TrainerCallback):  # type: ignore[misc]
@@ -153,13 +151,8 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Afterwards the generators of Python, NumPy and torch on all devices are as they were."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    before = RandomState()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        before.restore()

@@ -15,7 +15,7 @@ import torch.multiprocessing
 
 from flexvarlen.bench.model.cases import training_bytes
 from flexvarlen.bench.report import report, section_of
-from flexvarlen.bench.training import scaling_ranks, sequence, ulysses
+from flexvarlen.bench.training import ranks, scaling_ranks, sequence, ulysses
 from flexvarlen.bench.training.scaling_ranks_tables import efficiency_of
 from flexvarlen.bench.training.ulysses import Answer, Inputs
 from flexvarlen.rows import Row, read_rows
@@ -115,7 +115,7 @@ def test_steps_on_a_document_are_a_plain_loop_s(monkeypatch, no_launcher):
     found = sequence_row().measures
     case, new_model, _, document = given
     model = new_model()
-    optimizer = torch.optim.AdamW(model.parameters(), sequence.LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), ranks.LEARNING_RATE)
     ids = torch.tensor([document])
     losses = []
     for _ in range(sequence.WARMUP_STEPS + case.steps):
@@ -163,7 +163,7 @@ def test_what_one_rank_alone_finds_wrong_all_say(ranked):
 
 
 def test_a_document_s_loss_that_is_not_finite(monkeypatch, no_launcher):
-    monkeypatch.setattr(sequence, "LEARNING_RATE", 1e30)  # the first loss is still right
+    monkeypatch.setattr(ranks, "LEARNING_RATE", 1e30)  # the first loss is still right
     row = sequence_row()
     assert (row.status, row.reason) == ("wrong", "a loss is not finite")
     assert "tokens_per_s" not in row.measures

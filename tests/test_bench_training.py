@@ -14,11 +14,7 @@ import flexvarlen as fv
 from flexvarlen.bench.model.accuracy import checkpoint_layers
 from flexvarlen.bench.model.geometries import new_causal_lm
 from flexvarlen.bench.report import FIGURES, report, section_of
-from flexvarlen.bench.training import (
-    convergence,
-    end_to_end,
-    texts,
-)
+from flexvarlen.bench.training import convergence, end_to_end, texts
 from flexvarlen.bench.training.convergence_figure import running_mean
 from flexvarlen.bench.training.convergence_tables import BEYOND, NO_VERDICT, WITHIN, judged
 from flexvarlen.bench.training.end_to_end_batches import padded_batches, split_evenly

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from flexvarlen.drift.training.verdict import BAND_SIGMAS, BEYOND, NOT_ROUNDING, WITHIN
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of, ran_on, rows_alike
+from flexvarlen.rows import Row, commit_of, commits_of, ran_on, rows_alike
 
 SUITE = "convergence"
 PADDED, UNPATCHED = "padded", "unpatched"
@@ -181,10 +181,11 @@ def _table(rows: Sequence[Row]) -> str:
         positions = _median(baseline, "positions") / _median(baseline, "tokens")
         pads = f" A padded batch holds a whole step: {positions:.1f} positions a real token."
     spread = "not known" if sigma is None else f"{sigma:.4f} over {len(baseline)} seeds"
-    commits = dict.fromkeys(commit_of(row.environment) for row in rows)
-    apart = ", of runs apart: a tenth between variants tells nothing" if len(commits) > 1 else ""
+    commits, apart = commits_of(rows), ""
+    if commits != commit_of(rows[0].environment):
+        apart = ", of runs apart: a tenth between variants tells nothing"
     return (
-        f"{title_of(rows)}{''.join(commits)}:\n\n{markdown(header, lines)}\n\n"
+        f"{title_of(rows)}{commits}:\n\n{markdown(header, lines)}\n\n"
         f"Final loss: the mean over the last {_last(rows[0].case['steps'])} steps; difference: "
         f"from the padded runs of the same seeds. The rule: over n seeds on average within "
         f"{BAND_SIGMAS:g} standard errors, σ √(2/n) as of independent runs, on none above "

@@ -11,7 +11,7 @@ from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
 from flexvarlen.plotstyle import UNSUPPORTED, style_of
-from flexvarlen.rows import Row, commit_of, ran_on, rows_alike
+from flexvarlen.rows import Row, commits_of, ran_on, rows_alike
 
 SUITE = "end-to-end"
 OURS = "packed:auto"
@@ -108,9 +108,8 @@ def _table(rows: Sequence[Row]) -> str:
         if (done := [row for row in rows if row.status == "ok"])
     ]
     checked = f" The first step's largest relative errors: {', '.join(errors)}." if errors else ""
-    commits = "".join(dict.fromkeys(commit_of(row.environment) for row in rows))
     return (
-        f"{title_of(rows)}{commits}:\n\n{markdown(header, lines)}\n\n"
+        f"{title_of(rows)}{commits_of(rows)}:\n\n{markdown(header, lines)}\n\n"
         "Tokens are the documents' own: pads are not counted. Timed steps that compiled a graph "
         "are left out, unless all did. MFU: 6 operations a token for each parameter of a matrix "
         f"product and attention's unmasked pairs, no recomputation, over the GPU's peak.{checked}"

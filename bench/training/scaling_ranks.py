@@ -31,9 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
@@ -42,9 +41,10 @@ from flexvarlen.bench.model.cases import BUDGET_BYTES, training_bytes
 from flexvarlen.bench.model.geometries import GEOMETRIES, new_causal_lm
 from flexvarlen.bench.model.step import free, synchronize
 from flexvarlen.bench.model.utilisation import noting_auto
+from flexvarlen.bench.training.ranks import data_parallel, largest, new_optimizer
 from flexvarlen.bench.training.resumable import Measured, ResumableRun, add_run_arguments
 from flexvarlen.bench.training.scaling_ranks_tables import SUITE, scaling_ranks_section
-from flexvarlen.bench.training.sequence import LEARNING_RATE, SequenceCase, measure_sequence
+from flexvarlen.bench.training.sequence import SequenceCase, measure_sequence
 from flexvarlen.bench.training.texts import crc_of, full_rows, topic_ids
 from flexvarlen.bench.training.ulysses import UlyssesCase, measure_ulysses
 from flexvarlen.boundaries import round_up_to_power_of_two
@@ -213,9 +213,7 @@ class Run(ResumableRun):
         if args.checkpointing:
             checkpoint_layers(model)
         wrapped = self.wrapped(model, variant)
-        optimizer = torch.optim.AdamW(
-            wrapped.parameters(), LEARNING_RATE, fused=self.device.type == "cuda"
-        )
+        optimizer = new_optimizer(wrapped, self.device)
         most = round_up_to_power_of_two(max(map(len, self.lengths)))
         pack = fv.PackedCollator(args.tokens, most, max(map(max, self.lengths)))
         steps = self.steps(order)
@@ -275,8 +273,7 @@ class Run(ResumableRun):
 
     def wrapped(self, model: PreTrainedModel, variant: str) -> nn.Module:
         if variant == "ddp":
-            devices = [self.device] if self.device.type == "cuda" else None
-            return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+            return data_parallel(model, self.device)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -288,9 +285,7 @@ class Run(ResumableRun):
 
     def largest(self, value: float) -> float:
         """Of all ranks."""
-        found: Tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
+        return largest([value], self.device)[0]
 
     # --- one document over all ranks -------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
 from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, commit_of, ran_on
+from flexvarlen.rows import Row, commit_of, ran_on, rows_alike
 
 SUITE = "scaling-ranks"
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
@@ -24,13 +24,7 @@ NOT_COMPARED = ("variant", "order", "ranks", "num_heads")
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one measure on one model or row, which differ in ranks, order and heads."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        shared = {k: v for k, v in row.case.items() if k not in NOT_COMPARED}
-        kind = _kind(row)
-        key = repr((kind, sorted(shared.items()), row.environment.get("gpu")))
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+    return rows_alike(rows, NOT_COMPARED)
 
 
 def scaling_ranks_section(rows: Sequence[Row]) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
@@ -24,10 +23,10 @@ from flexvarlen.bench.model.accuracy import checkpoint_layers
 from flexvarlen.bench.model.step import synchronize
 from flexvarlen.bench.model.utilisation import noting_auto
 from flexvarlen.bench.training.end_to_end_first_step import FirstStep, WrongError
+from flexvarlen.bench.training.ranks import data_parallel, largest, new_optimizer
 from flexvarlen.bench.training.resumable import Measured
-from flexvarlen.measure import memory_meaning, summarize
+from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
 
-LEARNING_RATE = 1e-5
 WARMUP_STEPS = 2
 
 
@@ -83,8 +82,7 @@ def measure_sequence(
     fv.patch_model(model, case.backend, sequence_parallel_group=dist.group.WORLD)
     if case.checkpointing:
         checkpoint_layers(model)
-    devices = [device] if device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    wrapped = data_parallel(model, device)
 
     def loss_of(documents: Sequence[list[int]]) -> Tensor:
         """The row's loss, after its backward: DDP's mean of gradients is then their sum."""
@@ -111,9 +109,7 @@ def measure_sequence(
         if reason is not None:
             return "wrong", reason, measures
         del truth
-        optimizer = torch.optim.AdamW(
-            model.parameters(), LEARNING_RATE, fused=device.type == "cuda"
-        )
+        optimizer = new_optimizer(model, device)
 
         def step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
@@ -122,20 +118,19 @@ def measure_sequence(
             return loss
 
         losses = [step() for _ in range(WARMUP_STEPS)]
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     own_ms = []
-    for _ in range(case.steps):
-        dist.barrier()
-        synchronize(device)
-        begin = time.perf_counter()
-        losses.append(step())
-        synchronize(device)
-        own_ms.append((time.perf_counter() - begin) * 1e3)
-    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0.0
-    largest = torch.tensor([*own_ms, peak], dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    *ms, peak = largest.tolist()
+
+    def timed_steps() -> None:
+        for _ in range(case.steps):
+            dist.barrier()
+            synchronize(device)
+            begin = time.perf_counter()
+            losses.append(step())
+            synchronize(device)
+            own_ms.append((time.perf_counter() - begin) * 1e3)
+
+    own_peak = peak_memory_mib(timed_steps, device)
+    *ms, peak = largest([*own_ms, own_peak or 0.0], device)
     timing = summarize(ms)
     document_losses: list[float] = torch.stack(losses).double().tolist()
     if not all(map(math.isfinite, document_losses)):
@@ -146,7 +141,7 @@ def measure_sequence(
         "tokens_per_s": case.document / timing.ms_p50 * 1e3,
         "document_first_loss": document_losses[0],
         "document_last_loss": document_losses[-1],
-        "peak_mib": peak if device.type == "cuda" else None,
+        "peak_mib": None if own_peak is None else peak,
         "peak_meaning": memory_meaning(device),
     }
     return "ok", None, measures

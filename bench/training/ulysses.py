@@ -30,6 +30,7 @@ from flexvarlen.bench.mask_build.accuracy import NAMES, Answer, disagreement
 from flexvarlen.bench.model.accuracy import OUTPUT_FACTOR
 from flexvarlen.bench.model.step import synchronize
 from flexvarlen.bench.model.utilisation import noting_auto
+from flexvarlen.bench.training.ranks import largest
 from flexvarlen.bench.training.resumable import Measured
 from flexvarlen.parallel import ulysses_attention
 
@@ -153,8 +154,7 @@ def _times(
             begin = time.perf_counter()
             call()
             synchronize(device)
-            took = torch.tensor((time.perf_counter() - begin) * 1e3, device=device)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            (took,) = largest([(time.perf_counter() - begin) * 1e3], device)
             if round_ >= WARMUP_CALLS:
-                samples[name].append(float(took))
+                samples[name].append(took)
     return {name: statistics.median(found) for name, found in samples.items()}

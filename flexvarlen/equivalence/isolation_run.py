@@ -7,7 +7,6 @@ dropout drops the same; afterwards both are as they were, and no parameter has a
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from flexvarlen.equivalence.batch import PackedBatch, layout_of, real_documents
 from flexvarlen.equivalence.isolation_tokens import special_tokens, with_other_tokens
 from flexvarlen.equivalence.isolation_trace import Trace, by_token, tensors_in
 from flexvarlen.layout import PackedLayout
+from flexvarlen.random_state import RandomState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -268,15 +268,10 @@ def device_of_inputs(model: nn.Module) -> torch.device:
 
 
 class _State:
-    """Random generators (Python's, torch's on the CPU and wherever it may compute) and buffers."""
+    """Random generators and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._python = random.getstate()
-        self._cpu = torch.get_rng_state()
-        devices = {x.device for x in model.parameters() if x.device.type not in ("cpu", "meta")}
-        if torch.cuda.is_initialized():  # weights may be offloaded
-            devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
-        self._elsewhere = {d: torch.get_device_module(d).get_rng_state(d) for d in devices}
+        self._random = RandomState({parameter.device for parameter in model.parameters()})
         self._buffers = [
             (module, name, buffer, _copy(buffer))
             for module in model.modules()
@@ -284,10 +279,7 @@ class _State:
         ]
 
     def restore(self) -> None:
-        random.setstate(self._python)
-        torch.set_rng_state(self._cpu)
-        for device, state in self._elsewhere.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+        self._random.restore()
         for owner, name, buffer, copied in self._buffers:
             owner._buffers[name] = buffer
             if buffer is not None and copied is not None and not torch.equal(buffer, copied):

@@ -119,9 +119,9 @@ def padded_groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 def _padded_piece(batch: PackedBatch, documents: tuple[int, int]) -> Piece:
     device = batch.input_ids.device
-    lengths = torch.tensor(batch.lengths[slice(*documents)], device=device)
-    longest = int(lengths.max())
-    real_BS = torch.arange(longest, device=device) < lengths[:, None]
+    lengths = batch.lengths[slice(*documents)]
+    places = torch.arange(max(lengths), device=device)
+    real_BS = places < torch.tensor(lengths, device=device)[:, None]
     ids_BS = torch.zeros_like(real_BS, dtype=batch.input_ids.dtype)
     spans = batch.spans()
     ids_BS[real_BS] = batch.input_ids[0, spans[documents[0]][0] : spans[documents[1] - 1][1]]
