@@ -36,6 +36,17 @@ class Row:
     measures: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def outcome(self) -> str:
+        """Status and reason, for a table. Without what an allocator says of its state.
+
+        >>> Row("scaling", {}, "oom", "CUDA out of memory. Tried to allocate 8.00 GiB. ...").outcome
+        'out of memory'
+        >>> Row("scaling", {}, "unsupported", "needs a GPU").outcome
+        'unsupported: needs a GPU'
+        """
+        return "out of memory" if self.status == "oom" else f"{self.status}: {self.reason}"
+
 
 def run_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """`Row.environment` of a run that starts now.

@@ -181,6 +181,7 @@ def test_fa4_that_does_not_import_is_refused(hopper, monkeypatch):
     fa4._import_problem.cache_clear()
     (reason,) = found
     assert "which does not import here (RuntimeError: cutlass is another)" in reason
+    assert reason.endswith("pip install --force-reinstall --no-deps flash-attn-4.")
     assert os.environ == before
 
 

@@ -197,7 +197,7 @@ def share_sentences(rows: Sequence[Row]) -> str:
     for row in rows:
         m, case = row.measures, row.case
         if row.status != "ok":
-            said.append(f"One layer of {case['geometry']}: {row.status}: {row.reason}")
+            said.append(f"One layer of {case['geometry']}: {row.outcome}")
             continue
         shares = [
             f"{_digits(m[key], 2)}% ({what})"

@@ -82,7 +82,7 @@ def packings_table(rows: Sequence[Row]) -> str:
             also = "" if eager == m["attends"] else f"; eagerly {eager}"
             name += f" ({m['attends']}{also})"
         if row.status != "ok":
-            reasons.append(f"{name} {row.status}: {row.reason}")
+            reasons.append(f"{name} {row.outcome}")
             lines.append([name, f"{row.status} ({len(reasons)})", *[""] * (len(header) - 2)])
             continue
         spread = f"{m['ms_p50']:.0f} ({m['ms_p20']:.0f}–{m['ms_p80']:.0f})"

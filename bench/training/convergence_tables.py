@@ -151,7 +151,7 @@ def _table(rows: Sequence[Row]) -> str:
     for each in found:
         if not each.runs:
             row = next(row for row in rows if row.case["variant"] == each.variant)
-            lines.append([f"`{each.variant}`", f"{row.status}: {row.reason}", *["–"] * 8])
+            lines.append([f"`{each.variant}`", row.outcome, *["–"] * 8])
             continue
         runs = list(each.runs.values())
         begun = sum(row.case["variant"] == each.variant for row in rows)

@@ -82,7 +82,7 @@ def _table(rows: Sequence[Row]) -> str:
         name, m = row.case["variant"], row.measures
         shown = ", ".join(_shown(name, "`"))
         if row.status != "ok":
-            lines.append([shown, f"{row.status}: {row.reason}", *["–"] * 9])
+            lines.append([shown, row.outcome, *["–"] * 9])
             continue
         target = TARGETS.get(name)
         ratio = None if ours is None or name == OURS else ours / m["tokens_per_s"]

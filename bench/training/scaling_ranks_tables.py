@@ -55,7 +55,7 @@ def _training_table(rows: Sequence[Row]) -> str:
         case, m = row.case, row.measures
         head = [NAMES[case["variant"]], str(case["ranks"]), case["order"]]
         if row.status != "ok":
-            lines.append([*head, f"{row.status}: {row.reason}", *["–"] * 5])
+            lines.append([*head, row.outcome, *["–"] * 5])
             continue
         efficiency = efficiency_of(row, rows)
         lines.append(
@@ -84,7 +84,7 @@ def _ulysses_table(rows: Sequence[Row]) -> str:
         case, m = row.case, row.measures
         head = [f"{case['num_heads']} / {case['num_kv_heads']}", str(case["ranks"])]
         if row.status != "ok":
-            lines.append([*head, f"{row.status}: {row.reason}", *["–"] * 5])
+            lines.append([*head, row.outcome, *["–"] * 5])
             continue
         speedup = m["single_ms"] / m["ulysses_ms"]
         worst = max(m[f"error_{n}"] / m[f"single_error_{n}"] for n in ("out", "dq", "dk", "dv"))
@@ -119,7 +119,7 @@ def _sequence_table(rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda r: r.case["ranks"]):
         case, m = row.case, row.measures
         if row.status != "ok":
-            lines.append([str(case["ranks"]), f"{row.status}: {row.reason}", *["–"] * 4])
+            lines.append([str(case["ranks"]), row.outcome, *["–"] * 4])
             continue
         errors = [
             f"{m[f'{what}_error']:.1e} / {m[f'peer_{what}_error']:.1e}"

@@ -23,6 +23,10 @@ from flexvarlen.backends.protocol import AttentionRequest
 from flexvarlen.switches import FA4_FOLDER, FA4_KEEPS, cache_folder
 
 INSTALL = "install it with: pip install 'flexvarlen[fa4]'."
+REINSTALL = (
+    "install it again, after flash-attn, which puts an old copy of the folder in its place: pip "
+    "install --force-reinstall --no-deps flash-attn-4."
+)
 _HOPPER, _BLACKWELL = (9,), (10, 11)
 _NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
 """Arguments of the backward that versions before 4.0.0b36 lack, some or all."""
@@ -129,13 +133,12 @@ def cute_refusal(name: str, device: torch.device) -> str | None:
     """Why FlashAttention-4 cannot run on this machine, or None."""
     # FA2's package brings an old copy of the folder: what FA4 is written in tells them apart.
     if find_spec("cutlass") is None or find_spec("flash_attn") is None:
-        problem: str | None = "which is not installed"
-    elif torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
+        return f"{name} needs flash_attn.cute, FlashAttention-4, which is not installed; {INSTALL}"
+    if torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
         return f"{name} needs a Hopper or Blackwell GPU; use backend='fa2' or 'flex'."
-    else:
-        problem = _import_problem(device)
+    problem = _import_problem(device)
     if problem is not None:
-        return f"{name} needs flash_attn.cute, FlashAttention-4, {problem}; {INSTALL}"
+        return f"{name} needs flash_attn.cute, FlashAttention-4, {problem}; {REINSTALL}"
     return None
 
 
