@@ -112,7 +112,7 @@ def time_interleaved(
     warmup: int = 3,
     repeats: int | Mapping[str, int] = 20,
     flush_l2: bool = True,
-    lead_in: int | Mapping[str, int] = 0,
+    lead_in: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
     """Time several variants of one computation against each other, fairly.
@@ -130,9 +130,8 @@ def time_interleaved(
         repeats: timed calls of each variant, or of each by name; a variant with fewer joins evenly
             spaced rounds.
         flush_l2: on CUDA, evict the L2 cache before each timed call.
-        lead_in: untimed calls right before each timed one, of each variant or of each by name: a
-            hot GPU's clocks follow the power that the last half second drew, so that a step after
-            a lighter variant runs faster.
+        lead_in: untimed calls right before each timed one: a hot GPU's clocks follow the power that
+            the last half second drew, so that a step after a lighter variant runs faster.
         progress: called with a variant's name before each of its timed calls.
 
     Returns:
@@ -186,12 +185,12 @@ def _interleaved(
     clock: _Clock,
     warmup: int,
     repeats: int | Mapping[str, int],
-    lead_in: int | Mapping[str, int],
+    lead_in: int,
     progress: Callable[[str], None] | None = None,
     wait: Callable[[], None] | None = None,
 ) -> dict[str, list[tuple[float, float]]]:
     """`wait`: ends each variant's warm-up, which `progress` then names too."""
-    wanted = {name: _of(repeats, name) for name in variants}
+    wanted = {n: repeats if isinstance(repeats, int) else repeats[n] for n in variants}
     for name, count in wanted.items():
         if count < 1:
             raise ValueError(f"repeats of {name!r} must be at least 1, got {count}; raise it")
@@ -212,14 +211,10 @@ def _interleaved(
                 continue
             if progress is not None:
                 progress(name)
-            for _ in range(_of(lead_in, name)):
+            for _ in range(lead_in):
                 variants[name]()
             samples[name].append(clock(variants[name]))
     return samples
-
-
-def _of(counts: int | Mapping[str, int], name: str) -> int:
-    return counts if isinstance(counts, int) else counts[name]
 
 
 def _wall(call: Callable[[], object]) -> tuple[float, float]:

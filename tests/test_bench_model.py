@@ -244,6 +244,20 @@ def test_an_oracle_that_does_not_fit_is_a_row_of_every_variant(monkeypatch):
     assert {f.status for f in found.values()} == {"oom"}
 
 
+def test_a_slow_step_is_not_timed_again(monkeypatch):
+    calls = []
+    own = Training.step
+    monkeypatch.setattr(Training, "step", lambda *args: (calls.append(args[0]), own(*args)))
+    monkeypatch.setattr(model_measure, "SLOW_S", 0.0)
+    found = measured(TEXT, "packed:sdpa", BASELINE)
+    assert len(calls) == len(found) == 2
+    for finding in found.values():
+        m = finding.measures
+        assert m["repeats"] == 1
+        assert 0 < m["ms_p20"] == m["ms_p50"] == m["ms_p80"]
+        assert m["tokens_per_s"] == pytest.approx(TEXT.tokens / (m["ms_p50"] / 1e3))
+
+
 def test_what_raises_while_timed_is_left_out(monkeypatch):
     calls = []
 
@@ -366,7 +380,7 @@ def test_padded_batches_fit_where_the_row_fits():
 
 def test_slow_steps_are_timed_less_often():
     budget, most = 3.0, 15
-    assert repeats_for({"a": 0.01, "b": 2.0, "c": 21.0}, budget, most) == {"a": 15, "b": 3, "c": 1}
+    assert repeats_for({"a": 0.01, "b": 0.5, "c": 2.0}, budget, most) == {"a": 15, "b": 6, "c": 3}
 
 
 # --- cases ---------------------------------------------------------------------------------------

@@ -21,14 +21,16 @@ from flexvarlen.measure import (
     environment,
     memory_meaning,
     peak_memory_mib,
+    summarize,
     time_interleaved,
     watch_compilation,
 )
 
 MOST_REPEATS = 15
-# A hot GPU's clocks follow the power that the last half second drew: what is not much longer gets a
-# call before the timed one.
-LEAD_IN_BELOW_S = 2.0
+SLOW_S = 2.0
+"""A call that takes longer is not timed again: the seconds of its second run stand. A shorter one
+is timed after another of its own, as a hot GPU's clocks follow the power that the last half second
+drew."""
 
 # Variants of one class share their code objects, and Dynamo's limits go by code object.
 LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
@@ -172,16 +174,14 @@ class Measurement(ABC):
     def time(self) -> None:
         """Interleaved timings of all that is right; what raises meanwhile is left out, and said."""
         while self.lives:
-            calls = {
-                f"{variant} {pass_}": call
-                for variant, live in self.lives.items()
-                for pass_, call in live.checked.calls.items()
-            }
-            took = {
-                f"{variant} {pass_}": taken
-                for variant, live in self.lives.items()
-                for pass_, taken in live.took.items()
-            }
+            calls, once, fast = {}, {}, {}
+            for variant, live in self.lives.items():
+                for pass_, taken in live.took.items():
+                    name = f"{variant} {pass_}"
+                    if taken > SLOW_S:
+                        once[name] = summarize([taken * 1e3])
+                    else:
+                        calls[name], fast[name] = live.checked.calls[pass_], taken
             called: list[str] = []
             try:
                 with watch_compilation() as stats:
@@ -189,9 +189,9 @@ class Measurement(ABC):
                         calls,
                         device=self.device,
                         warmup=0,  # each ran twice
-                        repeats=repeats_for(took, self.options.seconds, MOST_REPEATS),
+                        repeats=repeats_for(fast, self.options.seconds, MOST_REPEATS),
                         flush_l2=False,
-                        lead_in={name: int(s < LEAD_IN_BELOW_S) for name, s in took.items()},
+                        lead_in=1,
                         progress=called.append,
                     )
             except Exception as error:
@@ -201,7 +201,7 @@ class Measurement(ABC):
                 del self.lives[culprit]
                 self.give_up(culprit, error)
             else:
-                self.conclude(timings, stats.compilations)
+                self.conclude(timings | once, stats.compilations)
                 return
             free(self.device, *self.modules())
 

@@ -24,8 +24,6 @@ from flexvarlen.rows import Status
 # Rows whose logits exist at once: in fp32, with their gradient, 5 GiB at a vocabulary of 152k.
 LOSS_ROWS = 4096
 
-SLOW_STEP_S = 4.0  # a step that takes longer is timed once
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -127,14 +125,13 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_for(took: Mapping[str, float], budget_s: float, most: int) -> dict[str, int]:
-    """How often each variant is timed: within the budget, 3 at least, once where it is slow.
+    """How often each variant is timed: within the budget, 3 at least.
 
-    >>> repeats_for({"a": 0.1, "b": 2.0, "c": 30.0}, 3.0, 20)
-    {'a': 20, 'b': 3, 'c': 1}
+    >>> repeats_for({"a": 0.1, "b": 2.0}, 3.0, 20)
+    {'a': 20, 'b': 3}
     """
     return {
-        name: 1 if s > SLOW_STEP_S else max(min(3, most), min(most, int(budget_s / max(s, 1e-9))))
-        for name, s in took.items()
+        name: max(min(3, most), min(most, int(budget_s / max(s, 1e-9)))) for name, s in took.items()
     }
 
 
