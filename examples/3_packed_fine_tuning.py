@@ -269,9 +269,9 @@ print(f"a guess among {VOCABULARY} tokens has {math.log(VOCABULARY):.3f}")
 assert (a["labels"] != -100).sum() == (b["labels"] != -100).sum()
 assert len(losses["packed"]) == len(losses["unpacked"]) == STEPS
 
-# Packed learns the same as unpacked: losses and gradients of the first step are the same to rounding,
-# and here the curves stay so. In bfloat16, on a GPU, rounding is far coarser and grows over hundreds
-# of steps, at most to the noise of a seed. On fewer tokens.
+# Packed learns the same as unpacked: losses and gradients of the first step are the same to
+# rounding, and here the curves stay so. In bfloat16, on a GPU, rounding is far coarser and grows
+# over hundreds of steps, at most to the noise of a seed. On fewer tokens.
 first = [losses[name][0] for name in ("packed", "unpacked")]
 assert abs(first[0] / first[1] - 1) < (1e-3 if FULL else 1e-4), first
 assert abs(norms[0] / norms[1] - 1) < (1e-2 if FULL else 1e-4), norms
