@@ -1,7 +1,7 @@
 """`run_suite`: a suite's cases measured one after another, their rows appended, resumable.
 
 What is in the file is not measured again: a case is done when each wanted variant has a row there
-of the same GPU. All rows of a case are written at once, when it ends: a run killed at any moment
+of the same GPU; what another torch or commit made counts, and is told of. All rows of a case are written at once, when it ends: a run killed at any moment
 loses the case in flight and nothing else.
 """
 
@@ -95,6 +95,11 @@ def run_suite(
         for case in cases
         if (wanted := before.left_of(case, *_variants(suite, case, options)))
     ]
+    if before.others and len(todo) < len(cases):
+        options.say(
+            f"{run.out} holds rows of {', '.join(sorted(before.others))}, which are not measured "
+            "again: run with --again, or to another file, where they should be."
+        )
     for done, (case, variants) in enumerate(todo):
         if time.perf_counter() - begin > run.until_s:
             return Ended(done, len(cases) - len(todo), len(todo) - done)
@@ -164,13 +169,22 @@ def _append(
     append_rows(out, rows)
 
 
+def _made_by(environment: Mapping[str, Any]) -> str:
+    return f"torch {environment.get('torch')} at commit {environment.get('git_commit')}"
+
+
 class _Before:
-    """What the file holds of this suite and this GPU."""
+    """What the file holds of this suite and this GPU.
+
+    Attributes:
+        others: what made the rows that another torch or commit than this run's did.
+    """
 
     def __init__(self, suite: Suite, run: Run, environment: Mapping[str, Any]) -> None:
         rows = read_rows([run.out]) if run.out is not None and run.out.exists() else []
         self.again = run.again
         self.findings: dict[str, dict[str, list[Finding]]] = {}
+        self.others: set[str] = set()
         for row in rows:
             if row.suite != suite.name or row.environment.get("gpu") != environment["gpu"]:
                 continue
@@ -179,6 +193,8 @@ class _Before:
             variant, pass_ = row.case["variant"], row.case.get("pass", "")
             finding = Finding(variant, row.status, row.reason, row.measures, pass_)
             key = _key({k: v for k, v in row.case.items() if k not in ("variant", "pass")})
+            if (made_by := _made_by(row.environment)) != _made_by(environment):
+                self.others.add(made_by)
             self.findings.setdefault(key, {}).setdefault(variant, []).append(finding)
 
     def _of(self, case: Case) -> dict[str, list[Finding]]:

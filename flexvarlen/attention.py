@@ -24,6 +24,7 @@ from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend,
 from flexvarlen.bounds import Align, MaskSpec
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask, Prefix
+from flexvarlen.recompile_limit import warn_if_fallen_back
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 
@@ -88,6 +89,9 @@ def packed_attention(
     >>> packed_attention(q, k, k, layout).shape
     torch.Size([5, 4, 8])
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        warn_if_fallen_back()
     deterministic = promised(DETERMINISTIC, deterministic)
     batch_invariant = promised(BATCH_INVARIANT, batch_invariant)
     needs_grad = torch.is_grad_enabled() and (
@@ -98,7 +102,7 @@ def packed_attention(
     )
     key: Any = None
     plain = layout_k is None and prefix is None and type(layout) is PackedLayout
-    if plain and not torch.compiler.is_compiling():
+    if plain and not compiling:
         key = (
             *(q_THD.shape, k_THD.shape, v_THD.shape, layout.total_tokens),
             *(q_THD.dtype, k_THD.dtype, v_THD.dtype),

@@ -6,7 +6,7 @@
 | `interface.py` | the attention and mask functions that transformers calls by name |
 | `routing.py` | kinds of layers, and which backend serves which |
 | `towers.py` | the text and the vision tower of a model |
-| `compile_warnings.py` | sentences where compilation goes wrong in silence |
+| `compile_warnings.py` | a sentence where graphs are made for too many sizes |
 | `one_forward.py` | what the layers share by a name alone |
 | `model.py` | `patch_model`, `unpatch_model`, `patched` |
 | `forward_inputs.py` | what a patched model's forward is called with |

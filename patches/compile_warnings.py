@@ -1,14 +1,16 @@
-"""Warnings where compilation goes wrong in silence: graphs for too many sizes, or no graph."""
+"""A warning where compilation goes wrong in silence: graphs for too many sizes."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
+
+from flexvarlen.recompile_limit import reset_since
 
 SIZES_BEFORE_WARNING = 5
 """Graphs of one kind of layer for so many sizes of a batch: Dynamo's limit is 8 by default."""
@@ -18,7 +20,7 @@ SIZELESS = ("sdpa", "reference")
 
 _sizes: dict[tuple[int, Hashable, int], set[tuple[int, int]]] = {}  # by config's id, kind, total
 _told: set[Hashable] = set()
-_SINCE_RESET = "flexvarlen: graphs noted"  # a word in what torch._dynamo.reset() clears
+_SINCE_RESET = "flexvarlen: graphs noted"
 
 
 def note_sizes(
@@ -47,7 +49,8 @@ def _note(context: Any) -> None:
         return
     except (AttributeError, LookupError, TypeError):  # another torch
         return
-    _forget_after_reset()
+    if reset_since(_SINCE_RESET):
+        _forget()
     key = (id(config), layer, total)
     if not any(owner == id(config) for owner, *_ in _sizes):
         weakref.finalize(config, _forget, id(config)).atexit = False
@@ -71,42 +74,3 @@ def _forget(owner: int | None = None) -> None:
     for key in [key for key in _sizes if owner is None or key[0] == owner]:
         del _sizes[key]
         _told.discard(key)
-
-
-def _forget_after_reset() -> None:
-    """Forget all graphs if `torch._dynamo.reset()` has dropped them since the last was noted."""
-    cleared: set[str] | None = getattr(torch._dynamo.utils, "warn_once_cache", None)
-    if cleared is None:  # private: another torch may have none
-        return
-    if _SINCE_RESET not in cleared:
-        _forget()
-        cleared.add(_SINCE_RESET)
-
-
-# Private: another torch may have none, and then nothing is known of Dynamo.
-_callback: Callable[[], Any] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
-)
-
-
-def warn_if_fallen_back() -> None:
-    """Warn, once a process, if this eager call should have been in a compiled graph.
-
-    Past its recompile limit Dynamo runs a function, and all that it calls, eagerly where no graph
-    fits: one line in a log. Costs 0.1 µs. Not for use inside a compiled graph.
-    """
-    if _callback() is not False or "fallen_back" in _told:
-        return
-    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
-    if getattr(stance, "stance", "default") != "default":  # the user asked for it
-        return
-    _told.add("fallen_back")
-    warnings.warn(
-        "flexvarlen: attention runs eagerly inside torch.compile: Dynamo has made "
-        f"{torch._dynamo.config.recompile_limit} graphs of one function (its recompile_limit) and "
-        "stopped compiling. Give all batches one form and one size (capacity= and "
-        "max_seqlen_bound= of patch_model or the PackedLayout), pass fullgraph=True to have this "
-        "raised, see TORCH_LOGS=recompiles for what varied, or raise "
-        "torch._dynamo.config.recompile_limit.",
-        stacklevel=2,
-    )

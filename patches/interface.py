@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS
 from flexvarlen.parallel import heads_a_rank, ulysses_attention
-from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes, warn_if_fallen_back
+from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes
 from flexvarlen.patches.decoding import OTHER_KEYS, attend_to_cache
 from flexvarlen.patches.documents import (
     BOUNDARIES,
@@ -50,6 +50,7 @@ from flexvarlen.patches.packed_cache import set_apart
 from flexvarlen.patches.rotary import refuse_dynamic_rope, refuse_unpatched_longrope
 from flexvarlen.patches.routing import LayerKind, chunk_of, layer_type_of, refusal_of_layers
 from flexvarlen.patches.wrapped_forward import refuse_lost_patch, refuse_replica
+from flexvarlen.recompile_limit import warn_if_fallen_back
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 IMPLEMENTATIONS = {
@@ -105,7 +106,7 @@ def _attention_function(backend: str) -> Attention:
         packed = handed if isinstance(handed, PackedForward) else None
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            warn_if_fallen_back()
+            warn_if_fallen_back(type(module).__name__)
         # First whether it compiles: nothing that varies with the documents may be guarded on.
         if packed is not None and not compiling and packed.several_a_row:
             key = set_apart(key)

@@ -65,6 +65,18 @@ def out(tmp_path):
     return tmp_path / "folder" / "rows.jsonl"
 
 
+def test_rows_of_another_commit_are_told_of(out):
+    said = []
+    options = replace(OPTIONS, say=said.append)
+    for commit, told in (("1111111", 0), ("1111111", 0), ("2222222", 1)):
+        ended = run_suite(Squares(), options, Run(out, commit=commit))
+        assert ended.left == 0
+        assert len(said) == told
+    assert "at commit 1111111, which are not measured again" in said[0]
+    run_suite(Squares(), options, Run(out, commit="2222222", again=True))
+    assert len(said) == 1
+
+
 def test_rows_say_case_variant_pass_environment_and_commit(out):
     ended = run_suite(Squares(2), OPTIONS, Run(out, commit="abc"))
     assert (ended.measured, ended.done_before, ended.left) == (2, 0, 0)

@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import flexvarlen as fv
+from flexvarlen import recompile_limit
 from flexvarlen.backends import sdpa
 from flexvarlen.patches import compile_warnings
 from tests.oracle import assert_as_accurate
@@ -243,8 +244,9 @@ FOR_EACH_SIZE = {"backend": "flex", "dynamic": False}
 
 @pytest.fixture
 def told(monkeypatch):
-    """The sentences of our warnings, each of which comes once a process."""
+    """The sentences of our warnings, each of which comes once until a reset."""
     monkeypatch.setattr(compile_warnings, "_told", set())
+    monkeypatch.setattr(recompile_limit, "_told", set())
     monkeypatch.setattr(compile_warnings, "_sizes", {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -329,8 +331,24 @@ def test_a_recompile_limit_is_told_of(how, told):
             with torch.no_grad():
                 compiled(**inputs_of("layout", lengths_of(*size)))
             assert len(told()) == (number >= 4)  # of the capacities 4, 16 and 32, two have graphs
-    assert "attention runs eagerly inside torch.compile" in told()[0]
+    assert "attention of LlamaAttention runs eagerly inside torch.compile" in told()[0]
     assert "recompile_limit" in told()[0]
+
+
+def test_a_recompile_limit_is_told_of_without_a_model(told):
+    """And again after a reset."""
+    attend = torch.compile(fv.packed_attention, backend="eager", dynamic=False)
+
+    def past_the_limit():
+        for tokens in (3, 4, 5, 6):
+            attend(*torch.randn(3, tokens, 2, 8), fv.PackedLayout.from_lengths([tokens]))
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for number in (1, 2):
+            past_the_limit()
+            assert len(told()) == number
+            assert "attention runs eagerly inside torch.compile" in told()[-1]
+            torch._dynamo.reset()
 
 
 def test_a_recompile_limit_raises_under_fullgraph():

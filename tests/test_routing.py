@@ -349,6 +349,9 @@ def test_the_environment_promises_where_the_argument_does_not_say():
     with pytest.raises(NotImplementedError, match="reference is not batch invariant"):
         fv.patch_model(new_model("llama"), "reference")
     fv.patch_model(new_model("llama"), "reference", batch_invariant=False)
+    assert "not batch invariant" in fv.why_not("reference")
+    assert "reference" not in fv.available_backends()
+    assert fv.why_not("reference", batch_invariant=False) is None
 
 
 def test_kinds_of_a_model():

@@ -15,7 +15,7 @@ import math
 import threading
 import warnings
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +208,9 @@ def _among_ranks(
         return f"{own[0].backend} {own[0].compiled}"
 
     published = run.publish(kind, decide_here)
-    if own:
-        return Decision(**{**vars(own[0]), "lasting": True})  # one decision for the whole run
+    if own:  # one decision for the whole run
+        why = own[0].why if own[0].lasting else f"{own[0].why}; all ranks keep to it in this run"
+        return replace(own[0], why=why, lasting=True)
     return _published(published, "decided earlier in this run")
 
 

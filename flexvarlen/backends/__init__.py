@@ -20,6 +20,7 @@ from flexvarlen.backends import (
 )
 from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest, Backend
 from flexvarlen.bounds import MaskSpec
+from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 __all__ = [
     "BACKENDS",
@@ -110,8 +111,8 @@ def why_not(
     softcap: float | None = None,
     sinks: bool = False,
     needs_grad: bool = True,
-    deterministic: bool = False,
-    batch_invariant: bool = False,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
 ) -> str | None:
     """Why a backend cannot serve calls of this kind on this machine.
@@ -120,7 +121,8 @@ def why_not(
         name: one of `BACKENDS`.
         device, dtype, num_heads, num_kv_heads, head_dim: of the tensors.
         causal, window, chunk, prefix, cross: as in `MaskSpec.of`.
-        softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`.
+        softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; where
+            None says nothing, the environment variables do.
         needs_grad: whether a backward will follow.
 
     Returns:
@@ -142,8 +144,8 @@ def why_not(
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        deterministic=promised(DETERMINISTIC, deterministic),
+        batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
         return_lse=return_lse,
     )
     return refusal(name, request)
