@@ -1,8 +1,8 @@
 """`run_suite`: a suite's cases measured one after another, their rows appended, resumable.
 
 What is in the file is not measured again: a case is done when each wanted variant has a row there
-of the same GPU; what another torch or commit made counts, and is told of. All rows of a case are written at once, when it ends: a run killed at any moment
-loses the case in flight and nothing else.
+of the same GPU; what another torch or commit made counts, and is told of. All rows of a case are
+written at once, when it ends: a run killed at any moment loses the case in flight and nothing else.
 """
 
 from __future__ import annotations

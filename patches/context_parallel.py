@@ -1,4 +1,4 @@
-"""accelerate's sharding of tokens, under which a patched model would attend to a shard alone."""
+"""Others' sharding of tokens, under which a patched model would attend to a shard alone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ import torch
 
 
 def refuse_context_parallel() -> None:
-    """Raise where accelerate shards the tokens of a row over ranks.
+    """Raise where the tokens of a row are sharded over ranks by somebody else.
 
-    Its context parallelism exchanges keys inside `scaled_dot_product_attention`, its sequence
-    parallelism (DeepSpeed's) heads inside transformers' own attention functions. Our backends call
-    neither: each rank's documents would end at its shard, in silence. In a compiled graph asked
-    while tracing.
+    Context parallelism, of accelerate or of torch itself, exchanges keys inside
+    `scaled_dot_product_attention`; accelerate's sequence parallelism (DeepSpeed's) heads inside
+    transformers' own attention functions. Our backends call neither, or call it a document at a
+    time: each rank's documents would end at its shard, in silence. In a compiled graph asked while
+    tracing.
 
     Raises:
-        NotImplementedError: accelerate was configured so.
+        NotImplementedError: accelerate was configured so, or torch's `context_parallel` is around.
     """
     if _is_sharded_by_accelerate():
         raise NotImplementedError(
             "a patched model must not run under accelerate's context parallelism (cp_size above "
             "1) or sequence parallelism (sp_size above 1): documents would end at each rank's "
             "shard; set both to 1, and pass sequence_parallel_group= to patch_model."
+        )
+    if _is_sharded_by_torch():
+        raise NotImplementedError(
+            "a patched model must not run under torch's context_parallel: documents would end at "
+            "each rank's shard; leave it, and pass sequence_parallel_group= to patch_model."
         )
 
 
@@ -33,3 +39,10 @@ def _is_sharded_by_accelerate() -> bool:
         return False
     config = state.AcceleratorState._shared_state.get("parallelism_config")
     return any(getattr(config, name, False) for name in ("cp_enabled", "sp_enabled"))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_sharded_by_torch() -> bool:
+    # It puts a function of its own in the place of torch's, which is no Python function.
+    found = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
+    return found.startswith("torch.distributed.")

@@ -31,6 +31,7 @@ from flexvarlen.attention import packed_attention
 from flexvarlen.backends import BACKENDS
 from flexvarlen.parallel import heads_a_rank, ulysses_attention
 from flexvarlen.patches.compile_warnings import SIZELESS, note_sizes
+from flexvarlen.patches.context_parallel import refuse_context_parallel
 from flexvarlen.patches.decoding import OTHER_KEYS, attend_to_cache
 from flexvarlen.patches.documents import (
     BOUNDARIES,
@@ -98,6 +99,7 @@ def _attention_function(backend: str) -> Attention:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
         handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         if handed is None:
+            refuse_context_parallel()
             if kwargs.get("cu_seq_lens_q") is not None:
                 refuse_replica(module)
             refuse_lost_patch(module)

@@ -1,4 +1,4 @@
-"""accelerate cuts a row's tokens over ranks: a patched model refuses to run there."""
+"""accelerate or torch cuts a row's tokens over ranks: a patched model refuses to run there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 
 import flexvarlen as fv
 from tests.tiny_models import VOCABULARY, new_model
@@ -35,6 +37,25 @@ def test_a_patched_model_refuses_a_shard(monkeypatch, batch, compiler, size):
     # Dynamo wraps what is raised while it traces.
     with pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException), match=WORDS):
         called(**batch)
+
+
+def test_a_name_alone_refuses_a_shard(monkeypatch, batch):
+    model = new_model("llama")
+    model.set_attn_implementation("flexvarlen_doc")
+    positions = batch["packed_layout"].position_ids()[None]
+    configured(monkeypatch, cp_size=2)
+    with pytest.raises(NotImplementedError, match=WORDS):
+        model(input_ids=batch["input_ids"], position_ids=positions)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_torch_s_own_is_refused(batch):
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    mesh = init_device_mesh("cpu", (1,))
+    shard = context_parallel(mesh, buffers=[torch.zeros(1, 12)], buffer_seq_dims=[1])
+    with shard, pytest.raises(NotImplementedError, match="torch's context_parallel"):
+        model(**batch)
+    assert model(**batch).logits.shape[1] == 12
 
 
 def test_without_it_nothing_is_refused(monkeypatch, batch):
