@@ -79,11 +79,14 @@ def _end_to_end(rows: Sequence[Row]) -> Iterator[Line]:
         theirs = {name: speed[name] for name in TARGETS if name in speed}
         if OURS in speed and theirs:
             case = group[0].case
+            commits = {row.case["variant"]: row.environment.get("git_commit") for row in group}
+            apart = [_name(name) for name in theirs if commits[name] != commits[OURS]]
+            beside = _beside(theirs, speed[OURS], ",.0f", more_is_better=True)
             yield (
                 f"Trainer, {case['mode']}, {_model(case)}, {case['tokens']:,} tokens a step, "
                 "documents' tokens a second",
                 f"{speed[OURS]:,.0f}",
-                _beside(theirs, speed[OURS], ",.0f", more_is_better=True),
+                beside + (f"; at another commit: {', '.join(apart)}" if apart else ""),
             )
 
 
