@@ -63,7 +63,8 @@ def packed_attention(
         sinks: `[H]`, one logit a head that joins the softmax's denominator.
         scale: factor on the scores; default `D ** -0.5`.
         backend: a name of `flexvarlen.BACKENDS`, or "auto": the fastest here for such calls, timed
-            at the first of them (see `flexvarlen.explain`); on the CPU `sdpa`.
+            at the first of them (see `flexvarlen.explain`); on the CPU `sdpa`, or
+            `reference` for what that lacks.
         deterministic: the backward must give the same bits every time. None: as the environment
             variable FLEXVARLEN_DETERMINISTIC says (1 or 0), read once a process; default no.
         batch_invariant: a document must give the same bits whatever else is in the row. None: as

@@ -110,11 +110,12 @@ def dual(function, q, k, v):
 
 def test_auto_gives_the_reason_of_each_backend_that_it_tried():
     layout = PackedLayout.from_lengths([TOKENS])
+    asked = {"softcap": 2.0, "batch_invariant": True}
     refused(
         NotImplementedError,
         "no backend can serve this call. sdpa: sdpa has no softcap",
-        "backend='flex'",
-        lambda: packed_attention(tensor(), tensor(), tensor(), layout, softcap=2.0),
+        "reference is not batch invariant",
+        lambda: packed_attention(tensor(), tensor(), tensor(), layout, **asked),
     )
 
 

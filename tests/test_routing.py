@@ -354,6 +354,13 @@ def test_the_environment_promises_where_the_argument_does_not_say():
     assert fv.why_not("reference", batch_invariant=False) is None
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_auto_trains_on_a_cpu_what_sdpa_lacks(family):
+    """Softcap and sinks: by `reference`."""
+    model = fv.patch_model(new_model(family))
+    check_right(family, model, model(**PACKED))
+
+
 def test_kinds_of_a_model():
     kinds = routing.kinds_of(new_model("qwen3_windows", num_hidden_layers=4))
     assert kinds == (

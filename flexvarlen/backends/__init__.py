@@ -52,8 +52,11 @@ _REGISTRY: dict[str, Backend] = {
 BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """Every backend's name."""
 
-AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa",)}
-"""`backend="auto"` where it has not measured: the first usable of these, by device type."""
+AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa", "reference")}
+"""`backend="auto"` where it has not measured: the first usable of these, by device type.
+
+On the CPU `reference` has what `sdpa` lacks (softcap, sinks), in memory that grows with T squared.
+"""
 
 WASTEFUL_ORDER = {"cuda": ("flex", "fa3", "fa2", "varlen", "sdpa")}
 """The same where kernels over cu_seqlens would be launched for far more than the row holds: in a
