@@ -49,6 +49,7 @@ _BUILTIN = {
     for name, value in vars(builtins).items()
     if isinstance(value, type) and issubclass(value, BaseException)
 } - _NO_MESSAGE
+_PRINTS = ("errors.print", "parser.error", "typer.BadParameter")
 _CHECKS = re.compile(r"why_not|why_missing|why_no_|refusal$|_problem$|^unavailable$")
 _LONGEST_PLACEHOLDER = 24  # characters of an expression that still reads as a name
 
@@ -78,16 +79,19 @@ class _File:
     path: str
     tree: ast.Module
     constants: dict[str, ast.expr] = field(default_factory=dict)
+    sentences: dict[str, ast.expr] = field(default_factory=dict)
+    """What functions that do nothing else return."""
 
 
 def sources() -> list[Path]:
-    """Every module of the package; `patches` and `bench` are links in it."""
-    return sorted(
+    """Every module of the package, where `patches` and `bench` are links, and the script."""
+    modules = [
         path
         for folder in ("flexvarlen", "patches", "bench")
         for path in (ROOT / folder).rglob("*.py")
         if path.resolve() == path  # not by a link
-    )
+    ]
+    return sorted([*modules, ROOT / "examples" / "train.py"])
 
 
 def collect(paths: list[Path] | None = None) -> tuple[list[Message], list[str]]:
@@ -108,7 +112,7 @@ def collect(paths: list[Path] | None = None) -> tuple[list[Message], list[str]]:
     unresolved: list[str] = []
     for file in files:
         for kind, expression, scope, is_raise in _texts(file, exceptions, passing):
-            resolver = _Resolver(scope, {**shared, **file.constants})
+            resolver = _Resolver(scope, {**shared, **file.constants}, file.sentences)
             found = [text for text in resolver.texts(expression) if _is_sentence(text, kind)]
             for text in found:
                 messages[Message(file.path, kind, text)] = None
@@ -128,6 +132,10 @@ def _read(path: Path) -> _File:
         value = getattr(node, "value", None)
         if isinstance(target, ast.Name) and isinstance(value, ast.expr) and _is_text(value):
             file.constants[target.id] = value
+        if isinstance(node, ast.FunctionDef) and len(node.body) == 1:
+            returned = getattr(node.body[0], "value", None)
+            if isinstance(node.body[0], ast.Return) and _is_text(returned):
+                file.sentences[node.name] = returned
     return file
 
 
@@ -179,7 +187,7 @@ def _direct(file: _File, exceptions: set[str]) -> Iterator[tuple[str, ast.expr, 
                 yield "warning", node.args[0], False
             elif name == "_assert_async" and len(node.args) > 1:
                 yield "device assertion", node.args[1], False
-            elif ast.unparse(node.func) == "errors.print" and node.args:
+            elif ast.unparse(node.func) in _PRINTS and node.args:
                 yield "printed", node.args[0], False
         elif isinstance(node, ast.Return) and node.value is not None:
             scope = _scope(node)
@@ -216,8 +224,13 @@ def _texts(
 class _Resolver:
     """Texts that an expression may have, f-string parts as <placeholders>."""
 
-    def __init__(self, scope: ast.FunctionDef | None, constants: dict[str, ast.expr]) -> None:
-        self.constants = constants
+    def __init__(
+        self,
+        scope: ast.FunctionDef | None,
+        constants: dict[str, ast.expr],
+        sentences: dict[str, ast.expr],
+    ) -> None:
+        self.constants, self.sentences = constants, sentences
         self.local: dict[str, list[ast.expr]] = {}
         self.loops: list[tuple[ast.For, list[dict[str, ast.expr]]]] = []
         for node in ast.walk(scope) if scope is not None else ():
@@ -244,6 +257,8 @@ class _Resolver:
             once: list[dict[str, ast.expr]] = [{}]
             turns = next((each for each in around if _is_told_by(node, each[0])), once)
             return ["".join(self._part(part, turn) for part in node.values) for turn in turns]
+        if isinstance(node, ast.Call) and _name(node.func) in self.sentences:
+            return self.texts(self.sentences[_name(node.func)])
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]
         return []

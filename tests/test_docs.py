@@ -30,6 +30,7 @@ from tests.tiny_models import new_model
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples").glob("[0-9]*.py"))
 RUN = [page for page in DOCS if page.name not in ("benchmarks.md", "drift.md")]
 
 NEEDS = re.compile(r"# needs a (GPU|download)")
@@ -110,7 +111,7 @@ def broken_link(page: Path, target: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=named)
 def test_links_lead_somewhere(page):
     broken = [
         f"{named(page)}:{line}: {target}: {reason}"
@@ -386,6 +387,9 @@ def loops(x):
         if bad: raise ValueError(f"x is {contract}, got {x}; {advice}.")
     raise TypeError(f"{contract} and {advice} stay.")
 def prints(): errors.print("the run is wrong.", style="red")
+def sentence(x): return f"x is odd, got {x}; halve it."
+def told(x): raise ValueError(sentence(x))
+def asked(name): raise typer.BadParameter(f"{name} must be a name; spell it.")
 """
 
 
@@ -404,6 +408,8 @@ def test_each_way_to_make_a_message_is_found(tmp_path):
         ("ValueError", "x is small, <x>, got <x>; halve it."),
         ("TypeError", "<contract> and <advice> stay."),
         ("printed", "the run is wrong."),
+        ("ValueError", "x is odd, got <x>; halve it."),
+        ("printed", "<name> must be a name; spell it."),
     }
     assert elsewhere == ["module.py: ValueError(str(error))"]
     by_kind = {message.kind: message for message in messages}
