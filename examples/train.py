@@ -148,8 +148,7 @@ def main(
     network.train()
     begin = time.perf_counter()
     while progress["step"] < steps:
-        sampler.set_epoch(progress["epoch"])
-        loader.set_epoch(progress["epoch"])  # which it would set back otherwise
+        loader.set_epoch(progress["epoch"])
         batches = iter(accelerator.skip_first_batches(loader, progress["batch"]))
         while progress["step"] < steps and (group := list(islice(batches, accumulate))):
             # Averaged over the tokens that are predicted, of all rows and ranks alike.

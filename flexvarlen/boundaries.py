@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 HAS_TRITON = find_spec("triton") is not None
 """Whether the Triton kernels can run: torch for CUDA brings it, torch for the CPU does not."""
 
@@ -24,8 +24,16 @@ def is_int(value: object) -> bool:
 
 
 def round_up_to_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n` (and at least 1)."""
-    return 1 << max(n - 1, 0).bit_length()
+    """The smallest power of two that is at least `n` (and at least 1).
+
+    Of a size that varies, inside a compiled graph, it is a number: one graph a power of two.
+    """
+    if not torch.compiler.is_compiling():
+        return 1 << max(n - 1, 0).bit_length()
+    power = 1
+    while power < n:  # bit_length() would fix n itself
+        power *= 2
+    return power
 
 
 def host_int32(values: list[int], device: torch.device) -> Tensor:
@@ -55,7 +63,7 @@ def check_sizes(
 
 
 def _check_size(name: str, value: int | None) -> None:
-    if value is not None and not (is_int(value) and 0 <= value <= _INT32_MAX):
+    if value is not None and not (is_int(value) and 0 <= value <= INT32_MAX):
         raise ValueError(
             f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
             "tokens (documents, for capacity), and split the row if it is longer."
@@ -90,9 +98,23 @@ def check_boundaries(
             f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; "
             "shorten the documents or pass the row's real number of tokens."
         )
+    longest = max(lengths) if lengths else 0  # with default= it does not trace
+    return check_fit(len(lengths), longest, total, capacity, max_seqlen_bound)
+
+
+def check_fit(
+    num_docs: int,
+    longest: int,
+    total: int,
+    capacity: int | None,
+    max_seqlen_bound: int | None,
+) -> Checked:
+    """The sizes of so many documents in `total` tokens; the last two as in `PackedLayout`.
+
+    Raises:
+        ValueError: they do not fit the sizes.
+    """
     check_sizes(total, capacity, max_seqlen_bound)
-    num_docs = len(lengths)
-    longest = max(lengths, default=0)
     slots = round_up_to_power_of_two(num_docs) if capacity is None else capacity
     if slots < max(num_docs, 1):
         raise ValueError(
@@ -161,7 +183,9 @@ def default_capacity(total_tokens: int) -> int:
     One per 128 tokens, at least 64, at most T. Not T itself: slots are not free (FA2's backward
     takes 128 fp32 rows a slot and head).
     """
-    return min(total_tokens, max(64, round_up_to_power_of_two(total_tokens // 128)))
+    if total_tokens <= 64 * 128:  # one graph for all these sizes, not one a power of two
+        return min(total_tokens, 64)
+    return round_up_to_power_of_two(total_tokens // 128)
 
 
 def document_starts(

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexvarlen.boundaries import (
+    INT32_MAX,
     check_boundaries,
+    check_fit,
     check_sizes,
     default_capacity,
     document_starts,
@@ -124,6 +126,53 @@ class PackedLayout:
             boundaries.append(boundaries[-1] + length)
         return cls._from_host(
             boundaries, total_tokens, torch.device(device), capacity, max_seqlen_bound
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        batch: int,
+        row_tokens: int,
+        *,
+        device: torch.device,
+        capacity: int | None = None,
+        max_seqlen_bound: int | None = None,
+    ) -> PackedLayout:
+        """A layout of `batch` rows of `row_tokens` tokens, T = B·S, each one document.
+
+        Args:
+            batch, row_tokens: B and S.
+            device, capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the
+                defaults are B and S.
+
+        Raises:
+            ValueError: more rows than `capacity`, or longer ones than `max_seqlen_bound`.
+
+        No sync; traces, with B and S that may vary.
+        """
+        if not torch.compiler.is_compiling():
+            lengths = [row_tokens] * batch
+            return cls.from_lengths(
+                lengths, device=device, capacity=capacity, max_seqlen_bound=max_seqlen_bound
+            )
+        total = batch * row_tokens
+        slots = max(batch, 1) if capacity is None else capacity
+        bound = max(row_tokens, 1) if max_seqlen_bound is None else max_seqlen_bound
+        checked = check_fit(batch, row_tokens, total, slots, bound)
+
+        def boundaries(device: torch.device) -> Tensor:
+            ends = torch.arange(slots + 1, dtype=torch.int32, device=device)
+            return ends.clamp(max=batch) * row_tokens
+
+        host = boundaries(torch.device("cpu"))
+        return cls(
+            host if device.type == "cpu" else boundaries(device),
+            cu_seqlens_host=host,
+            total_tokens=checked.total_tokens,
+            max_seqlen_bound=checked.max_seqlen_bound,
+            num_docs=checked.num_docs,
+            max_seqlen=checked.max_seqlen,
+            has_padding=False,
         )
 
     @classmethod
@@ -242,7 +291,9 @@ class PackedLayout:
                 "flexvarlen: more documents in the row than capacity; pass a larger capacity= to "
                 "patch_model.",
             )
-            first = torch.nonzero_static(starts_T, size=slots, fill_value=total)[:, 0]
+            # A fill_value of T would fix a T that varies.
+            first = torch.nonzero_static(starts_T, size=slots, fill_value=INT32_MAX)[:, 0]
+            first = first.clamp(max=total)
             cu_seqlens = torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
             return cls._from_device(cu_seqlens, total, slots, max_seqlen_bound, padding_T)
         flags = starts_T if padding_T is None else torch.stack([starts_T, padding_T])

@@ -6,7 +6,7 @@ trainer = Trainer(model, args, train_dataset=..., data_collator=DataCollatorWith
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from flexvarlen.equivalence.batch import real_documents
 from flexvarlen.equivalence.isolation import IsolationReport, verify_isolation
+from flexvarlen.equivalence.isolation_run import documents_of
 from flexvarlen.layout import PackedLayout
 from flexvarlen.random_state import RandomState
 
@@ -23,16 +25,17 @@ from flexvarlen.random_state import RandomState
 class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     """Ends the training with an `IsolationError` if a document sees another.
 
-    The batch is the collator's, of the first examples of the dataset, or the one given: nothing is
-    taken from the data loader, and random generators, gradients and modes are left as they were, so
-    that a run with the callback trains as one without. The model runs in training mode, as Trainer
-    wraps it for mixed precision, not compiled, and without DDP. It is verified on the first process
-    alone, or, where parameters are sharded (FSDP, DeepSpeed ZeRO-3), on all with the same batch.
+    The batch is the collator's, of as many examples as a step has on one device, or the one given.
+    They are the first of the dataset, or, where these are a single document, others: see
+    `several_documents`. Nothing is taken from the data loader, and random generators, gradients and
+    modes are left as they were, so that a run with the callback trains as one without. The model
+    runs in training mode, as Trainer wraps it for mixed precision, not compiled, and without DDP.
+    It is verified on the first process alone, or, where parameters are sharded (FSDP, DeepSpeed
+    ZeRO-3), on all with the same batch.
 
     Args:
         every: verify again each so many steps; None: only before the first.
-        examples: of the dataset, that make the batch; None: those of one step on one device, at
-            least 2.
+        examples: so many, the first of the dataset, make the batch; None: as above.
         batch: keyword arguments of a forward, in place of the dataset's; needed with an
             `IterableDataset`.
         gradients, documents, layout, seed: as in `verify_isolation`. With `every`, another seed
@@ -101,17 +104,19 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
             return
         with random_state_kept(), training_mode(model):
             batch = self.batch
-            if batch is None:
-                batch = first_batch(
-                    loader, self.examples or max(2, args.per_device_train_batch_size)
+            if batch is None and self.examples is not None:
+                batch = batch_of(loader, range(self.examples))
+            elif batch is None:
+                batch = several_documents(
+                    loader, args.per_device_train_batch_size, self.options["layout"]
                 )
             self.reports[state.global_step] = verify_isolation(
                 model, batch, seed=self.seed + state.global_step, **self.options
             )
 
 
-def first_batch(loader: Any, examples: int) -> Mapping[str, Any]:
-    """What the loader's collator makes of the first examples of its dataset.
+def batch_of(loader: Any, indices: Iterable[int]) -> Mapping[str, Any]:
+    """What the loader's collator makes of those of these examples that its dataset has.
 
     Raises:
         ValueError: the dataset cannot be indexed; to iterate it could take from the training.
@@ -122,8 +127,49 @@ def first_batch(loader: Any, examples: int) -> Mapping[str, Any]:
             "batch must be given to IsolationCallback where the dataset can only be iterated, got "
             f"a {type(dataset).__name__}; pass batch=, what the collator makes of a few examples."
         )
-    made = loader.collate_fn([dataset[i] for i in range(min(examples, len(dataset)))])
-    return dict(made)
+    return dict(loader.collate_fn([dataset[i] for i in indices if i < len(dataset)]))
+
+
+def several_documents(
+    loader: Any, size: int, layout: PackedLayout | None = None
+) -> Mapping[str, Any]:
+    """A batch of `size` examples that holds two documents at least; of more, if there is none.
+
+    An example may be a document, or a whole row of them beside which fixed shapes have no room for
+    another. So first come other places in the dataset, each twice as far as the one before (packing
+    puts long documents into the first rows), then an example more at once.
+
+    Args:
+        loader: its dataset and collator make the batch.
+        size: examples of a step on one device.
+        layout: the documents, where the batch does not tell.
+
+    Raises:
+        ValueError: as `batch_of`; or each place has one document, and the collator takes no more
+            examples.
+    """
+    first = batch_of(loader, range(size))
+    if num_documents(first, layout) > 1:
+        return first
+    start = size
+    while start + size <= len(loader.dataset):
+        batch = batch_of(loader, range(start, start + size))
+        if num_documents(batch, layout) > 1:
+            return batch
+        start *= 2
+    try:
+        return batch_of(loader, range(size + 1))
+    except ValueError as error:
+        raise ValueError(
+            f"batch must hold at least two documents, got one in each {size} examples looked at, "
+            f"and the collator takes no {size + 1}; pass batch= to IsolationCallback, what the "
+            "collator makes of two short documents."
+        ) from error
+
+
+def num_documents(batch: Mapping[str, Any], layout: PackedLayout | None = None) -> int:
+    """Those neither empty nor padding, as `verify_isolation` finds them. Raises as it does."""
+    return len(real_documents(documents_of(batch, layout)))
 
 
 def is_sharded(model: nn.Module) -> bool:

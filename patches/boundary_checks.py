@@ -11,6 +11,15 @@ from torch import Tensor
 from flexvarlen.layout import PackedLayout
 
 
+def require_layout(packed_layout: object) -> None:
+    """Refuse a `packed_layout` that is something else."""
+    if not isinstance(packed_layout, PackedLayout):
+        raise ValueError(
+            f"packed_layout must be a PackedLayout, got {type(packed_layout).__name__}; make it "
+            "with PackedLayout.from_lengths(lengths, total_tokens=, device=)."
+        )
+
+
 def refuse_halves(
     cu_seq_lens_k: Tensor | None, max_length_q: int | None, max_length_k: int | None
 ) -> None:
@@ -35,6 +44,11 @@ def changes_of(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.devic
     Raises:
         ValueError: it is not a number for each token, on the tokens' device.
     """
+    if not isinstance(seq_idx, Tensor):
+        raise ValueError(
+            f"seq_idx must be an integer tensor of shape {(batch, row_tokens)}, got "
+            f"{type(seq_idx).__name__}; pass torch.tensor(seq_idx)."
+        )
     if (
         seq_idx.ndim != 2
         or seq_idx.shape[0] not in (1, batch)
@@ -85,13 +99,25 @@ def check_same_documents(
 def check_cu_seq_lens(
     cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device
 ) -> None:
-    """Raise unless both are equal, on the tokens' device, and hold a document."""
+    """Raise unless both are equal, int32, on the tokens' device, and hold a document."""
+    for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+        if given is not None and not isinstance(given, Tensor):
+            raise ValueError(
+                f"{name} must be an int32 tensor [documents + 1], got {type(given).__name__}; pass "
+                f"torch.tensor({name}, dtype=torch.int32)."
+            )
+    if cu_seq_lens_q.dtype != torch.int32 or cu_seq_lens_q.ndim != 1:
+        raise ValueError(
+            "cu_seq_lens_q must be an int32 tensor [documents + 1], got "
+            f"{cu_seq_lens_q.dtype} of shape {tuple(cu_seq_lens_q.shape)}; flatten it and call "
+            ".to(torch.int32) on it."
+        )
     if cu_seq_lens_q.device != device:
         raise ValueError(
             f"cu_seq_lens_q must be on the tokens' device {device}, got {cu_seq_lens_q.device}; "
             "move it."
         )
-    if cu_seq_lens_q.ndim == 1 and cu_seq_lens_q.shape[0] < 2:
+    if cu_seq_lens_q.shape[0] < 2:
         raise ValueError(
             "cu_seq_lens_q must have one entry more than there are documents, got "
             f"{cu_seq_lens_q.shape[0]}; accelerate's dispatch_batches, its default for an "
@@ -106,6 +132,35 @@ def check_cu_seq_lens(
     if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
         raise ValueError(message)
     check((cu_seq_lens_k == cu_seq_lens_q).all(), message)
+
+
+def layout_of(
+    cu_seq_lens_q: Tensor, total_tokens: int, capacity: int | None, max_seqlen_bound: int | None
+) -> PackedLayout:
+    """The layout of these boundaries, which are refused by the name that the caller gave them."""
+    try:
+        return PackedLayout.from_cu_seqlens(
+            cu_seq_lens_q,
+            total_tokens=total_tokens,
+            capacity=capacity,
+            max_seqlen_bound=max_seqlen_bound,
+        )
+    except ValueError as refusal:
+        told = str(refusal).replace("cu_seqlens", "cu_seq_lens_q")
+        raise ValueError(told) from refusal
+
+
+def check_positions(position_ids: Tensor, batch: int, row_tokens: int) -> None:
+    """Raise unless there is a position for each token, of all rows alike or of each."""
+    if (
+        position_ids.ndim != 2
+        or position_ids.shape[0] not in (1, batch)
+        or position_ids.shape[1] != row_tokens
+    ):
+        raise ValueError(
+            f"position_ids must have shape {(batch, row_tokens)}, as the tokens, got "
+            f"{tuple(position_ids.shape)}; give one position a token, or leave them out."
+        )
 
 
 def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:

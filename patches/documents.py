@@ -26,9 +26,12 @@ from flexvarlen.mask import DocumentMask
 from flexvarlen.patches.boundary_checks import (
     changes_of,
     check_cu_seq_lens,
+    check_positions,
     check_row_starts,
     check_same_documents,
+    layout_of,
     refuse_halves,
+    require_layout,
 )
 from flexvarlen.patches.boundary_checks import check as check
 from flexvarlen.patches.routing import BackendChoice, LayerKind, Route, chosen_for
@@ -241,10 +244,13 @@ def find_layout(
             f"attention_mask must have shape {(batch, row_tokens)}, as the tokens, got "
             f"{tuple(attention_mask.shape)}; give one value a token."
         )
+    if position_ids is not None:
+        check_positions(position_ids, batch, row_tokens)
     if packed_layout is None and cu_seq_lens_q is None:
         refuse_halves(cu_seq_lens_k, max_length_q, max_length_k)
     changes = None if seq_idx is None else changes_of(seq_idx, batch, row_tokens, device)
     if packed_layout is not None:
+        require_layout(packed_layout)
         if not torch.compiler.is_compiling():  # DDP and FSDP move a batch's tensors alone
             packed_layout = packed_layout.to(device)
         if packed_layout.total_tokens != total or packed_layout.device != device:
@@ -256,7 +262,7 @@ def find_layout(
         explicit = packed_layout
     elif cu_seq_lens_q is not None:
         check_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, device)
-        explicit = PackedLayout.from_cu_seqlens(cu_seq_lens_q, total_tokens=total, **sizes)
+        explicit = layout_of(cu_seq_lens_q, total, **sizes)
         for longest in (max_length_q, max_length_k):
             # A graph knows no max_seqlen: there `longest`, which would be guarded on, stays unread.
             if (
@@ -270,7 +276,7 @@ def find_layout(
                     "cu_seq_lens_q."
                 )
     elif position_ids is None and attention_mask is None and changes is None:
-        return PackedLayout.from_lengths([row_tokens] * batch, device=device, **sizes)
+        return PackedLayout.from_rows(batch, row_tokens, device=device, **sizes)
     else:
         starts = document_starts(
             batch,

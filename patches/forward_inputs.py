@@ -77,7 +77,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         return inputs
     refuse_bypassed_caller(module)
     refuse_context_parallel()
-    refuse_other_names(inputs)
+    refuse_other_names(inputs, type(module))
     refuse_mask_of_another_kind(inputs.get("attention_mask"))
     refuse_image_blocks(module.config, inputs)
     config: Any = text_config_of(module.config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from typing import Any
 
 from torch import nn
@@ -14,6 +16,8 @@ _LOSS = "_loss_function"  # where a model keeps a loss of the user's own
 
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # labels are next tokens
 _BIDIRECTIONAL = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
+_POOLED = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForReward")
+_HEADS = (*_CAUSAL, *_BIDIRECTIONAL, *_POOLED)
 
 
 def check_head(model: PreTrainedModel, *, causal: bool) -> None:
@@ -26,14 +30,44 @@ def check_head(model: PreTrainedModel, *, causal: bool) -> None:
         NotImplementedError: it is one.
     """
     refuse_decoder(model.config)
-    name = type(model).__name__
-    if base_of(model) is not model and not name.endswith(_CAUSAL if causal else _BIDIRECTIONAL):
+    if base_of(model) is model:
+        return
+    names = [parent.__name__ for parent in type(model).__mro__]
+    head = next((name for name in names if name.endswith(_HEADS)), "")
+    if not head.endswith(_CAUSAL if causal else _BIDIRECTIONAL):
         heads = "ForCausalLM" if causal else "ForMaskedLM or ...ForTokenClassification"
         raise NotImplementedError(
-            f"model must be a base model or a ...{heads}, got {name}: labels of other heads are "
-            f"not {'next tokens' if causal else 'of tokens'}; patch its base model, and pool by "
-            "document."
+            f"model must be a base model, a ...{heads} or a subclass of one, got {names[0]}: "
+            f"labels of other heads are not {'next tokens' if causal else 'of tokens'}; patch its "
+            "base model, and pool by document."
         )
+
+
+def require_keywords(modules: list[nn.Module]) -> None:
+    """Refuse a `forward` through which the documents cannot come to the layers.
+
+    Raises:
+        ValueError: a class's takes no `**kwargs`, or looks at none of them.
+    """
+    for module in modules:
+        forward: Any = type(module).forward
+        parameters = inspect.signature(forward).parameters.values()
+        if not any(x.kind is x.VAR_KEYWORD and _loads(forward, x.name) for x in parameters):
+            raise ValueError(
+                f"{type(module).__name__}.forward must take **kwargs and hand them on to "
+                "super().forward, as the documents come to the layers by them, got "
+                f"one of ({', '.join(x.name for x in parameters)}) that does not; add **kwargs to "
+                "both."
+            )
+
+
+def _loads(function: Any, name: str) -> bool:
+    """Whether a function's body looks at its argument of this name, as far as can be seen."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or name in code.co_cellvars:
+        return True
+    read = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("LOAD"))
+    return any(name in value if isinstance(value, tuple) else name == value for value in read)
 
 
 def refuse_decoder(config: Any) -> None:

@@ -5,31 +5,102 @@ A keyword that no model knows is carried to the layers and lost there, and with 
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
-_OURS_BY_OTHER_NAMES = {
-    "document_ids": "attention_mask [B, S], of document numbers",
-    "cu_seqlens": "cu_seq_lens_q",
-    "cu_seqlens_q": "cu_seq_lens_q",
-    "cu_seqlens_k": "cu_seq_lens_k",
-    "packed_layouts": "packed_layout",
+COLUMNS = (
+    "seq_lengths",
+    "seq_idx",
+    "completion_mask",
+    "assistant_masks",
+    "packed_layout",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)
+"""What `PackedCollator` reads of a data set beside parameters that models have.
+
+Trainer takes the columns away that the model's `forward` has no parameter for, before its collator
+is called: so ours names them.
+"""
+
+_NUMBERS = "attention_mask [B, S], of document numbers"
+_LENGTHS = "packed_layout=PackedLayout.from_lengths(...)"
+_OURS = {
+    "packed_layout": "layout layouts packed_layouts packed_seq_params",
+    "cu_seq_lens_q": (
+        "cu_seqlens cu_seqlen cu_seqlens_q cu_seqlen_q cu_seq_lens cu_seq_len cu_seq_len_q "
+        "cu_seq_lengths cu_lens cu_doc_lens cu_document_lens seqstart boundaries doc_boundaries "
+        "document_boundaries"
+    ),
+    "cu_seq_lens_k": "cu_seqlens_k cu_seqlen_k cu_seq_len_k cu_seqlens_kv cu_seq_lens_kv",
+    _LENGTHS: (
+        "lengths seq_lengths seq_lens seqlens seqlen sequence_lengths sequence_lens doc_lengths "
+        "doc_lens document_lengths document_lens packed_lengths packed_seq_lens sample_lengths "
+        "sample_lens example_lengths seqlens_in_batch"
+    ),
+    _NUMBERS: (
+        "document_ids document_id document_idx doc_ids doc_id doc_idx segment_ids segment_id "
+        "segment_idx sequence_ids sequence_id sequence_idx seq_ids seq_id decoder_segment_ids "
+        "packing_ids document_mask doc_mask segment_mask block_mask attn_mask attn_bias"
+    ),
+    "position_ids": "position_id positions pos_ids input_pos segment_positions",
 }
+_OURS_BY_OTHER_NAMES = {other: ours for ours, others in _OURS.items() for other in others.split()}
+_LOSS_MASKS = ("completion_mask", "assistant_masks")
+_REFUSED = frozenset((*_OURS_BY_OTHER_NAMES, *_LOSS_MASKS))
 
 
-def refuse_other_names(inputs: dict[str, Any]) -> None:
-    """Refuse boundaries under a name that nobody reads.
+def refuse_other_names(inputs: dict[str, Any], model_class: type | None = None) -> None:
+    """Refuse boundaries under a name that nobody reads, and masks of the loss, which no model does.
+
+    Args:
+        inputs: a forward's keyword arguments.
+        model_class: whose `forward` is called; it may have parameters of such names for itself.
 
     Raises:
         ValueError: there is one, with the name it must have.
     """
-    for name, ours in _OURS_BY_OTHER_NAMES.items():
-        if inputs.get(name) is not None:
-            raise ValueError(
-                f"documents must be given by a name that is read, got {name}=, which is not: they "
-                f"would see one another; pass {ours} instead."
-            )
+    for name in inputs:
+        if name in _REFUSED and inputs[name] is not None and not _is_parameter(name, model_class):
+            _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
+    if name in _LOSS_MASKS:
+        raise ValueError(
+            f"{name} must be applied to the labels before a model is called, got it as an "
+            "argument, which no model reads: what it masks would be learned; let PackedCollator "
+            "make the batch, or set the labels to -100 where it is 0."
+        )
+    raise ValueError(
+        "documents must be given by a name that is read (packed_layout, cu_seq_lens_q, "
+        f"position_ids, attention_mask, seq_idx), got {name}=, which is not: they would see one "
+        f"another; pass {_OURS_BY_OTHER_NAMES[name]} instead."
+    )
+
+
+# Inside a compiled graph asked while tracing.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_parameter(name: str, model_class: Any) -> bool:
+    """Whether a model's class takes an argument of this name for itself."""
+    return model_class is not None and name in inspect.signature(model_class.forward).parameters
+
+
+def with_keywords(signature: inspect.Signature, names: Iterable[str]) -> inspect.Signature:
+    """The signature of a function that takes `**kwargs`, with some of these by name."""
+    *parameters, rest = signature.parameters.values()
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in names
+        if name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*parameters, *more, rest])
 
 
 def refuse_mask_of_another_kind(attention_mask: Any) -> None:

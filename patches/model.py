@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 
 from flexvarlen.patches.families import require_verified
 from flexvarlen.patches.forward_inputs import after_forward, before_forward
-from flexvarlen.patches.heads import check_head, give_back_loss, refuse_prompt_learning
+from flexvarlen.patches.heads import (
+    check_head,
+    give_back_loss,
+    refuse_prompt_learning,
+    require_keywords,
+)
+from flexvarlen.patches.keywords import COLUMNS
 from flexvarlen.patches.rotary import own_tables, refuse_dynamic_rope, shared_tables
 from flexvarlen.patches.routing import (
     BackendChoice,
@@ -123,9 +129,9 @@ def patch_model(
         The same model. Patching again changes the arguments above, nothing else.
 
     Raises:
-        ValueError: no transformers model inside, an unknown backend, a mapping that misses one of
-            the model's layer types or names another, or a group whose ranks do not divide the
-            heads.
+        ValueError: no transformers model inside, or a second one that is no part of the first; a
+            `forward` that takes no `**kwargs`, an unknown backend, a mapping that misses one of the
+            model's layer types or names another, or a group whose ranks do not divide the heads.
         NotImplementedError: the model type is not verified, it keeps state beyond attention, its
             head pools rows, PEFT adds virtual tokens (prompt tuning and its kin; not seen if added
             later), a backend cannot run the layers it is for on this machine, or the model is an
@@ -159,6 +165,7 @@ def patch_model(
     refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
     check_head(inner, causal=any(kind.causal for kind in kinds))
+    require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = own_kinds(inner, kinds, sequence_parallel_group)
     refuse_dynamic_rope(text_config_of(inner.config))
@@ -188,7 +195,7 @@ def patch_model(
     )
     for module in wrapped_modules(inner):
         if ATTRIBUTE not in module.__dict__ or not reaches_ours(module):
-            wrap_forward(module, before_forward, after_forward)
+            wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
         setattr(module, ATTRIBUTE, patch)
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
@@ -209,7 +216,7 @@ def unpatch_model(model: Model) -> Model:
         The same model.
 
     Raises:
-        ValueError: no transformers model inside.
+        ValueError: no transformers model inside, or several.
     """
     inner = _transformers_model(model)
     patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
@@ -267,10 +274,24 @@ def patched(
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ValueError(
-        f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; load "
-        "it with AutoModel."
-    )
+    """The one that is inside: what is part of it (its base model, a tower) goes with it."""
+    found = [(name, part) for name, part in model.named_modules() if _is_transformers(part)]
+    if not found:
+        raise ValueError(
+            f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; "
+            "load it with AutoModel."
+        )
+    first, inner = found[0]
+    parts = set(inner.modules())
+    for name, part in found:
+        if part not in parts:
+            raise ValueError(
+                f"model must hold one transformers model, got {type(inner).__name__} as {first!r} "
+                f"and {type(part).__name__} as {name!r}, which is no part of it and would leak "
+                "unpatched; patch each by itself."
+            )
+    return inner  # type: ignore[return-value]
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel)

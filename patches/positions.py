@@ -42,7 +42,14 @@ def text_positions(
     Raises:
         ValueError: another shape, or 3 rows with nothing else to tell documents.
     """
-    if position_ids is None or position_ids.ndim == 2:
+    if position_ids is None:
+        return None
+    if not isinstance(position_ids, Tensor):
+        raise ValueError(
+            f"position_ids must be an integer tensor [B, S], got {type(position_ids).__name__}; "
+            "pass torch.tensor(position_ids)."
+        )
+    if position_ids.ndim == 2:
         return position_ids
     rows = position_ids.shape[0] if axes and position_ids.ndim == 3 else None
     if rows in (1, _WITH_TEXT):

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from flexvarlen.patches.keywords import with_keywords
 from flexvarlen.patches.own_guards import drop_own_guards
 
 OURS = "_flexvarlen_wraps"  # on our function: where its module keeps the `forward` it wraps
@@ -67,12 +68,15 @@ def wrap_forward(
     module: nn.Module,
     before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None],
     after: Callable[[dict[str, Any], Any], None],
+    reads: tuple[str, ...] = (),
 ) -> None:
     """Call `before` with the module and the arguments, `after` with these and the outputs.
 
     Args:
         before: gets all arguments by name; returns those to call with, or None to leave the call as
             it is, without `after`.
+        reads: names that the signature shows beside those of the class, whose `forward` then must
+            take `**kwargs`.
     """
     of_class = type(module).forward
     signature = inspect.signature(of_class)
@@ -108,7 +112,8 @@ def wrap_forward(
     for ours in (forward, bare):
         functools.update_wrapper(ours, of_class)
         attributes = vars(ours)
-        attributes["__signature__"] = signature  # which Trainer and generate look at
+        # Which Trainer and generate look at.
+        attributes["__signature__"] = with_keywords(signature, reads) if reads else signature
         attributes[OURS] = place
         _OUR_CODE.add(ours.__code__)
         del attributes["__wrapped__"]

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import flexvarlen as fv
+from flexvarlen.trainer import IsolationCallback
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import new_model
@@ -335,6 +336,41 @@ def test_rows_of_fixed_shapes(way, tmp_path):
         real = sum(label != -100 for each in labels for label in each[1:])
         assert {int(count) for _, count, _ in of_step} == {real}
         check_step(step, plain, ids, labels=labels, autocast=changes.get("bf16", False))
+
+
+def test_rows_are_trained_on_and_evaluated(tmp_path):
+    """A row a batch; of an evaluation Trainer gives the mean of the rows' mean losses."""
+    plain = new_model("qwen3")
+    given = {
+        "model": fv.patch_model(new_model("qwen3"), "sdpa"),
+        "train_dataset": rows(list),
+        "eval_dataset": rows(list),
+        "data_collator": fv.PackedCollator(**SIZES),
+    }
+    arguments = settings(tmp_path, per_device_train_batch_size=1, max_steps=1)
+    callback = IsolationCallback()
+    trainer = Trainer(
+        args=TrainingArguments(**arguments, per_device_eval_batch_size=1),
+        callbacks=[callback],
+        **given,
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert callback.reports[0].num_docs > 1
+    assert trainer.evaluate()["eval_loss"] != before
+    means = []
+    for row in rows(list):
+        losses = []
+        for document in (torch.tensor(x) for x in row if len(x) > 1):
+            with torch.no_grad():
+                logits = plain(document[None]).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, document[1:], reduction="none"))
+        means.append(torch.cat(losses).mean())
+    assert before == pytest.approx(torch.stack(means).mean().item(), rel=1e-4)
+    with pytest.raises(
+        ValueError, match=r"at most total_tokens=64 .* per_device_eval_batch_size=1"
+    ):
+        Trainer(args=TrainingArguments(**arguments), **given).evaluate()  # 8 rows a batch
 
 
 class Stream(IterableDataset):

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerState, Trai
 
 import flexvarlen as fv
 from flexvarlen.equivalence.models import build_model
-from flexvarlen.trainer import IsolationCallback, first_batch, is_sharded
+from flexvarlen.trainer import IsolationCallback, batch_of, is_sharded, several_documents
 
 LENGTHS = (5, 11, 3, 8, 7, 4, 9, 6)
 
@@ -193,12 +193,85 @@ def test_sharded_parameters_are_seen():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_batch_holds_the_first_examples():
-    loader = torch.utils.data.DataLoader(
-        examples(), batch_size=2, shuffle=True, collate_fn=DataCollatorWithFlattening()
+def loader_of(dataset, collate=None):
+    return torch.utils.data.DataLoader(
+        dataset, batch_size=2, shuffle=True, collate_fn=collate or DataCollatorWithFlattening()
     )
+
+
+def test_batch_holds_the_first_examples():
     state = torch.get_rng_state()
-    batch = first_batch(loader, 3)
+    batch = batch_of(loader_of(examples()), range(3))
     assert torch.equal(torch.get_rng_state(), state)
     expected = torch.cat([x["input_ids"] for x in examples()[:3]])
     assert torch.equal(batch["input_ids"][0], expected)
+
+
+ROWS = {"total_tokens": 16, "capacity": 4, "max_seqlen_bound": 16}
+"""Of a `PackedCollator`: each example is a whole row, and no two fit."""
+
+
+def row_of(*lengths):
+    return [list(range(5, 5 + n)) for n in lengths]
+
+
+@pytest.mark.parametrize("boundaries", ["packed_layout", "cu_seq_lens"])
+def test_examples_that_are_whole_rows(boundaries, tmp_path):
+    """As docs/packing.md has it: one a step, as the shapes have no room for two."""
+    callback = IsolationCallback(every=1)
+    Trainer(
+        fv.patch_model(build_model("llama")[0], "sdpa"),
+        TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=1,
+            max_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=[row_of(16), row_of(9, 7), row_of(15)],
+        data_collator=fv.PackedCollator(**ROWS, boundaries=boundaries),
+        callbacks=[callback],
+    ).train()
+    assert [report.num_docs for report in callback.reports.values()] == [2, 2]
+
+
+def test_a_document_an_example_and_a_step(train):
+    callback = IsolationCallback()
+    model = fv.patch_model(build_model("llama")[0], "sdpa")
+    train(model, callback, per_device_train_batch_size=1, max_steps=1)
+    assert callback.reports[0].num_docs == 2
+
+
+def test_padded_rows_of_a_document_each():
+    """Each row is one: two are enough."""
+    made = []
+
+    def pad(features):
+        longest = max(len(x["input_ids"]) for x in features)
+        batch = torch.zeros(2, len(features), longest, dtype=torch.int64)
+        for row, feature in enumerate(features):
+            n = len(feature["input_ids"])
+            batch[0, row, :n], batch[1, row, :n] = feature["input_ids"], 1
+        made.append(len(features))
+        return {"input_ids": batch[0], "attention_mask": batch[1]}
+
+    assert len(several_documents(loader_of(examples(), pad), 2)["input_ids"]) == 2
+    assert made == [2]
+    assert len(several_documents(loader_of(examples(), pad), 1)["input_ids"]) == 2
+
+
+@pytest.mark.parametrize("before", range(9))
+def test_rows_of_one_document_are_passed_over(before):
+    """Wherever the others begin: packing puts the longest documents first."""
+    rows = [row_of(16)] * before + [row_of(9, 7)] * (10 - before)
+    batch = several_documents(loader_of(rows, fv.PackedCollator(**ROWS)), 1)
+    assert batch["packed_layout"].lengths == (9, 7)
+
+
+def test_no_two_documents_fit():
+    loader = loader_of([row_of(16)] * 5, fv.PackedCollator(**ROWS))
+    with pytest.raises(ValueError, match=r"at least two documents, got one .*; pass batch=") as e:
+        several_documents(loader, 1)
+    assert "total_tokens=16" in str(e.value.__cause__)

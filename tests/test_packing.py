@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import flexvarlen as fv
 from flexvarlen.packing import efficiency, pack, split_long
+from flexvarlen.packing.first_fit import STEPS
 
 STRATEGIES = ("best_fit_decreasing", "first_fit", "in_order")
 PACKINGS = st.integers(1, 40).flatmap(
@@ -59,11 +62,26 @@ def test_best_fit_decreasing_leaves_the_space_that_it_leaves_document_by_documen
     assert sorted(capacity - sum(lengths[i] for i in row) for row in rows) == left
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4, STEPS])
 @given(PACKINGS)
-def test_first_fit_makes_the_rows_that_it_makes_document_by_document(packing):
+def test_first_fit_makes_the_rows_that_it_makes_document_by_document(steps, packing):
+    """Also where there are more steps than it keeps."""
     lengths, capacity = packing
     expected, _ = row_by_row(lengths, capacity, range(len(lengths)), best=False)
-    assert pack(lengths, capacity, strategy="first_fit") == expected
+    with patch("flexvarlen.packing.first_fit.STEPS", steps):
+        assert pack(lengths, capacity, strategy="first_fit") == expected
+
+
+@pytest.mark.parametrize("steps", [4, STEPS])
+@pytest.mark.parametrize("order", ["drawn", "longest_first", "shortest_first"])
+def test_first_fit_of_many_rows_is_that_document_by_document(steps, order):
+    lengths = np.random.default_rng(0).integers(1, 1001, 1000)
+    if order != "drawn":
+        lengths = np.sort(lengths)[:: -1 if order == "longest_first" else 1]
+    expected, _ = row_by_row(lengths.tolist(), 1000, range(1000), best=False)
+    assert len(expected) > 300
+    with patch("flexvarlen.packing.first_fit.STEPS", steps):
+        assert pack(lengths, 1000, strategy="first_fit") == expected
 
 
 @given(PACKINGS)
@@ -118,6 +136,31 @@ def test_many_alike_and_many_unlike_are_packed_in_seconds():
     rows = pack(lengths, 131_072)
     assert time.process_time() - begin < 5
     assert len(rows) == 100_000
+
+
+def test_first_fit_of_a_million_documents_in_two_seconds():
+    """The best of three runs, and this process's time alone: others share the machine."""
+    lengths = log_normal(1_000_000, 4096)
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        pack(lengths, 4096, strategy="first_fit")
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_large_capacity_costs_nothing(strategy):
+    """Tables as long as a row would take gigabytes for three documents."""
+    begin = time.process_time()
+    tracemalloc.start()
+    try:
+        assert [sorted(row) for row in pack([5, 6, 7], 2**25, strategy=strategy)] == [[0, 1, 2]]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

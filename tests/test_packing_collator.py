@@ -108,6 +108,31 @@ def test_batches_of_data_collator_with_flattening(collate, options):
     same(collate([flat]), collate(FEATURES))
 
 
+@pytest.mark.parametrize("return_tensors", ["pt", "np"])
+def test_a_flattened_batch_without_boundaries_is_not_one_document(collate, return_tensors):
+    flatten = DataCollatorWithFlattening(return_position_ids=False, return_tensors=return_tensors)
+    flat = flatten(FEATURES)
+    for features in (flat, [flat], [[flat]]):
+        with pytest.raises(ValueError, match=r"got input_ids, labels; .*return_position_ids=True"):
+            collate(features)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"input_ids": [[11, 12, 13]], "attention_mask": [[1, 1, 1]]},  # a tokenizer's
+        {"input_ids": [11, 12, 13], "labels": [-100, 12, 13]},
+        [11, 12, 13],
+        torch.tensor([11, 12, 13]),
+        torch.tensor([[11, 12, 13]]),
+        [[11, 12, 13]],
+    ],
+    ids=["row_with_mask", "labels", "list", "tensor", "row_of_a_tensor", "list_of_a_list"],
+)
+def test_one_document_needs_no_boundaries(collate, document):
+    same(collate([document]), collate(FEATURES[:1]))
+
+
 def test_packed_rows_of_trl(collate):
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
@@ -189,7 +214,11 @@ def test_positions_of_roberta():
         ([{"input_ids": [1, 2], "labels": [1]}], "labels must have a value for each of 2 tokens"),
         ([{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths must sum to the row's 2 tokens"),
         ([{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "boundaries must rise from 0"),
-        ([{"input_ids": [1] * 9}] * 2, "total_tokens"),
+        (
+            [{"input_ids": [1] * 9}] * 2,
+            "features must hold at most total_tokens=16 tokens, got 18 in 2 documents; .*"
+            "per_device_train_batch_size=1 and per_device_eval_batch_size=1",
+        ),
         ([{"input_ids": [1]}] * 5, "capacity"),
         ([{"input_ids": [1] * 9}], "max_seqlen_bound"),
         ([3], "features must be mappings with input_ids, got int"),

@@ -86,6 +86,19 @@ def test_an_epoch_goes_on_where_its_state_was_taken(rows):
     assert list(later) == whole  # the next pass is a whole one
 
 
+def test_the_epoch_of_a_state_set_again_keeps_the_place(rows):
+    whole = sampler(rows)
+    whole.set_epoch(2)
+    later = sampler(rows)
+    later.load_state_dict(whole.state_dict() | {"taken": 2 * RANKS})
+    with pytest.raises(ValueError, match="epoch must be 2, which load_state_dict went into"):
+        later.set_epoch(0)  # a loop over epochs that begins anew would lose the place
+    later.set_epoch(2)
+    assert list(later) == list(whole)[2 * RANKS :]
+    later.set_epoch(0)
+    assert list(later) == list(sampler(rows))
+
+
 def test_a_pass_that_was_broken_off_begins_anew(rows):
     mine = sampler(rows, rank=0)
     first = next(iter(mine))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import flexvarlen as fv
 
@@ -113,3 +115,29 @@ def test_a_state_of_other_rows_or_another_stream_is_a_sentence():
         stream.skip([])
     with pytest.raises(ValueError, match="buffer must be an integer of at least 1"):
         fv.StreamPacker(8, buffer=0, length=len)
+
+
+class Stream(IterableDataset):
+    """12 documents, all of them to each worker, or a share."""
+
+    def __init__(self, *, shared):
+        self.shared = shared
+
+    def __iter__(self):
+        documents = range(12)
+        if self.shared and (worker := get_worker_info()) is not None:
+            documents = islice(documents, worker.id, None, worker.num_workers)
+        return packer([20] * 12, buffer=4).pack(documents, worker_share=self.shared)
+
+
+@pytest.mark.parametrize(("shared", "workers"), [(False, 0), (False, 1), (True, 0), (True, 2)])
+def test_loader_workers_give_each_document_once(shared, workers):
+    loader = DataLoader(Stream(shared=shared), batch_size=None, num_workers=workers)
+    assert sorted(int(index) for row in loader for index in row) == list(range(12))
+
+
+def test_loader_workers_that_would_each_give_every_document_are_a_sentence():
+    loader = DataLoader(Stream(shared=False), batch_size=None, num_workers=2)
+    with pytest.raises(ValueError, match="documents must be a share of the stream") as caught:
+        list(loader)
+    assert "got no worker_share=True in 2 of them; pass islice" in str(caught.value)

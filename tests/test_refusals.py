@@ -9,6 +9,9 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     HeliumConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
     Starcoder2Config,
     StaticCache,
 )
@@ -113,17 +116,57 @@ BAD_INPUTS = {
         ROW,
         "156",
     ),
-    "int64": ({"cu_seq_lens_q": _cu(0, 100, 256, dtype=torch.int64)}, ROW, "int32"),
-    "float": ({"cu_seq_lens_q": _cu(0, 100, 256, dtype=torch.float32)}, ROW, "int32"),
-    "not_from_0": ({"cu_seq_lens_q": _cu(1, 100, 256)}, ROW, "start at 0"),
-    "decreasing": ({"cu_seq_lens_q": _cu(0, 100, 99, 256)}, ROW, "never decrease"),
-    "past_the_end": ({"cu_seq_lens_q": _cu(0, 100, 257)}, ROW, "total_tokens=256"),
+    "int64": ({"cu_seq_lens_q": _cu(0, 100, 256, dtype=torch.int64)}, ROW, "cu_seq_lens_q .*int32"),
+    "float": (
+        {"cu_seq_lens_q": _cu(0, 100, 256, dtype=torch.float32)},
+        ROW,
+        "cu_seq_lens_q .*int32",
+    ),
+    "not_from_0": ({"cu_seq_lens_q": _cu(1, 100, 256)}, ROW, "cu_seq_lens_q must start at 0"),
+    "decreasing": (
+        {"cu_seq_lens_q": _cu(0, 100, 99, 256)},
+        ROW,
+        "cu_seq_lens_q must never decrease",
+    ),
+    "past_the_end": ({"cu_seq_lens_q": _cu(0, 100, 257)}, ROW, "cu_seq_lens_q .*total_tokens=256"),
     "layout_too_short": (
         {"packed_layout": fv.PackedLayout.from_lengths([100, 155])},
         ROW,
         "256 tokens",
     ),
     "mask_of_another_shape": ({"attention_mask": torch.ones(1, 255).long()}, ROW, "shape"),
+    "list": ({"cu_seq_lens_q": [0, 100, 256]}, ROW, "cu_seq_lens_q must be .* got list; pass"),
+    "list_of_keys": (
+        {"cu_seq_lens_q": _cu(0, 100, 256), "cu_seq_lens_k": [0, 100, 256]},
+        ROW,
+        "cu_seq_lens_k must be .* got list; pass",
+    ),
+    "two_axes": ({"cu_seq_lens_q": _cu(0, 100, 256)[None]}, ROW, r"cu_seq_lens_q .* \(1, 3\); "),
+    "layout_that_is_a_list": ({"packed_layout": [100, 156]}, ROW, "packed_layout .* got list; "),
+    "positions_that_are_a_list": (
+        {"position_ids": [[0, 1, 2]]},
+        ROW,
+        "position_ids must be .* got list; ",
+    ),
+    "too_few_positions": (
+        {"position_ids": ROW.position_ids[:, :-1]},
+        ROW,
+        r"position_ids must have shape \(1, 256\), .* got \(1, 255\); ",
+    ),
+    "too_few_positions_beside_a_layout": (
+        {
+            "position_ids": ROW.position_ids[:, :-1],
+            "packed_layout": fv.PackedLayout.from_lengths([100, 156]),
+        },
+        ROW,
+        r"position_ids must have shape \(1, 256\), .* got \(1, 255\); ",
+    ),
+    "positions_of_more_rows": (
+        {"position_ids": ROW.position_ids.expand(3, -1)},
+        ROW,
+        r"position_ids must have shape \(1, 256\), .* got \(3, 256\); ",
+    ),
+    "seq_idx_that_is_a_list": ({"seq_idx": [[0, 1]]}, ROW, "seq_idx must be .* got list; "),
     "positions_of_three_axes": ({"position_ids": torch.zeros(3, 1, 256).long()}, ROW, "shape"),
     "output_attentions": (
         {"position_ids": ROW.position_ids, "output_attentions": True},
@@ -190,6 +233,94 @@ def test_an_unverified_model_type(model_type):
 def test_no_transformers_model():
     with pytest.raises(ValueError, match=r"PreTrainedModel.*got Linear"):
         fv.patch_model(nn.Linear(2, 2))
+
+
+class Distilled(nn.Module):
+    """A teacher and its student, of one kind or of two."""
+
+    def __init__(self, teacher, student):
+        super().__init__()
+        self.teacher, self.student = teacher, student
+
+
+@pytest.mark.parametrize("how", [fv.patch_model, fv.unpatch_model])
+@pytest.mark.parametrize("student", ["llama", "qwen3"])
+def test_a_second_model(student, how):
+    """The first alone would be patched, and the other leak."""
+    pair = Distilled(new_model("llama"), nn.ModuleDict({"inner": new_model(student)}))
+    with pytest.raises(ValueError, match=r"'teacher' .*'student\.inner', .* patch each by itself"):
+        how(pair)
+    assert pair.teacher.config._attn_implementation == "sdpa"
+    for model in (pair.teacher, pair.student):
+        fv.unpatch_model(fv.patch_model(model, "sdpa"))
+
+
+def test_one_model_in_two_places():
+    model = new_model("llama")
+    assert fv.patch_model(Distilled(model, model.model), "sdpa").teacher is model
+    assert "forward" in vars(model.model)
+
+
+class Named(LlamaForCausalLM):
+    """A user's."""
+
+
+class WithoutKeywords(LlamaForCausalLM):
+    def forward(self, input_ids=None, position_ids=None, labels=None):
+        return super().forward(input_ids=input_ids, position_ids=position_ids, labels=labels)
+
+
+class BaseWithoutKeywords(LlamaModel):
+    def forward(self, input_ids=None, position_ids=None):
+        return super().forward(input_ids=input_ids, position_ids=position_ids)
+
+
+class DropsKeywords(LlamaForCausalLM):
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        return super().forward(input_ids=input_ids, position_ids=position_ids)
+
+
+class NamedForSequenceClassification(LlamaForCausalLM):
+    """Whose labels may be anything."""
+
+
+class NamedPooler(LlamaForSequenceClassification):
+    """A head of rows by another name."""
+
+
+def of_class(model_class):
+    config = config_of("llama")
+    config._attn_implementation = "sdpa"
+    return model_class(config).eval()
+
+
+def test_a_subclass_by_any_name(monkeypatch):
+    """Its head is that of the class that it extends."""
+    monkeypatch.undo()  # here kernels run
+    plain, model = new_model("llama"), of_class(Named)
+    model.load_state_dict(plain.state_dict())
+    inputs = {"input_ids": ROW.ids, "position_ids": ROW.position_ids, "labels": ROW.ids}
+    with torch.no_grad():
+        outs = [fv.patch_model(each, "sdpa")(**inputs) for each in (plain, model)]
+    assert torch.equal(outs[0].logits, outs[1].logits)
+    assert torch.equal(outs[0].loss, outs[1].loss)
+
+
+@pytest.mark.parametrize("model_class", [NamedForSequenceClassification, NamedPooler])
+def test_a_subclass_with_another_head(model_class):
+    with pytest.raises(NotImplementedError, match=f"got {model_class.__name__}: labels of other"):
+        fv.patch_model(of_class(model_class))
+
+
+@pytest.mark.parametrize("model_class", [WithoutKeywords, BaseWithoutKeywords, DropsKeywords])
+def test_a_subclass_without_keywords(model_class):
+    """The documents could not come to the layers."""
+    model = of_class(model_class)
+    words = rf"{model_class.__name__}\.forward must take \*\*kwargs .* input_ids, position_ids"
+    with pytest.raises(ValueError, match=words):
+        fv.patch_model(model, "sdpa")
+    assert "forward" not in vars(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_an_unknown_backend():

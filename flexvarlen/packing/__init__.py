@@ -6,6 +6,7 @@
 | `stream.py` | `StreamPacker`: the same for documents that come one after another |
 | `collator.py` | `PackedCollator`: documents as one row of fixed shapes |
 | `sampler.py` | `BalancedSampler`: rows in an order in which no rank waits |
+| `loader_pass.py` | what accelerate's loader does with a sampler, and does not tell it |
 """
 
 from flexvarlen.packing.bins import Piece, efficiency, pack, split_long

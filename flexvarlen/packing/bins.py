@@ -6,11 +6,12 @@ import gc
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flexvarlen.packing.first_fit import first_fit
 
 Strategy = Literal["best_fit_decreasing", "first_fit", "in_order"]
 Lengths = Sequence[int] | NDArray[np.integer]
@@ -45,8 +46,9 @@ def pack(
     Raises:
         ValueError: a length is below 1, above `capacity`, or no integer; an unknown strategy.
 
-    A row is begun only where no open row can take the document. Time: O(n log n); documents of
-    one length are placed together by "best_fit_decreasing", one by one by "first_fit".
+    A row is begun only where no open row can take the document. Time: O(n log n), whatever
+    `capacity`; documents of one length are placed together by "best_fit_decreasing", one by one by
+    "first_fit".
 
     Source: best fit decreasing as in Ding et al., Fewer Truncations Improve Language Modeling
     (arXiv 2404.10830).
@@ -58,7 +60,7 @@ def pack(
     capacity = int(capacity)
     strategies: dict[str, Callable[[NDArray[np.int64], int], list[list[int]]]] = {
         "best_fit_decreasing": _best_fit_decreasing,
-        "first_fit": _first_fit,
+        "first_fit": first_fit,
         "in_order": _in_order,
     }
     if strategy not in strategies:
@@ -177,7 +179,7 @@ def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list
                 num_rows += wanted
             taken = min(end - placed, each * rows.size)
             full, rest = divmod(taken, each)
-            row_of[placed : placed + taken] = np.repeat(rows[: full + 1], each)[:taken]
+            row_of[placed : placed + taken] = np.repeat(rows[: full + 1], min(each, taken))[:taken]
             leave(space - each * length, rows[:full])
             if rest:
                 leave(space - rest * length, rows[full:])
@@ -198,55 +200,6 @@ def _taken(chunks: list[NDArray[np.int64]], wanted: int) -> NDArray[np.int64]:
         found.append(chunk)
         wanted -= chunk.size
     return found[0] if len(found) == 1 else np.concatenate(found)
-
-
-def _first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """A tree over the space that rows have left, of the first row with as much.
-
-    Leaf `space` holds the first row with just that space (later ones wait in a heap), an inner node
-    the first of its leaves. Written without calls: they would take half of the time.
-    """
-    leaves = 1 << (capacity - 1).bit_length()  # spaces 1 to capacity
-    none = lengths.size
-    first = [none] * (2 * leaves)
-    waiting: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rows: list[list[int]] = []
-    left_in: list[int] = []  # space of each row
-
-    for index, length in enumerate(lengths.tolist()):
-        node = leaves - 1 + length
-        row = first[node]
-        while node > 1:  # of this leaf, and of all right of it
-            if not node & 1 and first[node + 1] < row:
-                row = first[node + 1]
-            node >>= 1
-        if row == none:
-            row, left = len(rows), capacity - length
-            rows.append([index])
-            left_in.append(left)
-        else:
-            space = left_in[row]
-            left_in[row] = left = space - length
-            rows[row].append(index)
-            node = leaves - 1 + space
-            first[node] = found = heappop(waiting[space]) if waiting[space] else none
-            while node > 1 and first[node >> 1] == row:  # it was the first there
-                sibling = first[node ^ 1]
-                node >>= 1
-                found = found if found < sibling else sibling
-                first[node] = found
-        if left:
-            node = leaves - 1 + left
-            held = first[node]
-            if held != none:
-                heappush(waiting[left], row if row > held else held)
-            if row < held:
-                first[node] = row
-                node >>= 1
-                while node and first[node] > row:
-                    first[node] = row
-                    node >>= 1
-    return rows
 
 
 def _in_order(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ IGNORED = -100
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
 _BOUNDARIES = (*_CUMULATIVE, "max_length_q", "max_length_k")
+_TELLING = ("position_ids", "seq_lengths", "seq_idx", "attention_mask", *_CUMULATIVE)
 _LOSS_MASKS = ("completion_mask", "assistant_masks")
 
 
@@ -55,6 +56,10 @@ class PackedCollator:
         a batch          of `DataCollatorWithFlattening` or TRL's padding-free collator: the same
                          with rows, and `cu_seq_lens_q`
 
+    Tokens beside which nothing tells documents apart are one document: that they were several
+    cannot be seen. A mapping with `input_ids` `[1, T]` and none of those columns is refused, as
+    `DataCollatorWithFlattening(return_position_ids=False)` makes it of several.
+
     Args:
         total_tokens: T; what the documents leave over is padding. None: the documents' tokens, so
             that each batch has its own shape.
@@ -70,7 +75,8 @@ class PackedCollator:
     Raises, when called:
         ValueError: more tokens than `total_tokens`, more documents than `capacity`, a longer one
             than `max_seqlen_bound`; a column that is missing, unknown, of another length or no
-            integers; boundaries that contradict one another, or leave tokens out.
+            integers; boundaries that contradict one another, or leave tokens out; a batch of one
+            row that tells of no boundaries.
 
     A `DataLoader(pin_memory=True)` pins the layout too.
     """
@@ -128,6 +134,13 @@ class PackedCollator:
         }
 
     def _layout(self, lengths: list[int]) -> PackedLayout:
+        if self.total_tokens is not None and sum(lengths) > self.total_tokens:
+            raise ValueError(
+                f"features must hold at most total_tokens={self.total_tokens} tokens, got "
+                f"{sum(lengths)} in {len(lengths)} documents; raise total_tokens, or pass fewer "
+                "at a time: where an example is a whole row, per_device_train_batch_size=1 and "
+                "per_device_eval_batch_size=1 (Trainer's default is 8)."
+            )
         left = (self.total_tokens or 0) - sum(lengths)
         if self.boundaries == "cu_seq_lens" and left > 0:
             longest = self.max_seqlen_bound or max(lengths)
@@ -198,7 +211,8 @@ def _features(given: Any) -> Iterator[Any]:
 
 def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
     """A feature's rows as arrays of one dimension; a batch of several rows has several."""
-    if not isinstance(feature, Mapping):
+    alone = not isinstance(feature, Mapping)
+    if alone:
         if not isinstance(feature, Sequence | np.ndarray | Tensor) or isinstance(feature, str):
             raise ValueError(
                 f"features must be mappings with input_ids, got {type(feature).__name__}; pass "
@@ -218,6 +232,12 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
         raise ValueError(
             "input_ids must be one row, or rows without cu_seq_lens_q, got shape "
             f"{list(tokens.shape)}; pass the rows one by one."
+        )
+    if len(tokens) == 1 and not alone and not any(name in arrays for name in _TELLING):
+        raise ValueError(
+            f"input_ids [1, T] must come with one of {', '.join(_TELLING)}, got "
+            f"{', '.join(arrays)}; have the collator that made the row tell where documents begin "
+            "(return_position_ids=True), or pass one document's tokens as [T]."
         )
     for name, values in arrays.items():
         shared = name == "position_ids" and len(values) == 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
+
+from flexvarlen.packing.loader_pass import LoaderPass, pass_over
 
 
 class BalancedSampler(Sampler[int]):
@@ -31,7 +34,8 @@ class BalancedSampler(Sampler[int]):
         ValueError: no rows, a rank or a number that cannot be.
 
     `set_epoch` gives each epoch an order of its own; `state_dict` and `load_state_dict` go on in
-    the middle of one.
+    the middle of one. accelerate's loader counts epochs by itself, from 0: what was set or loaded
+    last before a pass goes on counting there.
 
     >>> list(BalancedSampler([[4], [2, 2], [4], [2, 2]], num_replicas=2, rank=0, seed=1))
     [3, 2]
@@ -69,7 +73,9 @@ class BalancedSampler(Sampler[int]):
         self.costs = np.array([sum(int(n) ** 2 for n in row) for row in rows], np.float64)
         self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         self.window, self.drop_last = window, drop_last
-        self.epoch = self._taken = self._begin = 0
+        # Rows that were yielded, where the pass over them began, and where the next one does.
+        self.epoch = self._taken = self._start = self._begin = 0
+        self._asked: int | None = None  # the epoch that no pass of accelerate's loader knows yet
 
     def __len__(self) -> int:
         """Rows of an epoch: of this rank, or of all."""
@@ -77,9 +83,20 @@ class BalancedSampler(Sampler[int]):
         return steps if self.rank is not None else steps * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Rows from where a state left off, else from the start of the epoch."""
+        """Rows from where a state left off, else from the start of the epoch.
+
+        Raises:
+            ValueError: accelerate's loader would lose rows, or give some twice.
+        """
+        if (loader := pass_over(self)) is not None:
+            self._check(loader)
+            self._follow(loader)
+            self._asked = None
+            if self._begin == len(self):
+                loader.set_epoch(self.epoch + 1)  # it does not count an empty pass
         order = [row for step in self.steps() for row in self._own(step)]
-        self._taken, self._begin = self._begin, 0
+        self._taken = self._start = self._begin
+        self._begin = 0
         for row in order[self._taken :]:
             self._taken += 1
             yield row
@@ -104,17 +121,34 @@ class BalancedSampler(Sampler[int]):
         return float(costs.max(1).sum() / costs.mean(1).sum())
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order; `DataLoader`s of accelerate call it."""
-        if epoch != self.epoch:
-            self.epoch, self._taken, self._begin = epoch, 0, 0
+        """Another order; the place that a state of this very epoch restored stays.
+
+        accelerate's loader calls it as a pass begins, with its own counter. It gets the epoch that
+        was set or loaded since the last pass began, and counts on from there.
+
+        Raises:
+            ValueError: a state restored a place in another epoch, whose rows would be lost.
+        """
+        loader = pass_over(self)
+        if loader is not None and loader.epoch == epoch:
+            self._follow(loader)
+            if not loader.draws:
+                self._begin, self._asked = 0, None
+        else:
+            self._go_to(epoch)
+            self._asked = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch and how many of its rows were yielded.
 
         A `DataLoader` with workers asks for rows ahead of the batches that it gives: set "taken" to
-        the rows of the batches that were trained on.
+        the rows of the batches that were trained on, on all ranks if `rank` is None. The one batch
+        that accelerate's loader looks ahead to is not counted.
         """
-        return {"epoch": self.epoch, "taken": self._taken, "seed": self.seed} | self._order()
+        loader = pass_over(self)
+        ahead = 0 if loader is None else loader.ahead(self._taken - self._start)
+        state = {"epoch": self.epoch, "taken": self._taken - ahead, "seed": self.seed}
+        return state | self._order()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after these rows; a state of a whole pass goes on with an empty one.
@@ -133,7 +167,51 @@ class BalancedSampler(Sampler[int]):
                 f"taken must be from 0 to {len(self)} rows, got {state['taken']}; mend the state."
             )
         self.epoch, self.seed = state["epoch"], state["seed"]
-        self._taken = self._begin = state["taken"]
+        self._taken = self._start = self._begin = state["taken"]
+        self._asked = self.epoch
+
+    def _go_to(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            return
+        if 0 < self._begin < len(self):
+            raise ValueError(
+                f"epoch must be {self.epoch}, which load_state_dict went into the middle of, got "
+                f"{epoch}; begin the loop over epochs at sampler.epoch."
+            )
+        self.epoch, self._taken, self._start, self._begin = epoch, 0, 0, 0
+
+    def _follow(self, loader: LoaderPass) -> None:
+        """One epoch for both: what was asked of this sampler, else the loader's."""
+        if self._asked is None:
+            self._go_to(loader.epoch)
+        else:
+            loader.set_epoch(self._asked)
+
+    def _check(self, loader: LoaderPass) -> None:
+        """Nobody else deals the rows, or passes over some."""
+        if self.rank is not None and loader.processes > 1:
+            raise ValueError(
+                f"rank must be None where accelerate deals rows to {loader.processes} processes, "
+                f"got {self.rank}; leave it out."
+            )
+        if self._begin and loader.skipped:
+            raise ValueError(
+                f"skip_first_batches must not be called after load_state_dict, got {loader.skipped}"
+                f" batches to skip after {self._begin} rows; leave one of them out (Trainer skips "
+                "by itself where it resumes, unless ignore_data_skip=True)."
+            )
+        if loader.dispatches and loader.processes > 1 and loader.skipped:
+            warnings.warn(
+                "skip_first_batches counts batches of one process under dispatch_batches=True, "
+                f"got {loader.skipped} for {loader.processes} processes; skip {loader.processes} "
+                "times those of a process, or rows come again (Trainer: dispatch_batches=False).",
+                stacklevel=2,
+            )
+        if self._begin % loader.rows and self._begin < len(self):
+            raise ValueError(
+                f"taken must be a multiple of {loader.rows}, the rows of a batch on each process, "
+                f"got {self._begin}; count the rows of all processes."
+            )
 
     def _order(self) -> dict[str, Any]:
         """What the order depends on, besides the seed and the epoch."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from torch.utils.data import get_worker_info
+
 from flexvarlen.packing.bins import pack
 
 Document = TypeVar("Document")
@@ -45,12 +47,28 @@ class StreamPacker(Generic[Document]):
         self._waiting: list[Document] = []  # the oldest first
         self._ready: list[list[Document]] = []  # rows to be handed out before anything else
 
-    def pack(self, documents: Iterable[Document]) -> Iterator[list[Document]]:
+    def pack(
+        self, documents: Iterable[Document], *, worker_share: bool = False
+    ) -> Iterator[list[Document]]:
         """The rows of a whole stream as they get full, each document in one of them.
+
+        Args:
+            documents: the stream.
+            worker_share: it is the share of this worker of a `DataLoader`; each has a copy of the
+                data set, and would pack every document once more.
 
         Raises:
             ValueError: a document's length is below 1 or above `capacity`; those before it wait on.
+                Or one of several workers packs what is not said to be its share.
         """
+        worker = None if worker_share else get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                "documents must be a share of the stream where several loader workers pack, got "
+                f"no worker_share=True in {worker.num_workers} of them; pass "
+                f"islice(documents, get_worker_info().id, None, {worker.num_workers}) and "
+                "worker_share=True, or take one worker."
+            )
         yield from self._hand_out()
         for document in documents:
             if not 1 <= (length := self._length(document)) <= self.capacity:

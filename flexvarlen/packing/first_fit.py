@@ -1,0 +1,117 @@
+"""First fit: each document into the first row that it fits; the cost knows nothing of `capacity`.
+
+Two structures share the rows that can still take the shortest document:
+
+- *Steps*: rows with more space than any row before them, from the first row on. Spaces rise along
+  them, so the first row that a document fits is found by bisection. Most documents leave their row
+  a step, and cost no more.
+- *Tree*: all other rows, and the steps past `STEPS`; a leaf for each row holds its space, an inner
+  node the largest of its leaves.
+
+Rows only ever fill, so a row that stands in no other's shadow does so until it is given a document:
+it is taken out of the tree once for each of its documents, but for steps that `STEPS` turns away,
+each because another became one. So the time is O(n log n) for n documents, the memory O(n).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+STEPS = 2048
+"""So many that lengths drawn at random have fewer (100 of a million log-normal ones), and so few
+that an insertion between them moves 32 KiB."""
+
+
+def first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Rows of indices into `lengths`, which has one at least, each from 1 to `capacity`."""
+    documents = lengths.tolist()
+    shortest = min(documents)
+    rows: list[list[int]] = []
+    # No two rows fit into one: the later's first document would be in the earlier.
+    waiting = _Spaces(min(len(documents), 2 * (sum(documents) // (capacity + 1)) + 1))
+    tree = waiting.tree  # tree[1] is the largest space there; a call would be a tenth of the time
+    spaces, at = [shortest - 1], [-1]  # the first is no row, and takes no document
+
+    for index, length in enumerate(documents):
+        step = bisect_left(spaces, length)
+        if step == len(spaces):
+            while length > spaces[-1] < tree[1] and len(spaces) < STEPS:
+                at.append(waiting.first_above(spaces[-1]))
+                spaces.append(waiting.take(at[-1]))
+            step = len(spaces) - 1
+        if spaces[step] >= length:
+            row, end = at[step], at[step + 1] if step + 1 < len(at) else 0
+            rows[row].append(index)
+            left, floor = spaces[step] - length, spaces[step - 1]
+            if left > floor:
+                spaces[step] = floor = left
+                step += 1
+            else:
+                del spaces[step], at[step]
+                if left >= shortest:
+                    waiting.put(row, left)
+            if row + 1 < end:  # what stood in its shadow; past the last step it can wait
+                while tree[1] > floor and (row := waiting.first_above(floor)) < end:
+                    floor = waiting.take(row)
+                    spaces.insert(step, floor)
+                    at.insert(step, row)
+                    step += 1
+                while len(spaces) > STEPS:
+                    waiting.put(at.pop(), spaces.pop())
+        elif tree[1] >= length:  # there are too many steps
+            row = waiting.first_above(length - 1)
+            rows[row].append(index)
+            left = waiting.take(row) - length
+            if left >= shortest:
+                waiting.put(row, left)
+        else:
+            left = capacity - length
+            if left > spaces[-1] and len(spaces) < STEPS:
+                spaces.append(left)
+                at.append(len(rows))
+            elif left >= shortest:
+                waiting.put(len(rows), left)
+            rows.append([index])
+    return rows
+
+
+class _Spaces:
+    """The space of each row, 0 if it is not here, and the first row with more than so much."""
+
+    def __init__(self, rows: int) -> None:
+        self.leaves = 1 << (rows - 1).bit_length()
+        self.tree = [0] * (2 * self.leaves)
+
+    def put(self, row: int, space: int) -> None:
+        """A row that is not here."""
+        tree, node = self.tree, self.leaves + row
+        while node and tree[node] < space:
+            tree[node] = space
+            node >>= 1
+
+    def take(self, row: int) -> int:
+        """Its space; afterwards it is not here."""
+        tree, node = self.tree, self.leaves + row
+        space, largest = tree[node], 0
+        tree[node] = 0
+        while node > 1:
+            sibling = tree[node ^ 1]
+            if sibling > largest:
+                largest = sibling
+            node >>= 1
+            if tree[node] == largest:  # of another row with as much
+                break
+            tree[node] = largest
+        return space
+
+    def first_above(self, floor: int) -> int:
+        """The first row with more space than `floor`, which is less than the largest."""
+        tree, node, leaves = self.tree, 1, self.leaves
+        while node < leaves:
+            node *= 2
+            if tree[node] <= floor:
+                node += 1
+        return node - leaves

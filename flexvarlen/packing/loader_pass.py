@@ -1,0 +1,79 @@
+"""What accelerate's loader, which is `Trainer`'s too, does with a sampler, and tells it in part.
+
+Its counter of passes is the epoch, but a loader that passes over batches (`skip_first_batches`, a
+resumed `Trainer`) on several processes does not hand it on; and it draws one batch ahead. Read from
+accelerate's list of loaders that are in a pass; accelerate itself is never imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoaderPass:
+    """A pass of accelerate's loader over a sampler.
+
+    Attributes:
+        loader: the loader.
+        processes: that its batches are dealt to in turn.
+        rows: of what they get at a time, together.
+        skipped: batches that a process passes over.
+        dispatches: one process draws for all.
+        draws: this process draws.
+    """
+
+    loader: Any
+    processes: int
+    rows: int
+    skipped: int
+    dispatches: bool
+    draws: bool
+
+    @property
+    def epoch(self) -> int:
+        """The loader's counter."""
+        return int(self.loader.iteration)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Count on from this epoch."""
+        self.loader.iteration = epoch
+
+    def ahead(self, drawn: int) -> int:
+        """Of the rows that the pass drew: those of the batch that it looks ahead to."""
+        if drawn == 0 or self.loader.end_of_dataloader:
+            return 0
+        return (drawn - 1) % self.rows + 1
+
+
+def pass_over(sampler: object) -> LoaderPass | None:
+    """The pass that began last, and was not finished; None without accelerate."""
+    if (state := sys.modules.get("accelerate.state")) is None:
+        return None
+    for loader in reversed(state.GradientState().dataloader_references):
+        if getattr(loader, "iteration", None) is None:
+            continue
+        if chain := _batch_samplers(loader, sampler):
+            dispatches = hasattr(loader, "slice_fn")  # one process loads for all
+            dealers = [loader.state] if dispatches else chain
+            processes = max(getattr(each, "num_processes", 1) for each in dealers)
+            splits = any(getattr(each, "split_batches", False) for each in [loader, *chain])
+            rows = (getattr(chain[-1], "batch_size", None) or 1) * (1 if splits else processes)
+            skipped = max(getattr(each, "skip_batches", 0) for each in chain)
+            draws = not dispatches or loader.state.process_index == 0
+            return LoaderPass(loader, processes, rows, skipped, dispatches, draws)
+    return None
+
+
+def _batch_samplers(loader: Any, sampler: object) -> list[Any]:
+    """From the loader's own down to the one that draws from the sampler; none if none does."""
+    chain = []
+    each = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while each is not None:
+        chain.append(each)
+        if getattr(each, "sampler", None) is sampler:
+            return chain
+        each = getattr(each, "batch_sampler", None)
+    return []

@@ -1,0 +1,104 @@
+"""Names of arguments: what would tell documents to nobody raises; what a model takes does not."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+import flexvarlen as fv
+from flexvarlen.patches.families import FAMILIES
+from flexvarlen.patches.keywords import _LOSS_MASKS, _OURS_BY_OTHER_NAMES
+from tests.tiny_models import config_of, new_model, one_row, shared_model
+
+ROW = one_row()
+LENGTHS = torch.tensor([5, 70, 98, 1, 30, 52])
+NAMES = {
+    "seq_lengths": LENGTHS,
+    "seq_lens": LENGTHS,
+    "seqlens": LENGTHS,
+    "lengths": LENGTHS,
+    "cu_seq_lens": ROW.cu_seqlens,
+    "cu_seq_len_q": ROW.cu_seqlens,
+    "cu_seq_len_k": ROW.cu_seqlens,
+    "segment_ids": ROW.document_ids,
+    "sequence_ids": ROW.document_ids,
+    "sequence_id": ROW.document_ids,
+    "doc_ids": ROW.document_ids,
+    "document_id": ROW.document_ids,
+    "layout": fv.PackedLayout.from_lengths(LENGTHS.tolist()),
+    "positions": ROW.position_ids,
+    "input_pos": ROW.position_ids,
+    "block_mask": fv.document_block_mask(fv.PackedLayout.from_lengths(LENGTHS.tolist())),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["patched", "name_alone"])
+def test_a_name_that_nobody_reads(how, name):
+    """The documents would see one another; the sentence says which names are read."""
+    if how == "patched":
+        model = fv.patch_model(new_model("llama"), "sdpa")
+    else:
+        model = new_model("llama", implementation="flexvarlen_doc")
+    words = rf"packed_layout, cu_seq_lens_q, .*seq_idx\), got {name}=, .*; pass "
+    with pytest.raises(ValueError, match=words):
+        model(ROW.ids, **{name: NAMES[name]})
+    assert model(ROW.ids, **{name: None}).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", _LOSS_MASKS)
+def test_a_mask_of_the_loss(name):
+    words = f"{name} must be applied to the labels"
+    with fv.patched(shared_model("llama"), "sdpa") as model, pytest.raises(ValueError, match=words):
+        model(ROW.ids, labels=ROW.ids, **{name: torch.ones_like(ROW.ids)})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_no_argument_of_a_model_is_refused(family):
+    """Nor of a part of it that is a model."""
+    with torch.device("meta"):
+        auto_class = getattr(transformers, f"AutoModelFor{family.task}")
+        model = auto_class.from_config(family.tiny_config())
+    taken = {
+        name
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+        for name in inspect.signature(type(part).forward).parameters
+    }
+    assert "input_ids" in taken
+    assert not taken & {*_OURS_BY_OTHER_NAMES, *_LOSS_MASKS}
+    assert not {"token_type_ids", "cache_position", "seq_idx"} & set(_OURS_BY_OTHER_NAMES)
+
+
+class WithSegments(Qwen3ForCausalLM):
+    """A user's, with an argument for itself."""
+
+    def forward(self, input_ids=None, segment_ids=None, **kwargs):
+        embedded = self.get_input_embeddings()(input_ids)
+        if segment_ids is not None:
+            embedded = embedded + segment_ids[..., None]
+        return super().forward(inputs_embeds=embedded, **kwargs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_argument_of_a_users_own(compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = config_of("qwen3")
+    config._attn_implementation = "sdpa"
+    model = fv.patch_model(WithSegments(config).eval(), "sdpa")
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with torch.no_grad():
+        plain, segmented = (
+            run(ROW.ids, position_ids=ROW.position_ids, **more).logits
+            for more in ({}, {"segment_ids": ROW.document_ids})
+        )
+    assert not torch.equal(plain, segmented)
+    error = Exception if compiled else ValueError
+    with pytest.raises(error, match="got doc_ids="):
+        run(ROW.ids, doc_ids=ROW.document_ids)
+    torch._dynamo.reset()

@@ -1,0 +1,57 @@
+"""`BalancedSampler` under accelerate and Trainer, in one process and in two: each row once.
+
+Their loaders count epochs by themselves, hand the number on or do not, and look a batch ahead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+from accelerate.state import AcceleratorState, GradientState
+
+from tests.sampler_ranks import CASES, OF_RANKS, WORLD, made_by, run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What each case made in each of two processes: one start for all."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.set_forkserver_preload(["tests.sampler_ranks"])  # imported once for both
+    torch.multiprocessing.start_processes(
+        run, args=(port, str(folder)), nprocs=WORLD, start_method="forkserver"
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+@pytest.fixture
+def _accelerate_as_it_was(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def check(result):
+    assert "failed" not in result, result["failed"]
+    assert result["got"] == result["expected"]
+
+
+@pytest.mark.usefixtures("_accelerate_as_it_was")
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_one_process(case):
+    check(made_by(case))
+
+
+@pytest.mark.parametrize("case", OF_RANKS)
+def test_rows_of_two_processes(made, case):
+    for result in made:
+        check(result.get(case, {"failed": "not run, as a case before it failed"}))
