@@ -136,8 +136,8 @@ def several_documents(
     """A batch of `size` examples that holds two documents at least; of more, if there is none.
 
     An example may be a document, or a whole row of them beside which fixed shapes have no room for
-    another. So first come other places in the dataset, each twice as far as the one before (packing
-    puts long documents into the first rows), then an example more at once.
+    another. So first come other places in the dataset, each twice as far as the one before, and its
+    end (packing puts long documents into the first rows), then an example more at once.
 
     Args:
         loader: its dataset and collator make the batch.
@@ -148,15 +148,13 @@ def several_documents(
         ValueError: as `batch_of`; or each place has one document, and the collator takes no more
             examples.
     """
-    first = batch_of(loader, range(size))
-    if num_documents(first, layout) > 1:
-        return first
-    start = size
-    while start + size <= len(loader.dataset):
+    batch = batch_of(loader, range(size))
+    start, last = size, len(loader.dataset) - size
+    while num_documents(batch, layout) < 2 and start <= last:
         batch = batch_of(loader, range(start, start + size))
-        if num_documents(batch, layout) > 1:
-            return batch
-        start *= 2
+        start = last if start < last < 2 * start else 2 * start
+    if num_documents(batch, layout) > 1:
+        return batch
     try:
         return batch_of(loader, range(size + 1))
     except ValueError as error:

@@ -262,7 +262,7 @@ def test_padded_rows_of_a_document_each():
     assert len(several_documents(loader_of(examples(), pad), 1)["input_ids"]) == 2
 
 
-@pytest.mark.parametrize("before", range(9))
+@pytest.mark.parametrize("before", range(10))
 def test_rows_of_one_document_are_passed_over(before):
     """Wherever the others begin: packing puts the longest documents first."""
     rows = [row_of(16)] * before + [row_of(9, 7)] * (10 - before)
