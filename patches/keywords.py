@@ -76,7 +76,7 @@ def _refuse(name: str) -> NoReturn:
         raise ValueError(
             f"{name} must be applied to the labels before a model is called, got it as an "
             "argument, which no model reads: what it masks would be learned; let PackedCollator "
-            "make the batch, or set the labels to -100 where it is 0."
+            "make the batch, or set the labels to -100 where it is 0 and drop the column."
         )
     raise ValueError(
         "documents must be given by a name that is read (packed_layout, cu_seq_lens_q, "

@@ -281,7 +281,9 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
             f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; "
             "load it with AutoModel."
         )
-    first, inner = found[0]
+    every = {part for _, part in found}
+    # Not always the first: a wrapper may name a base model before the model that it is part of.
+    first, inner = next((each for each in found if every <= {*each[1].modules()}), found[0])
     parts = set(inner.modules())
     for name, part in found:
         if part not in parts:

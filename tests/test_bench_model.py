@@ -258,6 +258,23 @@ def test_a_slow_step_is_not_timed_again(monkeypatch):
         assert m["tokens_per_s"] == pytest.approx(TEXT.tokens / (m["ms_p50"] / 1e3))
 
 
+def test_a_slow_step_in_which_something_compiled_is_timed_again(monkeypatch):
+    calls = []
+    own = Training.step
+
+    def compiles(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+        return own(*args)
+
+    monkeypatch.setattr(Training, "step", compiles)
+    monkeypatch.setattr(model_measure, "SLOW_S", 0.0)
+    found = measured(TEXT, "packed:sdpa", BASELINE)
+    assert found["packed:sdpa", ""].measures["repeats"] > 1
+    assert found[BASELINE, ""].measures["repeats"] == 1
+
+
 def test_what_raises_while_timed_is_left_out(monkeypatch):
     calls = []
 

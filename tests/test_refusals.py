@@ -258,6 +258,7 @@ def test_a_second_model(student, how):
 def test_one_model_in_two_places():
     model = new_model("llama")
     assert fv.patch_model(Distilled(model, model.model), "sdpa").teacher is model
+    assert fv.patch_model(Distilled(model.model, model), "sdpa").student is model
     assert "forward" in vars(model.model)
 
 

@@ -11,8 +11,11 @@ import socket
 import pytest
 import torch
 import torch.multiprocessing
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
 
+from flexvarlen.packing import BalancedSampler
 from tests.sampler_ranks import CASES, OF_RANKS, WORLD, made_by, run
 
 
@@ -55,3 +58,16 @@ def test_rows_of_one_process(case):
 def test_rows_of_two_processes(made, case):
     for result in made:
         check(result.get(case, {"failed": "not run, as a case before it failed"}))
+
+
+@pytest.mark.usefixtures("_accelerate_as_it_was")
+def test_a_pass_that_was_left_counts_for_no_other():
+    """accelerate keeps a loader that was left with `break` among those in a pass."""
+    sampler = BalancedSampler([[i + 1] for i in range(8)], num_replicas=2)
+    left, whole = (
+        Accelerator(cpu=True).prepare(DataLoader(range(8), batch_size=1, sampler=sampler))
+        for _ in range(2)
+    )
+    next(iter(left))
+    assert len(list(whole)) == 8
+    assert sampler.state_dict()["taken"] == 8

@@ -28,9 +28,9 @@ from flexvarlen.measure import (
 
 MOST_REPEATS = 15
 SLOW_S = 2.0
-"""A call that takes longer is not timed again: the seconds of its second run stand. A shorter one
-is timed after another of its own, as a hot GPU's clocks follow the power that the last half second
-drew."""
+"""A call that takes longer is not timed again: the seconds of its second run stand, if nothing was
+compiled in them. A shorter one is timed after another of its own, as a hot GPU's clocks follow the
+power that the last half second drew."""
 
 # Variants of one class share their code objects, and Dynamo's limits go by code object.
 LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
@@ -53,11 +53,15 @@ class Checked:
 
 @dataclass
 class Live:
-    """A variant that is right, ready for the clock: of each pass its seconds and measures."""
+    """A variant that is right, ready for the clock: of each pass its seconds and measures.
+
+    `settled`: nothing was compiled in those seconds.
+    """
 
     checked: Checked
     took: dict[str, float]
     measures: dict[str, dict[str, Any]]
+    settled: bool = True
 
 
 class Measurement(ABC):
@@ -148,8 +152,11 @@ class Measurement(ABC):
             def timed(pass_: str = pass_, call: Callable[[], object] = call) -> None:
                 live.took[pass_] = seconds(call, self.device)
 
+            with watch_compilation() as stats:
+                peak_mib = peak_memory_mib(timed, self.device)
+            live.settled = live.settled and not stats.compilations
             live.measures[pass_] = {
-                "peak_mib": peak_memory_mib(timed, self.device),
+                "peak_mib": peak_mib,
                 "peak_meaning": memory_meaning(self.device),
             }
         return live
@@ -178,7 +185,7 @@ class Measurement(ABC):
             for variant, live in self.lives.items():
                 for pass_, taken in live.took.items():
                     name = f"{variant} {pass_}"
-                    if taken > SLOW_S:
+                    if taken > SLOW_S and live.settled:
                         once[name] = summarize([taken * 1e3])
                     else:
                         calls[name], fast[name] = live.checked.calls[pass_], taken

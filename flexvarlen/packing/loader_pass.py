@@ -48,12 +48,18 @@ class LoaderPass:
         return (drawn - 1) % self.rows + 1
 
 
-def pass_over(sampler: object) -> LoaderPass | None:
-    """The pass that began last, and was not finished; None without accelerate."""
+def pass_over(sampler: object, of: object = None) -> LoaderPass | None:
+    """The pass that began last, and was not finished; None without accelerate.
+
+    Args:
+        sampler: that it draws from.
+        of: the loader whose pass it must be; None: any. One that was left with `break` stays in a
+            pass for accelerate.
+    """
     if (state := sys.modules.get("accelerate.state")) is None:
         return None
     for loader in reversed(state.GradientState().dataloader_references):
-        if getattr(loader, "iteration", None) is None:
+        if getattr(loader, "iteration", None) is None or (of is not None and loader is not of):
             continue
         if chain := _batch_samplers(loader, sampler):
             dispatches = hasattr(loader, "slice_fn")  # one process loads for all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -76,6 +77,7 @@ class BalancedSampler(Sampler[int]):
         # Rows that were yielded, where the pass over them began, and where the next one does.
         self.epoch = self._taken = self._start = self._begin = 0
         self._asked: int | None = None  # the epoch that no pass of accelerate's loader knows yet
+        self._drawer: weakref.ref[Any] | None = None  # accelerate's loader whose pass this is
 
     def __len__(self) -> int:
         """Rows of an epoch: of this rank, or of all."""
@@ -88,7 +90,9 @@ class BalancedSampler(Sampler[int]):
         Raises:
             ValueError: accelerate's loader would lose rows, or give some twice.
         """
-        if (loader := pass_over(self)) is not None:
+        loader = pass_over(self)
+        self._drawer = None if loader is None else weakref.ref(loader.loader)
+        if loader is not None:
             self._check(loader)
             self._follow(loader)
             self._asked = None
@@ -138,6 +142,9 @@ class BalancedSampler(Sampler[int]):
             self._go_to(epoch)
             self._asked = epoch
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_drawer": None}
+
     def state_dict(self) -> dict[str, Any]:
         """The epoch and how many of its rows were yielded.
 
@@ -145,7 +152,8 @@ class BalancedSampler(Sampler[int]):
         the rows of the batches that were trained on, on all ranks if `rank` is None. The one batch
         that accelerate's loader looks ahead to is not counted.
         """
-        loader = pass_over(self)
+        drawer = None if self._drawer is None else self._drawer()
+        loader = None if drawer is None else pass_over(self, drawer)
         ahead = 0 if loader is None else loader.ahead(self._taken - self._start)
         state = {"epoch": self.epoch, "taken": self._taken - ahead, "seed": self.seed}
         return state | self._order()
