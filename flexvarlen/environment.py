@@ -103,3 +103,16 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+# Two parts or more after a slash: neither 24/24 heads nor an address of the web.
+_ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
+
+
+def without_paths(text: str) -> str:
+    """Absolute paths cut to their last part: they tell of the machine alone.
+
+    >>> without_paths("no /usr/lib/x/libcuda.so for 24/24 heads")
+    'no libcuda.so for 24/24 heads'
+    """
+    return _ABSOLUTE_PATH.sub(r"\1", text)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from flexvarlen.environment import environment
+from flexvarlen.environment import environment, without_paths
 
 __all__ = [
     "CompileStats",
@@ -278,6 +278,10 @@ class CompileStats:
     """Why frames were compiled again, one sentence each, where this torch says so."""
     break_reasons: dict[str, int] = field(default_factory=dict)
     """First line of each graph break's explanation -> how often it was met."""
+
+    def first_reasons(self) -> tuple[str, ...]:
+        """The first three `reasons`, as a row keeps them: short, and without paths."""
+        return tuple(without_paths(" ".join(why.split()))[:200] for why in self.reasons[:3])
 
 
 @contextmanager

@@ -51,6 +51,16 @@ CONTEXT = "flexvarlen"
 """The keyword under which the layers of a patched model get their `PackedForward`."""
 
 
+class Reach:
+    """Whether the base model got the `PackedForward` that its head made, or a copy of it.
+
+    No dataclass, which FSDP would copy with its arguments.
+    """
+
+    def __init__(self) -> None:
+        self.base = False
+
+
 @dataclass
 class PackedForward:
     """What every layer of one forward shares.
@@ -67,6 +77,7 @@ class PackedForward:
         one_a_row: bool 0-dim, the same as a graph knows it.
         drops_pooled: whether a pooler's output, of whole rows, is left out.
         group: the ranks over which the row is cut; None: it is not.
+        reach: of this and its copies; None: the base model itself made it.
         copies: the same on other devices, by name.
     """
 
@@ -81,6 +92,7 @@ class PackedForward:
     one_a_row: Tensor | None = None
     drops_pooled: bool = False
     group: ProcessGroup | None = None
+    reach: Reach | None = None
     copies: dict[str, PackedForward] = field(default_factory=dict)
 
     def to(

@@ -20,6 +20,7 @@ from flexvarlen.patches.documents import (
     BOUNDARIES,
     CONTEXT,
     PackedForward,
+    Reach,
     Unpacked,
     find_layout,
 )
@@ -53,6 +54,12 @@ def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
     packed = inputs.get(CONTEXT)
     if not isinstance(packed, PackedForward):
         return
+    if packed.reach is not None and not packed.reach.base:
+        raise ValueError(
+            "a patched head's forward must hand its **kwargs on to its base model, as the "
+            "documents come to the layers by them, got one that did not: its outputs may cross "
+            "documents; call the base model with **kwargs."
+        )
     if packed.one_a_row is not None:
         mark_cache(outputs, packed)
     if packed.drops_pooled and "pooler_output" in outputs:
@@ -73,6 +80,8 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     handed = inputs.get(CONTEXT)
     if tokens is None or handed is not None:
         if isinstance(handed, PackedForward) and base_of(module) is module:  # type: ignore[arg-type]
+            if handed.reach is not None:
+                handed.reach.base = True
             inputs["attention_mask"] = _placeholder(handed.layout.device)
         return inputs
     refuse_bypassed_caller(module)
@@ -165,6 +174,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         return inputs
     may_pad = (explicit or attention_mask is not None) and group is None
     inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
+    packed.reach = Reach()
     keep_from_loss(module)
     return inputs
 

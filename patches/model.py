@@ -275,25 +275,20 @@ def patched(
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
     """The one that is inside: what is part of it (its base model, a tower) goes with it."""
-    found = [(name, part) for name, part in model.named_modules() if _is_transformers(part)]
+    found = [(n, part) for n, part in model.named_modules() if isinstance(part, PreTrainedModel)]
     if not found:
         raise ValueError(
             f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; "
             "load it with AutoModel."
         )
-    every = {part for _, part in found}
     # Not always the first: a wrapper may name a base model before the model that it is part of.
-    first, inner = next((each for each in found if every <= {*each[1].modules()}), found[0])
-    parts = set(inner.modules())
-    for name, part in found:
-        if part not in parts:
-            raise ValueError(
-                f"model must hold one transformers model, got {type(inner).__name__} as {first!r} "
-                f"and {type(part).__name__} as {name!r}, which is no part of it and would leak "
-                "unpatched; patch each by itself."
-            )
-    return inner  # type: ignore[return-value]
-
-
-def _is_transformers(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel)
+    for _, inner in found:
+        if {part for _, part in found} <= {*inner.modules()}:
+            return inner
+    first, inner = found[0]
+    name, part = next((name, part) for name, part in found if part not in {*inner.modules()})
+    raise ValueError(
+        f"model must hold one transformers model, got {type(inner).__name__} as {first!r} and "
+        f"{type(part).__name__} as {name!r}, which is no part of it and would leak unpatched; "
+        "patch each by itself."
+    )

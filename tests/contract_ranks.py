@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,8 @@ import flexvarlen as fv
 from tests.contract_training import documents as many_documents
 from tests.contract_training import recorded, settings
 from tests.tiny_models import LENGTHS, batch_of, new_model
+from tests.two_processes import WORLD, meet
 
-WORLD = 2
 ROWS = ((0, 1, 2, 3), (4, 5))
 LABELS = sum(LENGTHS) - len(LENGTHS)
 
@@ -287,34 +285,15 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@contextmanager
-def _process_group(rank: int, port: int) -> Iterator[None]:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD),
-        LOCAL_WORLD_SIZE=str(WORLD),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
-        OMP_NUM_THREADS="1",
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def run(rank: int, port: int, folder: str) -> None:
     """Every case; rank 0 saves what it made, or why it failed."""
-    with _process_group(rank, port):
-        for name, case in CASES.items():
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            try:
-                made = case()
-            except Exception:
-                made = {"failed": traceback.format_exc()}
-            torch.save(made, Path(folder) / f"{name}-{rank}.pt")
+    meet(rank, port, timeout_s=60)
+    for name, case in CASES.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            made = case()
+        except Exception:
+            made = {"failed": traceback.format_exc()}
+        torch.save(made, Path(folder) / f"{name}-{rank}.pt")
+    dist.destroy_process_group()

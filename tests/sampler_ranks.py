@@ -6,12 +6,10 @@ accelerate's loaders and Trainer. A case gives, or raises, what it got and what 
 
 from __future__ import annotations
 
-import os
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from transformers import Trainer, TrainingArguments
 import flexvarlen as fv
 from tests.contract_training import documents, settings
 from tests.tiny_models import new_model
+from tests.two_processes import meet
 
-WORLD = 2
 LENGTHS = [[i + 1] for i in range(11)]
 WAYS: dict[str, dict[str, Any]] = {
     "dealt": {},
@@ -305,18 +303,7 @@ def made_by(case: str) -> dict[str, Any]:
 
 def run(rank: int, port: int, folder: str) -> None:
     """Every case, as one of two processes."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD),
-        LOCAL_WORLD_SIZE=str(WORLD),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        ACCELERATE_USE_CPU="true",
-        OMP_NUM_THREADS="1",
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    meet(rank, port, timeout_s=20)
     made: dict[str, Any] = {}
     for case in OF_RANKS:
         made[case] = made_by(case)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import socket
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from tests.contract_oracle import Step, by_document, check_step
-from tests.contract_ranks import CASES, WORLD, lora, run
+from tests.contract_ranks import CASES, lora, run
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import batch_of, documents, new_model
+from tests.two_processes import WORLD, start
 
 DOCUMENTS = [x.tolist() for x in documents()]
 LOW = {"fsdp2_bf16", "accelerate_bf16"}
@@ -23,15 +21,11 @@ LOW = {"fsdp2_bf16", "accelerate_bf16"}
 def made(tmp_path_factory):
     """What each case made: one start of two processes for all."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["tests.contract_ranks"])  # imported once for both
-    torch.multiprocessing.start_processes(
-        run, args=(port, str(folder)), nprocs=WORLD, start_method="forkserver"
-    )
+    start(run, folder)
     return {
-        name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]
+        name: [
+            torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(WORLD)
+        ]
         for name in CASES
     }
 

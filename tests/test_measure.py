@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flexvarlen.measure import (
+    CompileStats,
     environment,
     memory_meaning,
     peak_memory_mib,
@@ -133,6 +134,17 @@ def test_one_changed_constant_is_one_recompilation():
         scaled(weight, "bb").sum().backward()
     assert (second.compilations, second.recompilations, second.graph_breaks) == (1, 1, 0)
     assert len(second.reasons) == 1
+    (short,) = second.first_reasons()
+    assert len(short) <= 200
+    assert "\n" not in short
+
+
+def test_reasons_of_a_row_have_no_paths():
+    why = (
+        '0/0: ___check_obj_id(f, 1), type=<code object f at 0x1, file "/home/me/site/f.py", line 2>'
+    )
+    stats = CompileStats(reasons=[f"{why}\n  more", "b", "c", "d"])
+    assert stats.first_reasons() == (f"{why.replace('/home/me/site/', '')} more", "b", "c")
 
 
 def sine(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -15,6 +16,8 @@ from transformers import (
     Starcoder2Config,
     StaticCache,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import flexvarlen as fv
 from flexvarlen.backends import get_backend
@@ -281,6 +284,14 @@ class DropsKeywords(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, position_ids=position_ids)
 
 
+class KeywordsForLossAlone(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        out = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids)
+        logits = self.lm_head(out.last_hidden_state)
+        loss = ForCausalLMLoss(logits, vocab_size=logits.shape[-1], **kwargs)
+        return CausalLMOutputWithPast(loss, logits)
+
+
 class NamedForSequenceClassification(LlamaForCausalLM):
     """Whose labels may be anything."""
 
@@ -322,6 +333,25 @@ def test_a_subclass_without_keywords(model_class):
         fv.patch_model(model, "sdpa")
     assert "forward" not in vars(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("boundaries", ["packed_layout", "position_ids", "attention_mask"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, boundaries, compiled):
+    """Seen when it is called: its base model found, or did not find, documents by itself."""
+    monkeypatch.undo()  # here kernels run
+    model = fv.patch_model(of_class(KeywordsForLossAlone), "sdpa")
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    inputs = {
+        "packed_layout": fv.PackedLayout.from_cu_seqlens(ROW.cu_seqlens, total_tokens=256),
+        "position_ids": ROW.position_ids,
+        "attention_mask": ROW.document_ids,
+    }
+    with (
+        torch.no_grad(),
+        pytest.raises((ValueError, Unsupported), match=r"must hand its \*\*kwargs"),
+    ):
+        call(input_ids=ROW.ids, labels=ROW.ids, **{boundaries: inputs[boundaries]})
 
 
 def test_an_unknown_backend():

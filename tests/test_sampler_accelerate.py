@@ -5,31 +5,22 @@ Their loaders count epochs by themselves, hand the number on or do not, and look
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-
 import pytest
 import torch
-import torch.multiprocessing
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 from flexvarlen.packing import BalancedSampler
-from tests.sampler_ranks import CASES, OF_RANKS, WORLD, made_by, run
+from tests.sampler_ranks import CASES, OF_RANKS, made_by, run
+from tests.two_processes import WORLD, start
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """What each case made in each of two processes: one start for all."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["tests.sampler_ranks"])  # imported once for both
-    torch.multiprocessing.start_processes(
-        run, args=(port, str(folder)), nprocs=WORLD, start_method="forkserver"
-    )
+    start(run, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 

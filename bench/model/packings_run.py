@@ -286,7 +286,7 @@ class Run(BenchRun):
             "other_packings": done,
             "recompilations": stats.recompilations,
             "recompile_s": stats.compile_s,
-            "recompile_reasons": [" ".join(why.split())[:200] for why in stats.reasons[:3]],
+            "recompile_reasons": stats.first_reasons(),
         }
         return reason
 

@@ -108,7 +108,7 @@ def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], s
     measures: dict[str, Any] = {
         "other_packings": len(checks.others),
         "recompiles": stats.recompilations,
-        "recompile_reasons": tuple(" ".join(why.split())[:200] for why in stats.reasons[:3]),
+        "recompile_reasons": stats.first_reasons(),
     }
     last = checks.last
     if out is None or last is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flexvarlen.drift.grid import Grid
 from flexvarlen.drift.report.summary import grids
 from flexvarlen.drift.report.verdicts import plain_sentences
+from flexvarlen.environment import without_paths
 from flexvarlen.equivalence.variants import THEIRS
 from flexvarlen.rows import Row, append_row, commit_of, in_short, read_rows
 
@@ -25,9 +25,6 @@ SUITES = {
     "drift-attribution": "whose drift it is",
     "drift-training": "training",
 }
-
-# Two parts or more after a slash: neither 24/24 heads nor an address of the web.
-_ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
 
 
 @dataclass(frozen=True)
@@ -159,15 +156,6 @@ def _is_foreign(row: Row) -> bool:
     """A row of transformers' own attention: that it leaks is a finding."""
     name = row.case.get("backend") or row.case.get("variant") or ""
     return str(name).startswith(THEIRS)
-
-
-def without_paths(text: str) -> str:
-    """Absolute paths cut to their last part: they tell of the machine, not of the drift.
-
-    >>> without_paths("no /usr/lib/x/libcuda.so for 24/24 heads")
-    'no libcuda.so for 24/24 heads'
-    """
-    return _ABSOLUTE_PATH.sub(r"\1", text)
 
 
 def described(rows: Sequence[Row]) -> list[str]:

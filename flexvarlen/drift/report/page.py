@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flexvarlen.drift.grid import Grid
 from flexvarlen.drift.report.drawing import Picture
 from flexvarlen.drift.report.figures import pictures
+from flexvarlen.environment import without_paths
 
 if TYPE_CHECKING:
     from flexvarlen.drift.report.files import DriftReport
@@ -43,7 +44,7 @@ def page(report: DriftReport) -> str:
     No absolute path and no host name can be in it: rows have no host names, and the report cuts
     paths out of reasons.
     """
-    from flexvarlen.drift.report.files import described, without_paths
+    from flexvarlen.drift.report.files import described
 
     on = _list((without_paths(line) for line in described(report.rows)), "on")
     parts = ["<h1>Drift</h1>", on, "<h2>In words</h2>", _list(report.sentences())]

@@ -1,0 +1,43 @@
+"""Two processes that meet by gloo on this machine: started once for all cases of a test module."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+WORLD = 2
+
+
+def start(run: Callable[[int, int, str], None], folder: Path) -> None:
+    """`run(rank, port, folder)` in each process; returns when both have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.set_forkserver_preload([run.__module__])  # imported once for both
+    torch.multiprocessing.start_processes(
+        run, args=(port, str(folder)), nprocs=WORLD, start_method="forkserver"
+    )
+
+
+def meet(rank: int, port: int, *, timeout_s: int) -> None:
+    """Inside `run`: the process group, and the environment that torchrun would give the rank."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(WORLD),
+        LOCAL_WORLD_SIZE=str(WORLD),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        ACCELERATE_USE_CPU="true",
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
