@@ -106,7 +106,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 # Two parts or more after a slash: neither 24/24 heads nor an address of the web.
-_ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
+_ABSOLUTE_PATH = re.compile(r"(?<![\w./~])~?(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
 
 
 def without_paths(text: str) -> str:
@@ -114,5 +114,7 @@ def without_paths(text: str) -> str:
 
     >>> without_paths("no /usr/lib/x/libcuda.so for 24/24 heads")
     'no libcuda.so for 24/24 heads'
+    >>> without_paths("path:/home/me/x.py, ~/y/z.py, https://pytorch.org/a/b.html")
+    'path:x.py, z.py, https://pytorch.org/a/b.html'
     """
     return _ABSOLUTE_PATH.sub(r"\1", text)

@@ -316,7 +316,7 @@ def watch_compilation() -> Iterator[CompileStats]:
         for reason, count in dict(dynamo_utils.counters["graph_break"]).items():
             new = count - breaks_before.get(reason, 0)
             if new > 0:
-                line = str(reason).partition("\n")[0]
+                line = without_paths(str(reason).partition("\n")[0])
                 stats.break_reasons[line] = stats.break_reasons.get(line, 0) + new
         stats.graph_breaks = sum(stats.break_reasons.values())
         stats.compilations = dynamo_utils.counters["stats"]["unique_graphs"] - graphs_before

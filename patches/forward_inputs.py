@@ -79,10 +79,11 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     tokens = _tokens(inputs)
     handed = inputs.get(CONTEXT)
     if tokens is None or handed is not None:
-        if isinstance(handed, PackedForward) and base_of(module) is module:  # type: ignore[arg-type]
+        if isinstance(handed, PackedForward):
             if handed.reach is not None:
                 handed.reach.base = True
-            inputs["attention_mask"] = _placeholder(handed.layout.device)
+            if base_of(module) is module:  # type: ignore[arg-type]
+                inputs["attention_mask"] = _placeholder(handed.layout.device)
         return inputs
     refuse_bypassed_caller(module)
     refuse_context_parallel()

@@ -13,6 +13,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -348,6 +349,23 @@ def test_works_through_a_wrapper(wrapper, when):
     fv.unpatch_model(wrapped)
     plain = _lora(new_model("qwen3")) if "peft" in wrapper else new_model("qwen3")
     close(logits_of(wrapped), logits_of(plain.train()))
+
+
+@pytest.mark.parametrize("when", ["patched_first", "wrapped_first"])
+@pytest.mark.parametrize("wrapper", ["checkpoint", "peft"])
+def test_works_with_a_base_model_in_a_wrapper(wrapper, when, expected):
+    """Which passes attributes on: its base_model is another."""
+    model = new_model("llama")
+    if when == "patched_first":
+        fv.patch_model(model, "sdpa")
+    if wrapper == "checkpoint":
+        model.model = checkpoint_wrapper(model.model)
+    else:
+        config = peft.LoraConfig(target_modules=["q_proj"])  # adds nothing yet
+        model.model = peft.get_peft_model(model.model, config)
+    if when == "wrapped_first":
+        fv.patch_model(model, "sdpa")
+    close(logits_of(model)[0], expected)
 
 
 # ---- folders and names, without patch_model ----
