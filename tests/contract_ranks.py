@@ -10,6 +10,7 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -204,6 +206,39 @@ def fsdp2_decodes_and_is_unpatched() -> dict[str, Any]:
 # ---- accelerate and Trainer ----
 
 
+def sharded_by_accelerate(model: Any, **options: Any) -> Any:
+    """By what `Accelerator.prepare` calls, which takes a plugin of FSDP on GPUs alone."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options
+    )
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="no",
+        is_main_process=dist.get_rank() == 0,
+        device=torch.device("cpu"),
+    )
+    prepared = fsdp2_prepare_model(accelerator, model)
+    assert all(isinstance(p, DTensor) for p in prepared.parameters())
+    assert isinstance(model.model.layers[0], FSDPModule)
+    return prepared
+
+
+def fsdp2_by_accelerate() -> dict[str, Any]:
+    model = fv.patch_model(model_of(), "sdpa")
+    return step(sharded_by_accelerate(model, cpu_ram_efficient_loading=False))
+
+
+def fsdp2_by_accelerate_from_rank_0() -> dict[str, Any]:
+    """Through the meta device, on which the patched model's own RoPE tables must survive."""
+    model = fv.patch_model(model_of(), "sdpa")
+    return step(sharded_by_accelerate(model, cpu_ram_efficient_loading=True))
+
+
+def fsdp2_by_accelerate_then_patch() -> dict[str, Any]:
+    model = sharded_by_accelerate(model_of())
+    return step(fv.patch_model(model, "sdpa"), **inputs_of("layout"))
+
+
 def prepared(patch_first: bool, **options: Any) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, **options)
@@ -277,6 +312,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         fsdp2_bf16,
         fsdp2_of_peft,
         fsdp2_decodes_and_is_unpatched,
+        fsdp2_by_accelerate,
+        fsdp2_by_accelerate_from_rank_0,
+        fsdp2_by_accelerate_then_patch,
         accelerate_prepare,
         accelerate_prepare_then_patch,
         accelerate_bf16,
