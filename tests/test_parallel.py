@@ -13,7 +13,7 @@ from tests import sharded_models
 from tests.sharded_models import MODELS
 from tests.ulysses_ranks import BATCH, CASES, LENGTHS, TOKENS, run
 
-RANKS = (2, 4)
+RANKS = (2, 4, 8)
 
 
 @pytest.fixture(scope="module")

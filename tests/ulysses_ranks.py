@@ -61,6 +61,7 @@ CASES = (
     Case("bidirectional", 4, options=REFERENCE | {"causal": False}),
     Case("sinks", 4, kv_heads=2, options=REFERENCE | {"sinks": True}),
     Case("other_v", 2, v_dim=8, options=REFERENCE),
+    Case("eight_ranks", 8, kv_heads=2, options=REFERENCE),
     Case("compiled", 2, kv_heads=1, options=REFERENCE, compiled=True),
 )
 BATCH = {
