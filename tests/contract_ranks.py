@@ -21,7 +21,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -80,7 +86,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
         gradient = parameter.grad
         if gradient is None:
             continue
-        for prefix in ("_orig_mod.", "module."):
+        for prefix in ("_orig_mod.", "_fsdp_wrapped_module.", "module."):
             name = name.replace(prefix, "")
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         gradients[name] = whole.clone()
@@ -203,6 +209,41 @@ def fsdp2_decodes_and_is_unpatched() -> dict[str, Any]:
     return made
 
 
+# ---- FSDP1, accelerate's default ----
+
+
+def fsdp1_of(model: Any) -> FullyShardedDataParallel:
+    """Each layer and the rest."""
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+def fsdp1_step(model: FullyShardedDataParallel, **inputs: Any) -> dict[str, Any]:
+    loss = model(**inputs).loss
+    loss.backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        gradients = gradients_of(model)
+    return {"loss": mean(loss), "gradients": gradients}
+
+
+def fsdp1() -> dict[str, Any]:
+    return fsdp1_step(fsdp1_of(fv.patch_model(model_of(), "sdpa")), **inputs_of())
+
+
+def fsdp1_patched_after() -> dict[str, Any]:
+    return fsdp1_step(fv.patch_model(fsdp1_of(model_of()), "sdpa"), **inputs_of("layout"))
+
+
+def fsdp1_checkpointing() -> dict[str, Any]:
+    model = fv.patch_model(model_of(), "sdpa")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return fsdp1_step(fsdp1_of(model), **inputs_of("cu_seq_lens"))
+
+
 # ---- accelerate and Trainer ----
 
 
@@ -312,6 +353,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         fsdp2_bf16,
         fsdp2_of_peft,
         fsdp2_decodes_and_is_unpatched,
+        fsdp1,
+        fsdp1_patched_after,
+        fsdp1_checkpointing,
         fsdp2_by_accelerate,
         fsdp2_by_accelerate_from_rank_0,
         fsdp2_by_accelerate_then_patch,
