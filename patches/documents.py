@@ -77,7 +77,7 @@ class PackedForward:
         one_a_row: bool 0-dim, the same as a graph knows it.
         drops_pooled: whether a pooler's output, of whole rows, is left out.
         group: the ranks over which the row is cut; None: it is not.
-        reach: of this and its copies; None: the base model itself made it.
+        reach: of this and its copies; None: nobody looks, as the base model itself made it.
         copies: the same on other devices, by name.
     """
 

@@ -42,7 +42,7 @@ from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
 from flexvarlen.patches.sequence_parallel import prepare_shard
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
 from flexvarlen.patches.towers import first_layer, text_config_of, text_tower
-from flexvarlen.patches.wrapped_forward import refuse_bypassed_caller
+from flexvarlen.patches.wrapped_forward import has_our_forward, refuse_bypassed_caller
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -175,7 +175,8 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         return inputs
     may_pad = (explicit or attention_mask is not None) and group is None
     inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
-    packed.reach = Reach()
+    if has_our_forward(base):  # another that was set on it since hands the layers theirs, too
+        packed.reach = Reach()
     keep_from_loss(module)
     return inputs
 

@@ -149,6 +149,12 @@ def has_forward_of_class(module: nn.Module) -> bool:
     return bool(module.forward == MethodType(type(module).forward, module))
 
 
+def has_our_forward(module: nn.Module) -> bool:
+    """Whether the module's `forward` is our wrapper itself, with nothing on it."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, MethodType) and hasattr(forward, OURS)
+
+
 def reaches_ours(module: nn.Module) -> bool:
     """Whether a call of the module's `forward` comes to our wrapper, under whatever was put on it.
 

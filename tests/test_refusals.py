@@ -354,6 +354,35 @@ def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, boundaries, comp
         call(input_ids=ROW.ids, labels=ROW.ids, **{boundaries: inputs[boundaries]})
 
 
+def _drops_keywords(inner):
+    def forward(x, attention_mask=None, position_ids=None, position_embeddings=None, **kwargs):
+        return inner(x, attention_mask=attention_mask, position_embeddings=position_embeddings)
+
+    return forward
+
+
+class KeywordsOfBaseDropped(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        kwargs.pop("use_cache", None)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("where", ["layer", "base"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_documents_that_do_not_come_to_attention(monkeypatch, where, compiled):
+    """The mask that stands in for them would hide nothing, not even later tokens."""
+    monkeypatch.undo()  # here kernels run
+    model = of_class(LlamaModel if where == "layer" else KeywordsOfBaseDropped)
+    if where == "layer":
+        model.layers[0].forward = _drops_keywords(model.layers[0].forward)
+    fv.patch_model(model, "sdpa")
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    words = r"must hand their \*\*kwargs on.*LlamaAttention"
+    for positions in (ROW.position_ids, torch.arange(256)[None]):  # packed, and one document
+        with torch.no_grad(), pytest.raises((ValueError, Unsupported), match=words):
+            call(input_ids=ROW.ids, position_ids=positions)
+
+
 def test_an_unknown_backend():
     with pytest.raises(ValueError, match=r"sdpa.*got 'flash'"):
         fv.patch_model(shared_model("llama"), "flash")
