@@ -105,8 +105,11 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+_HOME = re.compile(r"(?<![\w./~])(?:file://)?(?:/home|/Users)/[\w.@+-]+|(?<![\w./])~[\w.-]+")
 # Two parts or more after a slash: neither 24/24 heads nor an address of the web.
-_ABSOLUTE_PATH = re.compile(r"(?<![\w./~])~?(?:/[\w.@+~-]+)+/([\w.@+~-]+)")
+_ABSOLUTE_PATH = re.compile(
+    r"(?<![\w./~])(?:file://)?(?:~|/[\w.@+~-]+)(?:/[\w.@+~-]+)*/([\w.@+~-]+)"
+)
 
 
 def without_paths(text: str) -> str:
@@ -116,5 +119,7 @@ def without_paths(text: str) -> str:
     'no libcuda.so for 24/24 heads'
     >>> without_paths("path:/home/me/x.py, ~/y/z.py, https://pytorch.org/a/b.html")
     'path:x.py, z.py, https://pytorch.org/a/b.html'
+    >>> without_paths("file:///home/me/x.py, ~me/y/z.py in /home/me")
+    'x.py, z.py in ~'
     """
-    return _ABSOLUTE_PATH.sub(r"\1", text)
+    return _ABSOLUTE_PATH.sub(r"\1", _HOME.sub("~", text))

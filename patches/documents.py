@@ -52,13 +52,13 @@ CONTEXT = "flexvarlen"
 
 
 class Reach:
-    """Whether the base model got the `PackedForward` that its head made, or a copy of it.
+    """Whether the base model, or a layer, got the `PackedForward` that its head made, or a copy.
 
     No dataclass, which FSDP would copy with its arguments.
     """
 
-    def __init__(self) -> None:
-        self.base = False
+    def __init__(self, below: bool = False) -> None:
+        self.below = below
 
 
 @dataclass
@@ -108,6 +108,11 @@ class PackedForward:
                 return self
             self.copies[name] = replace(self, layout=moved, routes={}, copies={})
         return self.copies[name]
+
+    def note_reach(self) -> None:
+        """Say that this came below the head; once, as a layer's graph should change nothing."""
+        if self.reach is not None and not self.reach.below:
+            self.reach.below = True
 
     @property
     def tokens_here(self) -> int:

@@ -42,7 +42,7 @@ from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
 from flexvarlen.patches.sequence_parallel import prepare_shard
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
 from flexvarlen.patches.towers import first_layer, text_config_of, text_tower
-from flexvarlen.patches.wrapped_forward import has_our_forward, refuse_bypassed_caller
+from flexvarlen.patches.wrapped_forward import refuse_bypassed_caller
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -54,7 +54,7 @@ def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
     packed = inputs.get(CONTEXT)
     if not isinstance(packed, PackedForward):
         return
-    if packed.reach is not None and not packed.reach.base:
+    if packed.reach is not None and not packed.reach.below:
         raise ValueError(
             "a patched head's forward must hand its **kwargs on to its base model, as the "
             "documents come to the layers by them, got one that did not: its outputs may cross "
@@ -80,8 +80,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     handed = inputs.get(CONTEXT)
     if tokens is None or handed is not None:
         if isinstance(handed, PackedForward):
-            if handed.reach is not None:
-                handed.reach.base = True
+            handed.note_reach()
             if base_of(module) is module:  # type: ignore[arg-type]
                 inputs["attention_mask"] = _placeholder(handed.layout.device)
         return inputs
@@ -175,8 +174,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         return inputs
     may_pad = (explicit or attention_mask is not None) and group is None
     inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
-    if has_our_forward(base):  # another that was set on it since hands the layers theirs, too
-        packed.reach = Reach()
+    packed.reach = Reach(below=not packs)  # whole rows are right without
     keep_from_loss(module)
     return inputs
 

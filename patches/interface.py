@@ -105,8 +105,9 @@ def _attention_function(backend: str) -> Attention:
             refuse_lost_patch(module)
             refuse_other_names(kwargs)
             refuse_mask_of_another_kind(attention_mask)
-            _refuse_lost_documents(module, attention_mask, key)
         packed = handed if isinstance(handed, PackedForward) else None
+        if packed is not None:
+            packed.note_reach()
         compiling = torch.compiler.is_compiling()
         if not compiling:
             warn_if_fallen_back(type(module).__name__)
@@ -258,20 +259,6 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 _DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")  # of BERT, of all others
-
-
-def _refuse_lost_documents(layer: nn.Module, mask: Tensor | None, key: Tensor) -> None:
-    """Raise for a patched model's placeholder of a mask that comes without its `PackedForward`.
-
-    Raises:
-        ValueError: it does, and would be taken for a mask that hides nothing.
-    """
-    if mask is not None and mask.shape == (1, 1, 1, 1) and key.shape[2] > 1:
-        raise ValueError(
-            "a patched model's base model and layers must hand their **kwargs on, as the documents "
-            f"come to attention by them, got none in {type(layer).__name__}; take **kwargs in each "
-            "forward above it, and pass them on."
-        )
 
 
 def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -149,12 +149,6 @@ def has_forward_of_class(module: nn.Module) -> bool:
     return bool(module.forward == MethodType(type(module).forward, module))
 
 
-def has_our_forward(module: nn.Module) -> bool:
-    """Whether the module's `forward` is our wrapper itself, with nothing on it."""
-    forward = module.__dict__.get("forward")
-    return isinstance(forward, MethodType) and hasattr(forward, OURS)
-
-
 def reaches_ours(module: nn.Module) -> bool:
     """Whether a call of the module's `forward` comes to our wrapper, under whatever was put on it.
 
@@ -323,11 +317,11 @@ def refuse_replica(layer: nn.Module) -> None:
 
 
 def refuse_lost_patch(layer: nn.Module) -> None:
-    """Raise if the wrapper that should have handed the layer its documents is gone.
+    """Raise if the layer is a patched model's, which hands its layers their documents.
 
     Raises:
-        ValueError: it is: a pickle left it out, or another forward took its place. Not where a
-            layer that is patched is called on its own.
+        ValueError: it is: a pickle left the wrapper out, another forward took its place, a forward
+            between it and the layer dropped what it handed on, or nobody called the model.
     """
     mark: _Mark | None = layer.__dict__.get(MARK)
     if mark is None:
@@ -340,3 +334,8 @@ def refuse_lost_patch(layer: nn.Module) -> None:
             "with it the promises, the mapping and the masked labels; call patch_model on the "
             "loaded model, or unpatch_model to attend without."
         )
+    raise ValueError(
+        "a patched model's base model and layers must hand their **kwargs on, as the documents "
+        f"come to attention by them, got none in {type(layer).__name__}; take **kwargs in each "
+        "forward above it, and pass them on, or call the model, not its layers."
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch._dynamo.exc import Unsupported
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -354,9 +356,66 @@ def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, boundaries, comp
         call(input_ids=ROW.ids, labels=ROW.ids, **{boundaries: inputs[boundaries]})
 
 
-def _drops_keywords(inner):
+@pytest.mark.parametrize("base", ["compiled", "checkpointed", "hooked"])
+def test_a_head_that_keeps_them_from_a_base_that_another_library_wrapped(monkeypatch, base):
+    """`wrap_forward`'s function is not the one that the head calls."""
+    monkeypatch.undo()  # here kernels run
+    model = fv.patch_model(of_class(KeywordsForLossAlone), "sdpa")
+    if base == "compiled":
+        model.model = torch.compile(model.model, backend="eager")
+    elif base == "checkpointed":
+        model.model = checkpoint_wrapper(model.model)
+    else:
+        add_hook_to_module(model.model, ModelHook())
+    layout = fv.PackedLayout.from_cu_seqlens(ROW.cu_seqlens, total_tokens=256)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+        model(input_ids=ROW.ids, labels=ROW.ids, packed_layout=layout)
+
+
+def test_a_head_that_keeps_no_documents_to_itself(monkeypatch):
+    """A row is one document: its base model needs to be told of none."""
+    monkeypatch.undo()  # here kernels run
+    model = of_class(KeywordsForLossAlone)
+    with torch.no_grad():
+        expected = model(input_ids=ROW.ids, labels=ROW.ids)
+        found = fv.patch_model(model, "sdpa")(input_ids=ROW.ids, labels=ROW.ids)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+class RunsLayers(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        hidden = self.model.embed_tokens(input_ids)
+        tables = self.model.rotary_emb(hidden, position_ids=position_ids)
+        for layer in self.model.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                position_embeddings=tables,
+                **kwargs,
+            )
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model.norm(hidden)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_head_that_runs_the_layers_itself(monkeypatch, compiled):
+    """And hands the documents on: they came where they must."""
+    monkeypatch.undo()  # here kernels run
+    plain, model = new_model("llama"), of_class(RunsLayers)
+    model.load_state_dict(plain.state_dict())
+    fv.patch_model(plain, "sdpa")
+    fv.patch_model(model, "sdpa")
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    inputs = {"input_ids": ROW.ids, "position_ids": ROW.position_ids, "use_cache": False}
+    with torch.no_grad():
+        torch.testing.assert_close(call(**inputs).logits, plain(**inputs).logits)
+
+
+def _drops_keywords(inner, with_mask):
     def forward(x, attention_mask=None, position_ids=None, position_embeddings=None, **kwargs):
-        return inner(x, attention_mask=attention_mask, position_embeddings=position_embeddings)
+        mask = None if with_mask else attention_mask
+        return inner(x, attention_mask=mask, position_embeddings=position_embeddings)
 
     return forward
 
@@ -367,20 +426,36 @@ class KeywordsOfBaseDropped(LlamaModel):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask)
 
 
+class AllOfBaseDropped(LlamaModel):
+    def forward(self, input_ids=None, **kwargs):
+        kwargs.pop("use_cache", None)
+        return super().forward(input_ids=input_ids)
+
+
 @pytest.mark.parametrize("where", ["layer", "base"])
+@pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_documents_that_do_not_come_to_attention(monkeypatch, where, compiled):
-    """The mask that stands in for them would hide nothing, not even later tokens."""
+def test_documents_that_do_not_come_to_attention(monkeypatch, where, with_mask, compiled):
+    """Neither a mask that stands in for them nor none would keep documents apart."""
     monkeypatch.undo()  # here kernels run
-    model = of_class(LlamaModel if where == "layer" else KeywordsOfBaseDropped)
+    dropping = AllOfBaseDropped if with_mask else KeywordsOfBaseDropped
+    model = of_class(LlamaModel if where == "layer" else dropping)
     if where == "layer":
-        model.layers[0].forward = _drops_keywords(model.layers[0].forward)
+        model.layers[0].forward = _drops_keywords(model.layers[0].forward, with_mask)
     fv.patch_model(model, "sdpa")
     call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     words = r"must hand their \*\*kwargs on.*LlamaAttention"
     for positions in (ROW.position_ids, torch.arange(256)[None]):  # packed, and one document
         with torch.no_grad(), pytest.raises((ValueError, Unsupported), match=words):
             call(input_ids=ROW.ids, position_ids=positions)
+
+
+def test_a_layer_that_is_called_without_its_model():
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    hidden = torch.randn(1, 8, 48)
+    tables = model.model.rotary_emb(hidden, torch.arange(8)[None])
+    with pytest.raises(ValueError, match=r"in LlamaAttention; .* call the model, not its layers"):
+        model.model.layers[0](hidden, position_embeddings=tables)
 
 
 def test_an_unknown_backend():
