@@ -105,7 +105,9 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-_HOME = re.compile(r"(?<![\w./~])(?:file://)?(?:/home|/Users)/[\w.@+-]+|(?<![\w./])~[\w.-]+")
+_HOME = re.compile(
+    r"(?<![\w./~])(?:file://)?(?:/home|/Users)/[\w@+-]+(?:\.[\w@+-]+)*|(?<![\w./])~[A-Za-z_][\w-]*"
+)
 # Two parts or more after a slash: neither 24/24 heads nor an address of the web.
 _ABSOLUTE_PATH = re.compile(
     r"(?<![\w./~])(?:file://)?(?:~|/[\w.@+~-]+)(?:/[\w.@+~-]+)*/([\w.@+~-]+)"
@@ -119,7 +121,7 @@ def without_paths(text: str) -> str:
     'no libcuda.so for 24/24 heads'
     >>> without_paths("path:/home/me/x.py, ~/y/z.py, https://pytorch.org/a/b.html")
     'path:x.py, z.py, https://pytorch.org/a/b.html'
-    >>> without_paths("file:///home/me/x.py, ~me/y/z.py in /home/me")
-    'x.py, z.py in ~'
+    >>> without_paths("file:///home/me.too/x.py, ~me/y/z.py in /home/me. It took ~5 ms")
+    'x.py, z.py in ~. It took ~5 ms'
     """
     return _ABSOLUTE_PATH.sub(r"\1", _HOME.sub("~", text))

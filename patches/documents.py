@@ -52,13 +52,13 @@ CONTEXT = "flexvarlen"
 
 
 class Reach:
-    """Whether the base model, or a layer, got the `PackedForward` that its head made, or a copy.
+    """Whether the base model got the `PackedForward` that its head made, or a copy of it.
 
     No dataclass, which FSDP would copy with its arguments.
     """
 
-    def __init__(self, below: bool = False) -> None:
-        self.below = below
+    def __init__(self, base: bool = False) -> None:
+        self.base = base
 
 
 @dataclass
@@ -77,7 +77,8 @@ class PackedForward:
         one_a_row: bool 0-dim, the same as a graph knows it.
         drops_pooled: whether a pooler's output, of whole rows, is left out.
         group: the ranks over which the row is cut; None: it is not.
-        reach: of this and its copies; None: nobody looks, as the base model itself made it.
+        packs: whether a row may hold more than one document; known of a head's alone.
+        reach: of this and its copies; None: nobody looks at it, as eagerly the base model itself.
         copies: the same on other devices, by name.
     """
 
@@ -92,6 +93,7 @@ class PackedForward:
     one_a_row: Tensor | None = None
     drops_pooled: bool = False
     group: ProcessGroup | None = None
+    packs: bool = False
     reach: Reach | None = None
     copies: dict[str, PackedForward] = field(default_factory=dict)
 
@@ -108,11 +110,6 @@ class PackedForward:
                 return self
             self.copies[name] = replace(self, layout=moved, routes={}, copies={})
         return self.copies[name]
-
-    def note_reach(self) -> None:
-        """Say that this came below the head; once, as a layer's graph should change nothing."""
-        if self.reach is not None and not self.reach.below:
-            self.reach.below = True
 
     @property
     def tokens_here(self) -> int:

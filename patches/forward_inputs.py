@@ -42,7 +42,11 @@ from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
 from flexvarlen.patches.sequence_parallel import prepare_shard
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
 from flexvarlen.patches.towers import first_layer, text_config_of, text_tower
-from flexvarlen.patches.wrapped_forward import refuse_bypassed_caller
+from flexvarlen.patches.wrapped_forward import (
+    arguments_of_caller,
+    has_our_forward,
+    refuse_bypassed_caller,
+)
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -54,12 +58,8 @@ def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
     packed = inputs.get(CONTEXT)
     if not isinstance(packed, PackedForward):
         return
-    if packed.reach is not None and not packed.reach.below:
-        raise ValueError(
-            "a patched head's forward must hand its **kwargs on to its base model, as the "
-            "documents come to the layers by them, got one that did not: its outputs may cross "
-            "documents; call the base model with **kwargs."
-        )
+    if packed.reach is not None and not packed.reach.base:
+        raise ValueError(_KEPT_BY_HEAD)
     if packed.one_a_row is not None:
         mark_cache(outputs, packed)
     if packed.drops_pooled and "pooler_output" in outputs:
@@ -80,7 +80,8 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     handed = inputs.get(CONTEXT)
     if tokens is None or handed is not None:
         if isinstance(handed, PackedForward):
-            handed.note_reach()
+            if handed.reach is not None:
+                handed.reach.base = True
             if base_of(module) is module:  # type: ignore[arg-type]
                 inputs["attention_mask"] = _placeholder(handed.layout.device)
         return inputs
@@ -138,6 +139,8 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
             max_seqlen_bound=patch.max_seqlen_bound,
             **given,
         )
+    if not torch.compiler.is_compiling():
+        _refuse_kept_by_head(module, layout)
     if position_ids is not None and has_longrope(config):
         check_restarts(layout, position_ids, row_tokens)
     # Inside a compiled graph nothing that varies with the documents may be asked: it would be
@@ -174,9 +177,37 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
         return inputs
     may_pad = (explicit or attention_mask is not None) and group is None
     inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
-    packed.reach = Reach(below=not packs)  # whole rows are right without
+    packed.packs = packs
+    # Eagerly the base model looks by itself. Another forward that was set on it since hands on.
+    if has_our_forward(base) and (
+        torch.compiler.is_compiling() or base._compiled_call_impl is not None
+    ):
+        packed.reach = Reach(base=not packs)
     keep_from_loss(module)
     return inputs
+
+
+def _refuse_kept_by_head(base: nn.Module, layout: PackedLayout) -> None:
+    """Raise if a running head has other documents in as many tokens, which it did not hand on.
+
+    Raises:
+        ValueError: it has.
+    """
+    handed = (arguments_of_caller(base) or {}).get(CONTEXT)
+    if not isinstance(handed, PackedForward) or not handed.packs:
+        return
+    theirs = handed.layout
+    if layout.total_tokens != theirs.total_tokens or layout.device != theirs.device:
+        return  # of another batch
+    if not torch.equal(layout.document_ids(), theirs.document_ids()):
+        raise ValueError(_KEPT_BY_HEAD)
+
+
+_KEPT_BY_HEAD = (
+    "a patched head's forward must hand its **kwargs on to its base model, as the documents come "
+    "to the layers by them, got one that did not: its outputs may cross documents; call the base "
+    "model with **kwargs."
+)
 
 
 def _placeholder(device: torch.device) -> Tensor:

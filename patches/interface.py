@@ -50,7 +50,12 @@ from flexvarlen.patches.own_guards import drop_own_guards
 from flexvarlen.patches.packed_cache import set_apart
 from flexvarlen.patches.rotary import refuse_dynamic_rope, refuse_unpatched_longrope
 from flexvarlen.patches.routing import LayerKind, chunk_of, layer_type_of, refusal_of_layers
-from flexvarlen.patches.wrapped_forward import refuse_lost_patch, refuse_replica
+from flexvarlen.patches.wrapped_forward import (
+    MARK,
+    refuse_dropped_documents,
+    refuse_lost_patch,
+    refuse_replica,
+)
 from flexvarlen.recompile_limit import warn_if_fallen_back
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
@@ -105,9 +110,8 @@ def _attention_function(backend: str) -> Attention:
             refuse_lost_patch(module)
             refuse_other_names(kwargs)
             refuse_mask_of_another_kind(attention_mask)
+            _refuse_lost_documents(module, attention_mask, key)
         packed = handed if isinstance(handed, PackedForward) else None
-        if packed is not None:
-            packed.note_reach()
         compiling = torch.compiler.is_compiling()
         if not compiling:
             warn_if_fallen_back(type(module).__name__)
@@ -259,6 +263,17 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 _DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")  # of BERT, of all others
+
+
+def _refuse_lost_documents(layer: nn.Module, mask: Tensor | None, key: Tensor) -> None:
+    """Raise for a patched model's placeholder of a mask that comes without its `PackedForward`.
+
+    Raises:
+        ValueError: it does, and would be taken for a mask that hides nothing.
+    """
+    is_placeholder = mask is not None and mask.shape == (1, 1, 1, 1)
+    if is_placeholder and key.shape[2] > 1 and MARK in layer.__dict__:
+        refuse_dropped_documents(layer)
 
 
 def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

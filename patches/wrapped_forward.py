@@ -10,10 +10,11 @@ import contextlib
 import copy
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo
@@ -64,6 +65,39 @@ class _InstanceForward:
         return _InstanceForward, ()
 
 
+class _Calls(threading.local):
+    """The calls of wrapped modules that a thread is in, eagerly, with their keyword arguments."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[nn.Module, dict[str, Any]]] = []
+
+
+_calls = _Calls()
+
+
+class _Running:
+    """For the length of a `with` block, one of `_calls`."""
+
+    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        self._call = module, arguments
+
+    def __enter__(self) -> None:
+        _calls.open.append(self._call)
+
+    def __exit__(self, *error: object) -> None:
+        _calls.open.pop()
+
+
+def arguments_of_caller(base: nn.Module) -> dict[str, Any] | None:
+    """Those that a base model's head is running with, eagerly and in this thread; or None."""
+    caller: Caller | None = base.__dict__.get(CALLER)
+    return None if caller is None else _running_with(caller.module)
+
+
+def _running_with(module: nn.Module | None) -> dict[str, Any] | None:
+    return next((given for called, given in reversed(_calls.open) if called is module), None)
+
+
 def wrap_forward(
     module: nn.Module,
     before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None],
@@ -96,7 +130,15 @@ def wrap_forward(
         if inputs is not None:
             args, kwargs = (), inputs
         # Of the class as it is now: Liger may have set another there since.
-        out = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            out = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        else:
+            with _Running(self, kwargs):
+                out = (
+                    type(self).forward(self, *args, **kwargs)
+                    if own is None
+                    else own(*args, **kwargs)
+                )
         if inputs is not None:
             after(inputs, out)
         if torch.compiler.is_compiling():
@@ -147,6 +189,12 @@ def unwrap_forward(module: nn.Module) -> None:
 def has_forward_of_class(module: nn.Module) -> bool:
     """Whether no wrapper is there: a pickle leaves it out."""
     return bool(module.forward == MethodType(type(module).forward, module))
+
+
+def has_our_forward(module: nn.Module) -> bool:
+    """Whether the module's `forward` is our wrapper itself, with nothing on it."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, MethodType) and forward.__func__.__code__ in _OUR_CODE
 
 
 def reaches_ours(module: nn.Module) -> bool:
@@ -233,16 +281,20 @@ class Caller:
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """None where there is none, or it is gone."""
+        return None if self._module is None else self._module()
+
     # Inside a compiled graph asked while tracing, of the module as it is then.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def is_bypassed(self) -> bool:
         """Whether the module's own `forward` does not come to our wrapper any more."""
-        module = None if self._module is None else self._module()
+        module = self.module
         return module is not None and not reaches_ours(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Caller:
-        module = None if self._module is None else self._module()
-        return Caller(memo.get(id(module)))
+        return Caller(memo.get(id(self.module)))
 
     def __reduce__(self) -> tuple[type[Caller], tuple[()]]:
         return Caller, ()
@@ -317,11 +369,12 @@ def refuse_replica(layer: nn.Module) -> None:
 
 
 def refuse_lost_patch(layer: nn.Module) -> None:
-    """Raise if the layer is a patched model's, which hands its layers their documents.
+    """Raise if the wrapper that should have handed the layer its documents is gone.
 
     Raises:
-        ValueError: it is: a pickle left the wrapper out, another forward took its place, a forward
-            between it and the layer dropped what it handed on, or nobody called the model.
+        ValueError: it is: a pickle left it out, another forward took its place, or one between the
+            running base model and the layer dropped what it handed on (seen eagerly). Not where a
+            layer that is patched is called on its own.
     """
     mark: _Mark | None = layer.__dict__.get(MARK)
     if mark is None:
@@ -334,8 +387,15 @@ def refuse_lost_patch(layer: nn.Module) -> None:
             "with it the promises, the mapping and the masked labels; call patch_model on the "
             "loaded model, or unpatch_model to attend without."
         )
+    base = mark.caller.module
+    if base is not None and not torch.compiler.is_compiling() and _running_with(base) is not None:
+        refuse_dropped_documents(layer)
+
+
+def refuse_dropped_documents(layer: nn.Module) -> NoReturn:
+    """Raise for a layer below a patched base model to which the documents did not come."""
     raise ValueError(
         "a patched model's base model and layers must hand their **kwargs on, as the documents "
         f"come to attention by them, got none in {type(layer).__name__}; take **kwargs in each "
-        "forward above it, and pass them on, or call the model, not its layers."
+        "forward above it, and pass them on."
     )

@@ -288,12 +288,16 @@ def test_an_unpatched_pickle_attends_without_us():
 
 
 @pytest.mark.parametrize("how", ["model", "deep_copy"])
-def test_a_model_that_was_not_pickled_decodes(how):
+def test_a_model_that_was_not_pickled_decodes_and_lends_its_layers(how):
     model = fv.patch_model(new_model("llama"), "sdpa")
     if how == "deep_copy":
         pickle.dumps(model)
         model = copy.deepcopy(model)
     model.generate(BATCH.ids[:, :5], max_new_tokens=3, do_sample=False)
+    hidden = torch.randn(1, 8, 48)
+    tables = model.model.rotary_emb(hidden, torch.arange(8)[None])
+    layer = model.model.layers[0]  # on its own it attends by the name alone
+    assert layer(hidden, position_embeddings=tables)[0].isfinite().all()
 
 
 # ---- wrappers ----

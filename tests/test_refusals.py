@@ -337,50 +337,115 @@ def test_a_subclass_without_keywords(model_class):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("boundaries", ["packed_layout", "position_ids", "attention_mask"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, boundaries, compiled):
-    """Seen when it is called: its base model found, or did not find, documents by itself."""
+class DropsDocuments(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        hidden = self.hidden(input_ids, kwargs)
+        logits = self.lm_head(hidden)
+        given = {name: kwargs[name] for name in ("labels", "num_items_in_batch") if name in kwargs}
+        loss = ForCausalLMLoss(logits, vocab_size=logits.shape[-1], **given) if given else None
+        return CausalLMOutputWithPast(loss, logits)
+
+    def hidden(self, input_ids, kwargs):
+        return self.model(input_ids, use_cache=False).last_hidden_state
+
+
+class DropsThemOnce(DropsDocuments):
+    def hidden(self, input_ids, kwargs):
+        given = {name: each for name, each in kwargs.items() if name != "labels"}
+        return self.model(input_ids, **given).last_hidden_state + super().hidden(input_ids, kwargs)
+
+
+class GivesThemToOneLayer(DropsDocuments):
+    def hidden(self, input_ids, kwargs):
+        hidden = super().hidden(input_ids, kwargs)
+        tables = self.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        given = {name: each for name, each in kwargs.items() if name != "labels"}
+        return self.model.layers[0](hidden, position_embeddings=tables, **given)
+
+
+BOUNDARIES = {
+    "packed_layout": fv.PackedLayout.from_cu_seqlens(ROW.cu_seqlens, total_tokens=256),
+    "position_ids": ROW.position_ids,
+    "attention_mask": ROW.document_ids,
+}
+
+
+@pytest.mark.parametrize("head", [DropsDocuments, DropsThemOnce, GivesThemToOneLayer])
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
+def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, head, boundaries):
+    """Seen when it is called: its base model finds others by itself."""
     monkeypatch.undo()  # here kernels run
-    model = fv.patch_model(of_class(KeywordsForLossAlone), "sdpa")
-    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-    inputs = {
-        "packed_layout": fv.PackedLayout.from_cu_seqlens(ROW.cu_seqlens, total_tokens=256),
-        "position_ids": ROW.position_ids,
-        "attention_mask": ROW.document_ids,
-    }
+    model = fv.patch_model(of_class(head), "sdpa")
+    given = {boundaries: BOUNDARIES[boundaries]}
+    with torch.no_grad():
+        for _ in range(2):  # what a call that failed leaves behind changes nothing
+            with pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+                model(input_ids=ROW.ids, labels=ROW.ids, **given)
+        model.model(input_ids=ROW.ids)  # on its own it may take the row for one document
+        model(input_ids=ROW.ids)
+
+
+@pytest.mark.parametrize("head", [DropsDocuments, KeywordsForLossAlone])
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
+@pytest.mark.parametrize("what", ["whole", "base"])
+def test_a_compiled_head_that_keeps_the_documents_to_itself(monkeypatch, head, boundaries, what):
+    """Whether its base model found the same by itself, a graph cannot ask."""
+    monkeypatch.undo()  # here kernels run
+    model = fv.patch_model(of_class(head), "sdpa")
+    if what == "base":
+        model.model.compile(backend="eager")
+    call = torch.compile(model, backend="eager", fullgraph=True) if what == "whole" else model
+    given = {boundaries: BOUNDARIES[boundaries]}
     with (
         torch.no_grad(),
         pytest.raises((ValueError, Unsupported), match=r"must hand its \*\*kwargs"),
     ):
-        call(input_ids=ROW.ids, labels=ROW.ids, **{boundaries: inputs[boundaries]})
+        call(input_ids=ROW.ids, labels=ROW.ids, **given)
 
 
-@pytest.mark.parametrize("base", ["compiled", "checkpointed", "hooked"])
+@pytest.mark.parametrize("base", ["checkpointed", "hooked"])
 def test_a_head_that_keeps_them_from_a_base_that_another_library_wrapped(monkeypatch, base):
     """`wrap_forward`'s function is not the one that the head calls."""
     monkeypatch.undo()  # here kernels run
-    model = fv.patch_model(of_class(KeywordsForLossAlone), "sdpa")
-    if base == "compiled":
-        model.model = torch.compile(model.model, backend="eager")
-    elif base == "checkpointed":
+    model = fv.patch_model(of_class(DropsDocuments), "sdpa")
+    if base == "checkpointed":
         model.model = checkpoint_wrapper(model.model)
     else:
         add_hook_to_module(model.model, ModelHook())
-    layout = fv.PackedLayout.from_cu_seqlens(ROW.cu_seqlens, total_tokens=256)
     with torch.no_grad(), pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
-        model(input_ids=ROW.ids, labels=ROW.ids, packed_layout=layout)
+        model(input_ids=ROW.ids, labels=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
 
 
-def test_a_head_that_keeps_no_documents_to_itself(monkeypatch):
-    """A row is one document: its base model needs to be told of none."""
+@pytest.mark.parametrize("boundaries", [None, *BOUNDARIES])
+def test_a_head_whose_base_model_finds_the_same_by_itself(monkeypatch, boundaries):
+    """It hands on position_ids, of which the patched head makes what it was given."""
     monkeypatch.undo()  # here kernels run
-    model = of_class(KeywordsForLossAlone)
+    plain, model = new_model("llama"), of_class(KeywordsForLossAlone)
+    model.load_state_dict(plain.state_dict())
+    given = {} if boundaries is None else {boundaries: BOUNDARIES[boundaries]}
+    outs = [
+        fv.patch_model(each, "sdpa")(input_ids=ROW.ids, labels=ROW.ids, **given)
+        for each in (plain.eval(), model)
+    ]
+    torch.testing.assert_close(outs[1].logits, outs[0].logits)
+    torch.testing.assert_close(outs[1].loss, outs[0].loss)
+
+
+class WithSecondModel(LlamaForCausalLM):
+    """Whose rows are its own."""
+
+    def forward(self, input_ids=None, **kwargs):
+        shorter = self.model(input_ids[:, :100], use_cache=False).last_hidden_state
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden) + shorter.sum())
+
+
+def test_a_head_that_has_another_batch_for_its_base_model(monkeypatch):
+    monkeypatch.undo()  # here kernels run
+    model = fv.patch_model(of_class(WithSecondModel), "sdpa")
     with torch.no_grad():
-        expected = model(input_ids=ROW.ids, labels=ROW.ids)
-        found = fv.patch_model(model, "sdpa")(input_ids=ROW.ids, labels=ROW.ids)
-    torch.testing.assert_close(found.logits, expected.logits)
-    torch.testing.assert_close(found.loss, expected.loss)
+        out = model(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
+    assert out.logits.isfinite().all()
 
 
 class RunsLayers(LlamaForCausalLM):
@@ -398,18 +463,15 @@ class RunsLayers(LlamaForCausalLM):
         return CausalLMOutputWithPast(logits=self.lm_head(self.model.norm(hidden)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_head_that_runs_the_layers_itself(monkeypatch, compiled):
+def test_a_head_that_runs_the_layers_itself(monkeypatch):
     """And hands the documents on: they came where they must."""
     monkeypatch.undo()  # here kernels run
     plain, model = new_model("llama"), of_class(RunsLayers)
     model.load_state_dict(plain.state_dict())
-    fv.patch_model(plain, "sdpa")
-    fv.patch_model(model, "sdpa")
-    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     inputs = {"input_ids": ROW.ids, "position_ids": ROW.position_ids, "use_cache": False}
     with torch.no_grad():
-        torch.testing.assert_close(call(**inputs).logits, plain(**inputs).logits)
+        outs = [fv.patch_model(each, "sdpa")(**inputs) for each in (plain, model)]
+    torch.testing.assert_close(outs[1].logits, outs[0].logits)
 
 
 def _drops_keywords(inner, with_mask):
@@ -433,29 +495,21 @@ class AllOfBaseDropped(LlamaModel):
 
 
 @pytest.mark.parametrize("where", ["layer", "base"])
-@pytest.mark.parametrize("with_mask", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_documents_that_do_not_come_to_attention(monkeypatch, where, with_mask, compiled):
+@pytest.mark.parametrize("how", ["eager", "eager_without_mask", "compiled"])
+def test_documents_that_do_not_come_to_attention(monkeypatch, where, how):
     """Neither a mask that stands in for them nor none would keep documents apart."""
     monkeypatch.undo()  # here kernels run
+    with_mask = how == "eager_without_mask"
     dropping = AllOfBaseDropped if with_mask else KeywordsOfBaseDropped
     model = of_class(LlamaModel if where == "layer" else dropping)
     if where == "layer":
         model.layers[0].forward = _drops_keywords(model.layers[0].forward, with_mask)
     fv.patch_model(model, "sdpa")
-    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    call = torch.compile(model, backend="eager", fullgraph=True) if how == "compiled" else model
     words = r"must hand their \*\*kwargs on.*LlamaAttention"
     for positions in (ROW.position_ids, torch.arange(256)[None]):  # packed, and one document
         with torch.no_grad(), pytest.raises((ValueError, Unsupported), match=words):
             call(input_ids=ROW.ids, position_ids=positions)
-
-
-def test_a_layer_that_is_called_without_its_model():
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    hidden = torch.randn(1, 8, 48)
-    tables = model.model.rotary_emb(hidden, torch.arange(8)[None])
-    with pytest.raises(ValueError, match=r"in LlamaAttention; .* call the model, not its layers"):
-        model.model.layers[0](hidden, position_embeddings=tables)
 
 
 def test_an_unknown_backend():
