@@ -52,7 +52,7 @@ CONTEXT = "flexvarlen"
 
 
 class Reach:
-    """Whether the base model got the `PackedForward` that its head made, or a copy of it.
+    """Whether the base model got its head's `PackedForward`, a copy, or found the same documents.
 
     No dataclass, which FSDP would copy with its arguments.
     """
@@ -78,7 +78,7 @@ class PackedForward:
         drops_pooled: whether a pooler's output, of whole rows, is left out.
         group: the ranks over which the row is cut; None: it is not.
         packs: whether a row may hold more than one document; known of a head's alone.
-        reach: of this and its copies; None: nobody looks at it, as eagerly the base model itself.
+        reach: of this and its copies; None: nobody looks, as the base model itself made it.
         copies: the same on other devices, by name.
     """
 

@@ -139,8 +139,8 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
             max_seqlen_bound=patch.max_seqlen_bound,
             **given,
         )
-    if not torch.compiler.is_compiling():
-        _refuse_kept_by_head(module, layout)
+    if not torch.compiler.is_compiling() and not explicit:
+        _refuse_kept_by_head(module, tokens, layout)
     if position_ids is not None and has_longrope(config):
         check_restarts(layout, position_ids, row_tokens)
     # Inside a compiled graph nothing that varies with the documents may be asked: it would be
@@ -178,29 +178,30 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     may_pad = (explicit or attention_mask is not None) and group is None
     inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
     packed.packs = packs
-    # Eagerly the base model looks by itself. Another forward that was set on it since hands on.
-    if has_our_forward(base) and (
-        torch.compiler.is_compiling() or base._compiled_call_impl is not None
-    ):
+    if has_our_forward(base):  # another that was set on it since hands the layers theirs, too
         packed.reach = Reach(base=not packs)
     keep_from_loss(module)
     return inputs
 
 
-def _refuse_kept_by_head(base: nn.Module, layout: PackedLayout) -> None:
-    """Raise if a running head has other documents in as many tokens, which it did not hand on.
+def _refuse_kept_by_head(base: nn.Module, tokens: Tensor, layout: PackedLayout) -> None:
+    """Raise if a running head has other documents in like rows, which it did not hand on.
+
+    Where they are the same, they have reached the base model.
 
     Raises:
         ValueError: it has.
     """
-    handed = (arguments_of_caller(base) or {}).get(CONTEXT)
-    if not isinstance(handed, PackedForward) or not handed.packs:
+    given = arguments_of_caller(base) or {}
+    handed, theirs = given.get(CONTEXT), _tokens(given)
+    if not isinstance(handed, PackedForward) or not handed.packs or theirs is None:
         return
-    theirs = handed.layout
-    if layout.total_tokens != theirs.total_tokens or layout.device != theirs.device:
-        return  # of another batch
-    if not torch.equal(layout.document_ids(), theirs.document_ids()):
+    if theirs.shape[:2] != tokens.shape[:2] or theirs.device != tokens.device:
+        return  # another batch
+    if not torch.equal(layout.document_ids(), handed.layout.document_ids()):
         raise ValueError(_KEPT_BY_HEAD)
+    if handed.reach is not None:
+        handed.reach.base = True
 
 
 _KEPT_BY_HEAD = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.utils import compile_regions
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -448,30 +449,59 @@ def test_a_head_that_has_another_batch_for_its_base_model(monkeypatch):
     assert out.logits.isfinite().all()
 
 
-class RunsLayers(LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        hidden = self.model.embed_tokens(input_ids)
-        tables = self.model.rotary_emb(hidden, position_ids=position_ids)
-        for layer in self.model.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                position_embeddings=tables,
-                **kwargs,
-            )
-        return CausalLMOutputWithPast(logits=self.lm_head(self.model.norm(hidden)))
+class ExplicitSecondBatch(LlamaForCausalLM):
+    """Whose rows are as long."""
+
+    def forward(self, input_ids=None, **kwargs):
+        one = fv.PackedLayout.from_lengths([input_ids.shape[1]])
+        whole = self.model(input_ids, packed_layout=one).last_hidden_state
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden) + whole.sum())
 
 
-def test_a_head_that_runs_the_layers_itself(monkeypatch):
-    """And hands the documents on: they came where they must."""
+def test_a_head_that_tells_its_base_model_of_other_documents(monkeypatch):
     monkeypatch.undo()  # here kernels run
-    plain, model = new_model("llama"), of_class(RunsLayers)
-    model.load_state_dict(plain.state_dict())
-    inputs = {"input_ids": ROW.ids, "position_ids": ROW.position_ids, "use_cache": False}
+    model = fv.patch_model(of_class(ExplicitSecondBatch), "sdpa")
     with torch.no_grad():
-        outs = [fv.patch_model(each, "sdpa")(**inputs) for each in (plain, model)]
-    torch.testing.assert_close(outs[1].logits, outs[0].logits)
+        out = model(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
+    assert out.logits.isfinite().all()
+
+
+class RunsLayers(DropsDocuments):
+    def hidden(self, input_ids, kwargs):
+        hidden = self.model.embed_tokens(input_ids)
+        tables = self.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        for layer in self.model.layers:
+            hidden = layer(hidden, position_embeddings=tables)
+        return self.model.norm(hidden)
+
+
+class MakesAMask(DropsDocuments):
+    def hidden(self, input_ids, kwargs):
+        tokens = input_ids.shape[1]
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+        return self.model(input_ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+
+@pytest.mark.parametrize("head", [RunsLayers, MakesAMask])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_head_past_whose_base_model_they_never_come(monkeypatch, head, compiled):
+    monkeypatch.undo()  # here kernels run
+    model = fv.patch_model(of_class(head), "sdpa")
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with (
+        torch.no_grad(),
+        pytest.raises((ValueError, Unsupported), match=r"must hand its \*\*kwargs"),
+    ):
+        call(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
+
+
+def test_a_head_compiled_by_regions(monkeypatch):
+    """accelerate makes a second module of the same layers."""
+    monkeypatch.undo()  # here kernels run
+    model = compile_regions(fv.patch_model(of_class(DropsDocuments), "sdpa"), backend="eager")
+    with torch.no_grad(), pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+        model(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
 
 
 def _drops_keywords(inner, with_mask):
