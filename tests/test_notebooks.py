@@ -7,10 +7,13 @@ import getpass
 import re
 import socket
 
-import nbformat
 import pytest
 
-from tests.notebooks import LARGEST, cells, executed, from_script, outputs, pairs, text_of
+for tool in ("jupytext", "nbclient"):
+    pytest.importorskip(tool, reason="needs the notebooks' tools: pip install -e .[dev]")
+nbformat = pytest.importorskip("nbformat", reason="nbclient brings it along")
+
+from tests.notebooks import LARGEST, cells, executed, from_script, outputs, pairs, text_of  # noqa: E402
 
 SCRIPTS = pairs()
 NOTEBOOKS = [script.with_suffix(".ipynb") for script in SCRIPTS]

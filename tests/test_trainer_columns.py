@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 from itertools import chain, pairwise
 
-import datasets
-import peft
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments, default_data_collator
@@ -18,6 +16,9 @@ from flexvarlen.patches.keywords import COLUMNS
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import new_model
+
+datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
+peft = pytest.importorskip("peft", reason="needs PEFT: pip install peft")
 
 DOCUMENTS = documents()[:6]
 ENDS = (0, 2, 4, 6)  # a row of two documents each
