@@ -102,15 +102,36 @@ def measured_cases(rows: Sequence[Row]) -> list[Measured]:
 
     Rows of two runs are never compared: one that measured a case again replaces all of its rows.
     """
-    found: dict[str, list[Row]] = {}
+    return [runs[0] for runs in _runs_by_case(rows)]
+
+
+def measured_runs(rows: Sequence[Row]) -> list[Measured]:
+    """The cases of one machine's rows, each run of other variants apart, the latest first.
+
+    For cases too long for one run: what a later run measured again is left out of the earlier.
+    """
+    return [run for runs in _runs_by_case(rows) for run in runs]
+
+
+def _runs_by_case(rows: Sequence[Row]) -> list[list[Measured]]:
+    found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        found.setdefault(json.dumps(_without_variant(row.case), sort_keys=True), []).append(row)
+        runs = found.setdefault(json.dumps(_without_variant(row.case), sort_keys=True), {})
+        runs.setdefault(_started(row), []).append(row)
     cases = []
-    for own in found.values():
-        latest = max(_started(row) for row in own)
-        of_run = [row for row in own if _started(row) == latest]
-        by_variant = {(row.case["variant"], row.case.get("pass", "")): row for row in of_run}
-        cases.append(Measured(_without_variant(own[0].case), by_variant))
+    for runs in found.values():
+        seen: set[str] = set()
+        kept = []
+        for _, own in sorted(runs.items(), reverse=True):
+            by_variant = {
+                (row.case["variant"], row.case.get("pass", "")): row
+                for row in own
+                if row.case["variant"] not in seen
+            }
+            if by_variant:
+                kept.append(Measured(_without_variant(own[0].case), by_variant))
+            seen.update(row.case["variant"] for row in own)
+        cases.append(kept)
     return cases
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from flexvarlen.bench.attention.kernels_tables import where_of
@@ -18,6 +19,8 @@ from flexvarlen.rows import Row
 MARKS, MARK_STEP = 0.03, 0.045
 NO_TIME = {"oom": "$\\mathrm{M}$"}  # markers by status; all others are crosses
 CROSS, GREY = "x", "#666666"
+NARROW = 4  # an axis whose one end is less than so many times the other
+TITLE_CHARACTERS = 14  # an inch, in the titles' size
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def save_lines(grid: Sequence[Sequence[Panel]], path: Path, *, title: str, xlabe
                 axes.set_xlabel(xlabel, fontsize=9)
         axes_line[0].set_ylabel(panels[0].ylabel, fontsize=9)
     _legend(figure, variants)
-    figure.suptitle(title, fontsize=10)
+    _title(figure, title)
     return save_figure(figure, path)
 
 
@@ -142,7 +145,7 @@ def save_dots(grid: Sequence[Sequence[Panel]], path: Path, *, title: str, xlabel
     every[0][0].set_yticks(range(len(variants)), variants)
     every[0][0].set_ylim(len(variants) - 0.5, -0.5)
     _legend(figure, [])
-    figure.suptitle(title, fontsize=10)
+    _title(figure, title)
     return save_figure(figure, path)
 
 
@@ -217,8 +220,18 @@ def _log2(axis: Any, set_scale: Any) -> None:
     from matplotlib import ticker
 
     set_scale("log", base=2)
+    low, high = axis.get_view_interval()
+    if high < NARROW * low:  # powers of two alone would be one or two
+        axis.set_major_locator(ticker.LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
     shown = ticker.FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:.2g}")
     axis.set_major_formatter(shown)
+
+
+def _title(figure: Any, title: str) -> None:
+    """Each of its lines as many as the figure's width needs."""
+    width = int(TITLE_CHARACTERS * figure.get_figwidth())
+    lines = (part for line in title.splitlines() for part in wrap(line, width))
+    figure.suptitle("\n".join(lines), fontsize=10)
 
 
 def _legend(figure: Any, variants: Sequence[str]) -> None:

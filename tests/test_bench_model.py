@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
+from flexvarlen.bench import series_figure
 from flexvarlen.bench.model import compared
+from flexvarlen.bench.model import figures as model_figures
 from flexvarlen.bench.model import measure as model_measure
 from flexvarlen.bench.model import step as model_step
 from flexvarlen.bench.model import tables as model_tables
@@ -550,6 +554,51 @@ def test_a_column_a_context(rows):
     assert base.count("1.00×") == 2
 
 
+def of_run(rows, number: int, *variants: str):
+    """The rows of these variants, as another run measured them."""
+    run = {"started_utc": f"{number}", "git_commit": f"{number}" * 40, "git_dirty": False}
+    return [
+        dataclasses.replace(row, environment=row.environment | run)
+        for row in rows
+        if row.case["variant"] in variants
+    ]
+
+
+def lines_of(text: str, batch: str, attention: str) -> list[list[str]]:
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith(f"| {batch} | {attention}")
+    ]
+
+
+def test_runs_of_other_variants_of_a_case_have_a_column_each(rows):
+    own = context(rows, 256)
+    text = SUITE.section(
+        of_run(own, 1, "packed:auto", BASELINE) + of_run(own, 2, "packed:transformers:sdpa")
+    )
+    header = "| 256 tokens, commit 2222222 | 256 tokens, commit 1111111 |"
+    assert f"| batch | attention {header}" in text
+    ((*_, later, earlier),) = lines_of(text, "packed", "`auto`")
+    assert "×" in earlier
+    assert not later
+    ((*_, later, earlier),) = lines_of(text, "packed", "transformers `sdpa`")
+    assert " · – · " in later, "compared with a run that is not its own"
+    assert not earlier
+
+
+def test_a_variant_measured_again_is_its_latest_runs_alone(rows):
+    own = context(rows, 256)
+    again = of_run(own, 2, "packed:auto", BASELINE)
+    text = SUITE.section(of_run(own, 1, "packed:auto", BASELINE) + again)
+    assert "| batch | attention | 256 tokens |" in text
+    assert "commit 1111111" not in text
+    text = SUITE.section(of_run(own, 1, "packed:auto", BASELINE) + again[:1])
+    (again_at,) = lines_of(text, "packed", "`auto`")
+    assert again_at[2]
+    assert not again_at[3]
+
+
 def test_machines_are_not_mixed(rows):
     other = [
         dataclasses.replace(row, environment=row.environment | {"gpu": "NVIDIA H200"})
@@ -568,6 +617,26 @@ def test_figures_are_drawn_from_the_rows_alone(rows, tmp_path):
         "model-qwen3-tiny-compiled-uniform-cpu.png",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_one_context_alone_is_drawn_as_dots(rows, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(model_figures, "save_dots", lambda grid, path, **how: drawn.append(how))
+    monkeypatch.setattr(model_figures, "save_lines", lambda grid, path, **how: drawn.append(how))
+    SUITE.figures(context(rows, 256), tmp_path)
+    SUITE.figures(context(rows, 256) + context(rows, 512), tmp_path)
+    assert [how["xlabel"] for how in drawn] == ["tokens a second", "documents' tokens"]
+    assert "256 tokens" in drawn[0]["title"]
+
+
+@pytest.mark.parametrize("inches", [5, 17.8])
+def test_titles_fit_their_figure(inches):
+    title = f"{'what is shown; ' * 20}\nNVIDIA H200, {'a version, ' * 20}"
+    figure = Figure(figsize=(inches, 2))
+    series_figure._title(figure, title)
+    extent = figure._suptitle.get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    assert extent.width <= figure.bbox.width
+    assert figure._suptitle.get_text().split() == title.split()
 
 
 def test_a_case_of_which_nothing_ran_has_a_table():

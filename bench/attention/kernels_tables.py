@@ -349,11 +349,16 @@ def accuracy_sentence(cells: Sequence[Measured]) -> str:
 
 def where_of(row: Row) -> str:
     """The machine, the versions of the kernels and the commit of a row's run."""
+    return versions_of(row) + commit_of(row.environment)
+
+
+def versions_of(row: Row) -> str:
+    """The machine and the versions of the kernels of a row's run."""
     where = row.environment
     machine = where.get("gpu") or where.get("cpu")
     names = ("torch", "triton", "flash_attn", "flash_attn_3", "flash_attn_4")
     versions = [f"{name} {where[name]}" for name in names if where.get(name)]
-    return f"{machine}, {', '.join(versions)}{commit_of(where)}"
+    return f"{machine}, {', '.join(versions)}"
 
 
 def _dtypes(cells: Sequence[Measured]) -> str:

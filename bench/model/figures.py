@@ -1,4 +1,4 @@
-"""Figures of the suite `model`: tokens a second over context, a panel a way of batching."""
+"""Figures of the suite `model`: tokens a second, a panel a way of batching."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from flexvarlen.bench.model.cases import BATCHINGS, split_variant
 from flexvarlen.bench.model.tables import groups_of, title_of, where_measured
 from flexvarlen.bench.series import Measured
-from flexvarlen.bench.series_figure import Panel, Point, figure_path, save_lines
+from flexvarlen.bench.series_figure import Panel, Point, figure_path, save_dots, save_lines
 from flexvarlen.rows import Row
 
 TITLES = {
@@ -37,8 +37,12 @@ def _drawn(group: Sequence[Measured], folder: Path) -> Path:
         for batching in BATCHINGS
         if (points := _points(group, batching))
     ]
-    title = f"{title_of(group)}\n{where_measured(group)}".replace("; ", "\n", 1)
-    return save_lines([panels], path, title=title, xlabel="documents' tokens")
+    title = f"{title_of(group)}\n{where_measured(group)}"
+    sizes = {each.case["tokens"] for each in group}
+    if len(sizes) > 1:
+        return save_lines([panels], path, title=title, xlabel="documents' tokens")
+    title = f"{title_of(group)}; {sizes.pop():,} tokens, band p20–p80\n{where_measured(group)}"
+    return save_dots([panels], path, title=title, xlabel="tokens a second")
 
 
 def _points(group: Sequence[Measured], batching: str) -> list[Point]:

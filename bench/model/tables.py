@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexvarlen.bench.attention.kernels_tables import where_of
+from flexvarlen.bench.attention.kernels_tables import versions_of
 from flexvarlen.bench.mask_build.tables import Notes
 from flexvarlen.bench.model.cases import BATCHINGS, SORTED, split_variant
 from flexvarlen.bench.model.geometries import GEOMETRY_TITLES
-from flexvarlen.bench.series import Measured, measured_cases
+from flexvarlen.bench.series import Measured, measured_runs
 from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row
+from flexvarlen.rows import Row, commits_of
 
 BASELINES = ("padded:transformers:sdpa", "serial:transformers:sdpa")
 """What speeds are told against, in a case: the first of them that was timed."""
@@ -34,7 +34,7 @@ def groups_of(rows: Sequence[Row]) -> list[list[Measured]]:
         machines.setdefault(str(machine), []).append(row)
     groups: dict[str, list[Measured]] = {}
     for machine, own in machines.items():
-        for each in measured_cases(own):
+        for each in measured_runs(own):
             of_size = ("tokens", "checkpointing", "mean_doc", "longest_doc")
             same = {name: value for name, value in each.case.items() if name not in of_size}
             key = json.dumps([machine, same], sort_keys=True)
@@ -60,9 +60,11 @@ def title_of(group: Sequence[Measured]) -> str:
 
 def where_measured(group: Sequence[Measured]) -> str:
     """Machine, versions and commits of a group's runs."""
-    rows = [row for each in group for row in each.rows.values()]
-    found = (f"{where_of(row)}; transformers {row.environment.get('transformers')}" for row in rows)
-    return " / ".join(dict.fromkeys(found))
+    alike: dict[str, list[Row]] = {}
+    for row in (row for each in group for row in each.rows.values()):
+        where = f"{versions_of(row)}, transformers {row.environment.get('transformers')}"
+        alike.setdefault(where, []).append(row)
+    return " / ".join(where + commits_of(rows) for where, rows in alike.items())
 
 
 def variants_of(group: Sequence[Measured]) -> list[str]:
@@ -78,7 +80,7 @@ def train_table(group: Sequence[Measured]) -> str:
     """One group's throughput, over its contexts."""
     notes, known = Notes(), [_facts(each) for each in group]
     compiled = group[0].case["mode"] == "compiled"
-    header = ["batch", "attention", *(f"{each.case['tokens']:,} tokens" for each in group)]
+    header = ["batch", "attention", *(_size(each, group) for each in group)]
     if compiled:
         header += ["graphs", "graph breaks"]
     lines = []
@@ -95,8 +97,15 @@ def train_table(group: Sequence[Measured]) -> str:
         f"first, the best that Trainer's group_by_length can do; gradients of all batches are "
         f"summed before the one optimizer step:\n\n{markdown(header, lines)}"
     )
-    text += "".join(f"\n\n{fact}" for fact in known if fact)
+    text += "".join(f"\n\n{fact}" for fact in dict.fromkeys(known) if fact)
     return text + _train_notes(group) + notes.text()
+
+
+def _size(each: Measured, group: Sequence[Measured]) -> str:
+    """A column's size; and its commit, if another run's column of that size stands beside it."""
+    size = f"{each.case['tokens']:,} tokens"
+    alone = sum(other.case["tokens"] == each.case["tokens"] for other in group) == 1
+    return size if alone else size + commits_of(each.rows.values())
 
 
 def _largest(group: Sequence[Measured], variant: str, name: str) -> str:
