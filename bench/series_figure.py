@@ -201,10 +201,10 @@ def _draw(axes: Any, panel: Panel, variants: Sequence[str]) -> None:
                     color=style.color,
                     markersize=5,
                 )
-    _log2(axes.xaxis, axes.set_xscale)
     sizes = {point.x for point in panel.points}
     if len(sizes) == 1:  # no range to scale by
         axes.set_xlim(min(sizes) / 2, max(sizes) * 2)
+    _log2(axes.xaxis, axes.set_xscale)
     if any(point.y is not None for point in panel.points):
         _log2(axes.yaxis, axes.set_yscale)
     else:
