@@ -246,12 +246,21 @@ FAMILIES: tuple[Family, ...] = (
             **_IMAGE_TOKENS,
         },
     ),
-    Family("BERT", "bert", _ENCODER, _OWN_LABELS, task="MaskedLM", tiny=_BERT),
+    Family(
+        "BERT",
+        "bert",
+        _ENCODER,
+        _OWN_LABELS,
+        by_name_alone=False,  # positions are embedded before any layer sees the documents
+        task="MaskedLM",
+        tiny=_BERT,
+    ),
     Family(
         "RoBERTa",
         "roberta",
         _ENCODER,
         f"{_OWN_LABELS}; positions begin at padding_idx + 1: rows given from 0 on are shifted",
+        by_name_alone=False,
         task="MaskedLM",
         tiny={**_BERT, "pad_token_id": 1, "bos_token_id": 0},
     ),
@@ -299,11 +308,12 @@ def require_verified_alone(model_type: str) -> None:
     """Refuse a model that attends by a plugin name alone, where documents could not be seen.
 
     Raises:
-        NotImplementedError: it is not verified, or its layers are not told the documents.
+        NotImplementedError: it is not verified, or its positions do not come to its layers.
     """
     require_verified(model_type)
     if not _VERIFIED[model_type].by_name_alone:
         raise NotImplementedError(
-            f"a {model_type} model does not tell its attention layers the position_ids, so "
-            "documents could leak into one another; call flexvarlen.patch_model on the model."
+            f"attn_implementation alone cannot pack for a {model_type} model, whose position_ids "
+            "take effect outside its attention layers: documents could leak into one another; "
+            "call flexvarlen.patch_model on the model."
         )

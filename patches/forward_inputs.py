@@ -24,16 +24,19 @@ from flexvarlen.patches.documents import (
     Unpacked,
     find_layout,
 )
-from flexvarlen.patches.heads import keep_from_loss
+from flexvarlen.patches.heads import POOLS, keep_from_loss, refuse_pooling
 from flexvarlen.patches.interface import IMPLEMENTATIONS
 from flexvarlen.patches.keywords import refuse_mask_of_another_kind, refuse_other_names
 from flexvarlen.patches.labels import mask_labels
-from flexvarlen.patches.one_document import check_one_document, why_not_whole_rows
+from flexvarlen.patches.one_document import (
+    check_one_document,
+    one_document_a_row,
+    why_not_whole_rows,
+)
 from flexvarlen.patches.overlays import refuse_image_blocks
 from flexvarlen.patches.packed_cache import (
     mark_cache,
     note_documents,
-    one_document_a_row,
     refuse_packed_documents,
 )
 from flexvarlen.patches.positions import has_axes, positions_for, text_positions
@@ -77,6 +80,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     Decoding reads the device once a forward, if there are positions or a mask to look at.
     """
     tokens = _tokens(inputs)
+    pooling_head = inputs.pop(POOLS, None)
     handed = inputs.get(CONTEXT)
     if tokens is None or handed is not None:
         if isinstance(handed, PackedForward):
@@ -139,6 +143,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
             max_seqlen_bound=patch.max_seqlen_bound,
             **given,
         )
+    refuse_pooling(pooling_head, layout, batch)
     if not torch.compiler.is_compiling() and not explicit:
         _refuse_kept_by_head(module, tokens, layout)
     if position_ids is not None and has_longrope(config):
@@ -147,7 +152,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     # guarded on.
     packs = torch.compiler.is_compiling() or layout.num_docs != batch or bool(layout.has_padding)
     base = base_of(module)  # type: ignore[arg-type]
-    positions = positions_for(base, layout, inputs, packs)
+    positions = positions_for(base, layout, inputs, packs=packs, causal=causal)
     if positions is not None:
         inputs["position_ids"] = positions
     if causal:  # else a label is the token's own, not the next one

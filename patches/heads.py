@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
+from flexvarlen.layout import PackedLayout
+from flexvarlen.patches.boundary_checks import check
 from flexvarlen.patches.documents import CONTEXT
+from flexvarlen.patches.one_document import one_document_a_row
 from flexvarlen.patches.routing import base_of
+from flexvarlen.patches.shared_config import ATTRIBUTE
+
+POOLS = "flexvarlen_pools"
+"""The keyword by which a patched base model gets the name of a head that pools its rows."""
+
+_POOLING_HEADS = (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+)
 
 _LOSS = "_loss_function"  # where a model keeps a loss of the user's own
 
@@ -29,7 +48,11 @@ def check_head(model: PreTrainedModel, *, causal: bool) -> None:
     Raises:
         NotImplementedError: it is one.
     """
-    refuse_decoder(model.config)
+    if model.config.__dict__.get("is_decoder"):  # has caches, and may have cross-attention
+        raise NotImplementedError(
+            f"an encoder must stay one, got a {model.config.model_type} model with "
+            "config.is_decoder=True; set it to False before the model is built."
+        )
     if base_of(model) is model:
         return
     names = [parent.__name__ for parent in type(model).__mro__]
@@ -70,16 +93,44 @@ def _loads(function: Any, name: str) -> bool:
     return any(name in value if isinstance(value, tuple) else name == value for value in read)
 
 
-def refuse_decoder(config: Any) -> None:
-    """Refuse an encoder that is set to decode: it has caches, and may have cross-attention.
+def mark_pooling_heads(base: PreTrainedModel) -> None:
+    """Let the pooling heads of a patched base model's family hand it `POOLS`.
+
+    patch_model refuses such a head, but its base model may be patched, and the head called. This
+    wraps the `forward` of transformers' classes, once; without a patched base it changes nothing.
+    """
+    for mapping in _POOLING_HEADS:
+        head: Any = mapping.get(type(base.config), None)
+        if head is not None and not hasattr(head.forward, POOLS):
+            head.forward = _handing_on_pools(head.forward)
+
+
+def _handing_on_pools(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def marked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if ATTRIBUTE in self.base_model.__dict__:
+            kwargs[POOLS] = type(self).__name__
+        return forward(self, *args, **kwargs)
+
+    setattr(marked, POOLS, True)
+    return marked
+
+
+def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
+    """Refuse rows of several documents in a base model that a pooling head calls.
+
+    Args:
+        head: what the base model got as `POOLS`.
 
     Raises:
-        NotImplementedError: it is.
+        ValueError: a row holds several. Inside a compiled graph the device asserts that none does.
     """
-    if config.__dict__.get("is_decoder"):
-        raise NotImplementedError(
-            f"an encoder must stay one, got a {config.model_type} model with "
-            "config.is_decoder=True; set it to False before the model is built."
+    if head is not None:
+        check(
+            one_document_a_row(layout, batch),
+            f"{head} pools each row to one output, so a row must hold one document, got several; "
+            "pass one document a row, or call the base model and pool its last_hidden_state by "
+            "document.",
         )
 
 

@@ -41,7 +41,6 @@ from flexvarlen.patches.documents import (
     Unpacked,
 )
 from flexvarlen.patches.families import require_verified_alone
-from flexvarlen.patches.heads import refuse_decoder
 from flexvarlen.patches.keywords import refuse_mask_of_another_kind, refuse_other_names
 from flexvarlen.patches.llama import own_temperature
 from flexvarlen.patches.one_forward import shared_between_layers
@@ -136,7 +135,6 @@ def _attention_function(backend: str) -> Attention:
         if packed is None:
             if handed is None:  # nobody has looked at what no layer sees
                 require_verified_alone(module.config.model_type)  # type: ignore[union-attr, arg-type]
-                refuse_decoder(module.config)
                 refuse_dynamic_rope(module.config)
                 refuse_unpatched_longrope(module.config)
             packed = shared_between_layers(

@@ -20,6 +20,7 @@ from flexvarlen.patches.forward_inputs import after_forward, before_forward
 from flexvarlen.patches.heads import (
     check_head,
     give_back_loss,
+    mark_pooling_heads,
     refuse_prompt_learning,
     require_keywords,
 )
@@ -200,6 +201,7 @@ def patch_model(
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
     mark_layers(inner, base_of(inner))
+    mark_pooling_heads(inner)
     own_tables(text_tower(base_of(inner)))
     join_sharers(inner)
     return model

@@ -1,7 +1,7 @@
-"""Rows that must hold one document each: of a forward that makes no document mask.
+"""Whether each row holds one document at most, and the refusal of forwards that need it.
 
-Such a forward (decoding, a prefill beside other keys, a 4D mask) goes to transformers' own sdpa,
-where documents of one row would see one another.
+A forward that makes no document mask (decoding, a prefill beside other keys, a 4D mask) goes to
+transformers' own sdpa, where documents of one row would see one another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.patches.documents import check
+from flexvarlen.layout import PackedLayout
+from flexvarlen.patches.boundary_checks import check
+
+
+def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
+    """bool 0-dim: whether no row holds more than one document (padding is none).
+
+    Eagerly on the host, if it knows; in a compiled graph on the layout's device. No sync; traces.
+    """
+    boundaries = layout.cu_seqlens
+    if layout.padding is None and not torch.compiler.is_compiling():
+        boundaries = boundaries if layout.cu_seqlens_host is None else layout.cu_seqlens_host
+    starts, ends = boundaries[:-1], boundaries[1:]
+    documents = starts < ends
+    if layout.padding is not None:
+        first_token = starts.clamp(max=layout.total_tokens - 1).long()
+        documents = documents & ~layout.padding[first_token]
+    if batch == 1:
+        return documents.sum() <= 1
+    row = starts // max(layout.total_tokens // batch, 1)
+    rows = torch.arange(batch, device=boundaries.device)[:, None]
+    return ((documents & (row == rows)).sum(dim=-1) <= 1).all()
+
+
+def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
+    """int64 `[T]`: the positions that a causal model gives the tokens if it is given none.
+
+    Where a row holds several documents, from 0 in each. Where all rows hold one, from 0 in the row,
+    left padding included, as transformers counts: a cached step goes on from there. No sync;
+    traces.
+    """
+    in_document = layout.position_ids()
+    in_row = torch.arange(layout.total_tokens, device=layout.device) % (
+        layout.total_tokens // batch
+    )
+    one_a_row = one_document_a_row(layout, batch)
+    if one_a_row.device != layout.device:  # the host knows
+        return in_row if one_a_row else in_document
+    return torch.where(one_a_row, in_row, in_document)
 
 
 def check_one_document(

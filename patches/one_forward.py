@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.patches.documents import PackedForward, find_layout
-from flexvarlen.patches.packed_cache import one_document_a_row
+from flexvarlen.patches.one_document import one_document_a_row
 from flexvarlen.patches.routing import row_wide
 
 

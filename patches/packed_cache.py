@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from flexvarlen.layout import PackedLayout
 from flexvarlen.patches.documents import PackedForward, check
 
 ONE_A_ROW = "_flexvarlen_one_document_a_row"  # on a cache
@@ -68,26 +67,6 @@ def refuse_packed_documents(cache: Any) -> None:
     if not bool(one_a_row) and length > 0:
         raise ValueError(ONE_DOCUMENT_A_ROW)
     setattr(cache, ONE_A_ROW, None)
-
-
-def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
-    """bool 0-dim: whether no row holds more than one document (padding is none).
-
-    On the host, if it knows. No sync; traces.
-    """
-    boundaries = layout.cu_seqlens
-    if layout.cu_seqlens_host is not None and layout.padding is None:
-        boundaries = layout.cu_seqlens_host
-    starts, ends = boundaries[:-1], boundaries[1:]
-    documents = starts < ends
-    if layout.padding is not None:
-        first_token = starts.clamp(max=layout.total_tokens - 1).long()
-        documents = documents & ~layout.padding[first_token]
-    if batch == 1:
-        return documents.sum() <= 1
-    row = starts // max(layout.total_tokens // batch, 1)
-    rows = torch.arange(batch, device=boundaries.device)[:, None]
-    return ((documents & (row == rows)).sum(dim=-1) <= 1).all()
 
 
 class PackedKeys(Tensor):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from flexvarlen.layout import PackedLayout
+from flexvarlen.patches.one_document import causal_positions
 from flexvarlen.patches.towers import vision_tower
 
 _WITH_TEXT = 4  # rows of positions, of which the first is the text's
@@ -69,13 +70,17 @@ def text_positions(
 
 
 def positions_for(
-    base: nn.Module, layout: PackedLayout, inputs: dict[str, Any], packs: bool
+    base: nn.Module, layout: PackedLayout, inputs: dict[str, Any], *, packs: bool, causal: bool
 ) -> Tensor | None:
-    """The position_ids for a forward: as given, or made by document; None lets the model make them.
+    """The position_ids for a forward: as given, or made; None lets the model make them.
+
+    Made by document, but for a causal model whose rows hold one document each: those count padding
+    too, as the model's own do, so that decoding goes on from them.
 
     Args:
         inputs: the forward's keyword arguments.
         packs: whether a row may hold several documents, or padding.
+        causal: whether attention is.
 
     Raises:
         ValueError: the batch has images, and no positions that could be right there, nor anything
@@ -92,7 +97,10 @@ def positions_for(
         return None
     tokens: Tensor | None = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
-    return (layout.position_ids() + _first_position(base)).view(tokens.shape[:2])
+    shape = tokens.shape[:2]
+    if causal:
+        return causal_positions(layout, shape[0]).view(shape)
+    return (layout.position_ids() + _first_position(base)).view(shape)
 
 
 def _first_position(base: nn.Module) -> int:

@@ -78,13 +78,11 @@ def check_restarts(layout: PackedLayout, positions_BS: Tensor, row_tokens: int) 
         ValueError: the rotary tables would take both for one. Inside a compiled graph the device
             asserts it.
     """
-    positions_T = positions_BS.expand(layout.total_tokens // row_tokens, -1).reshape(-1)
-    begin = layout.cu_seqlens[:-1].long()
-    inside = (begin % row_tokens != 0) & (begin < layout.cu_seqlens[-1])
-    begin = begin.clamp(1, max(layout.total_tokens - 1, 1))
-    goes_on = positions_T[begin] == positions_T[begin - 1] + 1
+    tokens = torch.arange(layout.total_tokens, device=layout.device)
+    begins_T = (layout.position_ids() == 0) & (tokens < layout.cu_seqlens[-1])
+    goes_on = positions_BS.diff(dim=1) == 1
     check(
-        ~(goes_on & inside).any(),
+        ~(goes_on & begins_T.view(-1, row_tokens)[:, 1:]).any(),
         "position_ids must not go on from one document to the next under rope_type 'longrope', "
         "whose frequencies depend on how long a document is; let each begin at 0, or leave "
         "position_ids out.",

@@ -43,6 +43,17 @@ def test_a_copy_packs_by_its_own_weights(name):
     assert torch.equal(logits(twin, packed_layout=layout), expected)
 
 
+@pytest.mark.parametrize("ids", [[[7]], [[7], [9]]])
+def test_longrope_on_one_token(ids):
+    ids = torch.tensor(ids)
+    positions = torch.zeros_like(ids)
+    model = new_model("phi3")
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions).logits
+        found = fv.patch_model(model, "sdpa")(ids, position_ids=positions).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_frequencies_of_longrope_are_moved_once():
     model = fv.patch_model(new_model("phi3"), "sdpa")
     rotary = model.base_model.rotary_emb

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import flexvarlen as fv
-from tests.tiny_models import documents, new_model, one_row, shared_model
+from tests.tiny_models import VOCABULARY, documents, new_model, one_row, shared_model
 
 NEW = 6
 # As many tokens in every prefill as in the other tests' rows, 256: flex compiles for each T.
@@ -30,6 +30,60 @@ def _prompts(count: int) -> dict[str, torch.Tensor]:
     for row, length in enumerate((61, 64, 40, 1)[:count]):
         ids[row, 64 - length :] = tokens[row : row + length]
     return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def _steps_by_hand(model, *, prefill: tuple[int, ...], positions: bool) -> torch.Tensor:
+    """Last logits of a left-padded batch after each chunk of the prefill and three cached steps."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (3, 15), generator=generator)
+    mask = (torch.arange(15) >= torch.tensor([[0], [5], [9]])).long()
+    logits, cache, seen = [], None, 0
+    for count in (*prefill, 1, 1, 1):
+        new = slice(seen, seen := seen + count)
+        given = {"position_ids": mask.cumsum(1)[:, new].sub(1).clamp(min=0)} if positions else {}
+        out = model(
+            ids[:, new],
+            attention_mask=mask[:, :seen],
+            past_key_values=cache,
+            use_cache=True,
+            **given,
+        )
+        cache = out.past_key_values
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits[len(prefill) - 1 :])
+
+
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("prefill", [(12,), (6, 6)])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3_windows", "gemma2", "phi3", "llama4_text", "qwen2_5_vl", "gpt_oss"]
+)
+def test_cached_steps_after_left_padding(kind, prefill, positions):
+    """Without position_ids transformers counts the padding, in the prefill as in each step."""
+    model = new_model(kind)
+    with torch.no_grad():
+        expected = _steps_by_hand(model, prefill=prefill, positions=positions)
+        fv.patch_model(model, "reference")
+        found = _steps_by_hand(model, prefill=prefill, positions=positions)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_cached_steps_after_left_padding_in_a_compiled_prefill():
+    model, ids = new_model("llama"), documents()[2][:24].view(2, 12)
+    mask = (torch.arange(13) >= torch.tensor([[0], [5]])).long()
+    step = documents()[1][:2, None]
+
+    def last_logits(prefill):
+        with torch.no_grad():
+            cache = prefill(ids, attention_mask=mask[:, :12], use_cache=True).past_key_values
+            return model(step, attention_mask=mask, past_key_values=cache).logits
+
+    expected = last_logits(model)
+    fv.patch_model(model, "sdpa")
+    torch._dynamo.reset()
+    found = last_logits(torch.compile(model, backend="eager", fullgraph=True))
+    torch._dynamo.reset()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def _generate(model, strategy: str) -> torch.Tensor:

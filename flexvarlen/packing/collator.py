@@ -23,6 +23,7 @@ IGNORED = -100
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
 _BOUNDARIES = (*_CUMULATIVE, "max_length_q", "max_length_k")
+_NO_COLUMNS = ("max_length_q", "max_length_k", "use_cache")
 _TELLING = ("position_ids", "seq_lengths", "seq_idx", "attention_mask", *_CUMULATIVE)
 _LOSS_MASKS = ("completion_mask", "assistant_masks")
 
@@ -40,6 +41,8 @@ class PackedCollator:
                       same, again and again, none above those of the longest document
         packed_layout the `PackedLayout`, whose boundaries and longest document the host knows: no
                       forward reads the device back
+        use_cache     False: with a cache, a model that is not patched would not look for documents
+                      in position_ids
 
     or, with `boundaries="cu_seq_lens"`, in place of the layout the names that transformers' own
     FlashAttention takes: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, the last value
@@ -123,6 +126,7 @@ class PackedCollator:
         # Tables of positions may end where the longest document may.
         positions = layout.position_ids()[None] % layout.max_seqlen_bound
         batch["position_ids"] = positions + self.position_ids_start
+        batch["use_cache"] = False
         if self.boundaries == "packed_layout":
             return batch | {"packed_layout": layout}
         ends, longest = layout.cu_seqlens, layout.max_seqlen_bound
@@ -222,7 +226,7 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
     arrays = {
         name: _array(name, value)
         for name, value in feature.items()
-        if value is not None and name not in ("max_length_q", "max_length_k")
+        if value is not None and name not in _NO_COLUMNS
     }
     tokens = arrays.get("input_ids")
     if tokens is None or tokens.ndim == 1:
