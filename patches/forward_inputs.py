@@ -40,7 +40,7 @@ from flexvarlen.patches.packed_cache import (
     refuse_packed_documents,
 )
 from flexvarlen.patches.positions import has_axes, positions_for, text_positions
-from flexvarlen.patches.rotary import check_restarts, has_longrope
+from flexvarlen.patches.rotary import has_longrope, positions_by_run
 from flexvarlen.patches.routing import base_of, dtype_of_queries, row_wide
 from flexvarlen.patches.sequence_parallel import prepare_shard
 from flexvarlen.patches.shared_config import ATTRIBUTE, Patch
@@ -147,7 +147,7 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
     if not torch.compiler.is_compiling() and not explicit:
         _refuse_kept_by_head(module, tokens, layout)
     if position_ids is not None and has_longrope(config):
-        check_restarts(layout, position_ids, row_tokens)
+        inputs["position_ids"] = positions_by_run(layout, position_ids, row_tokens)
     # Inside a compiled graph nothing that varies with the documents may be asked: it would be
     # guarded on.
     packs = torch.compiler.is_compiling() or layout.num_docs != batch or bool(layout.has_padding)

@@ -39,17 +39,14 @@ def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
     """int64 `[T]`: the positions that a causal model gives the tokens if it is given none.
 
     Where a row holds several documents, from 0 in each. Where all rows hold one, from 0 in the row,
-    left padding included, as transformers counts: a cached step goes on from there. No sync;
-    traces.
+    left padding included, as transformers counts: a cached step goes on from there. Anew from 0 in
+    the padding behind a document. No sync; traces.
     """
-    in_document = layout.position_ids()
-    in_row = torch.arange(layout.total_tokens, device=layout.device) % (
-        layout.total_tokens // batch
-    )
+    tokens = torch.arange(layout.total_tokens, device=layout.device)
     one_a_row = one_document_a_row(layout, batch)
-    if one_a_row.device != layout.device:  # the host knows
-        return in_row if one_a_row else in_document
-    return torch.where(one_a_row, in_row, in_document)
+    on_host = one_a_row.device != layout.device
+    in_row = layout.real_tokens() & (bool(one_a_row) if on_host else one_a_row)
+    return torch.where(in_row, tokens % (layout.total_tokens // batch), layout.position_ids())
 
 
 def check_one_document(

@@ -71,22 +71,27 @@ def has_longrope(config: Any) -> bool:
     return parameters.get("rope_type") == "longrope"
 
 
-def check_restarts(layout: PackedLayout, positions_BS: Tensor, row_tokens: int) -> None:
-    """Refuse a document whose positions go on from those of the one before it, under longrope.
+def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int) -> Tensor:
+    """Given positions, of which each run that goes on by 1 is one document: for longrope.
+
+    Those of padding are replaced, which may go on from a document's.
 
     Raises:
         ValueError: the rotary tables would take both for one. Inside a compiled graph the device
             asserts it.
     """
-    tokens = torch.arange(layout.total_tokens, device=layout.device)
-    begins_T = (layout.position_ids() == 0) & (tokens < layout.cu_seqlens[-1])
+    real_BS, in_document_BS = (
+        x.view(-1, row_tokens) for x in (layout.real_tokens(), layout.position_ids())
+    )
+    between_documents = real_BS[:, :-1] & real_BS[:, 1:] & (in_document_BS[:, 1:] == 0)
     goes_on = positions_BS.diff(dim=1) == 1
     check(
-        ~(goes_on & begins_T.view(-1, row_tokens)[:, 1:]).any(),
+        ~(goes_on & between_documents).any(),
         "position_ids must not go on from one document to the next under rope_type 'longrope', "
         "whose frequencies depend on how long a document is; let each begin at 0, or leave "
         "position_ids out.",
     )
+    return torch.where(real_BS, positions_BS, in_document_BS)
 
 
 def own_tables(base: nn.Module) -> None:
