@@ -80,8 +80,8 @@ def _dense(
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     q = query.view(batch, kv_heads, heads // kv_heads, tokens, dim)
+    q = q * (dim**-0.5 if scaling is None else scaling)  # first: the product may overflow in fp16
     scores = torch.einsum("bgrsd,bgkd->bgrsk", q, key).reshape(batch, heads, tokens, -1).float()
-    scores = scores * (dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:

@@ -1,7 +1,6 @@
 """`reference`: dense attention in plain torch operations, T x Tk scores; any float dtype.
 
-In fp64 it is the oracle of the tests. In a low precision it is the plain peer that errors are
-judged against: matrix products in the dtype, softmax in fp32, probabilities in the dtype.
+Half precision is computed in fp32 and rounded once, at the end: scores in fp16 would overflow.
 """
 
 from __future__ import annotations
@@ -44,28 +43,35 @@ class ReferenceBackend:
         options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """Scores of all pairs, masked; rows that keep nothing give 0 and an LSE of -inf."""
-        tokens, heads, dim = q_THD.shape
-        groups = k_THD.shape[1]
-        q_GRTD = q_THD.reshape(tokens, groups, heads // groups, dim).permute(1, 2, 0, 3)
-        k_GDT, v_GTD = k_THD.permute(1, 2, 0), v_THD.permute(1, 0, 2)
-        scores = (q_GRTD @ k_GDT[:, None]).to(
-            torch.promote_types(q_THD.dtype, torch.float32)
-        ) * options.scale
-        if options.softcap is not None:
-            scores = options.softcap * torch.tanh(scores / options.softcap)
-        # Not -inf: the softmax of a row of -inf is NaN. The product with the mask makes such rows
-        # zero.
-        scores = scores.masked_fill(~plan, torch.finfo(scores.dtype).min)
-        lse = scores.logsumexp(-1)
-        probabilities = torch.softmax(scores, -1) * plan
-        if options.sinks_H is not None:
-            sinks = options.sinks_H.to(scores.dtype).view(groups, heads // groups, 1)
-            probabilities = probabilities * torch.sigmoid(lse - sinks)[..., None]
-        out_GRTD = probabilities.to(q_THD.dtype) @ v_GTD[:, None]
-        out_THD = out_GRTD.permute(2, 0, 1, 3).reshape(tokens, heads, v_THD.shape[-1])
-        if not options.return_lse:
-            return out_THD, None
-        return out_THD, lse.masked_fill(~plan.any(-1), float("-inf")).reshape(heads, tokens)
+        wide = torch.promote_types(q_THD.dtype, torch.float32)
+        with torch.autocast(q_THD.device.type, enabled=False):  # it would narrow the products again
+            out_THD, lse_HT = dense_attention(
+                q_THD.to(wide), k_THD.to(wide), v_THD.to(wide), plan, options
+            )
+        return out_THD.to(q_THD.dtype), lse_HT if options.return_lse else None
+
+
+def dense_attention(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, seen: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Output `[T, H, Dv]` and LSE `[H, T]` in the tensors' dtype; `seen` is bool `[T, Tk]`."""
+    tokens, heads, dim = q_THD.shape
+    groups = k_THD.shape[1]
+    q_GRTD = q_THD.reshape(tokens, groups, heads // groups, dim).permute(1, 2, 0, 3)
+    k_GDT, v_GTD = k_THD.permute(1, 2, 0), v_THD.permute(1, 0, 2)
+    scores = (q_GRTD * options.scale) @ k_GDT[:, None]
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    # Not -inf: the softmax of a row of -inf is NaN. The product with the mask makes such rows zero.
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    lse = scores.logsumexp(-1)
+    probabilities = torch.softmax(scores, -1) * seen
+    if options.sinks_H is not None:
+        sinks = options.sinks_H.to(scores.dtype).view(groups, heads // groups, 1)
+        probabilities = probabilities * torch.sigmoid(lse - sinks)[..., None]
+    out_GRTD = probabilities @ v_GTD[:, None]
+    out_THD = out_GRTD.permute(2, 0, 1, 3).reshape(tokens, heads, v_THD.shape[-1])
+    return out_THD, lse.masked_fill(~seen.any(-1), float("-inf")).reshape(heads, tokens)
 
 
 BACKEND = ReferenceBackend()
