@@ -1,0 +1,111 @@
+"""`sdpa` on a GPU: torch chooses among several kernels there, of which one is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import make_tensor
+
+import flexvarlen as fv
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (64, 128)
+
+
+def gradients(q, k, v, grad, **options):
+    """Output and gradients of ours."""
+    layout = fv.PackedLayout.from_lengths(LENGTHS, device="cuda")
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = fv.packed_attention(*leaves, layout, backend="sdpa", **options)
+    return out, *torch.autograd.grad(out, leaves, grad)
+
+
+def exact(q, k, v, grad, window=None):
+    """Each document alone in fp64, by torch's plain operations."""
+    parts = []
+    for rows in torch.arange(sum(LENGTHS), device="cuda").split(LENGTHS):
+        leaves = [x[rows].double().requires_grad_() for x in (q, k, v)]
+        behind = torch.arange(len(rows), device="cuda")[:, None] - torch.arange(
+            len(rows), device="cuda"
+        )
+        seen = (behind >= 0) & (behind < (window or len(rows)))
+        repeated = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in leaves]
+        q_HLD, k_HLD, v_HLD = (x.transpose(0, 1) for x in repeated)
+        scores = q_HLD @ k_HLD.mT * q.shape[-1] ** -0.5
+        out = (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v_HLD).transpose(0, 1)
+        parts.append((out, *torch.autograd.grad(out, leaves, grad[rows].double())))
+    return [torch.cat(x) for x in zip(*parts, strict=True)]
+
+
+def assert_near(found, expected, dtype):
+    """Errors of a right kernel are a few roundings; these bugs gave NaN, and 1.4 of the norm."""
+    for x, y in zip(found, expected, strict=True):
+        size = max(float(y.norm()), 1e-2 * y.numel() ** 0.5)  # dq and dk may be zero
+        assert float((x.double() - y).norm()) < 16 * torch.finfo(dtype).eps * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 2, 9])
+def test_nan_in_gradients_under_windows(dtype, window):
+    """cuDNN's backward in float16, where softmax leaves one key: torch's own permutation test."""
+    q, k, v, grad = (
+        make_tensor((sum(LENGTHS), 2, 128), device="cuda", dtype=dtype, low=-9, high=9)
+        for _ in range(4)
+    )
+    found = gradients(q, k, v, grad, window=window)
+    assert_near(found, exact(q, k, v, grad, window), dtype)
+
+
+def memory_of_heads(x):
+    """The same values, each head in one piece."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def memory_of_features(x):
+    """The same values, each feature's tokens in one piece."""
+    return x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+
+@pytest.mark.parametrize("memory", [torch.clone, memory_of_heads, memory_of_features])
+@pytest.mark.parametrize("grad_memory", [torch.clone, memory_of_heads, memory_of_features])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_gradients_by_memory_formats(memory, grad_memory, heads):
+    """cuDNN's backward takes the output's gradient to lie in memory as the output does."""
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(sum(LENGTHS), n, 64, device="cuda", dtype=torch.bfloat16)
+        for n in (heads[0], heads[1], heads[1], heads[0])
+    )
+    expected = exact(q, k, v, grad)
+    layout = fv.PackedLayout.from_lengths(LENGTHS, device="cuda")
+    leaves = [memory(x).detach().requires_grad_() for x in (q, k, v)]
+    out = fv.packed_attention(*leaves, layout, backend="sdpa")
+    found = (out, *torch.autograd.grad(out, leaves, grad_memory(grad)))
+    assert_near(found, expected, torch.bfloat16)
+
+
+def test_equal_bits_of_one_query_with_a_window():
+    """Where equal bits are promised: run to run, and whatever else is in the row."""
+    torch.manual_seed(0)
+    options = {"window": 300, "batch_invariant": True, "deterministic": True, "backend": "sdpa"}
+    for keys in (64, 333, 1024, 4096):
+        q, k = (
+            torch.randn(n, h, 128, device="cuda", dtype=torch.bfloat16)
+            for n, h in ((1, 16), (keys, 4))
+        )
+        layouts = [fv.PackedLayout.from_lengths([n], device="cuda") for n in (1, keys)]
+        alone = fv.packed_attention(q, k, k, layouts[0], layout_k=layouts[1], **options)
+        several = [fv.PackedLayout.from_lengths([n] * 3, device="cuda") for n in (1, keys)]
+        for _ in range(20):
+            tripled = fv.packed_attention(
+                *(x.repeat(3, 1, 1) for x in (q, k, k)), several[0], layout_k=several[1], **options
+            )
+            assert all(torch.equal(one, alone) for one in tripled.split(1))
+
+
+def test_users_choice_of_kernels_stays():
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    q = torch.randn(sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
+    gradients(q, q, q, q)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
