@@ -18,7 +18,8 @@ LONG = 2 * flex.LONGEST_OF_TILES
 def tiles(monkeypatch, backend, bound, head_dim, **promises):
     """What is chosen on a machine that they were measured on."""
     monkeypatch.setattr(flex, "_tiles_are_known", lambda *args: True)
-    q = SimpleNamespace(device=torch.device("cuda:0"), dtype=None, shape=(1, 4, 8, head_dim))
+    dtype = promises.pop("dtype", torch.bfloat16)
+    q = SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 4, 8, head_dim))
     layout = PackedLayout.from_lengths([8], max_seqlen_bound=bound, total_tokens=bound)
     options = AttentionOptions(1.0, **promises)
     return backend._forward_tiles(q, DocumentMask.of(layout), options)
@@ -27,9 +28,15 @@ def tiles(monkeypatch, backend, bound, head_dim, **promises):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bound", [256, LONG])
 def test_long_documents_of_wide_heads_take_torchs_own(monkeypatch, bound, head_dim):
-    expected = head_dim == 64 or bound < LONG
-    assert tiles(monkeypatch, flex.BACKEND, bound, head_dim) is expected
-    assert tiles(monkeypatch, FLASH, bound, head_dim) is False
+    expected = "hopper" if head_dim == 64 or bound < LONG else None
+    assert tiles(monkeypatch, flex.BACKEND, bound, head_dim) == expected
+    assert tiles(monkeypatch, FLASH, bound, head_dim) is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 200, 256])
+def test_wide_heads_in_float32_take_small_tiles(monkeypatch, head_dim):
+    expected = "wide_float32" if head_dim > 128 else None
+    assert tiles(monkeypatch, flex.BACKEND, 256, head_dim, dtype=torch.float32) == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -38,7 +45,7 @@ def test_a_promise_of_equal_bits_does_not_look_at_the_row(monkeypatch, head_dim)
         tiles(monkeypatch, flex.BACKEND, bound, head_dim, batch_invariant=True)
         for bound in (256, LONG)
     }
-    assert found == {True}
+    assert found == {"hopper"}
 
 
 @pytest.mark.gpu

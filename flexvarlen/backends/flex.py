@@ -9,7 +9,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import index
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from flexvarlen.backends.block_borders import Arrangement, arrange
 from flexvarlen.backends.cu_seqlens_kernel import LEAST_SINK
-from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest
+from flexvarlen.backends.protocol import INT32_ELEMENTS, AttentionOptions, AttentionRequest
 from flexvarlen.block_mask import block_mask_of
 from flexvarlen.mask import DocumentMask
 
-INT32_ELEMENTS = 2**31
 MIN_HEAD_DIM = 16  # the Triton template's matrix products are at least this deep
 
 
@@ -157,19 +156,22 @@ class FlexBackend:
             out_THD = (out_THD * keep_HT.T[..., None]).to(q_THD.dtype)
         return out_THD, lse_HT if options.return_lse else None
 
-    def _forward_tiles(self, q_BHTD: Tensor, mask: DocumentMask, options: AttentionOptions) -> bool:
-        """Whether `FORWARD_TILES` are the faster ones.
+    def _forward_tiles(
+        self, q_BHTD: Tensor, mask: DocumentMask, options: AttentionOptions
+    ) -> str | None:
+        """Which of `FORWARD_TILES` to take; None: those that torch chooses.
 
         Batch invariant, this depends on nothing that varies with the row: other tiles, other bits.
         """
         if self.kernel != "TRITON" or q_BHTD.device.type != "cuda":
-            return False
+            return None
         head_dim = index(q_BHTD.shape[3])
+        if q_BHTD.dtype == torch.float32:
+            return "wide_float32" if head_dim > TORCHS_WIDEST_FLOAT32 else None
         short = mask.layout_k.max_seqlen_bound <= LONGEST_OF_TILES
         if head_dim == 128 and not short and not options.batch_invariant:
-            return False
-        known: bool = _tiles_are_known(q_BHTD.device.index, q_BHTD.dtype, head_dim)
-        return known
+            return None
+        return "hopper" if _tiles_are_known(q_BHTD.device.index, q_BHTD.dtype, head_dim) else None
 
 
 def _as_BHTD(x_THD: Tensor) -> Tensor:
@@ -193,7 +195,7 @@ def _flex(
     softcap: float | None,
     with_lse: bool,
     kernel: str,
-    tiles: bool,
+    tiles: str | None,
     whole_blocks: bool,
 ) -> tuple[Tensor, Tensor | None]:
     kernel_options: Any = None
@@ -201,8 +203,8 @@ def _flex(
         # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
         # sizes only.
         kernel_options = {"BACKEND": kernel}
-        if tiles:
-            kernel_options |= FORWARD_TILES
+        if tiles is not None:
+            kernel_options |= FORWARD_TILES[tiles]
         if whole_blocks:
             kernel_options |= WHOLE_BLOCKS
     result = flex_attention(
@@ -257,12 +259,19 @@ def _require_fixed_choices() -> bool:
     )
 
 
-FORWARD_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
-"""Of the forward on Hopper, in half precision, in place of torch's 128 queries.
+FORWARD_TILES = {
+    "hopper": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4},
+    "wide_float32": {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1},
+}
+"""Tiles of the forward.
 
-Less of a tile lies outside the documents, and at head_dim 64 torch's own leave little room in the
-registers. `flexvarlen bench kernels` times them: flex has these, raw:flex torch's.
+On Hopper in half precision, less of a tile lies outside the documents than of torch's 128 queries,
+which at head_dim 64 leave little room in the registers. `flexvarlen bench kernels` times them: flex
+has these, raw:flex torch's. In float32, torch's tiles for most head dimensions above 128 do not fit
+into an H200's shared memory.
 """
+
+TORCHS_WIDEST_FLOAT32 = 128
 
 WHOLE_BLOCKS = {"IS_DIVISIBLE": True}
 """Of a row of documents at block borders, whose T is a multiple of 128.
@@ -277,7 +286,7 @@ LONGEST_OF_TILES = 32768
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `FORWARD_TILES` were measured for it.
+    """Whether the tiles for Hopper were measured for it.
 
     And inductor is not set to search, by `torch._inductor.config.max_autotune`; what the modes and
     options of torch.compile say is not known while it traces.
@@ -338,8 +347,24 @@ def _compiled(
     # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
     # kind.
     dynamic = False if kind[0] == "cpu" else None
-    options: Any = {FIXED_CHOICES: True} if same_bits else None
-    return torch.compile(own, fullgraph=True, dynamic=dynamic, options=options)
+    options = {FIXED_CHOICES: True} if same_bits else None
+    backend = partial(_inductor_keeping_buffers, options=options)
+    return torch.compile(own, fullgraph=True, dynamic=dynamic, backend=backend)
+
+
+def _inductor_keeping_buffers(
+    graph: torch.fx.GraphModule, inputs: list[Tensor], *, options: dict[str, Any] | None
+) -> Any:
+    """torch.compile's own backend, whose graphs may run their backward twice.
+
+    By default a backward overwrites what the forward saved for it, and raises under
+    `retain_graph=True`.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(donated_buffer=False):
+        return compile_fx(graph, inputs, config_patches=options)
 
 
 BACKEND = FlexBackend()
