@@ -20,7 +20,13 @@ from torch.nn.functional import pad
 
 from flexvarlen import auto
 from flexvarlen.auto.keys import sizes_in_graph, torch_state
-from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend, refusal
+from flexvarlen.backends import (
+    INT32_ELEMENTS,
+    AttentionOptions,
+    AttentionRequest,
+    get_backend,
+    refusal,
+)
 from flexvarlen.bounds import Align, MaskSpec
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask, Prefix
@@ -152,7 +158,8 @@ def packed_attention(
     )
     heads = (num_heads, k_THD.shape[1], head_dim)
     promises = (deterministic, batch_invariant, return_lse)
-    asked = (softcap, sinks is not None, needs_grad, *promises)
+    past_int32 = _is_past_int32(mask, num_heads, head_dim)
+    asked = (softcap, sinks is not None, needs_grad, *promises, past_int32)
     call = (q_THD.device, q_THD.dtype, *heads, mask.spec, *asked)
     name = _choose(backend, call, mask)
     if key is not None:
@@ -213,7 +220,9 @@ def _attend(
     sinks: Tensor | None,
     plan: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Call the kernel."""
+    """Call the kernel; kernels fail on a row of no tokens, for which `reference` gives zeros."""
+    if mask.layout.total_tokens == 0 or mask.layout_k.total_tokens == 0:
+        name, plan = "reference", None
     if forward_ad._current_level >= 0:
         _refuse_forward_mode(name, q_THD, k_THD, v_THD, sinks)
     chosen = get_backend(name)
@@ -279,7 +288,8 @@ def resolve_backend(
     deterministic = promised(DETERMINISTIC, deterministic)
     batch_invariant = promised(BATCH_INVARIANT, batch_invariant)
     heads = (num_heads, num_kv_heads, head_dim)
-    asked = (softcap, sinks, needs_grad, deterministic, batch_invariant, False)
+    past_int32 = _is_past_int32(mask, num_heads, head_dim)
+    asked = (softcap, sinks, needs_grad, deterministic, batch_invariant, False, past_int32)
     return _choose(backend, (mask.layout.device, dtype, *heads, mask.spec, *asked), mask)
 
 
@@ -299,7 +309,14 @@ _Call = tuple[
     bool,
     bool,
     bool,
+    bool,
 ]
+
+
+def _is_past_int32(mask: DocumentMask, num_heads: int, head_dim: int) -> bool:
+    tokens = max(mask.layout.total_tokens, mask.layout_k.total_tokens)
+    # A plain bool, also of sizes that vary in a compiled graph.
+    return True if tokens * num_heads * head_dim >= INT32_ELEMENTS else False  # noqa: SIM210
 
 
 def _choose(backend: str, call: _Call, mask: DocumentMask) -> str:

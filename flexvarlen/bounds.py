@@ -37,7 +37,7 @@ class MaskSpec:
             has right = 0.
         chunk: p and k lie in the same chunk of so many tokens of the document; 0: no chunks.
         prefix: each document has a prefix, which all its queries see.
-        cross: the keys have documents of their own lengths.
+        cross: the keys have a layout of their own.
         top_left: with `cross`, p counts from the document's first key; else from that key which
             makes the last query meet the last key (bottom-right, as FlashAttention aligns).
     """
@@ -80,7 +80,7 @@ class MaskSpec:
             chunk: keys of the query's own chunk of so many tokens only, counted from the start of
                 the document (Llama 4).
             prefix: whether documents have prefixes.
-            cross: whether the keys have documents of their own lengths.
+            cross: whether the keys have a layout of their own.
             align: where the diagonal of such documents lies.
 
         Raises:

@@ -50,13 +50,13 @@ class DocumentMask:
 
     Attributes:
         layout: the documents of the queries.
-        layout_k: those of the keys; the same object in self-attention.
+        layout_k: those of the keys; `layout` in self-attention.
         spec: the kind of mask.
         prefix: int32 `[capacity]`, tokens of each document's prefix, or None.
 
     Raises:
-        ValueError: a spec with `cross` but no `layout_k` of its own, with `prefix` but no prefix,
-            or the other way round.
+        ValueError: a spec with `cross` but no `layout_k`, with `prefix` but no prefix, or the other
+            way round.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class DocumentMask:
         layout_k: PackedLayout | None = None,
         prefix: Tensor | None = None,
     ) -> None:
-        cross = layout_k is not None and layout_k is not layout
+        cross = layout_k is not None
         if (spec.cross, spec.prefix) != (cross, prefix is not None):
             raise ValueError(
-                f"{spec} does not go with {'a' if cross else 'no'} layout_k of its own and "
+                f"{spec} does not go with {'a' if cross else 'no'} layout_k and "
                 f"{'no' if prefix is None else 'a'} prefix; make the mask with DocumentMask.of()."
             )
         self.layout = layout
@@ -123,13 +123,12 @@ class DocumentMask:
         _check_type("layout", layout)
         if layout_k is not None:
             _check_type("layout_k", layout_k)
-        cross = layout_k is not None and layout_k is not layout
         spec = _spec(
             causal=causal,
             window=window,
             chunk=chunk,
             prefix=prefix is not None,
-            cross=cross,
+            cross=layout_k is not None,
             align=align,
         )
         if layout_k is not None:

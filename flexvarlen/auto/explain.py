@@ -9,7 +9,7 @@ import torch
 from flexvarlen import auto
 from flexvarlen.auto.keys import describe, sizes
 from flexvarlen.auto.layer import Layer
-from flexvarlen.backends import BACKENDS, AttentionRequest, refusal
+from flexvarlen.backends import BACKENDS, INT32_ELEMENTS, AttentionRequest, refusal
 from flexvarlen.layout import PackedLayout
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -154,6 +154,7 @@ def explain(
         deterministic=promised(DETERMINISTIC, deterministic),
         batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
         return_lse=return_lse,
+        past_int32=layout.total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
     )
     to_time = mask if measure else None
     decision = auto.decide(

@@ -105,7 +105,7 @@ def describe(request: AttentionRequest) -> str:
         "forward+backward" if request.needs_grad else "forward",
     ]
     words += ["softcap"] * (request.softcap is not None)
-    for flag in ("sinks", "deterministic", "batch_invariant", "return_lse"):
+    for flag in ("sinks", "deterministic", "batch_invariant", "return_lse", "past_int32"):
         words += [flag] * getattr(request, flag)
     return ", ".join(words)
 

@@ -5,6 +5,8 @@ A kernel the user names never falls back to another: it says why it cannot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from flexvarlen.backends import (
@@ -18,12 +20,18 @@ from flexvarlen.backends import (
     sdpa,
     varlen,
 )
-from flexvarlen.backends.protocol import AttentionOptions, AttentionRequest, Backend
-from flexvarlen.bounds import MaskSpec
+from flexvarlen.backends.protocol import (
+    INT32_ELEMENTS,
+    AttentionOptions,
+    AttentionRequest,
+    Backend,
+)
+from flexvarlen.bounds import Align, MaskSpec
 from flexvarlen.switches import BATCH_INVARIANT, DETERMINISTIC, promised
 
 __all__ = [
     "BACKENDS",
+    "INT32_ELEMENTS",
     "AttentionOptions",
     "AttentionRequest",
     "Backend",
@@ -82,8 +90,15 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     return get_backend(name).why_not(request)
 
 
-def choose_backend(request: AttentionRequest, *, wasteful: bool = False) -> str:
+def choose_backend(
+    request: AttentionRequest, *, wasteful: bool = False, wrong: Mapping[str, str] | None = None
+) -> str:
     """The backend that `"auto"` takes: the first usable in `AUTO_ORDER`, or `WASTEFUL_ORDER`.
+
+    Args:
+        request: the kind of call.
+        wasteful: whether the second order is to be used.
+        wrong: backends that compute something else, and what.
 
     Raises:
         NotImplementedError: none is usable; the sentence gives each one's reason.
@@ -91,7 +106,7 @@ def choose_backend(request: AttentionRequest, *, wasteful: bool = False) -> str:
     reasons = []
     order = AUTO_ORDER | WASTEFUL_ORDER if wasteful else AUTO_ORDER
     for name in order.get(request.device.type, ("sdpa",)):
-        reason = refusal(name, request)
+        reason = (wrong or {}).get(name) or refusal(name, request)
         if reason is None:
             return name
         reasons.append(f"{name}: {reason}")
@@ -111,19 +126,26 @@ def why_not(
     chunk: int | None = None,
     prefix: bool = False,
     cross: bool = False,
+    align: Align = "bottom_right",
     softcap: float | None = None,
     sinks: bool = False,
     needs_grad: bool = True,
     deterministic: bool | None = None,
     batch_invariant: bool | None = None,
     return_lse: bool = False,
+    total_tokens: int = 0,
 ) -> str | None:
     """Why a backend cannot serve calls of this kind on this machine.
+
+    `packed_attention` raises this very sentence, and runs where there is none.
 
     Args:
         name: one of `BACKENDS`.
         device, dtype, num_heads, num_kv_heads, head_dim: of the tensors.
-        causal, window, chunk, prefix, cross: as in `MaskSpec.of`.
+        causal, window, chunk, align: as in `packed_attention`.
+        prefix, cross: whether a call is given `prefix` and `layout_k`.
+        total_tokens: of the longer of the rows of queries and of keys; 0: not so many that a kernel
+            would mind.
         softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; where
             None says nothing, the environment variables do.
         needs_grad: whether a backward will follow.
@@ -143,13 +165,16 @@ def why_not(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mask=MaskSpec.of(causal=causal, window=window, chunk=chunk, prefix=prefix, cross=cross),
+        mask=MaskSpec.of(
+            causal=causal, window=window, chunk=chunk, prefix=prefix, cross=cross, align=align
+        ),
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
         deterministic=promised(DETERMINISTIC, deterministic),
         batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
         return_lse=return_lse,
+        past_int32=total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
     )
     return refusal(name, request)
 

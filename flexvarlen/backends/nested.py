@@ -54,6 +54,11 @@ class NestedBackend:
                 "nested promises neither determinism nor batch invariance; use backend='fa3', "
                 "'fa2' or 'varlen'."
             )
+        if request.past_int32:
+            return (
+                "nested reads memory that is not its own for queries of 2**31 elements or more "
+                "(tokens x heads x head_dim); pack shorter rows, or use backend='fa3' or 'flex'."
+            )
         if flash_attention_impl() == "FA4" and gradient_refusal(self.name, request) is not None:
             return gradient_refusal(self.name, request)
         return ampere_refusal(self.name, request.device)

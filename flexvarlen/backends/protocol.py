@@ -15,10 +15,17 @@ from torch import Tensor
 from flexvarlen.bounds import MaskSpec
 from flexvarlen.mask import DocumentMask
 
+INT32_ELEMENTS = 2**31
+
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What a call asks of a kernel, before it is made. Hashable."""
+    """What a call asks of a kernel, before it is made. Hashable.
+
+    Attributes:
+        past_int32: the queries, or the keys repeated for each query head, have `INT32_ELEMENTS` or
+            more: some kernels index with 32 bits.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -32,6 +39,7 @@ class AttentionRequest:
     deterministic: bool = False
     batch_invariant: bool = False
     return_lse: bool = False
+    past_int32: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ class VarlenBackend(CuSeqlensBackend):
         """A backward in one order only as torch has it as a whole; what the kernel behind lacks."""
         if not request.needs_grad:
             return None
+        if request.past_int32:
+            return (
+                "varlen gives wrong gradients for queries of 2**31 elements or more (tokens x "
+                "heads x head_dim); pack shorter rows, or use backend='fa3', 'fa2' or 'flex'."
+            )
         ordered = request.deterministic or request.batch_invariant
         behind = flash_attention_impl()
         if behind == "FA4" and (lacks := gradient_refusal(self.name, request)) is not None:
@@ -143,6 +148,11 @@ class CudnnBackend(CuSeqlensBackend):
             return (
                 "cudnn is forward only here: its packed backward gives NaN in torch 2.11; use "
                 "backend='varlen', or torch.no_grad()."
+            )
+        if request.past_int32:
+            return (
+                "cudnn gives wrong outputs for queries of 2**31 elements or more (tokens x heads x "
+                "head_dim); pack shorter rows, or use backend='fa3', 'fa2' or 'flex'."
             )
         if request.mask.cross or request.mask.chunk:
             return "cudnn has neither layout_k nor chunks; use backend='varlen' or 'flex'."

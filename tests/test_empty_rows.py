@@ -1,0 +1,60 @@
+"""A row of no tokens, or no keys: zeros from every backend, where kernels would fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from tests.test_backends import ALL, differentiable, kernels
+
+EMPTY = {"no_keys": (5, 0), "no_queries": (0, 5), "nothing": (0, 0)}
+
+
+@pytest.mark.parametrize("rows", EMPTY)
+@pytest.mark.parametrize(
+    "kernel", [*kernels("reference", "sdpa", "flex"), *kernels(*ALL[3:], cpu=False)]
+)
+def test_a_row_of_no_tokens(kernel, rows):
+    name, device, dtype = kernel
+    tokens, keys = EMPTY[rows]
+    needs_grad = differentiable(kernel)
+    call = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "cross": True}
+    if fv.why_not(name, device=device, dtype=dtype, needs_grad=needs_grad, **call) is not None:
+        pytest.skip(f"{name} has no layout_k")
+    layout, layout_k = (
+        fv.PackedLayout.from_lengths([n], total_tokens=n, device=device) for n in (tokens, keys)
+    )
+    q, k, v = (
+        torch.randn(n, h, 64, device=device, dtype=dtype, requires_grad=needs_grad)
+        for n, h in ((tokens, 4), (keys, 2), (keys, 2))
+    )
+    out = fv.packed_attention(q, k, v, layout, layout_k=layout_k, backend=name)
+    assert out.shape == q.shape
+    assert not out.any()
+    if needs_grad:
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+        assert not any(g.any() for g in grads)
+
+
+def test_the_lse_of_no_keys():
+    layout, layout_k = (fv.PackedLayout.from_lengths([n], total_tokens=n) for n in (5, 0))
+    q, k = torch.randn(5, 4, 16), torch.randn(0, 2, 16)
+    _, lse = fv.packed_attention(
+        q, k, k, layout, layout_k=layout_k, backend="reference", return_lse=True
+    )
+    assert lse.isneginf().all()
+
+
+def test_a_compiled_row_of_no_keys():
+    layout, layout_k = (fv.PackedLayout.from_lengths([n], total_tokens=n) for n in (5, 0))
+    q, k = torch.randn(5, 4, 16), torch.randn(0, 2, 16)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q, k):
+        return fv.packed_attention(q, k, k, layout, layout_k=layout_k, backend="flex")
+
+    assert not attend(q, k).any()
+    torch._dynamo.reset()
