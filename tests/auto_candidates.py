@@ -18,11 +18,14 @@ from flexvarlen.backends.sdpa import SdpaBackend
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SLOW_S, FAST_S = 0.02, 0.0
+BY_SLOW, BY_FAST = 1.002, 1.003
+"""What a stand-in multiplies a result by: it tells who gave it, and is near enough to be taken."""
+
 TOKENS, CAPACITY, BOUND = 64, 8, 64
 
 
 class StandIn(SdpaBackend):
-    """sdpa's answer times `factor`, by which a result tells who gave it; in so many seconds."""
+    """sdpa's result times `factor`, after `seconds`."""
 
     def __init__(self, name, seconds, factor=1.0, *, refuses=None, fails=None):
         self.name, self.seconds, self.factor = name, seconds, factor
@@ -78,7 +81,7 @@ def candidates(monkeypatch, tmp_path):
 @pytest.fixture
 def two(candidates):
     """The slow one first in every order."""
-    return candidates(StandIn("slow", SLOW_S, 2.0), StandIn("fast", FAST_S, 3.0))
+    return candidates(StandIn("slow", SLOW_S, BY_SLOW), StandIn("fast", FAST_S, BY_FAST))
 
 
 def a_layout(*lengths, tokens=TOKENS, capacity=CAPACITY, bound=BOUND):

@@ -23,6 +23,8 @@ from flexvarlen.auto.timing import Race
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401
+    BY_FAST,
+    BY_SLOW,
     FAST_S,
     HEADS,
     SLOW_S,
@@ -70,7 +72,7 @@ def test_compiled_graph_measures_or_recompiles(two, known):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for lengths in PACKINGS:
         layout = a_layout(*lengths)
-        expected = 3.0 * fv.packed_attention(*qkv, layout, backend="sdpa")
+        expected = BY_FAST * fv.packed_attention(*qkv, layout, backend="sdpa")
         torch.testing.assert_close(compiled(layout, *qkv), expected)
     assert counters["stats"]["unique_graphs"] == 1
     assert fast.calls == calls
@@ -87,7 +89,7 @@ def test_compiled_first_call_measures(two):
     plain = fv.packed_attention(*qkv, layout, backend="sdpa")
     torch.testing.assert_close(compiled(*qkv), plain)  # the static order's
     assert [backend.calls for backend in two] == [0, 0]
-    torch.testing.assert_close(attend_same(qkv, layout), 3.0 * plain)  # eager: measured
+    torch.testing.assert_close(attend_same(qkv, layout), BY_FAST * plain)  # eager: measured
 
 
 LONE = Layer(0.0, 0.0)
@@ -135,9 +137,9 @@ def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known)
         auto.forget()
     qkv, layout = tensors(), a_layout()
     plain = fv.packed_attention(*qkv, layout, backend="sdpa")
-    torch.testing.assert_close(attend_same(qkv, layout), 2.0 * plain)
+    torch.testing.assert_close(attend_same(qkv, layout), BY_SLOW * plain)
     compiled = torch.compile(attend_same, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(qkv, layout), 3.0 * plain)
+    torch.testing.assert_close(compiled(qkv, layout), BY_FAST * plain)
 
 
 def test_ranks_take_both_choices(two, monkeypatch):
@@ -166,7 +168,7 @@ def test_dynamic_sizes_are_guarded_on(two, hints, monkeypatch):
     monkeypatch.setattr(keys, "_HINTS", keys._HINTS and hints)
     explain(a_layout(30), needs_grad=False)
     compiled = torch.compile(attend_same, fullgraph=True, dynamic=True, backend="eager")
-    factor = 3.0 if keys._HINTS else 1.0
+    factor = BY_FAST if keys._HINTS else 1.0
     for tokens in (64, 62, 50, 200):
         qkv, layout = tensors(tokens), a_layout(20, 30, tokens=tokens, bound=tokens)
         expected = factor * fv.packed_attention(*qkv, layout, backend="sdpa")

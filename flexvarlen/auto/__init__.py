@@ -5,6 +5,10 @@ and the call's own documents; the answer is kept in the process, and in a file f
 call inside a compiled graph, or where nothing may be timed, takes an answer that is known already;
 else the static order `flexvarlen.backends.AUTO_ORDER`. `flexvarlen.explain` measures ahead.
 
+Whatever is taken, its results were compared with the reference's before, and a backend that
+computes something else is left out with a warning. Two are not compared: flex by the static order,
+as it cannot be compiled while a graph is traced, and what a backward or a CUDA graph calls first.
+
 Imports: backends, layout, mask, measure.
 """
 
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.auto import keys, ranks
+from flexvarlen.auto.agreement import why_wrong
 from flexvarlen.auto.cache_file import Entry, cache_path, read_entries, write_entry
 from flexvarlen.auto.layer import NO_LAYER, Layer
 from flexvarlen.auto.timing import OUT_OF_MEMORY, Race, time_candidates
@@ -71,9 +76,10 @@ class _Memory:
         self.run = ranks.Run(None)
         self.names: dict[object, str] = {}
         self.decisions: dict[object, Decision] = {}
+        self.wrong: dict[object, str | None] = {}
 
     def renew(self, group: Any) -> None:
-        self.run, self.names, self.decisions = ranks.Run(group), {}, {}
+        self.run, self.names, self.decisions, self.wrong = ranks.Run(group), {}, {}, {}
 
 
 _memory = _Memory()
@@ -237,8 +243,6 @@ def _alone(
     mask: DocumentMask | str,
 ) -> Decision:
     """The decision of a process that asks no other."""
-    if len(names) == 1:
-        return Decision(names[0], names[0], "the only kernel here that can serve it")
     path = cache_path()
     key = keys.answer_key(request, names, bucket)
     entries = read_entries(path)
@@ -249,14 +253,10 @@ def _alone(
         return _static(request, bucket, mask)
     race = time_candidates(request, mask, names)
     for name, reason in race.failed.items():
-        warnings.warn(
-            f"flexvarlen: {name} failed while auto timed it ({reason}), so auto leaves it out for "
-            f"{keys.describe(request)}; run it by name to see the error.",
-            stacklevel=2,
-        )
+        _warn_of_failure(name, reason, request)
     if not race.finalists:
-        still = _static(request, bucket, "every candidate failed when timed")
-        return Decision(still.backend, still.compiled, still.why, failed=race.failed)
+        still = _static(request, bucket, "every candidate failed when timed", race.failed)
+        return replace(still, lasting=True)
     # Else the next process may have the memory.
     if OUT_OF_MEMORY not in race.failed.values() and race.layer is not None:
         write_entry(path, key, _as_entry(race, race.layer))
@@ -276,21 +276,72 @@ def _fastest(race: Race) -> tuple[str, str]:
     return min(near, key=compiled.__getitem__), min(compiled, key=compiled.__getitem__)
 
 
+def _warn_of_failure(name: str, reason: str, request: AttentionRequest) -> None:
+    warnings.warn(
+        f"flexvarlen: {name} failed when auto tried it ({reason}), so auto leaves it out for "
+        f"{keys.describe(request)}; run it by name to see for yourself.",
+        stacklevel=2,
+    )
+
+
 def _static(
-    request: AttentionRequest, bucket: keys.Bucket | None, because: str, *, lasting: bool = False
+    request: AttentionRequest,
+    bucket: keys.Bucket | None,
+    because: str,
+    failed: Mapping[str, str] | None = None,
+    *,
+    lasting: bool = False,
 ) -> Decision:
+    """The first of the static order whose results are right.
+
+    Args:
+        request: the kind of call.
+        bucket: of its sizes.
+        because: why nothing was timed.
+        failed: backends that are known to fail, and why.
+        lasting: as in `Decision`.
+    """
     why = f"static order, because {because}"
     # FlashAttention's backward alone: its forward finds its work on the device.
     wasteful = request.needs_grad and bucket is not None and keys.is_wasteful(bucket)
-    chosen = choose_backend(request, wasteful=wasteful)
-    return Decision(chosen, chosen, why, lasting=lasting)
+    found = dict(failed or {})
+    while True:
+        chosen = choose_backend(request, wasteful=wasteful, wrong=found)
+        reason = _why_wrong(chosen, request)
+        if reason is None:
+            return Decision(chosen, chosen, why, failed=found, lasting=lasting)
+        found[chosen] = reason
+
+
+_UNCOMPARED = ("flex", "flex_fa4", "sdpa")
+"""In the static order: what Dynamo compiles, which it cannot while it traces, and torch's own
+operator, one call a document."""
+
+
+def _why_wrong(name: str, request: AttentionRequest) -> str | None:
+    """Why a backend of the static order is not to be taken; asked once a process."""
+    if request.device.type not in CANDIDATES or name in _UNCOMPARED:
+        return None
+    key = (name, request, keys.torch_state())
+    if key not in _memory.wrong:
+        if _why_nothing_runs(request.device) is not None:
+            return None
+        reason = _memory.wrong[key] = why_wrong(name, request)
+        if reason is not None:
+            _warn_of_failure(name, reason, request)
+    return _memory.wrong[key]
 
 
 def _why_not_now(mask: DocumentMask) -> str | None:
     """Why nothing can be timed here and now."""
     if type(mask.layout.cu_seqlens) is not Tensor:
         return "the layout's tensors hold no data"
-    if mask.layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    return _why_nothing_runs(mask.layout.device)
+
+
+def _why_nothing_runs(device: torch.device) -> str | None:
+    """Why no kernel can be run here and now beside what the caller does."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
         return "the call is inside a backward"

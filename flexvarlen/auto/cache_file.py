@@ -23,7 +23,7 @@ try:
 except ImportError:  # not a POSIX system: two writers at once may lose one's answer
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 4
+FORMAT = 5
 _LOCK_S = 5.0  # longest wait for another writer, who needs milliseconds
 
 Entry = dict[str, Any]

@@ -1,8 +1,4 @@
-"""Time kernels against each other on random tensors, on a user's documents; leave no trace.
-
-Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
-D = head_dim.
-"""
+"""Time kernels against each other on random tensors, on a user's documents; leave no trace."""
 
 from __future__ import annotations
 
@@ -10,15 +6,15 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from flexvarlen.auto.agreement import Expected, WrongResultError
+from flexvarlen.auto.candidate_call import CandidateCall, RandomTensors, in_own_thread
 from flexvarlen.auto.layer import NO_LAYER, Layer, time_layer
-from flexvarlen.backends import AttentionOptions, AttentionRequest, get_backend
+from flexvarlen.backends import AttentionRequest
 from flexvarlen.mask import DocumentMask
 from flexvarlen.measure import BUSY_MS, HostAndDevice, time_host_and_device
 
@@ -63,34 +59,13 @@ def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequen
     Returns:
         The times of those that ran, interleaved, and why each other one failed.
 
-    What the calling thread has set (grad mode, autocast, dispatch modes, hooks on saved tensors, as
-    in gradient checkpointing) neither changes the times nor sees the calls: they run in a thread of
-    their own, on the caller's stream; cuBLAS's workspaces of that thread and of the backward's
-    stay. Random states are as before. Syncs; must not be called while a CUDA graph is captured, nor
-    inside a backward, whose thread it would wait for.
+    A candidate whose results are not the reference's fails (`agreement.py`). Runs in a thread of
+    its own (`in_own_thread`). Syncs.
     """
-    device = request.device
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def work() -> Race:
-        with ExitStack() as stack:
-            if stream is not None:
-                stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(stream))
-            ours = [] if stream is None else [stream.device_index]
-            stack.enter_context(torch.random.fork_rng(ours, device_type="cuda"))
-            stack.enter_context(torch.set_grad_enabled(request.needs_grad))
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # of all threads
-            return _time(request, mask, names)
-
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="flexvarlen-auto") as thread:
-            return thread.submit(work).result()
-    except torch.OutOfMemoryError as error:  # of the random tensors themselves
+        return in_own_thread(request, lambda: _time(request, mask, names))
+    except torch.OutOfMemoryError as error:  # of the random tensors, or of the reference
         return Race({}, (), dict.fromkeys(names, _reason(error)), None)
-    finally:
-        if stream is not None:
-            torch.cuda.empty_cache()  # what it used goes back to where the caller found it
 
 
 def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
@@ -118,10 +93,15 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
             "the GPU's memory before the first such call.",
             stacklevel=2,
         )
-    tensors = _Tensors.random(request, mask)
-    calls = {name: guarded(name, _Call(name, request, mask, tensors)) for name in names}
+    tensors = RandomTensors.of(request, mask)
+    candidates = {name: CandidateCall(name, request, mask, tensors) for name in names}
+    expected = Expected.of(request, mask, tensors)
+    for name, candidate in candidates.items():  # loads, compiles, tunes
+        guarded(name, partial(expected.check, candidate))()
+    del expected
+    calls = {name: guarded(name, candidate) for name, candidate in candidates.items()}
     for call in calls.values():
-        call()  # loads, compiles, tunes
+        call()
     timings: dict[str, HostAndDevice] = {}
     around = layer or NO_LAYER
     alive = list(calls)
@@ -130,7 +110,7 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
         alive = [
             name for name in alive if name not in failed and _is_near(name, ran, slack, around)
         ]
-        if len(alive) < 2 and ran:
+        if not alive or (len(alive) < 2 and ran):
             break
         round_s = sum(
             ran[name].eager_ms / 1e3 if name in ran else _seconds(calls[name], request.device)
@@ -159,65 +139,6 @@ def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, laye
     ) or mine.compiled_ms <= slack * min(t.compiled_ms for t in timings.values())
 
 
-class _Tensors:
-    """q `[T, H, D]`, k and v `[Tk, Hkv, D]`, sinks `[H]` or None, and the output's gradient."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, grad: Tensor) -> None:
-        self.q_THD, self.k_THD, self.v_THD, self.sinks_H, self.grad_THD = q, k, v, sinks, grad
-        self.inputs = [x for x in (q, k, v, sinks) if x is not None]
-
-    @classmethod
-    def random(cls, request: AttentionRequest, mask: DocumentMask) -> _Tensors:
-        generator = torch.Generator(request.device).manual_seed(0)
-
-        def random(*shape: int, requires_grad: bool = request.needs_grad) -> Tensor:
-            values = torch.randn(
-                shape, generator=generator, device=request.device, dtype=request.dtype
-            )
-            return values.requires_grad_(requires_grad)
-
-        queries = (mask.layout.total_tokens, request.num_heads, request.head_dim)
-        keys = (mask.layout_k.total_tokens, request.num_kv_heads, request.head_dim)
-        return cls(
-            random(*queries),
-            random(*keys),
-            random(*keys),
-            random(request.num_heads) if request.sinks else None,
-            random(*queries, requires_grad=False),
-        )
-
-
-class _Call:
-    """One call of one candidate; its plan is made at the first, and is not timed."""
-
-    def __init__(
-        self, name: str, request: AttentionRequest, mask: DocumentMask, tensors: _Tensors
-    ) -> None:
-        self.backend = get_backend(name)
-        self.request, self.mask, self.tensors = request, mask, tensors
-        self.options = AttentionOptions(
-            scale=request.head_dim**-0.5,
-            softcap=request.softcap,
-            sinks_H=tensors.sinks_H,
-            deterministic=request.deterministic,
-            batch_invariant=request.batch_invariant,
-            return_lse=request.return_lse,
-        )
-        self.planned = False
-
-    def __call__(self) -> None:
-        if not self.planned:
-            invariant = self.request.batch_invariant
-            self.plan = self.backend.plan(self.mask, batch_invariant=invariant)
-            self.planned = True
-        x = self.tensors
-        out_THD, _ = self.backend.attend(
-            x.q_THD, x.k_THD, x.v_THD, self.mask, self.plan, self.options
-        )
-        if self.request.needs_grad:
-            torch.autograd.grad(out_THD, x.inputs, x.grad_THD)
-
-
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -232,5 +153,7 @@ def _reason(error: Exception) -> Failure:
     """One line: an error of a compiler may be a page."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
+    if isinstance(error, WrongResultError):
+        return str(error)
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line[:300]}" if line else type(error).__name__

@@ -1,0 +1,141 @@
+"""Whether a kernel computes what `reference` does, asked before "auto" may take it.
+
+A kernel may compute garbage and raise nothing: a build of FlashAttention-2 without a head_dim, an
+index that overflows in a long row. So a candidate's output, LSE and gradients are compared with
+dense attention, at some queries of the row that is there; all other queries get no gradient.
+
+Shape legend: S = sampled queries, T, Tk = tokens of the query and the key row, H = num_heads,
+Hkv = num_kv_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexvarlen.auto.candidate_call import (
+    GRADIENTS,
+    CandidateCall,
+    RandomTensors,
+    in_own_thread,
+    options_of,
+)
+from flexvarlen.backends import AttentionRequest
+from flexvarlen.backends.reference import dense_attention
+from flexvarlen.layout import PackedLayout
+from flexvarlen.mask import DocumentMask
+
+_MOST_SCORES = 2**25
+"""H x S x Tk of the dense attention: 128 MiB in fp32."""
+
+_MOST_QUERIES = 256
+
+TOLERANCE = {torch.bfloat16: 2**-4, torch.float16: 2**-7, torch.float32: 2**-7}
+"""How far a result may be from the reference, in norm, over its norm: eight times the spacing of
+the numbers that are multiplied, which on a GPU are TF32 in place of fp32."""
+
+_LEAST = 2**-7
+"""What a norm is taken for at least, as a share of the norm of the output's gradient: gradients of
+queries that see one key are 0, and rounding is not."""
+
+
+class WrongResultError(Exception):
+    """A kernel's result is not what `reference` computes."""
+
+
+class Expected(NamedTuple):
+    """What the reference gives at some queries.
+
+    Attributes:
+        queries: int64 `[S]`.
+        grad_THD: the output's gradient, zero at all other queries.
+        results: by name, the output and LSE `[S, H, D]`, `[H, S]` at the queries, gradients whole.
+    """
+
+    queries: Tensor
+    grad_THD: Tensor
+    results: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, request: AttentionRequest, mask: DocumentMask, tensors: RandomTensors) -> Expected:
+        """By dense attention, in fp32, or fp64 for fp32. Syncs."""
+        lo, hi = mask.bounds()
+        seeing = (lo < hi).nonzero()[:, 0]
+        keys = mask.layout_k.total_tokens
+        most = max(1, min(_MOST_QUERIES, _MOST_SCORES // (request.num_heads * keys), len(seeing)))
+        evenly = torch.linspace(0, len(seeing) - 1, most, device=lo.device, dtype=torch.float64)
+        queries = seeing[evenly.round().long()] if len(seeing) else seeing
+        grad_THD = torch.zeros_like(tensors.grad_THD)
+        grad_THD[queries] = tensors.grad_THD[queries]
+
+        wide = torch.float64 if request.dtype == torch.float32 else torch.float32
+        q, k, v, *sinks = (
+            x.detach().to(wide).requires_grad_(request.needs_grad)
+            for x in (tensors.q_THD[queries], *tensors.inputs[1:])
+        )
+        tokens = torch.arange(keys, device=lo.device)
+        seen = (lo[queries, None] <= tokens) & (tokens < hi[queries, None])
+        options = options_of(request, sinks[0] if sinks else None)
+        out_SHD, lse_HS = dense_attention(q, k, v, seen, options)
+        results = {"output": out_SHD.detach(), "LSE": lse_HS.detach()}
+        if request.needs_grad:
+            grads = torch.autograd.grad(out_SHD, (q, k, v, *sinks), grad_THD[queries].to(wide))
+            results |= zip(GRADIENTS, grads, strict=False)
+            results["dq"] = (
+                results["dq"].new_zeros(tensors.q_THD.shape).index_copy_(0, queries, results["dq"])
+            )
+        return cls(queries, grad_THD, results)
+
+    def check(self, call: CandidateCall) -> None:
+        """Raise if the candidate's results are others.
+
+        Raises:
+            WrongResultError: they are, or some are not finite.
+        """
+        least = _LEAST * float(self.grad_THD.float().norm())
+        for name, result in call.results(self.grad_THD).items():
+            expected, found = self.results[name], result.detach()
+            if name != "LSE" and not bool(found.isfinite().all()):
+                raise WrongResultError(f"wrong results: its {name} has NaN or infinity")
+            if name == "output":
+                found = found[self.queries]
+            elif name == "LSE":
+                found = found[:, self.queries]
+            error = float((found.to(expected.dtype) - expected).norm())
+            size = max(float(expected.norm()), least)
+            if not error <= TOLERANCE[call.request.dtype] * size:
+                raise WrongResultError(
+                    f"wrong results: its {name} is off by {error / size:.2g} times the reference's "
+                    "norm"
+                )
+
+
+def why_wrong(name: str, request: AttentionRequest) -> str | None:
+    """Why a backend's results may not be taken, found on a small row; None if they are right.
+
+    For a call whose own documents are not at hand. Compiles nothing with Dynamo, so not for the
+    backends that do.
+    """
+
+    def work() -> None:
+        mask = _small_mask(request)
+        tensors = RandomTensors.of(request, mask)
+        call = CandidateCall(name, request, mask, tensors)
+        Expected.of(request, mask, tensors).check(call)
+
+    try:
+        in_own_thread(request, work)
+    except WrongResultError as error:
+        return str(error)
+    return None
+
+
+def _small_mask(request: AttentionRequest) -> DocumentMask:
+    """Three documents of up to 300 tokens, one of them of a single token."""
+    layout = PackedLayout.from_lengths([150, 1, 300], device=request.device)
+    cross, prefix = request.mask.cross, request.mask.prefix
+    layout_k = PackedLayout.from_lengths([200, 5, 300], device=request.device) if cross else None
+    prefixes = torch.full_like(layout.cu_seqlens[1:], 20) if prefix else None
+    return DocumentMask(layout, request.mask, layout_k=layout_k, prefix=prefixes)
