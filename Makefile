@@ -9,6 +9,7 @@ PYTEST_GPU_ARGS ?=
 COMPARE_ARGS ?=
 BENCH_ARGS ?=
 EXTERNAL_ARGS ?=
+FUZZ_ARGS ?=
 NOTEBOOKS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -20,7 +21,7 @@ INSTALLED := .venv/.installed
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-external lint notebooks bench clean
+.PHONY: help demo test test-gpu test-external fuzz lint notebooks bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +44,9 @@ test-gpu: ## Run the tests that need CUDA, with PYTHON; installs nothing
 
 test-external: $(INSTALLED) ## Run transformers' own tests with our attention (minutes; pip fetches them once)
 	.venv/bin/python -m tests.external $(EXTERNAL_ARGS)
+
+fuzz: $(INSTALLED) ## Run random batches, patched against unpatched (FUZZ_ARGS="--minutes 30"; default 1)
+	.venv/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: $(INSTALLED) ## Run ruff and mypy
 	.venv/bin/ruff check .

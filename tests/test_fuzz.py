@@ -1,0 +1,94 @@
+"""The fuzzer finds nothing in a fixed set of cases, and something as soon as a bug is planted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout
+from flexvarlen.patches import forward_inputs
+from tests import fuzz
+from tests.fuzz_cases import FORMS, draw
+
+
+def test_no_mismatch():
+    tally = fuzz.fuzz(range(60))
+    assert not tally.mismatches
+    assert tally.refused.total() <= 6
+    assert tally.drawn.keys() >= FORMS.keys()
+
+
+# ---- planted bugs ----
+
+
+def positions_made_as(function):
+    """`positions_for`, with other positions where none are given."""
+    made_by = forward_inputs.positions_for
+
+    def positions_for(base, layout, inputs, *args, **kwargs):
+        made = made_by(base, layout, inputs, *args, **kwargs)
+        if made is None or inputs.get("position_ids") is not None:
+            return made
+        return function(layout).view(made.shape)
+
+    return positions_for
+
+
+def positions_of_the_row(layout):
+    return torch.arange(layout.total_tokens)
+
+
+def one_document_a_row(batch, row_tokens, device, **given):
+    return PackedLayout.from_rows(batch, row_tokens, device=device)
+
+
+BUGS = {
+    # A cached step behind a left-padded prompt counts the padding.
+    "positions_begin_at_the_first_real_token": (
+        "positions_for",
+        positions_made_as(PackedLayout.position_ids),
+        ("llama", "qwen3_windows"),
+    ),
+    "positions_do_not_restart": (
+        "positions_for",
+        positions_made_as(positions_of_the_row),
+        ("bert",),
+    ),
+    "documents_see_one_another": ("find_layout", one_document_a_row, ("mistral",)),
+    "labels_of_first_tokens_count": ("mask_labels", lambda *args: None, ("qwen2",)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_found(monkeypatch, capsys, bug):
+    name, function, families = BUGS[bug]
+    monkeypatch.setattr(forward_inputs, name, function)
+    tally = fuzz.fuzz(range(200), families=families)
+    ((seed, wrong),) = tally.mismatches
+    assert "is off by" in wrong
+    assert f"--case {seed} --family {','.join(families)}\n" in capsys.readouterr().out
+
+
+def test_unexpected_refusal_is_a_mismatch(monkeypatch):
+    def refuse(case):
+        raise ValueError("position_ids must not be given")
+
+    monkeypatch.setattr(fuzz, "run", refuse)
+    ((seed, wrong),) = fuzz.fuzz(range(9)).mismatches
+    assert seed == 0
+    assert wrong.endswith("position_ids must not be given\n")
+
+
+def test_family_that_is_only_ever_refused(monkeypatch):
+    def refuse(case):
+        raise NotImplementedError("flex has no backward on the CPU")
+
+    monkeypatch.setattr(fuzz, "run", refuse)
+    tally = fuzz.fuzz(range(30), families=("llama",))
+    assert not tally.mismatches
+    assert "llama" in tally.only_refused()
+
+
+def test_case_of_a_seed():
+    """A mismatch can be run again from its number, in another process too."""
+    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
