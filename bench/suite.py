@@ -122,6 +122,7 @@ SUITES: dict[str, str] = {
     "scaling": "flexvarlen.bench.attention.scaling",
     "padding": "flexvarlen.bench.attention.padding",
     "sdpa-backends": "flexvarlen.bench.attention.sdpa_backends",
+    "sdpa-gradients": "flexvarlen.bench.attention.sdpa_gradients",
     "model": "flexvarlen.bench.model.suite",
     "mask-build": "flexvarlen.bench.mask_build.suite",
     "kernels": "flexvarlen.bench.attention.kernels",

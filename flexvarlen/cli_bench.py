@@ -36,6 +36,7 @@ SUITES = {
     "scaling": "Attention from 512 to 16,384 tokens: time, memory, up to out-of-memory.",
     "padding": "Packed against padded attention.",
     "sdpa-backends": "SDPA's kernels, each forced, beside the packed backends on equal work.",
+    "sdpa-gradients": "Errors of SDPA's gradients, kernel by kernel, where one is wrong.",
     "model": "Training and generation of whole models, packed, padded and one by one.",
     "mask-build": "Building document BlockMasks, ours beside create_block_mask's.",
     "kernels": "Every backend beside the raw kernel that it wraps, and what auto takes.",

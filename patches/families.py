@@ -124,7 +124,8 @@ FAMILIES: tuple[Family, ...] = (
         "Phi-3",
         "phi3",
         "sliding windows; `longrope` in the long-context models",
-        "under longrope each document has the frequencies of its own length (`patch_model` only)",
+        "under longrope each document has the frequencies of its own length (and of the padding on "
+        "its left, where rows hold one document each); `patch_model` only",
         tiny={
             "sliding_window": 9,
             "original_max_position_embeddings": 64,

@@ -190,9 +190,9 @@ def _draw_rows(rng: random.Random, family: str, backend: str, form: str) -> tupl
         tokens = min(tokens, 50 if family == "phi3" else 90)
     drawn = [_draw_row(rng, FORMS[form].rows, tokens, row, batch) for row in range(batch)]
     packs = any(len(documents) > 1 for documents, _, _ in drawn)
-    if family == "llama4_text" and not packs and form != "decoding":
-        # Its queries are then scaled by the place in the row, left padding included, as in
-        # transformers.
+    if family in ("llama4_text", "phi3") and not packs and form != "decoding":
+        # Positions then count left padding, as in transformers, and by them Llama 4 scales its
+        # queries, and Phi-3's longrope chooses its frequencies: no document alone has the same.
         drawn = [(documents, 0, left + right) for documents, left, right in drawn]
     return tuple(zip(*drawn, strict=True))  # type: ignore[return-value]
 
