@@ -33,6 +33,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several, Trainer woul
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from transformers import (
     AutoModelForCausalLM,
@@ -270,8 +271,7 @@ def loss_alone(model):
 @torch.no_grad()
 def loss_packed(model):
     """Of the same, in one packed row."""
-    batch = fv.PackedCollator()(held_out)
-    batch = {name: value.to(DEVICE) for name, value in batch.items()}
+    batch = send_to_device(fv.PackedCollator()(held_out), DEVICE)
     return model.eval()(**batch).loss.item()
 
 

@@ -104,8 +104,9 @@ def compare(
     console.print()
     for verdict in report.verdicts().values():
         console.print(verdict, markup=False, highlight=False)
-    for path in report.save(out):
-        console.print(f"wrote {path}", highlight=False)
+    with sentences():
+        for path in report.save(out):
+            console.print(f"wrote {path}", highlight=False)
     broken = _broken(report, limits)
     for sentence in broken:
         errors.print(sentence, style="red", markup=False, highlight=False)
@@ -239,6 +240,7 @@ def _compare(
     from flexvarlen.equivalence.corpus import DEFAULT_TOKENS, packed_text, read_documents
     from flexvarlen.equivalence.models import build_model, parse_model
     from flexvarlen.equivalence.variants import variant_names
+    from flexvarlen.rows import require_folder
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -247,8 +249,7 @@ def _compare(
     specs = [parse_model(name) for name in models]  # all mistakes before any work
     variant_names(backends, device)
     read_documents(text)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out must be a folder, got the file {str(out)!r}; name another.")
+    require_folder(out)
     reports: list[Report] = []
     with progress_bar() as bar:
         for spec in specs:

@@ -173,6 +173,7 @@ def _bench(names: Sequence[str], asked: _Asked, only_list: bool) -> None:
     with sentences():
         from flexvarlen.bench.runner import chosen_cases
         from flexvarlen.bench.suite import suite_of
+        from flexvarlen.rows import require_folder
 
         options = _options(asked)
         found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
@@ -189,6 +190,7 @@ def _bench(names: Sequence[str], asked: _Asked, only_list: bool) -> None:
             raise ValueError(
                 f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
             )
+        require_folder(asked.out.parent if asked.out.suffix == ".jsonl" else asked.out)
     is_right, begin = True, time.perf_counter()
     for suite in found:
         path = _file_of(suite.name, asked.out, options)

@@ -250,7 +250,9 @@ def report(
     """
     with sentences():
         from flexvarlen.drift.report.files import ROWS, DriftReport
+        from flexvarlen.rows import require_folder
 
+        require_folder(out)
         made = DriftReport.read(*folders)
         if (out / ROWS).is_file():
             lost = len(DriftReport.read(out, *folders).rows) - len(made.rows)

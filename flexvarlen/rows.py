@@ -7,9 +7,11 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import torch
@@ -107,6 +109,30 @@ def rows_alike(
 def append_row(path: Path, row: Row) -> None:
     """Add a row to a file, whole or not at all."""
     append_rows(path, [row])
+
+
+def require_folder(path: Path) -> None:
+    """Check that results can be written to a folder, before anything is computed for it.
+
+    Leaves nothing behind: a folder that is not there is made with the first result.
+
+    Raises:
+        ValueError: it cannot be made, or not be written to.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            "out must be a folder that can be made and written to, got "
+            f"{str(path)!r} ({error.strerror}); name another."
+        ) from error
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # never made
+                folder.rmdir()
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:

@@ -89,6 +89,8 @@ def test_list_measures_nothing(suite, tmp_path):
         (["scaling", "--cases", "no such"], "cases must find a case"),
         (["scaling", "--device", "tpu"], "device must be"),
         (["all", "--out", "rows.jsonl"], "out must be a folder for several suites"),
+        (["scaling", "--out", f"{__file__}/below"], "out must be a folder that can be made"),
+        (["scaling", "--out", f"{__file__}/rows.jsonl"], "out must be a folder that can be made"),
         (["all", "--variants", "fa2"], "variants must be of one suite"),
         (["report", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["diff", "no-such-file.jsonl", "nor-this.jsonl"], "no-such-file.jsonl"),

@@ -17,7 +17,6 @@ from flexvarlen.bench.model import measure as model_measure
 from flexvarlen.bench.model import step as model_step
 from flexvarlen.bench.model import tables as model_tables
 from flexvarlen.bench.model import train as model_train
-from flexvarlen.bench.model.accuracy import has_tf32, tf32_products
 from flexvarlen.bench.model.batches import Collection, padded_groups
 from flexvarlen.bench.model.cases import MEASURED, WHOLE, ModelCase, split_variant, training_bytes
 from flexvarlen.bench.model.documents import prompt_lengths, text_lengths
@@ -29,6 +28,7 @@ from flexvarlen.bench.model.train import Training
 from flexvarlen.bench.model.variants import Unsupported, make_variant
 from flexvarlen.bench.runner import Run, run_suite
 from flexvarlen.bench.suite import DeviceLost, Options
+from flexvarlen.equivalence import oracle
 from flexvarlen.plotstyle import style_of
 from flexvarlen.rows import Row, read_rows
 
@@ -659,48 +659,49 @@ def test_a_case_of_which_nothing_ran_has_a_table():
     assert text.count("oom (1)") == 2
 
 
-@pytest.mark.parametrize("in_tf32", [False, True])
-def test_the_oracle_alone_has_products_in_tf32(monkeypatch, in_tf32):
-    """A large model's in bfloat16, on a GPU; the peer and all variants run as ever."""
-    precisions = []
+def test_the_oracle_is_in_float64(monkeypatch):
+    """fp32, on a GPU even with products in TF32, was called the oracle."""
+    dtypes, inner = [], set()
 
     def alone(self, dtype):
-        precisions.append((dtype, torch.get_float32_matmul_precision()))
+        dtypes.append(dtype)
         return of_training(self, dtype)
 
-    of_training = Training.alone
+    def attend(begin, query, *rest):
+        inner.add(query.dtype)
+        return of_oracle(begin, query, *rest)
+
+    of_training, of_oracle = Training.alone, oracle._attend_from
     monkeypatch.setattr(Training, "alone", alone)
-    monkeypatch.setattr(model_train, "has_tf32", lambda device: in_tf32)
-    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(oracle, "_attend_from", attend)
     found = measured(dataclasses.replace(TEXT, dtype="bfloat16"), "packed:sdpa")
-    assert precisions == [
-        (torch.float32, "high" if in_tf32 else before),
-        (torch.bfloat16, before),
-    ]
+    assert dtypes == [torch.float64, torch.bfloat16]
+    assert inner == {torch.float64}
     (finding,) = found.values()
     assert finding.status == "ok"
-    assert finding.measures["oracle_in_tf32"] == in_tf32
+    assert finding.measures["oracle_dtype"] == "float64"
 
 
-def test_products_are_as_before_after_an_oracle_that_raised():
-    before = torch.get_float32_matmul_precision()
-
-    def oracle():
-        with tf32_products():
-            assert torch.get_float32_matmul_precision() == "high" != before
-            raise ValueError("no oracle")
-
-    with pytest.raises(ValueError, match="no oracle"):
-        oracle()
-    assert torch.get_float32_matmul_precision() == before
-    assert not has_tf32(torch.device("cpu"))
+def test_the_oracle_of_a_long_document_is_that_of_whole_scores(monkeypatch):
+    """A block of queries at a time, forward and backward, with and without a window."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, h, 20, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2))
+    for window in (None, 5):
+        found = []
+        for elements in (2**26, 4 * 20 * 3):
+            monkeypatch.setattr(oracle, "SCORE_ELEMENTS", elements)
+            out, _ = oracle._attention(None, q, k, k, None, sliding_window=window)
+            found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k))))
+        for whole, blocks in zip(*found, strict=True):
+            torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_errors_are_told_with_every_oracle_that_they_are_against(rows):
     """A group has the rows of several runs, and one of them may be older."""
     rows = [row for row in rows if row.case["task"] == "train" and row.case["mode"] == "compiled"]
     (one, *rest) = [row for row in rows if row.status == "ok"]
-    again = dataclasses.replace(one, measures=one.measures | {"oracle_in_tf32": True})
-    assert "alone, one precision up: outputs" in model_tables.section([one, *rest])
-    told = model_tables.section([again, *rest])
-    assert "alone, one precision up or in float32 with products in TF32: outputs" in told
+    measures = {name: x for name, x in one.measures.items() if name != "oracle_dtype"}
+    again = dataclasses.replace(one, measures=measures | {"oracle_in_tf32": True})
+    assert "alone, in float64: outputs" in model_tables.section([one, *rest])
+    both = model_tables.section([again, *rest])
+    assert "alone, in float32 with products in TF32 or in float64: outputs" in both

@@ -81,6 +81,8 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
         (["--device", "cuda:99"], "device must be"),
         (["--text", "no-such-file"], "text must name"),
         (["--out", __file__], "out must be a folder"),
+        (["--out", f"{__file__}/below"], "out must be a folder"),
+        (["--out", "/proc/none"], "out must be a folder"),
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(args, words):

@@ -181,11 +181,15 @@ def test_mistake_is_one_sentence_and_exit_code_2(run, tmp_path, args, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_out_is_a_file(run, tmp_path):
-    (tmp_path / "out").write_text("")
-    result = run(*OP)
+@pytest.mark.parametrize("command", [OP, MODEL, TRAIN], ids=lambda args: args[0])
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_out_cannot_be_made(tmp_path, command, out):
+    """Found only once all was measured, and lost."""
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["drift", *command, "--out", str(tmp_path / out)])
     assert result.exit_code == 2
     assert "out must be a folder" in said(result)
+    assert "Traceback" not in result.output
 
 
 def test_importing_the_command_brings_no_plotting_or_comparison_along():

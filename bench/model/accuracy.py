@@ -1,7 +1,7 @@
 """Per-document outputs and gradients of a model, and the error of packed ones against them.
 
-The oracle runs each document alone, one precision above the model's own (bf16: fp32; fp32: fp64);
-in the suite `model`, on a GPU, with its products in TF32.
+The oracle runs each document alone in fp64, norms and attention included (RoPE's tables stay as
+they are); scores are made a block of queries at a time, so that long documents fit.
 The peer runs each document alone in the model's own dtype: its error is what that dtype costs, and
 a packed variant is right within twice that in its outputs, three times in its gradients. Outputs
 are judged document by document too: in the norm of a long row a short document's leak is not seen.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from flexvarlen.equivalence.oracle import compute_in_float64
+
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+ORACLE_DTYPE = torch.float64
 
 Cotangent = Callable[[Tensor, slice], Tensor]
 """Outputs `[1, L, hidden]` of a document and its rows of the packed row -> their gradient."""
@@ -135,32 +137,6 @@ def probed_parameters(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """The oracle's dtype: fp64 for fp32, else fp32 (fp64 would take minutes at real size)."""
-    return torch.float64 if dtype == torch.float32 else torch.float32
-
-
-@contextmanager
-def tf32_products() -> Iterator[None]:
-    """fp32 matrix products on tensor cores: many times as fast, with 10 bits of mantissa.
-
-    For the oracle of a model in bfloat16, which has 7.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def has_tf32(device: torch.device) -> bool:
-    """Whether the device has them."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def per_document(
     base: PreTrainedModel,
     input_ids: Tensor,
@@ -178,15 +154,18 @@ def per_document(
         input_ids: `[1, T]`, the packed row.
         lengths: tokens of each document; their sum is T.
         cotangent: `[1, T, hidden]`, what the backward starts from, or what makes it of the outputs.
-        dtype: of the copy.
+        dtype: of the copy; fp64 makes the oracle.
         gradients: whether to run the backward.
         checkpointing: keep the layers' inputs only, and compute the rest again in the backward.
     """
     model = copy.deepcopy(base)
     for parameter in model.parameters():  # not the buffers: RoPE's frequencies must stay fp32
         parameter.data = parameter.data.to(dtype)
-    _register_document_attention()
-    model.set_attn_implementation(_DOCUMENT_ATTENTION)
+    if dtype == ORACLE_DTYPE:
+        compute_in_float64(model)
+    else:
+        _register_document_attention()
+        model.set_attn_implementation(_DOCUMENT_ATTENTION)
     if checkpointing:
         checkpoint_layers(model.train())
     names = probed_parameters(model) if gradients else []
@@ -288,8 +267,7 @@ def _register_document_attention() -> None:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        # The CPU, and fp64 everywhere, have no other kernel.
-        if query.device.type == "cpu" or query.dtype == torch.float64:
+        if query.device.type == "cpu":  # has no other kernel for some dtypes
             kernels.append(SDPBackend.MATH)
         with sdpa_kernel(kernels):
             out = nn.functional.scaled_dot_product_attention(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.bench.model.accuracy import errors_of, packed_answer, per_document, wider
+from flexvarlen.bench.model.accuracy import ORACLE_DTYPE, errors_of, packed_answer, per_document
 from flexvarlen.bench.model.geometries import log_normal_lengths, new_base_model
 from flexvarlen.bench.model.utilisation import peak_tflops, step_tflop, utilisation
 from flexvarlen.bench.model.variants import Sizes, Variant, make_variant
@@ -116,7 +116,7 @@ class Child:
             calls[scope], how = self.compiled(scope)
             found[scope] = {"how": how}
         row = (self.base, self.ids, self.lengths, self.cotangent)
-        oracle = per_document(*row, dtype=wider(self.base.dtype))
+        oracle = per_document(*row, dtype=ORACLE_DTYPE)
         peer = errors_of(per_document(*row, dtype=self.base.dtype), oracle)
         graphs = 0
         for scope, call in calls.items():

@@ -4,7 +4,7 @@ Prompts are padded on the left, as users of transformers batch them, or generate
 decoding is not packed. Of a patched model the prefill is ours; decoding is transformers' own with
 transformers' own mask (see `patch_model`), eagerly, with the cache that `generate` makes.
 
-Logits are held against each prompt and what was generated after it alone, one precision up. Tokens
+Logits are held against each prompt and what was generated after it alone in fp64. Tokens
 equal to those of the unpatched model are counted; where they part, logits tie within that error.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from flexvarlen.bench.model.accuracy import Answer, errors_of, per_document, wider
+from flexvarlen.bench.model.accuracy import ORACLE_DTYPE, Answer, errors_of, per_document
 from flexvarlen.bench.model.batches import Collection
 from flexvarlen.bench.model.cases import SORTED, split_variant
 from flexvarlen.bench.model.geometries import new_causal_lm
@@ -55,7 +55,7 @@ class Generation(Measurement):
         # The unpatched model, each prompt alone: what the others' tokens are counted against.
         unpatched = make_variant(REFERENCE, self.lm, self.sizes, needs_grad=False).model
         self.reference, _ = self.generate(unpatched, self.prompts("serial"), case.new_tokens)
-        oracle = self.alone(self.reference, wider(self.dtype))
+        oracle = self.alone(self.reference, ORACLE_DTYPE)
         self.peer = errors_of(self.alone(self.reference, self.dtype), oracle)
 
     def alone(self, tokens: Tensor, dtype: torch.dtype) -> Answer:
@@ -88,7 +88,7 @@ class Generation(Measurement):
         with noting_auto() as chosen:
             tokens, logits = self.generate(model, prompts, self.case.new_tokens, logits=True)
         assert logits is not None
-        oracle = self.alone(tokens, wider(self.dtype))
+        oracle = self.alone(tokens, ORACLE_DTYPE)
         error = errors_of(Answer(logits.flatten(0, 1), {}), oracle)
         measures = {
             "attends": ", ".join(dict.fromkeys(chosen)) or named(attention),

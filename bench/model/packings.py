@@ -6,7 +6,7 @@ of the base model (no LM head: its logits would drown the difference), eagerly a
 Whole training steps (with the loss and the optimizer), padded batches and generation are the suite
 `model` of `flexvarlen bench`, `suite.py`; both check and run a step by `step.py`.
 
-    1. oracle    each document alone, one precision up; the peer: alone, in the model's own dtype
+    1. oracle    each document alone in fp64; the peer: alone, in the model's own dtype
     2. variants  eager step, compiled step: checked against the oracle; what is wrong is not timed
     3. timing    all variants interleaved, eager and then compiled
     4. packings  other documents, as many tokens: recompilations; the last packing is checked again

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.accuracy import (
+    ORACLE_DTYPE,
     Answer,
     Errors,
     errors_of,
     packed_answer,
     per_document,
-    wider,
 )
 from flexvarlen.bench.model.geometries import Case, log_normal_lengths, new_base_model
 from flexvarlen.bench.model.step import Batch, forward_backward, free, outcome_of, seconds
@@ -81,9 +81,9 @@ class Run(BenchRun):
     def make_oracle(self) -> None:
         """Oracle and peer of the first packing with gradients, of the last without."""
         first, last = self.packings[0], self.packings[-1]
-        self.oracle = self.alone(first, wider(self.dtype))
+        self.oracle = self.alone(first, ORACLE_DTYPE)
         self.peer = errors_of(self.alone(first, self.dtype), self.oracle)
-        self.last_oracle = self.alone(last, wider(self.dtype), gradients=False)
+        self.last_oracle = self.alone(last, ORACLE_DTYPE, gradients=False)
         self.last_peer = errors_of(self.alone(last, self.dtype, gradients=False), self.last_oracle)
         self.say(f"oracle done; peer's errors: {self.peer.outputs:.2g}, {self.peer.gradients:.2g}")
 

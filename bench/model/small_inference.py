@@ -3,7 +3,7 @@
 Where the host, not the GPU, sets the time: each attention eagerly, compiled, and compiled with CUDA
 graphs (`mode="reduce-overhead"`), ours beside transformers' own, in one run under `no_grad`.
 
-    1. oracle    each document alone, one precision up, for two packings of equal length
+    1. oracle    each document alone in fp64, for two packings of equal length
     2. variants  each way of running checked on the first packing, then on the second, which is
                  copied into the same tensors: a graph that kept the first is wrong, and not timed
     3. timing    all that is right, interleaved: CUDA events around the call on an idle device, so
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.bench_run import BenchRun
-from flexvarlen.bench.model.accuracy import Answer, Errors, errors_of, per_document, wider
+from flexvarlen.bench.model.accuracy import ORACLE_DTYPE, Answer, Errors, errors_of, per_document
 from flexvarlen.bench.model.geometries import GEOMETRIES, new_base_model
 from flexvarlen.bench.model.small_inference_inputs import Inputs, other_packing
 from flexvarlen.bench.model.utilisation import noting_auto, resolved_auto
@@ -140,7 +140,7 @@ class Run(BenchRun):
         tokens = sum(args.documents)
         self.ids = torch.randint(self.base.config.vocab_size, (1, tokens), device=self.device)
         self.packings = (args.documents, other_packing(args.documents))
-        self.oracles = [self.alone(lengths, wider(self.dtype)) for lengths in self.packings]
+        self.oracles = [self.alone(lengths, ORACLE_DTYPE) for lengths in self.packings]
         self.peers = [
             errors_of(self.alone(lengths, self.dtype), oracle)
             for lengths, oracle in zip(self.packings, self.oracles, strict=True)

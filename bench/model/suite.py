@@ -4,7 +4,7 @@ Llama and Qwen geometries with random weights, 2K to 128K tokens of context; doc
 collection's lengths, log-normal, or all alike. Every variant of a case shares the weights, the
 documents and the process.
 
-    1. oracle    each document alone, one precision up, of training on a GPU in TF32; the peer:
+    1. oracle    each document alone in fp64; the peer:
                  alone, in the model's own dtype
     2. variants  one step each (or one generation), held against it; what is wrong is not timed
     3. memory    the peak of the second step

@@ -148,6 +148,14 @@ def _facts(each: Measured) -> str:
     )
 
 
+def _oracle_of(measures: Mapping[str, Any]) -> str:
+    """In what precision each document alone was computed; records of before it was fp64 differ."""
+    if "oracle_dtype" in measures:
+        return f"in {measures['oracle_dtype']}"
+    in_tf32 = measures.get("oracle_in_tf32")
+    return "in float32 with products in TF32" if in_tf32 else "one precision up"
+
+
 def _train_notes(group: Sequence[Measured]) -> str:
     done = [r.measures for each in group for r in each.rows.values() if r.status == "ok"]
     if not done:
@@ -156,9 +164,7 @@ def _train_notes(group: Sequence[Measured]) -> str:
         name: max(m[name] for m in done)
         for name in ("error", "grad_error", "peer_error", "peer_grad_error")
     }
-    oracles = {False: "one precision up", True: "in float32 with products in TF32"}
-    seen = sorted({bool(m.get("oracle_in_tf32")) for m in done})
-    oracle = " or ".join(oracles[in_tf32] for in_tf32 in seen)
+    oracle = " or ".join(sorted({_oracle_of(m) for m in done}))
     text = (
         f"\n\nLargest relative errors against each document alone, {oracle}: outputs "
         f"{worst['error']:.1e}, gradients {worst['grad_error']:.1e}; of each document alone in "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.bench.model.accuracy import (
+    ORACLE_DTYPE,
     Answer,
     checkpoint_layers,
     errors_of,
-    has_tf32,
     packed_answer,
     per_document,
-    tf32_products,
-    wider,
 )
 from flexvarlen.bench.model.batches import Collection, positions_of, shapes_of
 from flexvarlen.bench.model.cases import SORTED, split_variant
@@ -65,9 +62,7 @@ class Training(Measurement):
         ids = torch.randint(self.lm.config.vocab_size, (1, case.tokens), device=self.device)
         self.collection = Collection(ids, tuple(lengths))
         self.sizes = Sizes.of(case.tokens, lengths)
-        self.in_tf32 = self.dtype == torch.bfloat16 and has_tf32(self.device)
-        with tf32_products() if self.in_tf32 else nullcontext():
-            oracle = self.alone(wider(self.dtype))
+        oracle = self.alone(ORACLE_DTYPE)
         self.peer = errors_of(self.alone(self.dtype), oracle)
         self.oracle = oracle.on_host()
         del oracle
@@ -127,7 +122,7 @@ class Training(Measurement):
             "error": error.outputs,
             "error_worst_document": error.worst_document,
             "grad_error": error.gradients,
-            "oracle_in_tf32": self.in_tf32,
+            "oracle_dtype": str(ORACLE_DTYPE).removeprefix("torch."),
             "peer_error": self.peer.outputs,
             "peer_error_worst_document": self.peer.worst_document,
             "peer_grad_error": self.peer.gradients,

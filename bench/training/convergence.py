@@ -12,9 +12,9 @@ the same labels (a document's first token is none) and the same schedule of the 
 
 Parameters are in fp32, the forward under autocast in bf16 (with `--dtype float32` without).
 
-First the gradient of the first step is held against that of each document alone, one precision
-above: it must be within 3 times the error of each document alone in the run's own precision. A run
-that is not is trained all the same, and its row is "wrong". The verdict over all runs stands in
+First the gradient of the first step is held against that of each document alone in fp64: it must be
+within 3 times the error of each document alone in the run's own precision. A run that is not is
+trained all the same, and its row is "wrong". The verdict over all runs stands in
 `convergence_tables.py`. `flexvarlen bench report` makes tables and the figure of several files.
 
     python -m flexvarlen.bench.training.convergence --out rows.jsonl --variants padded fa3
@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
-from flexvarlen.bench.model.accuracy import GRADIENT_FACTOR, wider
+from flexvarlen.bench.model.accuracy import GRADIENT_FACTOR, ORACLE_DTYPE
 from flexvarlen.bench.model.step import free, synchronize
 from flexvarlen.bench.model.utilisation import noting_auto
 from flexvarlen.bench.model.variants import compiled_alone, patch_or_refuse
@@ -50,6 +50,7 @@ from flexvarlen.bench.training.convergence_tables import (
     final_loss,
 )
 from flexvarlen.bench.training.resumable import Measured, ResumableRun, add_run_arguments
+from flexvarlen.equivalence.oracle import compute_in_float64
 from flexvarlen.measure import memory_meaning, peak_memory_mib, watch_compilation
 from flexvarlen.rows import Row
 
@@ -151,11 +152,12 @@ class Run(ResumableRun):
         return self.documents.order(seed, 1)[0]
 
     def exact_gradient(self, seed: int) -> tuple[list[Tensor], float]:
-        """Of the first step, each document alone one precision above; and the peer's error."""
+        """Of the first step, each document alone in fp64; and the peer's error."""
         if seed not in self.exact:
             model = self.new_model(seed)
             peer = self.alone(model, seed, self.autocast)
-            exact = self.alone(model.to(wider(self.dtype)), seed, nullcontext)
+            compute_in_float64(model.to(ORACLE_DTYPE))
+            exact = self.alone(model, seed, nullcontext)
             self.exact[seed] = exact, relative_error(peer, exact)
         return self.exact[seed]
 

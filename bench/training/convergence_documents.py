@@ -55,7 +55,7 @@ class Documents:
             return padded(documents) | counted
         batch = self.pack([{"input_ids": ids} for ids in documents])
         if variant == UNPATCHED:
-            del batch["packed_layout"]
+            del batch["packed_layout"], batch["use_cache"]
         return batch | counted
 
 

@@ -16,9 +16,9 @@ variant gets the same documents in the same steps, of which the pads are not cou
 
 Each is one run of `Trainer` on a fresh model of the same seed, eager and with `torch_compile`; a
 step in which a graph was compiled is not counted (`Clock.steady`).
-First, loss and gradients of the first step are held against each document alone, one precision
-above: within 2 and 3 times what each document alone errs in the model's dtype (and its rounding).
-A variant that is not, is "wrong" and not timed. Show the process one GPU:
+First, loss and gradients of the first step are held against each document alone in fp64: within 2
+and 3 times what each document alone errs in the model's dtype (and its rounding). A variant that is
+not, is "wrong" and not timed. Show the process one GPU:
 
     CUDA_VISIBLE_DEVICES=0 python -m flexvarlen.bench.training.end_to_end --out rows.jsonl
 """

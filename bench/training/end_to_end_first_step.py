@@ -1,4 +1,4 @@
-"""What the first step must be: loss and gradients of each document alone, one precision above."""
+"""What the first step must be: loss and gradients of each document alone in fp64."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from flexvarlen.bench.model.accuracy import (
     GRADIENT_FACTOR,
+    ORACLE_DTYPE,
     OUTPUT_FACTOR,
     Answer,
     per_document,
     relative_error,
-    wider,
 )
 from flexvarlen.bench.model.step import LOSS_ROWS, free, next_token_gradient
 from flexvarlen.equivalence.batch import IGNORE_INDEX
@@ -40,7 +40,7 @@ class FirstStep:
     ) -> None:
         model = new_model()
         self.dtype, self.documents = model.dtype, documents
-        exact, self.loss = self._alone(model, wider(self.dtype))
+        exact, self.loss = self._alone(model, ORACLE_DTYPE)
         peer, self.alone_loss = self._alone(model, self.dtype)
         self.peer_loss_error = abs(self.alone_loss - self.loss) / abs(self.loss)
         self.peer_gradient_error = worst_error(peer.gradients, exact)

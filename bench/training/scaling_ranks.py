@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
@@ -221,7 +222,7 @@ class Run(ResumableRun):
 
         def step(rows: list[int]) -> None:
             batch = pack([{"input_ids": ids} for ids in self.texts[rows[self.rank]]])
-            loss = wrapped(**{name: x.to(self.device) for name, x in batch.items()}).loss
+            loss = wrapped(**send_to_device(batch, self.device)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -134,7 +134,7 @@ def _sequence_table(rows: Sequence[Row]) -> str:
         f"Sequence parallelism, {title_of(rows)}{commit_of(rows[0].environment)}; trained on one "
         f"document of {case['document']:,} tokens over all GPUs:\n\n{markdown(header, lines)}\n\n"
         "Ms a step: the median. Loss and gradients: relative errors on a row of "
-        f"{case['tokens']:,} tokens against each document alone one precision up, and what each "
+        f"{case['tokens']:,} tokens against each document alone in higher precision, and what each "
         "document alone errs in the same dtype."
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -88,7 +89,7 @@ def measure_sequence(
         """The row's loss, after its backward: DDP's mean of gradients is then their sum."""
         pack = fv.PackedCollator(sum(map(len, documents)), capacity=len(documents))
         batch = pack([{"input_ids": ids} for ids in documents])
-        shard = fv.shard_row({name: x.to(device) for name, x in batch.items()})
+        shard = fv.shard_row(send_to_device(batch, device))
         loss: Tensor = wrapped(**shard).loss
         (loss * case.ranks).backward()
         loss = loss.detach()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from flexvarlen.equivalence.batch import IGNORE_INDEX, PackedBatch
 
@@ -103,12 +104,8 @@ def oracle_answer(
         documents: which of them.
         train: also the gradients of their loss.
     """
-    _register_oracle_attention()
     model = own_parameters(base, torch.float64)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_rms_norm, module)
-    model.set_attn_implementation(ORACLE_ATTENTION)
+    compute_in_float64(model)
     answer = alone(model, batch, documents, train=train)
     gradients = {name: gradient.cpu() for name, gradient in answer.gradients.items()}
     return replace(answer, gradients=gradients)
@@ -171,6 +168,21 @@ def _loss_sum(head: Callable[[Tensor], Tensor], states: Tensor, labels: Tensor) 
 
 # ---- fp64 throughout ----
 
+# Scores are made, and kept, so many at a time: 0.5 GiB.
+SCORE_ELEMENTS = 2**26
+
+
+def compute_in_float64(model: PreTrainedModel) -> None:
+    """Let a model of fp64 parameters compute its norms and its attention in fp64, too, for good.
+
+    Its attention then takes each row for one causal document.
+    """
+    _register_oracle_attention()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_rms_norm, module)
+    model.set_attn_implementation(ORACLE_ATTENTION)
+
 
 def _rms_norm(self: nn.Module, x: Tensor) -> Tensor:
     """RMSNorm in the dtype of its input."""
@@ -202,13 +214,29 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one document, in the dtype of its input; `[1, L, H, D]`."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    tokens = torch.arange(query.shape[2], device=query.device)
-    behind = tokens[:, None] - tokens
+    heads, tokens, head_dim = query.shape[1:]
+    key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))
+    query = query * (head_dim**-0.5 if scaling is None else scaling)
+    step = max(1, SCORE_ELEMENTS // (heads * tokens))
+    if step >= tokens:
+        out = _attend_from(0, query, key, value, sliding_window)
+        return out.transpose(1, 2), None
+    blocks = []
+    for begin in range(0, tokens, step):  # of queries; the backward makes their scores again
+        end = min(begin + step, tokens)
+        inputs = (query[:, :, begin:end], key[:, :, :end], value[:, :, :end])
+        blocks.append(checkpoint(_attend_from, begin, *inputs, sliding_window, use_reentrant=False))
+    return torch.cat(blocks, dim=2).transpose(1, 2), None
+
+
+def _attend_from(
+    begin: int, query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None
+) -> Tensor:
+    """Attention of the queries from token `begin` on; `query` is scaled. `[1, H, queries, D]`."""
+    queries = begin + torch.arange(query.shape[2], device=query.device)
+    behind = queries[:, None] - torch.arange(key.shape[2], device=query.device)
     hidden = behind < 0
     if sliding_window is not None:
         hidden |= behind >= sliding_window
-    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
-    return out.transpose(1, 2), None
+    scores = query @ key.transpose(2, 3)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value

@@ -10,7 +10,7 @@ import torch
 
 from flexvarlen.drift.report.files import ROWS, DriftReport
 from flexvarlen.measure import environment
-from flexvarlen.rows import Row, append_row, read_rows
+from flexvarlen.rows import Row, append_row, read_rows, require_folder
 
 _TRY_AGAIN = ("failed", "oom")
 
@@ -32,10 +32,9 @@ class Journal:
             resume: keep the rows that are there; else they are replaced with the first row.
 
         Raises:
-            ValueError: a file is in the folder's place.
+            ValueError: the folder cannot be made or written to.
         """
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"out must be a folder, got the file {str(folder)!r}; name another.")
+        require_folder(folder)
         self._path = folder / ROWS
         there = self._path.exists()
         kept = read_rows([self._path]) if there and resume else []
