@@ -103,7 +103,7 @@ def own_tables(base: nn.Module) -> None:
     if getattr(rotary, "rope_type", None) == "longrope":
         init = ROPE_INIT_FUNCTIONS["longrope"]
         long, _ = init(rotary.config, rotary.inv_freq.device, seq_len=_short_length(rotary) + 1)
-        setattr(rotary, LONG, long)
+        rotary.register_buffer(LONG, long, persistent=False)
         vars(rotary)[_place(rotary)] = MethodType(forward, rotary)
     rotary.register_forward_hook(_materialize_outputs)
 
@@ -116,7 +116,8 @@ def shared_tables(base: nn.Module) -> None:
     hooks = rotary._forward_hooks
     for key in [key for key, hook in hooks.items() if hook is _materialize_outputs]:
         del hooks[key]
-    if vars(rotary).pop(LONG, None) is not None:
+    if rotary._buffers.pop(LONG, None) is not None:
+        rotary._non_persistent_buffers_set.discard(LONG)
         place = _place(rotary)
         del vars(rotary)[place]
         if place != "forward":
@@ -159,11 +160,8 @@ def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, .
     last_BR = torch.zeros_like(position_ids).scatter_reduce(1, run_BS, position_ids, "amax")
     is_long_BS = last_BR.gather(1, run_BS) >= _short_length(self)
     dtype: Any = self.inv_freq.dtype
-    tables, long = [], getattr(self, LONG)
-    if long.device != x.device and not torch.compiler.is_compiling():  # no buffer: moved once
-        long = long.to(x.device)
-        setattr(self, LONG, long)
-    for inv_freq in (long, self.original_inv_freq):
+    tables = []
+    for inv_freq in (getattr(self, LONG), self.original_inv_freq):
         frequencies = _Frequencies(inv_freq.to(x.device, dtype), self.attention_scaling)  # type: ignore[arg-type]
         tables.append(type(self).forward(frequencies, x, position_ids))
     return tuple(torch.where(is_long_BS[..., None], a, b) for a, b in zip(*tables, strict=True))

@@ -48,7 +48,7 @@ def main() -> int:
     options = _parser().parse_args()
     keep = options.keep.resolve()
     keep.mkdir(parents=True, exist_ok=True)
-    models = MODELS if options.model == "all" else _of_family(options.model)
+    models = list(MODELS) if options.model == "all" else _of_family(options.model)
     ways = tuple(WAYS[:2] if options.way == "both" else [options.way])
     classes = [class_name(model, way) for model in models for way in ways]
 
@@ -85,7 +85,7 @@ def _of_family(family: str) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.external", description=__doc__)
-    parser.add_argument("--model", choices=["llama", "qwen3", "all"], default="all")
+    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
     parser.add_argument("--backend", choices=[*fv.BACKENDS, "auto"], default="sdpa")
     parser.add_argument(
         "--way",

@@ -52,6 +52,8 @@ class OurAttention:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Hook transformers, for one test."""
         self._count_calls(monkeypatch)
+        if self.way != "stock":
+            self._allow_sdpa(monkeypatch)
         if self.way == "name":
             self._replace_sdpa(monkeypatch)
         elif self.way == "patched":
@@ -66,6 +68,11 @@ class OurAttention:
             return attention(*args, **kwargs)
 
         monkeypatch.setattr(interface, "packed_attention", counted)
+
+    def _allow_sdpa(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let models ask for sdpa that transformers gives eager: sdpa has no softcap, no sinks."""
+        for of in self.classes:
+            monkeypatch.setattr(of, "_supports_sdpa", True)
 
     # ---- by the plugin's name ----
 

@@ -10,9 +10,8 @@ import unittest
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, Qwen3Config, set_seed
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
+import transformers
+from transformers import set_seed
 from transformers_tests.test_modeling_common import ModelTesterMixin
 from transformers_tests.test_training_mixin import TrainingTesterMixin
 
@@ -20,12 +19,6 @@ from tests.external.generation import GenerationCases
 from tests.external.our_attention import WAYS, is_patched, name_of
 from tests.external.tables import MODELS, WITHOUT_ATTENTIONS, class_name
 
-WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}
-OF: dict[str, tuple[type, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, modeling_llama, {}),
-    "qwen3": (Qwen3Config, modeling_qwen3, {"head_dim": 8}),
-    "qwen3_windows": (Qwen3Config, modeling_qwen3, {"head_dim": 8, **WINDOWS}),
-}
 HEADS = (
     "Model",
     "ForCausalLM",
@@ -46,11 +39,12 @@ class TinyModel:
     is_training = True
 
     def __init__(self, model: str, attn_implementation: str | None) -> None:
-        self.config_class, of, self._extra = OF[model]
+        prefix, self._extra = MODELS[model]
         if attn_implementation is not None:
             self._extra = {**self._extra, "attn_implementation": attn_implementation}
-        prefix = self.config_class.__name__.removesuffix("Config")
-        self.classes = tuple(getattr(of, prefix + head) for head in HEADS)
+        self.config_class = getattr(transformers, f"{prefix}Config")
+        names = [prefix + head for head in HEADS if hasattr(transformers, prefix + head)]
+        self.classes = tuple(getattr(transformers, name) for name in names)
         self.causal_lm_class = self.classes[1]
 
     def get_config(self) -> Any:
