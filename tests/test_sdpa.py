@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import make_tensor
 
 import flexvarlen as fv
@@ -71,7 +72,6 @@ def memory_of_features(x):
 @pytest.mark.parametrize("grad_memory", [torch.clone, memory_of_heads, memory_of_features])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_gradients_by_memory_formats(memory, grad_memory, heads):
-    """cuDNN's backward takes the output's gradient to lie in memory as the output does."""
     torch.manual_seed(0)
     q, k, v, grad = (
         torch.randn(sum(LENGTHS), n, 64, device="cuda", dtype=torch.bfloat16)
@@ -83,6 +83,22 @@ def test_gradients_by_memory_formats(memory, grad_memory, heads):
     out = fv.packed_attention(*leaves, layout, backend="sdpa")
     found = (out, *torch.autograd.grad(out, leaves, grad_memory(grad)))
     assert_near(found, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("squeeze", [True, False])
+def test_gradients_after_calls_in_another_memory_format(squeeze):
+    """cuDNN takes its plan for a shape from the first call, whatever memory the gradient has."""
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(sum(LENGTHS), 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    for rows in torch.arange(sum(LENGTHS), device="cuda").split(LENGTHS):
+        leaves = [x[rows].requires_grad_() for x in (q, k, v)]
+        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in leaves]
+        out = scaled_dot_product_attention(*heads_first, is_causal=True)
+        out = (out.squeeze(0) if squeeze else out[0]).transpose(0, 1)
+        torch.autograd.grad(out, leaves, grad[rows])
+    assert_near(gradients(q, k, v, grad), exact(q, k, v, grad), torch.bfloat16)
 
 
 def test_equal_bits_of_one_query_with_a_window():

@@ -2,9 +2,9 @@
 
     flexvarlen bench sdpa-gradients
 
-Two cases in which a kernel behind it is wrong: an incoming gradient that does not lie in memory as
-the output does, and windows of few keys in float16. One document; errors against fp64. Beside
-torch's kernels, flexvarlen's `sdpa` backend, which keeps SDPA from cuDNN.
+Two cases in which a kernel behind it is wrong: after a call of the same shape whose incoming
+gradient lay in memory otherwise, and windows of few keys in float16. One document; errors against
+fp64. Beside torch's kernels, flexvarlen's `sdpa` backend, which keeps SDPA from cuDNN.
 
 Shape legend: L = tokens, H = num_heads, D = head_dim.
 """
@@ -28,7 +28,7 @@ from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row, commit_of
 
 OURS = "flexvarlen:sdpa"
-AS_OUTPUT, BY_HEADS = "as the output", "by heads"
+BY_TOKENS, BY_HEADS = "by tokens", "by heads"
 PARTS = ("output", "dq", "dk", "dv")
 
 
@@ -37,10 +37,11 @@ class GradientCase:
     """One causal document.
 
     Attributes:
-        tokens: of it.
+        tokens: of it; another number in each case, as a kernel may keep what it found for a shape.
         dtype: of the tensors.
-        gradient: how the output's gradient lies in memory: as the output, `[L, H, D]`, or
+        gradient: how the output's gradient lies in memory: `[L, H, D]`, as the output does, or
             `[H, L, D]`, as it comes out of indexing a batch of one, `out[0]`.
+        earlier: the same of a call before the one that is measured; None: there is none.
         window: keys that a query sees; None: all before it.
         largest: of the numbers in q, k and v, which are uniform; None: they are standard normal.
     """
@@ -48,6 +49,7 @@ class GradientCase:
     tokens: int
     dtype: str
     gradient: str
+    earlier: str | None = None
     window: int | None = None
     largest: float | None = None
 
@@ -55,11 +57,11 @@ class GradientCase:
     def name(self) -> str:
         """For `--cases`.
 
-        >>> GradientCase(64, "float16", AS_OUTPUT, window=2).name
-        'float16-window2-as-the-output'
+        >>> GradientCase(64, "float16", BY_TOKENS, window=2).name
+        'float16-window2-64'
         """
         mask = "causal" if self.window is None else f"window{self.window}"
-        return f"{self.dtype}-{mask}-{self.gradient.replace(' ', '-')}"
+        return f"{self.dtype}-{mask}-{self.tokens}"
 
     def data(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,9 +74,11 @@ class SdpaGradients(Suite):
 
     def cases(self, options: Options) -> Sequence[Case]:
         return [
-            *(GradientCase(128, dtype, BY_HEADS) for dtype in ("bfloat16", "float16")),
-            *(GradientCase(128, dtype, AS_OUTPUT) for dtype in ("bfloat16", "float16")),
-            *(GradientCase(64, "float16", AS_OUTPUT, window, 9.0) for window in (2, 9)),
+            GradientCase(128, "bfloat16", BY_TOKENS, earlier=BY_TOKENS),
+            GradientCase(192, "bfloat16", BY_TOKENS, earlier=BY_HEADS),
+            GradientCase(256, "bfloat16", BY_HEADS, earlier=BY_TOKENS),
+            GradientCase(320, "bfloat16", BY_HEADS, earlier=BY_HEADS),
+            *(GradientCase(64, "float16", BY_TOKENS, None, window, 9.0) for window in (2, 9)),
         ]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
@@ -87,11 +91,12 @@ class SdpaGradients(Suite):
         return [_finding(name, case, tensors, exact) for name in variants]
 
     def section(self, rows: Sequence[Row]) -> str:
-        """Relative errors of output, dq, dk and dv."""
+        """Relative errors of output, dq, dk and dv, and how gradients lay in memory."""
         lines = [
             [
                 str(row.case["dtype"]),
                 "all before" if row.case["window"] is None else f"{row.case['window']} keys",
+                str(row.case["earlier"] or "–"),
                 str(row.case["gradient"]),
                 f"`{row.case['variant']}`",
                 *(
@@ -104,7 +109,7 @@ class SdpaGradients(Suite):
         ]
         where = rows[0].environment
         head = f"{where.get('gpu') or 'CPU'}, torch {where['torch']}{commit_of(where)}:"
-        header = ["dtype", "a query sees", "its gradient lies", "kernel", *PARTS]
+        header = ["dtype", "a query sees", "gradient before", "gradient", "kernel", *PARTS]
         return f"{head}\n\n{markdown(header, lines)}\n"
 
 
@@ -118,9 +123,14 @@ def _tensors(case: GradientCase, device: torch.device) -> list[Tensor]:
         uniform = [torch.rand(shape, generator=generator, device=device) for _ in range(3)]
         qkv = [(2 * x - 1) * case.largest for x in uniform]
     grad = torch.randn(shape, generator=generator, device=device)
-    if case.gradient == BY_HEADS:
-        grad = grad.transpose(0, 1).contiguous().transpose(0, 1)
     return [x.to(dtype) for x in (*qkv, grad)]
+
+
+def _lying(memory: str, grad_LHD: Tensor) -> Tensor:
+    """The same gradient in that memory format."""
+    if memory == BY_TOKENS:
+        return grad_LHD.contiguous()
+    return grad_LHD.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _finding(
@@ -129,7 +139,11 @@ def _finding(
     context = sdpa_kernel(FORCED[name]) if name in FORCED else nullcontext()
     try:
         with context:
-            found = _gradients(_ours if name == OURS else _sdpa, case, tensors)
+            *qkv, grad = tensors
+            for memory in (case.earlier, case.gradient):
+                if memory is not None:
+                    inputs = [*qkv, _lying(memory, grad)]
+                    found = _gradients(_ours if name == OURS else _sdpa, case, inputs)
     except RuntimeError as error:
         return Finding(name, "unsupported", str(error).partition("\n")[0])
     errors = {
@@ -157,7 +171,7 @@ def _seen(case: GradientCase, q_LHD: Tensor) -> Tensor:
 
 
 def _sdpa(case: GradientCase, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor) -> Tensor:
-    """As users write it: a batch of one; `squeeze` keeps the gradient's memory as it comes."""
+    """As users write it: a batch of one; `squeeze` hands the gradient on as it lies in memory."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_LHD, k_LHD, v_LHD))
     mask = None if case.window is None else _seen(case, q_LHD)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)

@@ -109,8 +109,9 @@ def _loop(
 def _without_cudnn() -> Iterator[None]:
     """Keep SDPA from cuDNN's kernel, which it prefers on Hopper.
 
-    With torch 2.11 on an H200 its gradients are wrong by 140% where the output's gradient does not
-    lie in memory as the output does, and NaN in float16 under masks that leave one or two keys.
+    With torch 2.11 on an H200 its gradients are wrong by 140% after a call of the same shape with a
+    gradient of another memory format, and NaN in float16 under masks that leave few keys: see the
+    suite `sdpa-gradients` of `flexvarlen bench`.
     """
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
