@@ -18,11 +18,11 @@ from flexvarlen.patches.boundary_checks import check
 def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
     """bool 0-dim: whether no row holds more than one document (padding is none).
 
-    Eagerly on the host, if it knows; in a compiled graph on the layout's device. No sync; traces.
+    On the host, if it knows. No sync; traces.
     """
     boundaries = layout.cu_seqlens
-    if layout.padding is None and not torch.compiler.is_compiling():
-        boundaries = boundaries if layout.cu_seqlens_host is None else layout.cu_seqlens_host
+    if layout.cu_seqlens_host is not None and layout.padding is None:
+        boundaries = layout.cu_seqlens_host
     starts, ends = boundaries[:-1], boundaries[1:]
     documents = starts < ends
     if layout.padding is not None:
@@ -42,11 +42,12 @@ def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
     left padding included, as transformers counts: a cached step goes on from there. Anew from 0 in
     the padding behind a document. No sync; traces.
     """
+    in_document = layout.position_ids()
+    if layout.padding is None:  # none before a document
+        return in_document
     tokens = torch.arange(layout.total_tokens, device=layout.device)
-    one_a_row = one_document_a_row(layout, batch)
-    on_host = one_a_row.device != layout.device
-    in_row = layout.real_tokens() & (bool(one_a_row) if on_host else one_a_row)
-    return torch.where(in_row, tokens % (layout.total_tokens // batch), layout.position_ids())
+    in_row = one_document_a_row(layout, batch) & layout.real_tokens()
+    return torch.where(in_row, tokens % (layout.total_tokens // batch), in_document)
 
 
 def check_one_document(

@@ -89,6 +89,16 @@ def test_the_only_candidate_is_wrong(candidates):
         assert explain().chosen == "sdpa"
 
 
+def test_no_memory_to_time_is_no_reason_against_a_kernel(candidates, monkeypatch):
+    """The next call may have the memory; sdpa, a call a document, would be taken for good."""
+    candidates(StandIn("full", FAST_S, fails=torch.OutOfMemoryError("CUDA out of memory ...")))
+    monkeypatch.setattr(backends, "AUTO_ORDER", {"cpu": ("full", "sdpa")})
+    with pytest.warns(UserWarning, match="full failed"):
+        explanation = explain()
+    assert explanation.chosen == "full"
+    assert {c.name: c.reason for c in explanation.candidates}["full"] == "failed: out of memory"
+
+
 @pytest.mark.parametrize("change", WRONG[:3])
 def test_garbage_by_the_static_order(candidates, change, monkeypatch):
     garbage, _ = candidates(WrongKernel("garbage", change), StandIn("right", SLOW_S))

@@ -306,7 +306,8 @@ def _static(
     wasteful = request.needs_grad and bucket is not None and keys.is_wasteful(bucket)
     found = dict(failed or {})
     while True:
-        chosen = choose_backend(request, wasteful=wasteful, wrong=found)
+        wrong = {name: reason for name, reason in found.items() if reason != OUT_OF_MEMORY}
+        chosen = choose_backend(request, wasteful=wasteful, wrong=wrong)
         reason = _why_wrong(chosen, request)
         if reason is None:
             return Decision(chosen, chosen, why, failed=found, lasting=lasting)
@@ -326,7 +327,10 @@ def _why_wrong(name: str, request: AttentionRequest) -> str | None:
     if key not in _memory.wrong:
         if _why_nothing_runs(request.device) is not None:
             return None
-        reason = _memory.wrong[key] = why_wrong(name, request)
+        try:
+            reason = _memory.wrong[key] = why_wrong(name, request)
+        except torch.OutOfMemoryError:  # the call itself will say so
+            return None
         if reason is not None:
             _warn_of_failure(name, reason, request)
     return _memory.wrong[key]

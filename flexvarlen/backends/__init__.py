@@ -98,7 +98,7 @@ def choose_backend(
     Args:
         request: the kind of call.
         wasteful: whether the second order is to be used.
-        wrong: backends that compute something else, and what.
+        wrong: backends that fail, and how.
 
     Raises:
         NotImplementedError: none is usable; the sentence gives each one's reason.
