@@ -1,8 +1,9 @@
-"""Whether a kernel computes what `reference` does, asked before "auto" may take it.
+"""Compare a kernel's results with dense attention, before "auto" may take the kernel.
 
 A kernel may compute garbage and raise nothing: a build of FlashAttention-2 without a head_dim, an
-index that overflows in a long row. So a candidate's output, LSE and gradients are compared with
-dense attention, at some queries of the row that is there; all other queries get no gradient.
+index that overflows in a long row. A candidate runs on the call's own documents; its output, LSE
+and gradients are compared at a sample of the queries. The output's gradient is zero at all others,
+so that dense attention of the sample alone gives all gradients.
 
 Shape legend: S = sampled queries, T, Tk = tokens of the query and the key row, H = num_heads,
 Hkv = num_kv_heads, D = head_dim.
@@ -33,12 +34,12 @@ _MOST_SCORES = 2**25
 _MOST_QUERIES = 256
 
 TOLERANCE = {torch.bfloat16: 2**-4, torch.float16: 2**-7, torch.float32: 2**-7}
-"""How far a result may be from the reference, in norm, over its norm: eight times the spacing of
-the numbers that are multiplied, which on a GPU are TF32 in place of fp32."""
+"""The largest relative error, ‖result − reference‖ / ‖reference‖: eight times the inputs' machine
+epsilon, that of TF32 for fp32, which a GPU may multiply so."""
 
 _LEAST = 2**-7
-"""What a norm is taken for at least, as a share of the norm of the output's gradient: gradients of
-queries that see one key are 0, and rounding is not."""
+"""A smaller ‖reference‖ counts as this share of the norm of the output's gradient: dq and dk of
+queries that see one key are 0, but for rounding."""
 
 
 class WrongResultError(Exception):
@@ -46,12 +47,12 @@ class WrongResultError(Exception):
 
 
 class Expected(NamedTuple):
-    """What the reference gives at some queries.
+    """The reference's results for a sample of queries.
 
     Attributes:
-        queries: int64 `[S]`.
+        queries: the sample, int64 `[S]`.
         grad_THD: the output's gradient, zero at all other queries.
-        results: by name, the output and LSE `[S, H, D]`, `[H, S]` at the queries, gradients whole.
+        results: by name: output `[S, H, D]` and LSE `[H, S]` of the sample, and whole gradients.
     """
 
     queries: Tensor
