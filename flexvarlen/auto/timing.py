@@ -100,6 +100,8 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
         guarded(name, partial(expected.check, candidate))()
     del expected
     calls = {name: guarded(name, candidate) for name, candidate in candidates.items()}
+    for call in calls.values():
+        call()
     timings: dict[str, HostAndDevice] = {}
     around = layer or NO_LAYER
     alive = list(calls)
