@@ -101,9 +101,7 @@ def own_tables(base: nn.Module) -> None:
     if rotary is None:
         return
     if getattr(rotary, "rope_type", None) == "longrope":
-        init = ROPE_INIT_FUNCTIONS["longrope"]
-        long, _ = init(rotary.config, rotary.inv_freq.device, seq_len=_short_length(rotary) + 1)
-        rotary.register_buffer(LONG, long, persistent=False)
+        setattr(rotary, LONG, _long_frequencies(rotary, rotary.inv_freq.device))
         vars(rotary)[_place(rotary)] = MethodType(forward, rotary)
     rotary.register_forward_hook(_materialize_outputs)
 
@@ -116,8 +114,7 @@ def shared_tables(base: nn.Module) -> None:
     hooks = rotary._forward_hooks
     for key in [key for key, hook in hooks.items() if hook is _materialize_outputs]:
         del hooks[key]
-    if rotary._buffers.pop(LONG, None) is not None:
-        rotary._non_persistent_buffers_set.discard(LONG)
+    if vars(rotary).pop(LONG, None) is not None:
         place = _place(rotary)
         del vars(rotary)[place]
         if place != "forward":
@@ -137,6 +134,13 @@ def _short_length(rotary: nn.Module) -> int:
     parameters: dict[str, Any] = rotary.config.rope_parameters  # type: ignore[union-attr, assignment]
     length: int = parameters["original_max_position_embeddings"]
     return length
+
+
+def _long_frequencies(rotary: nn.Module, device: Any) -> Tensor:
+    """fp32 `[head_dim / 2]`: those of documents longer than `_short_length`."""
+    init = ROPE_INIT_FUNCTIONS["longrope"]
+    long: Tensor = init(rotary.config, device, seq_len=_short_length(rotary) + 1)[0]
+    return long
 
 
 class _Frequencies:
@@ -160,8 +164,12 @@ def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, .
     last_BR = torch.zeros_like(position_ids).scatter_reduce(1, run_BS, position_ids, "amax")
     is_long_BS = last_BR.gather(1, run_BS) >= _short_length(self)
     dtype: Any = self.inv_freq.dtype
-    tables = []
-    for inv_freq in (getattr(self, LONG), self.original_inv_freq):
+    tables, long = [], getattr(self, LONG)
+    if long.device != x.device:  # no buffer, which `to_empty` would fill with garbage: made anew
+        long = _long_frequencies(self, x.device)
+        if not torch.compiler.is_compiling():
+            setattr(self, LONG, long)
+    for inv_freq in (long, self.original_inv_freq):
         frequencies = _Frequencies(inv_freq.to(x.device, dtype), self.attention_scaling)  # type: ignore[arg-type]
         tables.append(type(self).forward(frequencies, x, position_ids))
     return tuple(torch.where(is_long_BS[..., None], a, b) for a, b in zip(*tables, strict=True))

@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.patches.rotary import LONG
 from tests.test_families import OTHERS, on_the_cpu
-from tests.tiny_models import LENGTHS, new_model, one_row
+from tests.tiny_models import LENGTHS, config_of, new_model, one_row
 
 
 def logits(model, **given):
@@ -62,6 +63,16 @@ def test_frequencies_of_longrope_are_moved_once():
     rotary.to("meta")(torch.ones(1, 8, 1, device="meta"), positions.to("meta"))
     assert getattr(rotary, LONG).device.type == "meta"
     assert all(x.device.type == "cpu" for x in tables)
+
+
+def test_longrope_patched_on_the_meta_device():
+    """What to_empty leaves in a buffer is garbage; no init_weights knows ours."""
+    expected = logits(fv.patch_model(new_model("phi3"), "sdpa"))
+    with torch.device("meta"):
+        model = fv.patch_model(AutoModelForCausalLM.from_config(config_of("phi3")).eval(), "sdpa")
+    model.to_empty(device="cpu").init_weights()
+    model.load_state_dict(new_model("phi3").state_dict())
+    assert torch.equal(logits(model), expected)
 
 
 def test_a_pickle_of_longrope_asks_to_be_patched():

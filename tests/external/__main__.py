@@ -1,7 +1,7 @@
 """`python -m tests.external`: transformers' own tests for models, with our attention inside.
 
 Fetches transformers' source package (10 MB) and `parameterized` with pip at its first run, into
-`build/external`; so it is no part of `make test`, but of `make test-external`. Two to four minutes
+`build/external`; so it is no part of `make test`, but of `make test-external`. Some ten minutes
 on two cores with the default backend.
 
 Fails if a test fails that `tables.py` does not deselect, if a deselected one passes or fails for
@@ -86,7 +86,7 @@ def _of_family(family: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.external", description=__doc__)
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--backend", choices=[*fv.BACKENDS, "auto"], default="sdpa")
+    parser.add_argument("--backend", choices=[*fv.BACKENDS, "auto"], default="auto")
     parser.add_argument(
         "--way",
         choices=["both", *WAYS],

@@ -53,7 +53,7 @@ class OurAttention:
         """Hook transformers, for one test."""
         self._count_calls(monkeypatch)
         if self.way != "stock":
-            self._allow_sdpa(monkeypatch)
+            self._lift_limits(monkeypatch)
         if self.way == "name":
             self._replace_sdpa(monkeypatch)
         elif self.way == "patched":
@@ -69,10 +69,14 @@ class OurAttention:
 
         monkeypatch.setattr(interface, "packed_attention", counted)
 
-    def _allow_sdpa(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let models ask for sdpa that transformers gives eager: sdpa has no softcap, no sinks."""
+    def _lift_limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let every model ask for sdpa, in whose place ours stands.
+
+        transformers gives Gemma 2 and gpt-oss eager instead, as sdpa has no softcap and no sinks.
+        """
         for of in self.classes:
             monkeypatch.setattr(of, "_supports_sdpa", True)
+            monkeypatch.setattr(of, "_compatible_flash_implementations", None)
 
     # ---- by the plugin's name ----
 

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.external.plugin import Outcome
-from tests.external.tables import (
-    DESELECTED,
-    MAY_SKIP,
-    MUST_PASS,
-    WITHOUT_ATTENTIONS,
-    Deselected,
-)
+from tests.external.tables import DESELECTED, MUST_PASS, WITHOUT_ATTENTIONS, Deselected
 
 
 @dataclass
@@ -100,7 +94,8 @@ def judge(
             wrong = f"is deselected, but {outcome.status}: delete or narrow its entry"
         elif outcome.skipped is not None:
             verdict.skipped[outcome.skipped] += 1
-            wrong = f"must pass, skipped itself: {outcome.skipped}" if _must_pass(name) else None
+            may_skip = "stock" in ways or not _must_pass(name)
+            wrong = None if may_skip else f"must pass, skipped itself: {outcome.skipped}"
         else:
             wrong = None
             verdict.passed.append(name)
@@ -108,7 +103,7 @@ def judge(
         if wrong is not None:
             verdict.wrong[name] = wrong
     if all_ran:
-        verdict.wrong.update(_missing(outcomes, backend, ways, classes))
+        verdict.wrong.update(_missing(outcomes, backend, classes))
     return verdict
 
 
@@ -129,13 +124,11 @@ def _wrong_failure(outcome: Outcome, entry: Deselected | None) -> str | None:
 
 
 def _must_pass(name: str) -> bool:
-    if any(fnmatch(name, test) for test in MAY_SKIP):
-        return False
     return any(fnmatch(name.partition("::")[2], test) for test in MUST_PASS)
 
 
 def _missing(
-    outcomes: Mapping[str, Outcome], backend: str, ways: Sequence[str], classes: Sequence[str]
+    outcomes: Mapping[str, Outcome], backend: str, classes: Sequence[str]
 ) -> dict[str, str]:
     missing = {}
     for of in classes:
