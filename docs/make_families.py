@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from flexvarlen.markdown import markdown
-from flexvarlen.patches.families import FAMILIES
-from flexvarlen.patches.stateful import STATEFUL
+from flexvarlen.patches.models.recurrent import STATEFUL
+from flexvarlen.patches.models.registry import FAMILIES
 
 PAGE = Path(__file__).resolve().parent / "families.md"
 

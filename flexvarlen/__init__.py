@@ -6,28 +6,18 @@ packages are imported on first use.
 
 from typing import TYPE_CHECKING, Any
 
-from flexvarlen.attention import packed_attention
-from flexvarlen.auto.explain import Explanation, explain
-from flexvarlen.backends import BACKENDS, available_backends, why_not
-from flexvarlen.block_mask import document_block_mask
-from flexvarlen.layout import PackedLayout
-from flexvarlen.mask import DocumentMask
+from flexvarlen.attention.api import packed_attention
+from flexvarlen.attention.auto.explain import Explanation, explain
+from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.mask.block_mask import document_block_mask
+from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches import patch_model, patched, register, unpatch_model
 
 if TYPE_CHECKING:
     from flexvarlen.equivalence.compare import compare
-    from flexvarlen.equivalence.isolation import (
-        IsolationError,
-        IsolationReport,
-        verify_isolation,
-    )
-    from flexvarlen.packing import (
-        BalancedSampler,
-        PackedCollator,
-        StreamPacker,
-        pack,
-        split_long,
-    )
+    from flexvarlen.equivalence.isolation import IsolationError, IsolationReport, verify_isolation
+    from flexvarlen.packing import BalancedSampler, PackedCollator, StreamPacker, pack, split_long
     from flexvarlen.parallel import shard_row
 
 register()

@@ -11,18 +11,8 @@ import transformers
 
 from flexvarlen.cli_console import progress_bar
 from flexvarlen.cli_drift_run import Place, backend_names, dtype_name, split_names
-from flexvarlen.drift.report.complete import (
-    backends_left,
-    has_attribution,
-    has_model,
-    has_training,
-)
-from flexvarlen.equivalence.corpus import (
-    DEFAULT_TOKENS,
-    packed_rows,
-    packed_text,
-    read_documents,
-)
+from flexvarlen.drift.report.complete import backends_left, has_attribution, has_model, has_training
+from flexvarlen.equivalence.corpus import DEFAULT_TOKENS, packed_rows, packed_text, read_documents
 from flexvarlen.equivalence.models import build_model, parse_model
 from flexvarlen.equivalence.variants import THEIRS, variant_names
 

@@ -13,10 +13,7 @@ import typer
 import flexvarlen as fv
 from flexvarlen.cli_console import NOT_RIGHT, console, device_of, dtype_of, errors, progress_bar
 from flexvarlen.doctor import parse_heads
-from flexvarlen.drift.report.complete import (
-    backends_left,
-    has_case,
-)
+from flexvarlen.drift.report.complete import backends_left, has_case
 from flexvarlen.drift.report.journal import Journal
 from flexvarlen.drift.report.thresholds import (
     MODEL_MEASURES,

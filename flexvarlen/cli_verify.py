@@ -80,12 +80,7 @@ def verify(
     with sentences():
         import transformers
 
-        from flexvarlen.equivalence.isolation_command import (
-            Question,
-            ask,
-            parse_lengths,
-            table_of,
-        )
+        from flexvarlen.equivalence.isolation_command import Question, ask, parse_lengths, table_of
         from flexvarlen.equivalence.models import parse_model
 
         transformers.logging.set_verbosity_error()

@@ -16,10 +16,10 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flexvarlen.auto.explain import Explanation, explain
-from flexvarlen.backends import BACKENDS, why_not
+from flexvarlen.attention.auto.explain import Explanation, explain
+from flexvarlen.attention.backends.registry import BACKENDS, why_not
 from flexvarlen.environment import environment
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches import IMPLEMENTATIONS
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}

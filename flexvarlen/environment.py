@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.attention
+
+from flexvarlen.env import flash_attention_impl
 
 _PACKAGES = {
     "torch": "torch",
@@ -67,13 +68,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def flash_attention_impl() -> str | None:
-    """The FlashAttention implementation inside torch, or None for its default (torch >= 2.10)."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    name = current() if current is not None else None
-    return None if name is None else str(name)
 
 
 def _cpu_name() -> str:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexvarlen.attention import packed_attention
-from flexvarlen.layout import PackedLayout
+from flexvarlen.attention.api import packed_attention
+from flexvarlen.layout.packed_layout import PackedLayout
 
 if TYPE_CHECKING:  # a torch without distributed has none
     from torch.distributed import ProcessGroup

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from flexvarlen.equivalence.batch import real_documents
 from flexvarlen.equivalence.isolation import IsolationReport, verify_isolation
 from flexvarlen.equivalence.isolation_run import documents_of
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.random_state import RandomState
 
 

@@ -27,7 +27,7 @@ if __name__ == "patches":
         "put the folder above it on the path."
     )
 
-from flexvarlen.patches.interface import IMPLEMENTATIONS, register
-from flexvarlen.patches.model import patch_model, patched, unpatch_model
+from flexvarlen.patches.api import patch_model, patched, unpatch_model
+from flexvarlen.patches.attention.functions import IMPLEMENTATIONS, register
 
 __all__ = ["IMPLEMENTATIONS", "patch_model", "patched", "register", "unpatch_model"]

@@ -11,10 +11,13 @@ import torch
 from torch._dynamo.utils import counters
 
 import flexvarlen as fv
-from flexvarlen import attention, auto, backends, switches
-from flexvarlen.auto import cache_file, timing
-from flexvarlen.auto import explain as explain_module
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen import env as switches
+from flexvarlen.attention import api as attention
+from flexvarlen.attention.auto import cache_file, timing
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto import explain as explain_module
+from flexvarlen.attention.backends import registry as backends
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SLOW_S, FAST_S = 0.02, 0.0

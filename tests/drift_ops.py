@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from flexvarlen.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.drift.op.cases import OpCase
 from flexvarlen.drift.op.comparisons import operator_drift
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
-from flexvarlen.patches.families import BY_TYPE
+from flexvarlen.patches.models.registry import BY_TYPE
 from tests.test_packed_models import ready
 from tests.tiny_models import KINDS, VOCABULARY, Batch, new_model
 

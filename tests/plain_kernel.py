@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexvarlen.backends.cu_seqlens_backend import CuSeqlensBackend
-from flexvarlen.backends.cu_seqlens_kernel import KERNELS
+from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS
 from tests import oracle
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexvarlen import BACKENDS, PackedLayout
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 
 TOKENS = 16
 

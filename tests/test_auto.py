@@ -17,11 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flexvarlen as fv
-from flexvarlen import auto, backends, switches
-from flexvarlen.attention import resolve_backend
-from flexvarlen.auto import cache_file, keys, layer, timing
-from flexvarlen.launch import SHORT_ROW
-from flexvarlen.mask import DocumentMask
+from flexvarlen import env as switches
+from flexvarlen.attention.api import resolve_backend
+from flexvarlen.attention.auto import cache_file, keys, timing
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto import decoder_layer as layer
+from flexvarlen.attention.backends import registry as backends
+from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401
     BY_FAST,

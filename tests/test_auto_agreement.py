@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen import auto, backends, switches
-from flexvarlen.auto import cache_file
-from flexvarlen.auto.agreement import TOLERANCE, Expected, WrongResultError
-from flexvarlen.auto.candidate_call import CandidateCall, RandomTensors
-from flexvarlen.backends import AttentionRequest, get_backend
-from flexvarlen.mask import DocumentMask
+from flexvarlen import env as switches
+from flexvarlen.attention.auto import cache_file
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto.candidate_call import CandidateCall, RandomTensors
+from flexvarlen.attention.auto.check_results import TOLERANCE, Expected, WrongResultError
+from flexvarlen.attention.backends import registry as backends
+from flexvarlen.attention.backends.registry import AttentionRequest, get_backend
+from flexvarlen.mask.document_mask import DocumentMask
 from tests.auto_candidates import (  # noqa: F401
     FAST_S,
     SLOW_S,

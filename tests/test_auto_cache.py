@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flexvarlen import auto, switches
-from flexvarlen.auto import cache_file, keys
-from flexvarlen.mask import DocumentMask
+from flexvarlen import env as switches
+from flexvarlen.attention.auto import cache_file, keys
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.mask.document_mask import DocumentMask
 from tests.auto_candidates import (  # noqa: F401
     CAPACITY,
     FAST_S,

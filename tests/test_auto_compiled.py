@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import flexvarlen as fv
-from flexvarlen import auto
-from flexvarlen.attention import resolve_backend
-from flexvarlen.auto import keys, ranks
-from flexvarlen.auto.layer import Layer
-from flexvarlen.auto.timing import Race
-from flexvarlen.mask import DocumentMask
+from flexvarlen.attention.api import resolve_backend
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto import keys, ranks
+from flexvarlen.attention.auto.decoder_layer import Layer
+from flexvarlen.attention.auto.timing import Race
+from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 from tests.auto_candidates import (  # noqa: F401
     BY_FAST,

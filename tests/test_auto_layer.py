@@ -1,4 +1,4 @@
-"""flexvarlen.auto.layer: the decoder layer that stands for what is around an eager call."""
+"""The decoder layer that stands for what is around an eager call of "auto"."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaModel
 
-from flexvarlen.auto import layer
-from flexvarlen.backends import AttentionRequest
+from flexvarlen.attention.auto import decoder_layer as layer
+from flexvarlen.attention.backends.registry import AttentionRequest
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.measure import HostAndDevice, Timing
 

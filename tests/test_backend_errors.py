@@ -17,8 +17,9 @@ import torch
 from torch.autograd import forward_ad
 
 from flexvarlen import PackedLayout, packed_attention, why_not
-from flexvarlen.backends import AttentionRequest, fa4
-from flexvarlen.switches import FA4_FOLDER, FA4_KEEPS
+from flexvarlen.attention.backends.cu_seqlens import fa4
+from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
 GPU_ONLY = ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
@@ -129,7 +130,7 @@ def test_auto_gives_the_reason_of_each_backend_that_it_tried():
     ],
 )
 def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
-    from flexvarlen.backends import fa2, fa3
+    from flexvarlen.attention.backends.cu_seqlens import fa2, fa3
 
     for module in (fa2, fa3, fa4):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -219,7 +220,7 @@ def test_fa4_keeps_no_kernels_where_they_would_fail(hopper, monkeypatch, tmp_pat
 )
 def test_what_the_kernel_behind_varlen_lacks(monkeypatch, behind, kind, reason):
     """torch.nn.attention.activate_flash_attention_impl changes it."""
-    from flexvarlen.backends import varlen
+    from flexvarlen.attention.backends.cu_seqlens import varlen
 
     request = AttentionRequest(torch.device("cuda"), torch.bfloat16, 4, 2, **kind)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

@@ -382,7 +382,7 @@ def test_deterministic_is_honoured_on_the_cpu(kernel):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_plan_made_once_serves_every_layer(device):
-    from flexvarlen.backends import BACKENDS, get_backend
+    from flexvarlen.attention.backends.registry import BACKENDS, get_backend
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v, _ = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)

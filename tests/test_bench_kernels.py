@@ -11,8 +11,8 @@ import types
 import pytest
 import torch
 
-from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.bench import report
 from flexvarlen.bench.attention import accuracy, kernels
 from flexvarlen.bench.attention import engine as attention

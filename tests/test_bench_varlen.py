@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.bench.attention import raw_kernels, varlen_forms, varlen_overhead, varlen_study
 from flexvarlen.bench.attention.varlen_forms import DETERMINISTIC, fixed_deterministic
 from flexvarlen.bench.attention.varlen_study import FA2, SDPA_SERIAL, SDPA_VARLEN, SERIAL

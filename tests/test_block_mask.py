@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flexvarlen import PackedLayout, document_block_mask
-from flexvarlen.block_mask import block_mask_of
-from flexvarlen.tables import Tables
+from flexvarlen.mask.block_mask import block_mask_of
+from flexvarlen.mask.tables import Tables
 from tests.mask_cases import BLOCK_SIZES, KINDS, MaskCase, cases
 from tests.oracle import Documents
 

@@ -1,4 +1,4 @@
-"""flexvarlen.bounds: each query's interval of keys is the mask, and never decreases."""
+"""flexvarlen.mask.vectors: each query's interval of keys is the mask, and never decreases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexvarlen import DocumentMask, PackedLayout
-from flexvarlen.bounds import MaskSpec, dense_mask, key_bounds
+from flexvarlen.mask.spec import MaskSpec
+from flexvarlen.mask.vectors import dense_mask, key_bounds
 from tests.mask_cases import KINDS, cases
 from tests.oracle import Documents
 from tests.rows import layout_of

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
-from flexvarlen.patches import one_document
-from flexvarlen.patches.one_document import check_one_document
+from flexvarlen.patches.batch import one_document
+from flexvarlen.patches.batch.one_document import check_one_document
 from tests.tiny_models import documents, new_model, shared_model
 
 CACHED, NEW, ROOM = 4, 12, 32

@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
 from flexvarlen.cli_console import progress_bar
 from flexvarlen.equivalence.report import read_rows

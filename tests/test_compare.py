@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.equivalence import PackedBatch, Report
 from flexvarlen.equivalence import compare as run_compare
 from flexvarlen.equivalence.accuracy import Errors, Gap, judge
@@ -18,8 +18,8 @@ from flexvarlen.equivalence.models import GEOMETRIES, build_model, parse_model
 from flexvarlen.equivalence.oracle import oracle_answer, own_parameters, peer_answer
 from flexvarlen.equivalence.report import PEER, read_rows
 from flexvarlen.equivalence.variants import Sizes
-from flexvarlen.layout import PackedLayout
-from flexvarlen.mask import DocumentMask
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.mask.document_mask import DocumentMask
 
 LENGTHS = (30, 1, 17, 40, 8)
 TOKENS = sum(LENGTHS)

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from flexvarlen import PackedLayout, packed_attention
-from flexvarlen.backends import flex
+from flexvarlen.attention.backends import flex
 from tests import malformed_boundaries, oracle
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.test_backends import FLASH, kernels

@@ -17,9 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import flexvarlen as fv
-from flexvarlen import recompile_limit
-from flexvarlen.backends import sdpa
-from flexvarlen.patches import compile_warnings
+from flexvarlen.attention import recompile_limit
+from flexvarlen.attention.backends import sdpa
+from flexvarlen.patches.attention import compile_warnings
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
 

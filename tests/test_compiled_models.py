@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
-from flexvarlen import launch
-from flexvarlen.patches import rotary
+from flexvarlen.layout import launch_sizes as launch
+from flexvarlen.patches.models import rope as rotary
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_peer, new_model
 

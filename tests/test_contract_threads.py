@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexvarlen as fv
-from flexvarlen.backends import flex
-from flexvarlen.patches.one_forward import first_unpacked
+from flexvarlen.attention.backends import flex
+from flexvarlen.patches.attention.by_name import first_unpacked
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import batch_of, config_of, exact_and_peer, new_model
 

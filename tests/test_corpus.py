@@ -15,7 +15,7 @@ from flexvarlen.equivalence.corpus import (
     tokenize,
 )
 from flexvarlen.equivalence.models import build_model
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 
 
 def test_default_documents_are_many_and_of_varied_length():

@@ -19,11 +19,12 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexvarlen import DocumentMask, launch
-from flexvarlen.backends.cu_seqlens_kernel import KERNELS
-from flexvarlen.backends.protocol import AttentionOptions
-from flexvarlen.chunks import chunk_boundaries
-from flexvarlen.launch import SHORT_ROW
+from flexvarlen import DocumentMask
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS
+from flexvarlen.attention.call import AttentionOptions
+from flexvarlen.layout import launch_sizes as launch
+from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.mask.chunks import chunk_boundaries
 from tests import oracle
 from tests.mask_cases import slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv

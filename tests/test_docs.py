@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 import flexvarlen as fv
-from flexvarlen import switches
+from flexvarlen import env as switches
 from flexvarlen.cli import app
 from flexvarlen.patches import IMPLEMENTATIONS
 from flexvarlen.rows import read_rows

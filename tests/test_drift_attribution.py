@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import flexvarlen as fv
-from flexvarlen import backends
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends import registry as backends
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.drift.model.attribution import WHAT, attribute
 from flexvarlen.drift.model.fixed_shapes import fixed_shapes
 from flexvarlen.drift.model.measures import gradient_measures

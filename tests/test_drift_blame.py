@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from flexvarlen.backends import sdpa
+from flexvarlen.attention.backends import sdpa
 from flexvarlen.drift.op.cases import OpCase
 from tests.drift_ops import (
     BOTH_WAYS,

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from flexvarlen.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.drift.op.backend_run import BackendRun
 from flexvarlen.drift.op.blame import blame
 from flexvarlen.drift.op.cases import Inputs, OpCase

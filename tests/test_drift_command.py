@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from flexvarlen.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.cli import app
 from tests.drift_commands import CPU, MODEL, OP, PACKED, TRAIN, no_plots, rows_in, run, said  # noqa: F401
 

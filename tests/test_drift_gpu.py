@@ -14,13 +14,13 @@ import torch
 from typer.testing import CliRunner
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.cli import app
 from flexvarlen.drift.op.cases import OpCase
 from flexvarlen.drift.op.comparisons import operator_drift
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.equivalence.models import build_model
-from flexvarlen.mask import DocumentMask
+from flexvarlen.mask.document_mask import DocumentMask
 from tests.drift_models import LENGTHS, check_invariant
 from tests.drift_ops import change_backward, exact, named
 

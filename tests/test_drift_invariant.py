@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import flexvarlen as fv
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.drift.difference import Difference
 from flexvarlen.drift.model import invariance as invariance_module
 from flexvarlen.drift.model.fixed_shapes import Pieces, fixed_shapes

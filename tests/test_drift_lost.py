@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexvarlen.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.drift.model import comparisons as model_comparisons
 from tests.drift_commands import CPU, OP, TRAIN, no_plots, rows_in, run, said  # noqa: F401
 

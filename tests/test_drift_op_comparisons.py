@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexvarlen.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.drift.op import case_run
 from flexvarlen.drift.op.comparisons import COMPARISONS, OF_ONE
 from flexvarlen.drift.op.failures import DeviceLostError

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from flexvarlen.backends.flex import FlexBackend
-from flexvarlen.backends.reference import ReferenceBackend
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends.flex import FlexBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.drift.op import comparisons
 from flexvarlen.drift.op.backend_run import BackendRun
 from tests.drift_commands import CPU, HEADS, OP, PACKED, no_plots, rows_in, run, said  # noqa: F401

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexvarlen.backends.reference import ReferenceBackend
+from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.drift.training.run import (
     GradientLog,
     Schedule,

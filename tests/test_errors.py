@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexvarlen import PackedLayout, document_block_mask, packed_attention
-from flexvarlen.bounds import MaskSpec
+from flexvarlen.mask.spec import MaskSpec
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
 

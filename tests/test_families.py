@@ -10,7 +10,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
-from flexvarlen.patches.families import BY_TYPE
+from flexvarlen.patches.models.registry import BY_TYPE
 from tests.oracle import assert_as_accurate
 from tests.test_packed_models import FORMS, check
 from tests.tiny_models import KINDS, LENGTHS, exact_and_peer, new_model, one_row, shared_model

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
-from flexvarlen.patches.rotary import LONG
+from flexvarlen.patches.models.rope import LONG
 from tests.test_families import OTHERS, on_the_cpu
 from tests.tiny_models import LENGTHS, config_of, new_model, one_row
 

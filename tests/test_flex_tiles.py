@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention
-from flexvarlen.backends import flex
-from flexvarlen.backends.flex_fa4 import BACKEND as FLASH
-from flexvarlen.backends.protocol import AttentionOptions
+from flexvarlen.attention.backends import flex
+from flexvarlen.attention.backends.flex_fa4 import BACKEND as FLASH
+from flexvarlen.attention.call import AttentionOptions
 
 LONG = 2 * flex.LONGEST_OF_TILES
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.patches.documents import find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
 
 CPU = torch.device("cpu")
 T = 256

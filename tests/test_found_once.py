@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
-from flexvarlen.patches import forward_inputs
+from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.patches.forward import steps as forward_inputs
 from tests.tiny_models import LENGTHS, new_model, one_row
 
 GPU_BACKENDS = ("flex", "flex_fa4", "varlen", "nested", "fa2", "fa3", "fa4")

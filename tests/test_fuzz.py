@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexvarlen import PackedLayout
-from flexvarlen.patches import forward_inputs
+from flexvarlen.patches.forward import steps as forward_inputs
 from tests import fuzz
 from tests.fuzz_cases import FORMS, draw
 

@@ -219,7 +219,7 @@ def test_decoding_after_a_packed_prefill_raises_by_the_name_alone(kind, change, 
 
 @pytest.mark.xfail(strict=True, reason="a sliding layer keeps a slice of its keys, not the marked")
 def test_decoding_where_all_layers_slide_is_not_noticed_by_the_name_alone():
-    """A limit that the docstring of `patches/interface.py` names."""
+    """A limit that the docstring of `patches/attention/functions.py` names."""
     windows = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
     model = new_model("qwen3_windows", implementation="flexvarlen_doc", **windows)
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 import flexvarlen as fv
-from flexvarlen.patches.families import BY_TYPE
+from flexvarlen.patches.models.registry import BY_TYPE
 from tests.tiny_models import config_of, new_model
 
 GEMMA = BY_TYPE["gemma3"].tiny

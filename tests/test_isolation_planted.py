@@ -9,7 +9,7 @@ from torch import nn
 import flexvarlen as fv
 from flexvarlen.equivalence import IsolationError, PackedBatch, verify_isolation
 from flexvarlen.equivalence.models import build_model
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 
 LENGTHS = (5, 11, 1, 8, 7)
 STARTS = (0, 5, 16, 17, 25)

@@ -10,8 +10,8 @@ import transformers
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import flexvarlen as fv
-from flexvarlen.patches.families import FAMILIES
-from flexvarlen.patches.keywords import _LOSS_MASKS, _OURS_BY_OTHER_NAMES
+from flexvarlen.patches.batch.keywords import _LOSS_MASKS, _OURS_BY_OTHER_NAMES
+from flexvarlen.patches.models.registry import FAMILIES
 from tests.tiny_models import config_of, new_model, one_row, shared_model
 
 ROW = one_row()

@@ -17,9 +17,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention
-from flexvarlen.backends import cu_seqlens_kernel
-from flexvarlen.backends.protocol import AttentionOptions
-from flexvarlen.launch import SHORT_ROW
+from flexvarlen.attention.backends.cu_seqlens import kernel as cu_seqlens_kernel
+from flexvarlen.attention.call import AttentionOptions
+from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.measure import watch_compilation
 from tests.plain_kernel import backend, told  # noqa: F401
 

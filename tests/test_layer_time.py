@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexvarlen.auto.layer import Layer
+from flexvarlen.attention.auto.decoder_layer import Layer
 from flexvarlen.bench.model import layer_time
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.measure import HostAndDevice, Timing

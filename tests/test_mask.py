@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexvarlen import DocumentMask, PackedLayout, document_block_mask, packed_attention
-from flexvarlen.backends.sdpa import SdpaBackend
-from flexvarlen.bounds import MaskSpec
+from flexvarlen.attention.backends.sdpa import SdpaBackend
+from flexvarlen.mask.spec import MaskSpec
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents
 

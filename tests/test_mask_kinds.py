@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from flexvarlen import PackedLayout, launch, packed_attention, why_not
-from flexvarlen.block_mask import block_mask_of, document_block_mask
-from flexvarlen.launch import SHORT_ROW
+from flexvarlen import PackedLayout, packed_attention, why_not
+from flexvarlen.layout import launch_sizes as launch
+from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.mask.block_mask import block_mask_of, document_block_mask
 from tests import oracle
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv

@@ -6,7 +6,7 @@ import torch
 from matplotlib.image import imread
 
 from flexvarlen import DocumentMask, PackedLayout
-from flexvarlen.mask_picture import (
+from flexvarlen.mask.picture import (
     COLORS,
     EMPTY,
     FULL,

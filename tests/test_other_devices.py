@@ -15,7 +15,8 @@ from flexvarlen.equivalence import verify_isolation
 from flexvarlen.equivalence.isolation_run import _State
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.measure import time_interleaved
-from flexvarlen.patches.documents import PackedForward, find_layout
+from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.batch.find_layout import find_layout
 
 LENGTHS = (9, 16, 15)
 CU_SEQ_LENS = torch.tensor([0, 9, 25, 40], dtype=torch.int32)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import flexvarlen as fv
-from flexvarlen.patches import own_guards
+from flexvarlen.patches.attention import own_guards
 from tests.tiny_models import new_model
 
 LAYOUT = fv.PackedLayout.from_lengths([20, 12])

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
-from flexvarlen.patches.one_document import one_document_a_row
+from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.patches.batch.one_document import one_document_a_row
 from tests.tiny_models import new_model, shared_model
 
 IDS = torch.arange(3, 15)[None]
@@ -191,7 +191,7 @@ def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
     reads = []
     read = Tensor.__bool__
     monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
-    monkeypatch.setattr("flexvarlen.patches.forward_inputs.one_document_a_row", lambda *args: 1 / 0)
+    monkeypatch.setattr("flexvarlen.patches.forward.steps.one_document_a_row", lambda *args: 1 / 0)
     model.train()(IDS, position_ids=POSITIONS)
     model.eval()(IDS, position_ids=POSITIONS, use_cache=False)
     monkeypatch.undo()

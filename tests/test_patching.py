@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
     batch_of,

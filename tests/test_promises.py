@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 from tests.oracle import differentiate, random_qkv
 from tests.test_backends import FLASH, kernels
 

@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 from tests.tiny_models import config_of, new_model, one_row, shared_model, two_rows
 
 ROW, ROWS = one_row(), two_rows()

@@ -7,10 +7,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
-from flexvarlen.patches import documents, routing
-from flexvarlen.patches.shared_config import ATTRIBUTE
-from flexvarlen.switches import _flag
+from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.env import _flag
+from flexvarlen.patches.attention import context as documents
+from flexvarlen.patches.attention import routing
+from flexvarlen.patches.state import ATTRIBUTE
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import exact_and_peer, new_model, one_row
 

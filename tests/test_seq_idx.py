@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 import flexvarlen as fv
-from flexvarlen.patches.documents import find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, documents, exact_and_peer, new_model, one_row, two_rows
 

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AttentionInterface, LlamaConfig
 
 import flexvarlen as fv
-from flexvarlen.bounds import MaskSpec
-from flexvarlen.mask import DocumentMask
-from flexvarlen.patches.documents import PackedForward, make_plan
-from flexvarlen.patches.one_forward import shared_between_layers
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.mask.spec import MaskSpec
+from flexvarlen.patches.attention.by_name import shared_between_layers
+from flexvarlen.patches.attention.context import PackedForward, make_plan
 
 CPU = torch.device("cpu")
 ONE, TWO = torch.arange(12)[None], torch.tensor([[*range(5), *range(7)]])

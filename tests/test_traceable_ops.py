@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase, given, settings
 
 from flexvarlen import DocumentMask, PackedLayout
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 from tests.mask_cases import KINDS, cases
 from tests.oracle import random_qkv
 from tests.rows import layout_of

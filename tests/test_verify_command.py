@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flexvarlen.backends.sdpa import SdpaBackend
+from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
 from flexvarlen.equivalence.isolation_command import FORMS, LENGTHS
 

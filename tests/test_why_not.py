@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen import auto
-from flexvarlen.backends import BACKENDS, AttentionRequest
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.backends.registry import BACKENDS, AttentionRequest
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 MASKS = (

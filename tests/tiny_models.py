@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from flexvarlen.patches.families import BY_TYPE
+from flexvarlen.patches.models.registry import BY_TYPE
 
 VOCABULARY = 97
 LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the border of two blocks

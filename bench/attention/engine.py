@@ -32,7 +32,7 @@ from flexvarlen.bench.attention.raw_kernels import (
 from flexvarlen.bench.attention.ways import RAW_PREFIX, ours, raw, synchronize, ways_of
 from flexvarlen.bench.suite import DeviceLost, Finding, Options
 from flexvarlen.drift.op.failures import is_lost
-from flexvarlen.mask import DocumentMask
+from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.rows import Status, one_line
 
 __all__ = [

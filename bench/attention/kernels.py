@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexvarlen.backends import BACKENDS
+from flexvarlen.attention.backends.registry import BACKENDS
 from flexvarlen.bench.attention.engine import (
     PASSES,
     RAW_PREFIX,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flexvarlen.auto.layer import NO_LAYER, Layer
+from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer
 from flexvarlen.bench.attention.clock import host_bound
 from flexvarlen.bench.attention.engine import PASSES, RAW_PREFIX
 from flexvarlen.bench.attention.kernels_cells import SUBSETS, Cell

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flexvarlen.backends import BACKENDS
+from flexvarlen.attention.backends.registry import BACKENDS
 from flexvarlen.bench.attention.inputs import Inputs, Prepare, Prepared
 from flexvarlen.bench.attention.raw_kernels import compiled_flex, first_of
 from flexvarlen.bench.attention.rectangle import HeadsFirst, Rectangle, future_of, heads_first

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.bench.attention.engine import Inputs, Prepare, Prepared, ours
 from flexvarlen.bench.attention.rectangle import Rectangle, future_of
-from flexvarlen.mask import DocumentMask
+from flexvarlen.mask.document_mask import DocumentMask
 
 
 @dataclass(frozen=True)

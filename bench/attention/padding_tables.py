@@ -18,14 +18,7 @@ from flexvarlen.bench.series import (
     measured_cases,
     three_digits,
 )
-from flexvarlen.bench.series_figure import (
-    Panel,
-    Point,
-    figure_path,
-    machine_of,
-    runs_of,
-    save_dots,
-)
+from flexvarlen.bench.series_figure import Panel, Point, figure_path, machine_of, runs_of, save_dots
 from flexvarlen.markdown import markdown
 from flexvarlen.rows import Row
 

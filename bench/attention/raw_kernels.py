@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.bench.attention.inputs import Inputs, Prepare, Prepared, Serial, serial
-from flexvarlen.environment import flash_attention_impl
+from flexvarlen.env import flash_attention_impl
 from flexvarlen.equivalence.variants import Unsupported
 
 __all__ = [

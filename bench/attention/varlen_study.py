@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexvarlen.backends import BACKENDS
+from flexvarlen.attention.backends.registry import BACKENDS
 from flexvarlen.bench.attention.engine import (
     PASSES,
     RAW_PREFIX,
@@ -34,14 +34,7 @@ from flexvarlen.bench.attention.engine import (
 from flexvarlen.bench.attention.kernels_tables import kernels_groups
 from flexvarlen.bench.attention.raw_kernels import RAW, sdpa_of_one, serial
 from flexvarlen.bench.claims import Claim, bullets
-from flexvarlen.bench.series import (
-    Grid,
-    Measured,
-    by_shape,
-    legend,
-    measured_cases,
-    three_digits,
-)
+from flexvarlen.bench.series import Grid, Measured, by_shape, legend, measured_cases, three_digits
 from flexvarlen.bench.series_figure import Panel, Point, figure_path, runs_of, save_lines
 from flexvarlen.bench.suite import Case, Finding, Options, Suite
 from flexvarlen.drift.op.cases import SUITES as OP_SUITES

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.backends import BACKENDS, get_backend, why_not
+from flexvarlen.attention.backends.registry import BACKENDS, get_backend, why_not
 from flexvarlen.bench.attention.raw_kernels import (
     RAW,
     Inputs,
@@ -23,7 +23,7 @@ from flexvarlen.bench.attention.raw_kernels import (
     Unsupported,
     behind_varlen,
 )
-from flexvarlen.mask import DocumentMask
+from flexvarlen.mask.document_mask import DocumentMask
 
 RAW_PREFIX = "raw:"  # of a variant: the kernel itself, not flexvarlen's backend
 

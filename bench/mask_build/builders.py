@@ -29,9 +29,9 @@ from flexvarlen.bench.mask_build.run import (
     bound_of,
 )
 from flexvarlen.equivalence.variants import Unsupported
-from flexvarlen.mask import DEFAULT_BLOCK_SIZE
+from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE
+from flexvarlen.mask.tables import Tables
 from flexvarlen.measure import watch_compilation
-from flexvarlen.tables import Tables
 
 # Eager create_block_mask evaluates T² pairs: 640 MiB at 8,192 tokens on an H200, torch 2.11.
 EAGER_BYTES_A_PAIR = 10

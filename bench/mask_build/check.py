@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexvarlen as fv
-from flexvarlen.mask import DEFAULT_BLOCK_SIZE
-from flexvarlen.tables import Tables
+from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE
+from flexvarlen.mask.tables import Tables
 
 BLOCK = (DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
 TABLES = ("kv", "full_kv", "q", "full_q")

@@ -22,22 +22,15 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 
-from flexvarlen.backends import BACKENDS
-from flexvarlen.bench.mask_build.attention import (
-    OURS,
-    THEIRS,
-    Attention,
-    Heads,
-    long_row,
-    share,
-)
+from flexvarlen.attention.backends.registry import BACKENDS
+from flexvarlen.bench.mask_build.attention import OURS, THEIRS, Attention, Heads, long_row, share
 from flexvarlen.bench.mask_build.builders import BUILDERS, KINDS, builds, growth, kinds
 from flexvarlen.bench.mask_build.figure import drawn
 from flexvarlen.bench.mask_build.run import SEED, SIGMA, Run
 from flexvarlen.bench.mask_build.tables import mask_build_groups, mask_build_section
 from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.bench.suite import Case, Finding, Options, Suite
-from flexvarlen.mask import DEFAULT_BLOCK_SIZE
+from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE
 from flexvarlen.rows import Row
 
 PARTS = ("build", "kinds", "growth", "share", "attention", "long")

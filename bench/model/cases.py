@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexvarlen.bench.attention.kernels_cells import SEED, document_lengths
-from flexvarlen.bench.model.documents import (
-    longest_of,
-    prompt_lengths,
-    source_of,
-    text_lengths,
-)
+from flexvarlen.bench.model.documents import longest_of, prompt_lengths, source_of, text_lengths
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.bench.suite import Options
 

@@ -30,8 +30,8 @@ import torch
 
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
+from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
 from flexvarlen.rows import Status
-from flexvarlen.switches import FA4_FOLDER, FA4_KEEPS
 
 SUITE = "compile"
 SCOPES = ("layer", "decoder", "whole")

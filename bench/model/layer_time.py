@@ -1,7 +1,7 @@
 """`python -m flexvarlen.bench.model.layer_time`: the decoder layer that auto estimates, measured.
 
 For eager calls `auto` weighs a kernel's host time against its device time by what the layer around
-takes, which it estimates by running one like it (`flexvarlen.auto.layer`). Here that estimate
+takes, which it estimates by running one like it (`decoder_layer.py`). Here that estimate
 stands beside transformers' own decoder layer, with an attention that does nothing.
 
 Shape legend: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim, C = hidden.
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PretrainedConfig
 
-from flexvarlen.auto.layer import Layer, time_layer
-from flexvarlen.backends import AttentionRequest
+from flexvarlen.attention.auto.decoder_layer import Layer, time_layer
+from flexvarlen.attention.backends.registry import AttentionRequest
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.markdown import markdown

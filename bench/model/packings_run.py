@@ -27,12 +27,7 @@ from flexvarlen.bench.model.geometries import Case, log_normal_lengths, new_base
 from flexvarlen.bench.model.step import Batch, forward_backward, free, outcome_of, seconds
 from flexvarlen.bench.model.utilisation import noting_auto, peak_tflops, step_tflop, utilisation
 from flexvarlen.bench.model.variants import Sizes, Variant, make_variant
-from flexvarlen.measure import (
-    memory_meaning,
-    peak_memory_mib,
-    time_interleaved,
-    watch_compilation,
-)
+from flexvarlen.measure import memory_meaning, peak_memory_mib, time_interleaved, watch_compilation
 from flexvarlen.rows import Status, one_line
 
 SUITE = "packings"

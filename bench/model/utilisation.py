@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen import auto
-from flexvarlen.attention import resolve_backend
-from flexvarlen.patches.routing import kinds_of
+from flexvarlen.attention.api import resolve_backend
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.patches.attention.routing import kinds_of
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # GB200 NVL72 data sheet: 360 PFLOPS with sparsity over 72 GPUs

@@ -51,11 +51,7 @@ from flexvarlen.bench.training.end_to_end_batches import (
 )
 from flexvarlen.bench.training.end_to_end_first_step import FirstStep, WrongError
 from flexvarlen.bench.training.end_to_end_tables import SUITE, end_to_end_section, parts_of
-from flexvarlen.bench.training.end_to_end_trainer import (
-    CheckedTrainer,
-    Clock,
-    accelerate_as_it_was,
-)
+from flexvarlen.bench.training.end_to_end_trainer import CheckedTrainer, Clock, accelerate_as_it_was
 from flexvarlen.bench.training.resumable import Measured, ResumableRun, add_run_arguments
 from flexvarlen.bench.training.texts import crc_of, full_rows, topic_ids
 from flexvarlen.equivalence.variants import set_transformers

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
@@ -107,7 +107,7 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     Raises:
         ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
     """
-    from flexvarlen.patches.documents import find_layout  # imports transformers
+    from flexvarlen.patches.batch.find_layout import find_layout  # imports transformers
 
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:

@@ -19,14 +19,9 @@ from flexvarlen.equivalence.isolation_leak import Leak, find_leak
 from flexvarlen.equivalence.isolation_modules import layers_of
 from flexvarlen.equivalence.isolation_report import IsolationError, IsolationReport
 from flexvarlen.equivalence.isolation_run import ModelRun, NoGradients, Outcome
-from flexvarlen.equivalence.isolation_tokens import (
-    halves,
-    halves_of,
-    sample_of,
-    with_other_tokens,
-)
+from flexvarlen.equivalence.isolation_tokens import halves, halves_of, sample_of, with_other_tokens
 from flexvarlen.equivalence.isolation_trace import Trace, changed_tokens
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 
 __all__ = [
     "IsolationError",

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.equivalence.isolation_modules import inside, kind_of
-from flexvarlen.equivalence.isolation_report import (
-    OTHER_REMEDY,
-    PATCHED,
-    REMEDIES,
-    IsolationError,
-)
+from flexvarlen.equivalence.isolation_report import OTHER_REMEDY, PATCHED, REMEDIES, IsolationError
 from flexvarlen.equivalence.isolation_run import ModelRun
 from flexvarlen.equivalence.isolation_trace import Call, Place, Trace, changed_tokens
 
@@ -154,7 +149,7 @@ class Blame:
         )
 
     def _remedy(self, kind: str) -> str:
-        from flexvarlen.patches.shared_config import ATTRIBUTE
+        from flexvarlen.patches.state import ATTRIBUTE
 
         if kind == "attention" and ATTRIBUTE in self.run.inner.__dict__:
             return PATCHED

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flexvarlen.equivalence.batch import PackedBatch, layout_of, real_documents
 from flexvarlen.equivalence.isolation_tokens import special_tokens, with_other_tokens
 from flexvarlen.equivalence.isolation_trace import Trace, by_token, tensors_in
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.random_state import RandomState
 
 if TYPE_CHECKING:

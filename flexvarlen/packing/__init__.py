@@ -9,8 +9,8 @@
 | `loader_pass.py` | what accelerate's loader does with a sampler, and does not tell it |
 """
 
-from flexvarlen.packing.bins import Piece, efficiency, pack, split_long
 from flexvarlen.packing.collator import PackedCollator
+from flexvarlen.packing.pack import Piece, efficiency, pack, split_long
 from flexvarlen.packing.sampler import BalancedSampler
 from flexvarlen.packing.stream import StreamPacker
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexvarlen.layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 
 IGNORED = -100
 """Of labels: no loss there, as torch's cross_entropy and transformers have it."""

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from flexvarlen.packing.bins import pack
+from flexvarlen.packing.pack import pack
 
 Document = TypeVar("Document")
 

@@ -26,7 +26,9 @@ import pytest
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.patches import IMPLEMENTATIONS, interface, model
+from flexvarlen.patches import IMPLEMENTATIONS
+from flexvarlen.patches import api as model
+from flexvarlen.patches.attention import functions as interface
 
 WAYS = ("name", "patched", "stock")
 

@@ -59,7 +59,7 @@ def invariant_variant(setting: ModelSetting, backend: str) -> Variant:
 
 def why_not_invariant(variant: Variant, *, needs_grad: bool) -> str | None:
     """Why a variant's backend cannot be batch invariant and deterministic on its model, or None."""
-    from flexvarlen.patches.routing import kinds_of, why_not_kind
+    from flexvarlen.patches.attention.routing import kinds_of, why_not_kind
 
     for kind in kinds_of(variant.model):
         reason = why_not_kind(

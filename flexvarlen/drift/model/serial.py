@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexvarlen import backends
-from flexvarlen.backends import AttentionOptions, AttentionRequest, Backend, get_backend
-from flexvarlen.layout import PackedLayout
-from flexvarlen.mask import DocumentMask
+from flexvarlen.attention.backends import registry as backends
+from flexvarlen.attention.backends.registry import (
+    AttentionOptions,
+    AttentionRequest,
+    Backend,
+    get_backend,
+)
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.mask.document_mask import DocumentMask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +86,7 @@ def check_covered(model: nn.Module) -> None:
     Raises:
         NotImplementedError: it has some (experts, convolutions).
     """
-    from flexvarlen.patches.routing import attention_layers
+    from flexvarlen.patches.attention.routing import attention_layers
 
     known = {id(m) for m in (*matmuls_of(model), *norms_of(model), *embeddings_of(model))}
     known |= {id(m) for m in attention_layers(model)}

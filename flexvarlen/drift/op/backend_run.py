@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.backends import get_backend
+from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.drift.op.cases import Inputs, OpCase, other_order, spans_of
 from flexvarlen.drift.op.exact import Answer
-from flexvarlen.mask import DocumentMask
+from flexvarlen.mask.document_mask import DocumentMask
 
 Attend = Callable[..., Any]
 

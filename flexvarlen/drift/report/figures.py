@@ -17,13 +17,7 @@ from flexvarlen.drift.report.drawing import (
     panel,
     style_for,
 )
-from flexvarlen.drift.report.verdicts import (
-    BACKWARD,
-    FORWARD,
-    IN_WORDS,
-    groups,
-    suite_rows,
-)
+from flexvarlen.drift.report.verdicts import BACKWARD, FORWARD, IN_WORDS, groups, suite_rows
 from flexvarlen.drift.training.figure import draw_losses, losses_alt, losses_title
 from flexvarlen.drift.training.tables import comparisons
 from flexvarlen.rows import Row

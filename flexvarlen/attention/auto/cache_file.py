@@ -1,0 +1,128 @@
+"""The file in which measured answers outlive the process: `auto.json` in the cache folder.
+
+A file that cannot be read, or a folder that cannot be written, costs a warning and a measurement,
+never a failure. Writers of several processes are merged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flexvarlen.env import CACHE, cache_folder
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: two writers at once may lose one's answer
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 5
+_LOCK_S = 5.0  # longest wait for another writer, who needs milliseconds
+
+Entry = dict[str, Any]
+
+_unwritable: set[Path] = set()
+
+
+def cache_path() -> Path:
+    """Where the answers are, or will be."""
+    return cache_folder() / "auto.json"
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """Every answer of the file by its key; none, with a warning, if it cannot be read.
+
+    A file that has not changed is not read again: some callers ask in each forward.
+    """
+    try:
+        state = path.stat()
+    except OSError:
+        return _read(path)
+    version = (path, state.st_mtime_ns, state.st_size, state.st_ino)
+    if _last.get("version") != version:
+        _last.update(version=version, entries=_read(path))
+    entries: dict[str, Entry] = _last["entries"]
+    return entries
+
+
+_last: dict[str, Any] = {}
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        _warn(f"{path} cannot be read ({error}); kernels are measured anew. Mend or delete it.")
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        _warn(f"{path} is no JSON ({error}); kernels are measured anew, and it is written anew.")
+        return {}
+    entries = found.get("entries") if isinstance(found, dict) else None
+    if not isinstance(entries, dict) or found.get("format") != FORMAT:
+        _warn(f"{path} is not of format {FORMAT}; kernels are measured anew, and it is replaced.")
+        return {}
+    return entries
+
+
+def write_entry(path: Path, key: str, entry: Entry) -> None:
+    """Add one answer to the file, beside those that others wrote meanwhile."""
+    if path in _unwritable:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            entries = read_entries(path) | {key: entry}
+            _replace(path, json.dumps({"format": FORMAT, "entries": entries}, indent=1))
+    except OSError as error:
+        _unwritable.add(path)
+        _warn(
+            f"{path} cannot be written ({error}); what is measured is kept in this process only. "
+            f"Point {CACHE} at a folder of yours."
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one writer at a time; after `_LOCK_S` seconds by more than one."""
+    if fcntl is None:
+        yield
+        return
+    with path.open("w") as file:
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:  # stopped, or a file system that forgets locks
+                    break
+                time.sleep(0.01)
+        yield  # closing the file gives the lock back
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(f"flexvarlen: {sentence}", stacklevel=2)

@@ -1,0 +1,142 @@
+"""Compare a kernel's results with dense attention, before "auto" may take the kernel.
+
+A kernel may compute garbage and raise nothing: a build of FlashAttention-2 without a head_dim, an
+index that overflows in a long row. A candidate runs on the call's own documents; its output, LSE
+and gradients are compared at a sample of the queries. The output's gradient is zero at all others,
+so that dense attention of the sample alone gives all gradients.
+
+Shape legend: S = sampled queries, T, Tk = tokens of the query and the key row, H = num_heads,
+Hkv = num_kv_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexvarlen.attention.auto.candidate_call import (
+    GRADIENTS,
+    CandidateCall,
+    RandomTensors,
+    in_own_thread,
+    options_of,
+)
+from flexvarlen.attention.backends.reference import dense_attention
+from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.mask.document_mask import DocumentMask
+
+_MOST_SCORES = 2**25
+"""H x S x Tk of the dense attention: 128 MiB in fp32."""
+
+_MOST_QUERIES = 256
+
+TOLERANCE = {torch.bfloat16: 2**-4, torch.float16: 2**-7, torch.float32: 2**-7}
+"""The largest relative error, ‖result − reference‖ / ‖reference‖: eight times the inputs' machine
+epsilon, that of TF32 for fp32, which a GPU may multiply so."""
+
+_LEAST = 2**-7
+"""A smaller ‖reference‖ counts as this share of the norm of the output's gradient: dq and dk of
+queries that see one key are 0, but for rounding."""
+
+
+class WrongResultError(Exception):
+    """A kernel's result is not what `reference` computes."""
+
+
+class Expected(NamedTuple):
+    """The reference's results for a sample of queries.
+
+    Attributes:
+        queries: the sample, int64 `[S]`.
+        grad_THD: the output's gradient, zero at all other queries.
+        results: by name: output `[S, H, D]` and LSE `[H, S]` of the sample, and whole gradients.
+    """
+
+    queries: Tensor
+    grad_THD: Tensor
+    results: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, request: AttentionRequest, mask: DocumentMask, tensors: RandomTensors) -> Expected:
+        """By dense attention, in fp32, or fp64 for fp32. Syncs."""
+        lo, hi = mask.bounds()
+        seeing = (lo < hi).nonzero()[:, 0]
+        keys = mask.layout_k.total_tokens
+        most = max(1, min(_MOST_QUERIES, _MOST_SCORES // (request.num_heads * keys), len(seeing)))
+        evenly = torch.linspace(0, len(seeing) - 1, most, device=lo.device, dtype=torch.float64)
+        queries = seeing[evenly.round().long()] if len(seeing) else seeing
+        grad_THD = torch.zeros_like(tensors.grad_THD)
+        grad_THD[queries] = tensors.grad_THD[queries]
+
+        wide = torch.float64 if request.dtype == torch.float32 else torch.float32
+        q, k, v, *sinks = (
+            x.detach().to(wide).requires_grad_(request.needs_grad)
+            for x in (tensors.q_THD[queries], *tensors.inputs[1:])
+        )
+        tokens = torch.arange(keys, device=lo.device)
+        seen = (lo[queries, None] <= tokens) & (tokens < hi[queries, None])
+        options = options_of(request, sinks[0] if sinks else None)
+        out_SHD, lse_HS = dense_attention(q, k, v, seen, options)
+        results = {"output": out_SHD.detach(), "LSE": lse_HS.detach()}
+        if request.needs_grad:
+            grads = torch.autograd.grad(out_SHD, (q, k, v, *sinks), grad_THD[queries].to(wide))
+            results |= zip(GRADIENTS, grads, strict=False)
+            results["dq"] = (
+                results["dq"].new_zeros(tensors.q_THD.shape).index_copy_(0, queries, results["dq"])
+            )
+        return cls(queries, grad_THD, results)
+
+    def check(self, call: CandidateCall) -> None:
+        """Raise if the candidate's results are others.
+
+        Raises:
+            WrongResultError: they are, or some are not finite.
+        """
+        least = _LEAST * float(self.grad_THD.float().norm())
+        for name, result in call.results(self.grad_THD).items():
+            expected, found = self.results[name], result.detach()
+            if name != "LSE" and not bool(found.isfinite().all()):
+                raise WrongResultError(f"wrong results: its {name} has NaN or infinity")
+            if name == "output":
+                found = found[self.queries]
+            elif name == "LSE":
+                found = found[:, self.queries]
+            error = float((found.to(expected.dtype) - expected).norm())
+            size = max(float(expected.norm()), least)
+            if not error <= TOLERANCE[call.request.dtype] * size:
+                raise WrongResultError(
+                    f"wrong results: its {name} is off by {error / size:.2g} times the reference's "
+                    "norm"
+                )
+
+
+def why_wrong(name: str, request: AttentionRequest) -> str | None:
+    """Why a backend's results may not be taken, found on a small row; None if they are right.
+
+    For a call whose own documents are not at hand. Compiles nothing with Dynamo, so not for the
+    backends that do.
+    """
+
+    def work() -> None:
+        mask = _small_mask(request)
+        tensors = RandomTensors.of(request, mask)
+        call = CandidateCall(name, request, mask, tensors)
+        Expected.of(request, mask, tensors).check(call)
+
+    try:
+        in_own_thread(request, work)
+    except WrongResultError as error:
+        return str(error)
+    return None
+
+
+def _small_mask(request: AttentionRequest) -> DocumentMask:
+    """Three documents of up to 300 tokens, one of them of a single token."""
+    layout = PackedLayout.from_lengths([150, 1, 300], device=request.device)
+    cross, prefix = request.mask.cross, request.mask.prefix
+    layout_k = PackedLayout.from_lengths([200, 5, 300], device=request.device) if cross else None
+    prefixes = torch.full_like(layout.cu_seqlens[1:], 20) if prefix else None
+    return DocumentMask(layout, request.mask, layout_k=layout_k, prefix=prefixes)

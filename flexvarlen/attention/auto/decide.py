@@ -1,0 +1,399 @@
+"""`backend="auto"`: the kernel that is fastest on the user's own shapes, measured once and kept.
+
+The first eager call of a kind on a GPU times every candidate that can serve it, on random tensors
+and the call's own documents; the answer is kept in the process, and in a file for the next one. A
+call inside a compiled graph, or where nothing may be timed, takes an answer that is known already;
+else the static order, `AUTO_ORDER` of the registry. `flexvarlen.explain` measures ahead.
+
+Whatever is taken, its results were compared with the reference's before, and a backend that
+computes something else is left out with a warning. Two are not compared: flex by the static order,
+as it cannot be compiled while a graph is traced, and what a backward or a CUDA graph calls first.
+
+Imports: backends, layout, mask, measure.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexvarlen.attention.auto import keys, ranks
+from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries, write_entry
+from flexvarlen.attention.auto.check_results import why_wrong
+from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer
+from flexvarlen.attention.auto.timing import OUT_OF_MEMORY, Race, time_candidates
+from flexvarlen.attention.backends.registry import (
+    BACKENDS,
+    AttentionRequest,
+    choose_backend,
+    refusal,
+)
+from flexvarlen.env import AUTO, auto_is_static
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.measure import HostAndDevice, Timing
+
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "cuda": ("fa3", "fa4", "flex_fa4", "fa2", "flex", "varlen", "cudnn")
+}
+"""What is timed, by device type: no backend that is slow by design. Elsewhere nothing is timed."""
+
+_MOST_NAMES = 4096  # sizes kept as they are, for the host's time; what is decided is kept by bucket
+
+_log = logging.getLogger("flexvarlen")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What "auto" takes for a kind of call.
+
+    Attributes:
+        backend: its name, for eager calls.
+        compiled: for those inside a compiled graph, where the host's time counts for nothing.
+        why: how it came to be chosen: "measured", "from the cache file ...", "static order, ...".
+        timings: of the candidates that ran, if any were timed.
+        failed: why each other one that was tried did not run.
+        layer: what was taken to be around an eager call, if it was timed.
+        lasting: whether later calls of the kind may take it too.
+    """
+
+    backend: str
+    compiled: str
+    why: str
+    timings: Mapping[str, HostAndDevice] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    layer: Layer | None = None
+    lasting: bool = True
+
+
+class _Memory:
+    """What this process knows, as long as the run of ranks it belongs to lasts."""
+
+    def __init__(self) -> None:
+        self.run = ranks.Run(None)
+        self.names: dict[object, str] = {}
+        self.decisions: dict[object, Decision] = {}
+        self.wrong: dict[object, str | None] = {}
+
+    def renew(self, group: Any) -> None:
+        self.run, self.names, self.decisions, self.wrong = ranks.Run(group), {}, {}, {}
+
+
+_memory = _Memory()
+_measuring = threading.Lock()
+
+
+def forget() -> None:
+    """Forget what this process knows; the file stays."""
+    _memory.renew(ranks.world())
+
+
+def choose(call: tuple[Any, ...], mask: DocumentMask) -> str:
+    """The backend for an eager call; the fields of an `AttentionRequest`, in order.
+
+    Measures at the first call of a kind, if it may. A few microseconds once known.
+
+    Raises:
+        NotImplementedError: no backend can serve the call; the sentence gives each one's reason.
+    """
+    group = ranks.world()
+    if not _memory.run.is_of(group):
+        _memory.renew(group)
+    sizes = keys.sizes(mask)
+    key = (call, sizes, keys.torch_state())
+    name = _memory.names.get(key)
+    if name is not None:
+        return name
+    decision = decide(AttentionRequest(*call), sizes, mask)
+    if decision.lasting:
+        if len(_memory.names) >= _MOST_NAMES:
+            _memory.names.clear()
+        _memory.names[key] = decision.backend
+    return decision.backend
+
+
+def decide(
+    request: AttentionRequest,
+    sizes: keys.Sizes,
+    mask: DocumentMask | None,
+    why_no_mask: str = "nothing is timed inside a compiled graph; call flexvarlen.explain() ahead",
+    *,
+    only_look: bool = False,
+) -> Decision:
+    """What "auto" takes and why; timed on `mask`, if not known; nothing is timed without it.
+
+    Args:
+        request: the kind of call.
+        sizes: of the mask's layouts; 0 where a compiled graph does not know one.
+        mask: the documents to time on, or None.
+        why_no_mask: why there is none.
+        only_look: leave no decision behind, and wait for none of another rank.
+
+    Raises:
+        NotImplementedError: no backend can serve the call.
+    """
+    group = ranks.world()
+    if not _memory.run.is_of(group):
+        _memory.renew(group)
+    obstacle = why_no_mask if mask is None else _why_not_now(mask)
+    if mask is None or obstacle is not None:
+        # Without the lock: this may be inside Dynamo, for whose own a measurement may wait.
+        return _remembered(request, sizes, obstacle or why_no_mask, only_look)
+    with _measuring:
+        return _remembered(request, sizes, mask)
+
+
+def candidates(request: AttentionRequest) -> tuple[str, ...]:
+    """The backends to be timed for such calls: none that cannot serve them."""
+    names = CANDIDATES.get(request.device.type, ())
+    return tuple(n for n in names if n in BACKENDS and refusal(n, request) is None)
+
+
+# Below, `mask` is the documents to time candidates on, or a string: why nothing may be timed.
+
+
+def _remembered(
+    request: AttentionRequest,
+    sizes: keys.Sizes,
+    mask: DocumentMask | str,
+    only_look: bool = False,
+) -> Decision:
+    if 0 in sizes:
+        return _static(request, None, "a size is 0, or not known inside the compiled graph")
+    bucket = keys.bucket(sizes)
+    key = (request, bucket, keys.torch_state())
+    known = _memory.decisions.get(key)
+    if known is None:
+        known = _among_ranks(request, bucket, mask, only_look)
+        if known.lasting and not only_look:
+            _memory.decisions[key] = known
+        _log.info("auto takes %s for %s: %s", known.backend, keys.describe(request), known.why)
+    return known
+
+
+def _among_ranks(
+    request: AttentionRequest, bucket: keys.Bucket, mask: DocumentMask | str, only_look: bool
+) -> Decision:
+    run = _memory.run
+    names = candidates(request)
+    if request.device.type not in CANDIDATES:
+        return _static(request, bucket, f"nothing is timed on {request.device.type}", lasting=True)
+    if not names:
+        return _static(request, bucket, "no kernel that is timed can serve it", lasting=True)
+    if auto_is_static():
+        return _static(request, bucket, f"{AUTO}=static", lasting=True)
+    if not run.several:
+        return _alone(request, names, bucket, mask)
+    kind = keys.kind_key(request, bucket)
+    if only_look:
+        seen = run.told(kind)
+        if seen is not None and _why_not_both(seen, request, names) is None:
+            return _published(seen, "decided earlier in this run")
+        return _alone(request, names, bucket, mask)
+    if not run.decides:
+        told = run.ask(kind)
+        problem = "" if told is None else _why_not_both(told, request, names)
+        if told is None or problem is not None:
+            if told is not None:
+                warnings.warn(
+                    f"flexvarlen: rank 0 takes what cannot serve the call here ({problem}); "
+                    "install the same kernels on all.",
+                    stacklevel=2,
+                )
+            return _static(
+                request, bucket, "rank 0's choice is not known or not usable", lasting=True
+            )
+        return _published(told, "decided by rank 0")
+    own: list[Decision] = []
+
+    def decide_here() -> str:
+        own.append(_alone(request, names, bucket, mask))
+        return f"{own[0].backend} {own[0].compiled}"
+
+    published = run.publish(kind, decide_here)
+    if own:  # one decision for the whole run
+        why = own[0].why if own[0].lasting else f"{own[0].why}; all ranks keep to it in this run"
+        return replace(own[0], why=why, lasting=True)
+    return _published(published, "decided earlier in this run")
+
+
+def _published(names: str, why: str) -> Decision:
+    """The decision that rank 0 left: its choices, for eager and for compiled calls."""
+    eager, compiled = names.split()
+    return Decision(eager, compiled, why)
+
+
+def _why_not_both(
+    published: str, request: AttentionRequest, candidates: tuple[str, ...]
+) -> str | None:
+    """Why this rank cannot take what rank 0 left, or None."""
+    for name in dict.fromkeys(published.split()):
+        if name not in candidates and (reason := refusal(name, request)) is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def _alone(
+    request: AttentionRequest,
+    names: tuple[str, ...],
+    bucket: keys.Bucket,
+    mask: DocumentMask | str,
+) -> Decision:
+    """The decision of a process that asks no other."""
+    path = cache_path()
+    key = keys.answer_key(request, names, bucket)
+    entries = read_entries(path)
+    kept = _from_entry(entries[key], names, path) if key in entries else None
+    if kept is not None:
+        return kept
+    if isinstance(mask, str):
+        return _static(request, bucket, mask)
+    race = time_candidates(request, mask, names)
+    for name, reason in race.failed.items():
+        _warn_of_failure(name, reason, request)
+    if not race.finalists:
+        still = _static(request, bucket, "every candidate failed when timed", race.failed)
+        return replace(still, lasting=True)
+    # Else the next process may have the memory.
+    if OUT_OF_MEMORY not in race.failed.values() and race.layer is not None:
+        write_entry(path, key, _as_entry(race, race.layer))
+    return Decision(*_fastest(race), "measured", race.timings, race.failed, race.layer)
+
+
+_TIE = 1.02  # eager calls this near the fastest: the host's time is no surer; the device's decides
+
+
+def _fastest(race: Race) -> tuple[str, str]:
+    """Eagerly, and in a compiled graph."""
+    compiled = {name: race.timings[name].compiled_ms for name in race.finalists}
+    around = race.layer or NO_LAYER
+    eager = {name: around.added_by(race.timings[name]) for name in race.finalists}
+    least = min(eager.values())
+    near = [name for name in eager if eager[name] <= _TIE * least]
+    return min(near, key=compiled.__getitem__), min(compiled, key=compiled.__getitem__)
+
+
+def _warn_of_failure(name: str, reason: str, request: AttentionRequest) -> None:
+    warnings.warn(
+        f"flexvarlen: {name} failed when auto tried it ({reason}), so auto leaves it out for "
+        f"{keys.describe(request)}; run it by name to see for yourself.",
+        stacklevel=2,
+    )
+
+
+def _static(
+    request: AttentionRequest,
+    bucket: keys.Bucket | None,
+    because: str,
+    failed: Mapping[str, str] | None = None,
+    *,
+    lasting: bool = False,
+) -> Decision:
+    """The first of the static order whose results are right.
+
+    Args:
+        request: the kind of call.
+        bucket: of its sizes.
+        because: why nothing was timed.
+        failed: backends that are known to fail, and why.
+        lasting: as in `Decision`.
+    """
+    why = f"static order, because {because}"
+    # FlashAttention's backward alone: its forward finds its work on the device.
+    wasteful = request.needs_grad and bucket is not None and keys.is_wasteful(bucket)
+    found = dict(failed or {})
+    while True:
+        wrong = {name: reason for name, reason in found.items() if reason != OUT_OF_MEMORY}
+        chosen = choose_backend(request, wasteful=wasteful, wrong=wrong)
+        reason = _why_wrong(chosen, request)
+        if reason is None:
+            return Decision(chosen, chosen, why, failed=found, lasting=lasting)
+        found[chosen] = reason
+
+
+_UNCOMPARED = ("flex", "flex_fa4", "sdpa")
+"""In the static order: what Dynamo compiles, which it cannot while it traces, and torch's own
+operator, one call a document."""
+
+
+def _why_wrong(name: str, request: AttentionRequest) -> str | None:
+    """Why a backend of the static order is not to be taken; asked once a process."""
+    if request.device.type not in CANDIDATES or name in _UNCOMPARED:
+        return None
+    key = (name, request, keys.torch_state())
+    if key not in _memory.wrong:
+        if _why_nothing_runs(request.device) is not None:
+            return None
+        try:
+            reason = _memory.wrong[key] = why_wrong(name, request)
+        except torch.OutOfMemoryError:  # the call itself will say so
+            return None
+        if reason is not None:
+            _warn_of_failure(name, reason, request)
+    return _memory.wrong[key]
+
+
+def _why_not_now(mask: DocumentMask) -> str | None:
+    """Why nothing can be timed here and now."""
+    if type(mask.layout.cu_seqlens) is not Tensor:
+        return "the layout's tensors hold no data"
+    return _why_nothing_runs(mask.layout.device)
+
+
+def _why_nothing_runs(device: torch.device) -> str | None:
+    """Why no kernel can be run here and now beside what the caller does."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
+        return "the call is inside a backward"
+    return None
+
+
+# ---- answers as the file holds them ----
+
+
+def _as_entry(race: Race, layer: Layer) -> Entry:
+    ms = {
+        name: {part: astuple(timing) for part, timing in vars(both).items()}
+        for name, both in race.timings.items()
+    }
+    failed = dict(race.failed)
+    return {
+        "ms_p20_p50_p80_repeats": ms,
+        "finalists": list(race.finalists),
+        "failed": failed,
+        "layer_ms": list(layer),
+    }
+
+
+def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | None:
+    """The decision that an entry holds; None, with a warning, if it holds none."""
+    try:
+        timings = {
+            name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})
+            for name, both in entry["ms_p20_p50_p80_repeats"].items()
+        }
+        layer = Layer(*entry["layer_ms"])
+        if not all(map(math.isfinite, layer)):
+            raise ValueError(f"layer_ms is {layer}")
+        race = Race(timings, tuple(entry["finalists"]), dict(entry["failed"]), layer)
+        fastest = _fastest(race)
+        problem = None if set(timings) <= set(names) else f"it names {', '.join(timings)}"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        warnings.warn(
+            f"flexvarlen: an answer in {path} is no answer ({problem}); kernels are measured anew. "
+            "Delete the file if this comes back.",
+            stacklevel=2,
+        )
+        return None
+    return Decision(*fastest, f"from the cache file {path}", race.timings, race.failed, race.layer)

@@ -1,0 +1,134 @@
+"""`Layer`: what a decoder layer takes besides its attention, found by running one like it.
+
+Shape legend: T = tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim, C = H*D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.measure import HostAndDevice, time_host_and_device
+
+_MOST_WIDTH = 4096
+_MOST_ELEMENTS = 4096 * _MOST_WIDTH
+"""C, and T times C, of the layer that is run; above, its device time is taken to grow with C
+squared and with T. With a backward it then holds about 1.7 GB in 16 bits, twice that in 32; of one
+token half, its weights and their gradients."""
+
+_BUSY_MS = 10.0
+"""Before each timed layer: twice what an H200's host takes for one, forward and backward."""
+
+
+class Layer(NamedTuple):
+    """Milliseconds that a decoder layer takes besides its attention, about, eagerly."""
+
+    host_ms: float
+    device_ms: float
+
+    def added_ms(self, host_ms: float, device_ms: float) -> float:
+        """How much longer the layer takes with a call of these times, where the host runs ahead.
+
+        The slower of host and device decides: a kernel's host time counts as far as the device
+        would wait for it. Forward and backward are taken together, as if the host waited for
+        the device nowhere between them.
+        """
+        return max(self.host_ms + host_ms, self.device_ms + device_ms) - max(self)
+
+    def added_by(self, timing: HostAndDevice) -> float:
+        """The same of medians."""
+        return self.added_ms(timing.host.ms_p50, timing.device.ms_p50)
+
+
+NO_LAYER = Layer(0.0, 0.0)
+"""Nothing around a call: where nobody knows what is."""
+
+
+def time_layer(request: AttentionRequest, tokens: int) -> Layer:
+    """Time a dense layer, as Llama's, of the width of the call's heads; syncs.
+
+    Its MLP is three times as wide. A hidden size apart from H*D (half of it in Qwen3-0.6B) or a few
+    active experts make a real layer's device time another, norms of queries and keys its host time.
+
+    Args:
+        request: the kind of call; its heads, dtype, device, and whether a backward follows.
+        tokens: of the row.
+    """
+    layer = _DecoderLayer(request, tokens)
+    times = partial(time_host_and_device, {"": layer}, device=request.device, warmup=2, repeats=10)
+    timed = times(busy_ms=_BUSY_MS)[""]
+    if timed.host.ms_p80 > _BUSY_MS:  # the device has waited
+        timed = times(busy_ms=2 * timed.host.ms_p80)[""]
+    width = request.num_heads * request.head_dim
+    larger = tokens / layer.rows * (width / layer.width) ** 2
+    return Layer(timed.host.ms_p50, timed.device.ms_p50 * larger)
+
+
+class _DecoderLayer:
+    """Each operation that transformers' eager Llama layer calls, without modules and attention.
+
+    A call runs it forward, and backward if the request needs it.
+    """
+
+    def __init__(self, request: AttentionRequest, tokens: int) -> None:
+        self.head_dim, self.needs_grad = request.head_dim, request.needs_grad
+        heads = max(1, min(request.num_heads, _MOST_WIDTH // request.head_dim))
+        kv_heads = max(1, request.num_kv_heads * heads // request.num_heads)
+        kv_width, self.width = kv_heads * self.head_dim, heads * self.head_dim
+        self.rows = rows = min(tokens, max(1, _MOST_ELEMENTS // self.width))
+
+        def random(*shape: int, std: float = 1.0) -> Tensor:
+            empty = torch.empty(shape, device=request.device, dtype=request.dtype)
+            return empty.normal_(std=std)
+
+        def weight(*shape: int) -> Tensor:
+            return random(*shape, std=shape[-1] ** -0.5).requires_grad_(self.needs_grad)
+
+        c, mlp = self.width, 3 * self.width
+        self.hidden_1TC = random(1, rows, c).requires_grad_(self.needs_grad)
+        self.cos_TD, self.sin_TD = random(rows, self.head_dim), random(rows, self.head_dim)
+        self.norms = [weight(c), weight(c)]
+        self.qkv = [weight(c, c), weight(kv_width, c), weight(kv_width, c)]
+        self.out = weight(c, c)
+        self.gate, self.up, self.down = weight(mlp, c), weight(mlp, c), weight(c, mlp)
+        self.grads = [random(1, rows, width) for width in (c, kv_width, kv_width)]
+
+    def leaves(self) -> Sequence[Tensor]:
+        weights = (*self.norms, *self.qkv, self.out, self.gate, self.up, self.down)
+        return (self.hidden_1TC, *weights)
+
+    def __call__(self) -> None:
+        outs = self.forward()
+        if self.needs_grad:
+            torch.autograd.grad(outs, self.leaves(), self.grads)
+
+    def forward(self) -> list[Tensor]:
+        """The layer's output `[1, T, C]`, and keys and values `[1, T, Hkv*D]`, which none reads."""
+        normed = _rms_norm(self.hidden_1TC, self.norms[0])
+        q, k, v = (linear(normed, weight) for weight in self.qkv)
+        q, k = self.rotated(q), self.rotated(k)
+        hidden = self.hidden_1TC + linear(q, self.out)
+        normed = _rms_norm(hidden, self.norms[1])
+        mlp = linear(silu(linear(normed, self.gate)) * linear(normed, self.up), self.down)
+        return [hidden + mlp, k, v]
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Rotary embedding of the heads in `[1, T, heads * D]`, as transformers computes it."""
+        x_1HTD = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        half = self.head_dim // 2
+        turned = torch.cat((-x_1HTD[..., half:], x_1HTD[..., :half]), dim=-1)
+        out_1HTD: Tensor = x_1HTD * self.cos_TD + turned * self.sin_TD
+        return out_1HTD.transpose(1, 2).flatten(2)
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As transformers computes it: eight kernels in 16 bits."""
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * normed.to(x.dtype)

@@ -1,0 +1,148 @@
+"""What an answer of "auto" holds for: the kind of call, the machine, and a bucket of sizes.
+
+A bucket knows only what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound, and
+what kernels are launched for), so that eager and compiled calls on a layout share answers, and
+other documents of the same sizes ask nothing anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import metadata
+
+import torch
+from packaging.version import Version
+
+from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.env import flash_attention_impl
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.mask.document_mask import DocumentMask
+
+_KERNEL_PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
+
+_HINTS = Version(torch.__version__) >= Version("2.13")  # where Dynamo traces optimization_hint
+
+Sizes = tuple[int, ...]
+"""total_tokens, capacity, max_seqlen_bound, and `_OWN` or `_BOUNDS`: whether kernels are launched
+for the documents that there are. In cross-attention those of the keys too."""
+
+_OWN, _BOUNDS = 1, 2
+_FIELDS = 4
+_WASTEFUL = 7  # measured at 32,768 tokens: 256 times the launch took fa3 from 3.8 ms a layer to 11
+
+Bucket = tuple[int, ...]
+"""Powers of two (their exponents) of tokens, tokens a slot and bound, and what is launched for."""
+
+
+def sizes(mask: DocumentMask) -> Sizes:
+    """The sizes of the mask's layouts. Reads nothing that varies with the documents; traces."""
+    q, k = mask.layout, mask.layout_k
+    return (*_of_layout(q), *_of_layout(k)) if mask.spec.cross else _of_layout(q)
+
+
+def _of_layout(layout: PackedLayout) -> Sizes:
+    launch = _OWN if layout.launch.own else _BOUNDS
+    return layout.total_tokens, layout.capacity, layout.max_seqlen_bound, launch
+
+
+def sizes_in_graph(mask: DocumentMask) -> Sizes:
+    """The sizes inside a compiled graph, as plain ints, with no guard on them.
+
+    Those that vary (symbolic): the ones that it is being compiled with, or 0 if torch cannot tell.
+    """
+    from torch.fx.experimental import symbolic_shapes  # brings sympy, which only compiling needs
+
+    found = sizes(mask)
+    if _HINTS:
+        return tuple([symbolic_shapes.optimization_hint(size) for size in found])
+    return tuple([size if symbolic_shapes.has_static_value(size) else 0 for size in found])
+
+
+def bucket(sizes: Sizes) -> Bucket:
+    """The exponents of the powers of two at or above T, T / capacity and the bound; the launch.
+
+    >>> bucket((4096, 8, 1000, 1))
+    (12, 9, 10, 1)
+    """
+    found: list[int] = []
+    for i in range(0, len(sizes), _FIELDS):
+        tokens, capacity, bound, launch = sizes[i : i + _FIELDS]
+        found += ((tokens - 1).bit_length(), ((tokens - 1) // capacity).bit_length())
+        found += ((bound - 1).bit_length(), launch)
+    return tuple(found)
+
+
+def is_wasteful(bucket: Bucket) -> bool:
+    """Whether kernels over cu_seqlens would be launched for far more than the row holds.
+
+    So it is where only a compiled graph sees the documents of a long row: any may be the longest.
+    """
+    return any(
+        bucket[i + 3] == _BOUNDS and bucket[i + 2] - bucket[i + 1] >= _WASTEFUL
+        for i in range(0, len(bucket), _FIELDS)
+    )
+
+
+def torch_state() -> tuple[object, ...]:
+    """torch's own switches that decide what kernels can serve, and which one `varlen` runs."""
+    return torch.are_deterministic_algorithms_enabled(), flash_attention_impl()
+
+
+def describe(request: AttentionRequest) -> str:
+    """The kind of call in words; whether there is a softcap, not how large it is."""
+    words = [
+        str(request.dtype).removeprefix("torch."),
+        f"{request.num_heads}/{request.num_kv_heads} heads of {request.head_dim}",
+        repr(request.mask)[len("MaskSpec(") : -1],
+        "forward+backward" if request.needs_grad else "forward",
+    ]
+    words += ["softcap"] * (request.softcap is not None)
+    for flag in ("sinks", "deterministic", "batch_invariant", "return_lse", "past_int32"):
+        words += [flag] * getattr(request, flag)
+    return ", ".join(words)
+
+
+def answer_key(request: AttentionRequest, candidates: Iterable[str], bucket: Sequence[int]) -> str:
+    """The name of an answer in the cache file; one that differs in anything is another answer."""
+    parts = [
+        _hardware(request.device),
+        ", ".join(f"{name} {version}" for name, version in versions()),
+        "torch state " + ", ".join(map(str, torch_state())),
+        describe(request),
+        "of " + " ".join(candidates),
+        "sizes 2^" + " 2^".join(map(str, bucket)),
+    ]
+    return "; ".join(parts)
+
+
+def kind_key(request: AttentionRequest, bucket: Sequence[int]) -> str:
+    """What all ranks of a run ask alike: the kind of call, the power of two of T, the launch."""
+    tokens, *_, launch = bucket[:_FIELDS]
+    state = " ".join(map(str, torch_state()))
+    return f"{describe(request)}, {state}, tokens 2^{tokens}, launch {launch}"
+
+
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """Of torch, flexvarlen and each installed package that brings a kernel."""
+    import flexvarlen  # here: the package imports its modules before it is complete
+
+    found = [("torch", torch.__version__), ("flexvarlen", flexvarlen.__version__)]
+    for name in _KERNEL_PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(found)

@@ -1,0 +1,159 @@
+"""Time kernels against each other on random tensors, on a user's documents; leave no trace."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from flexvarlen.attention.auto.candidate_call import CandidateCall, RandomTensors, in_own_thread
+from flexvarlen.attention.auto.check_results import Expected, WrongResultError
+from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer, time_layer
+from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.measure import BUSY_MS, HostAndDevice, time_host_and_device
+
+BUDGET_S = 1.5
+"""Timed calls of all candidates take about so long; loading and compiling them comes on top."""
+
+_HEATS = ((1, math.inf), (3, 1.5), (5, 1.06))
+"""Heats: fewest rounds, and how many times slower than the fastest of the heat before one may be to
+take part. A third of the budget each."""
+
+_MOST_ROUNDS = 100
+
+Failure = str
+
+OUT_OF_MEMORY: Failure = "out of memory"
+
+
+class Race(NamedTuple):
+    """What came of timing candidates.
+
+    Attributes:
+        timings: of each that ran, of the last heat that it took part in.
+        finalists: those of the last heat; only their times are of the same minute.
+        failed: why each other one failed.
+        layer: what is around such a call; None if it could not be timed.
+    """
+
+    timings: dict[str, HostAndDevice]
+    finalists: tuple[str, ...]
+    failed: dict[str, Failure]
+    layer: Layer | None
+
+
+def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
+    """Time each candidate once compiled: forward, and backward if the request needs it.
+
+    Args:
+        request: the kind of call.
+        mask: the documents; q, k and v are random.
+        names: candidates that can serve the request.
+
+    Returns:
+        The times of those that ran, interleaved, and why each other one failed.
+
+    A candidate whose results are not the reference's fails (`agreement.py`). Runs in a thread of
+    its own (`in_own_thread`). Syncs.
+    """
+    try:
+        return in_own_thread(request, lambda: _time(request, mask, names))
+    except torch.OutOfMemoryError as error:  # of the random tensors, or of the reference
+        return Race({}, (), dict.fromkeys(names, _reason(error)), None)
+
+
+def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
+    failed: dict[str, Failure] = {}
+
+    def guarded(name: str, call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            if name in failed:
+                return
+            try:
+                call()
+            # Whatever a foreign kernel raises: it is reported, and the others are still timed.
+            except Exception as error:
+                failed[name] = _reason(error)
+
+        return run
+
+    layer: Layer | None = None
+    try:
+        layer = time_layer(request, mask.layout.total_tokens)
+    except RuntimeError as error:  # of memory, of cuBLAS: not the kernels' failure
+        warnings.warn(
+            f"flexvarlen: auto could not time a decoder layer beside the kernels "
+            f"({_reason(error)}), so it takes the kernel that is fastest by itself; free some of "
+            "the GPU's memory before the first such call.",
+            stacklevel=2,
+        )
+    tensors = RandomTensors.of(request, mask)
+    candidates = {name: CandidateCall(name, request, mask, tensors) for name in names}
+    expected = Expected.of(request, mask, tensors)
+    for name, candidate in candidates.items():  # loads, compiles, tunes
+        guarded(name, partial(expected.check, candidate))()
+    del expected
+    calls = {name: guarded(name, candidate) for name, candidate in candidates.items()}
+    for call in calls.values():
+        call()
+    timings: dict[str, HostAndDevice] = {}
+    around = layer or NO_LAYER
+    alive = list(calls)
+    for least, slack in _HEATS:
+        ran = {name: timings[name] for name in alive if name in timings and name not in failed}
+        alive = [
+            name for name in alive if name not in failed and _is_near(name, ran, slack, around)
+        ]
+        if not alive or (len(alive) < 2 and ran):
+            break
+        round_s = sum(
+            ran[name].eager_ms / 1e3 if name in ran else _seconds(calls[name], request.device)
+            for name in alive
+        )
+        round_s += len(alive) * BUSY_MS / 1e3 if request.device.type == "cuda" else 1e-6
+        rounds = max(least, min(_MOST_ROUNDS, int(BUDGET_S / len(_HEATS) / round_s)))
+        timings |= time_host_and_device(
+            {name: calls[name] for name in alive}, device=request.device, warmup=0, repeats=rounds
+        )
+    return Race(
+        {name: timings[name] for name in timings if name not in failed},
+        tuple(name for name in alive if name not in failed),
+        failed,
+        layer,
+    )
+
+
+def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, layer: Layer) -> bool:
+    """Whether a candidate may still turn out the fastest, eagerly or in a compiled graph."""
+    if not timings:
+        return True
+    mine = timings[name]
+    return layer.added_by(mine) <= slack * min(
+        layer.added_by(t) for t in timings.values()
+    ) or mine.compiled_ms <= slack * min(t.compiled_ms for t in timings.values())
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _reason(error: Exception) -> Failure:
+    """One line: an error of a compiler may be a page."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    if isinstance(error, WrongResultError):
+        return str(error)
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line[:300]}" if line else type(error).__name__

@@ -1,0 +1,1 @@
+"""The attention kernels, one module each; `registry.py` has them by name."""

@@ -1,0 +1,75 @@
+"""`cudnn`: cuDNN's variable-length kernel inside torch, forward only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
+from flexvarlen.attention.backends.cu_seqlens.fa2 import ampere_refusal
+from flexvarlen.attention.backends.cu_seqlens.kernel import KernelCall
+from flexvarlen.attention.call import AttentionRequest
+
+
+class CudnnBackend(CuSeqlensBackend):
+    """cuDNN's kernel over cu_seqlens, as torch has it: forward only."""
+
+    name = "cudnn"
+    head_dims = (8, 128)
+    launches_own_sizes = False  # cuDNN builds and keeps a plan for each size
+    has_windows = False
+    has_softcap = False
+
+    def why_missing(self, device: torch.device) -> str | None:
+        """Needs a CUDA build of torch with cuDNN, and an Ampere GPU."""
+        if not torch.backends.cudnn.is_available() or not hasattr(
+            torch.ops.aten, "_cudnn_attention_forward"
+        ):
+            return "cudnn needs a torch built with cuDNN; install a CUDA build of torch."
+        return ampere_refusal(self.name, device)
+
+    def why_not_this(self, request: AttentionRequest) -> str | None:
+        """No backward, and no promise."""
+        if request.needs_grad:
+            return (
+                "cudnn is forward only here: its packed backward gives NaN in torch 2.11; use "
+                "backend='varlen', or torch.no_grad()."
+            )
+        if request.past_int32:
+            return (
+                "cudnn gives wrong outputs for queries of 2**31 elements or more (tokens x heads x "
+                "head_dim); pack shorter rows, or use backend='fa3', 'fa2' or 'flex'."
+            )
+        if request.mask.cross or request.mask.chunk:
+            return "cudnn has neither layout_k nor chunks; use backend='varlen' or 'flex'."
+        if request.batch_invariant:
+            return "cudnn does not promise batch invariance; use backend='varlen' or 'fa3'."
+        return None
+
+
+class _CudnnKernel:
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward.default(
+            call.q_THD,
+            call.k_THD,
+            call.v_THD,
+            None,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
+            True,
+            0.0,
+            call.causal,
+            False,
+            scale=call.scale,
+        )
+        return out_THD, lse_TH1[..., 0].T
+
+    def backward(
+        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError("cudnn is forward only; use backend='varlen'.")
+
+
+BACKEND = CudnnBackend(_CudnnKernel())

@@ -1,0 +1,1 @@
+"""Small Triton kernels around attention over cu_seqlens."""

@@ -1,0 +1,203 @@
+"""`nested`: torch's SDPA on nested tensors of the jagged layout.
+
+Behind it runs the flash kernel of `varlen`, to which it is pinned: asked to choose, torch 2.11
+takes cuDNN for some, whose packed backward gives NaN.
+
+Shape legend: as in `protocol.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flexvarlen.attention.backends.cu_seqlens.backend import HALF
+from flexvarlen.attention.backends.cu_seqlens.fa2 import ampere_refusal
+from flexvarlen.attention.backends.cu_seqlens.fa4 import gradient_refusal
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, MIN_BOUND, KernelCall
+from flexvarlen.attention.call import AttentionOptions, AttentionRequest
+from flexvarlen.env import flash_attention_impl
+from flexvarlen.mask.document_mask import DocumentMask
+
+MAX_HEAD_DIM = 256
+
+
+class NestedBackend:
+    """Nested tensors; K and V are repeated for grouped-query attention."""
+
+    name = "nested"
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """A CUDA GPU, half precision, plain causal or bidirectional documents, and no more."""
+        mask = request.mask
+        if request.device.type != "cuda":
+            return f"nested needs a CUDA GPU, got {request.device.type}; use backend='sdpa'."
+        if request.dtype not in HALF:
+            return f"nested needs bfloat16 or float16, got {request.dtype}; convert the model."
+        if request.head_dim % 8 or request.head_dim > MAX_HEAD_DIM:
+            return (
+                f"nested needs head_dim a multiple of 8 and at most {MAX_HEAD_DIM}, got "
+                f"{request.head_dim}; use backend='flex'."
+            )
+        if (mask.left, mask.right) not in ((-1, 0), (-1, -1)) or mask.prefix or mask.chunk:
+            return "nested has no windows, chunks or prefixes; use backend='flex'."
+        if mask.cross:
+            return "nested takes no layout_k; use backend='varlen' or 'flex'."
+        if request.softcap is not None or request.sinks or request.return_lse:
+            return "nested has no softcap, no sinks and no LSE; use backend='flex'."
+        if request.batch_invariant or request.deterministic:
+            return (
+                "nested promises neither determinism nor batch invariance; use backend='fa3', "
+                "'fa2' or 'varlen'."
+            )
+        if request.past_int32:
+            return (
+                "nested reads memory that is not its own for queries of 2**31 elements or more "
+                "(tokens x heads x head_dim); pack shorter rows, or use backend='fa3' or 'flex'."
+            )
+        if flash_attention_impl() == "FA4" and gradient_refusal(self.name, request) is not None:
+            return gradient_refusal(self.name, request)
+        return ampere_refusal(self.name, request.device)
+
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
+        """The offsets that nested tensors are made of, int64 `[N + 1]`."""
+        return mask.layout.cu_seqlens.long()
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        mask: DocumentMask,
+        plan: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Eagerly torch's own autograd; in a compiled graph an operator with a backward."""
+        settings = (
+            max(mask.layout.max_seqlen_bound, MIN_BOUND),
+            mask.spec.causal,
+            options.scale,
+        )
+        call: Any = nested_forward if torch.compiler.is_compiling() else _sdpa
+        out_THD = call(q_THD, k_THD, v_THD, plan, *settings)
+        # The kernel leaves the rows past the last boundary unwritten.
+        dead_T = torch.arange(q_THD.shape[0], device=q_THD.device) >= plan[-1]
+        if mask.layout.padding is not None:
+            dead_T = dead_T | mask.layout.padding
+        return torch.where(dead_T[:, None, None], 0, out_THD), None
+
+
+def _sdpa(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    offsets: Tensor,
+    max_seqlen: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    repeats = q_THD.shape[1] // k_THD.shape[1]
+    if repeats > 1:
+        k_THD, v_THD = (x.repeat_interleave(repeats, 1) for x in (k_THD, v_THD))
+    # min_seqlen 1, though slots may be empty: at 0 torch shuns the flash kernel, which is right.
+
+    def jagged(x_THD: Tensor) -> Tensor:
+        x_THD = _TailZeroed.apply(x_THD.contiguous(), offsets)  # type: ignore[no-untyped-call]
+        nested: Tensor = torch.nested.nested_tensor_from_jagged(
+            x_THD, offsets, min_seqlen=1, max_seqlen=max_seqlen
+        )
+        return nested.transpose(1, 2)
+
+    q, k, v = jagged(q_THD), jagged(k_THD), jagged(v_THD)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    out_THD: Tensor = out.transpose(1, 2).values()
+    return out_THD
+
+
+class _TailZeroed(torch.autograd.Function):
+    """The same tensor, whose gradient past the last boundary, which no kernel writes, is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return x_THD.view_as(x_THD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        tail = torch.arange(grad_THD.shape[0], device=grad_THD.device) >= offsets[-1]
+        return grad_THD.masked_fill(tail[:, None, None], 0), None
+
+
+@torch.library.custom_op("flexvarlen::nested_forward", mutates_args=())
+def nested_forward(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    offsets: Tensor,
+    max_seqlen: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """`_sdpa` as one operator, for compiled graphs."""
+    return _sdpa(q_THD, k_THD, v_THD, offsets, max_seqlen, causal, scale).contiguous()
+
+
+@nested_forward.register_fake
+def _(q_THD: Tensor, *rest: Any) -> Tensor:
+    return q_THD.new_empty(q_THD.shape)
+
+
+@torch.library.custom_op("flexvarlen::nested_backward", mutates_args=())
+def nested_backward(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    offsets: Tensor,
+    max_seqlen: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by the kernel that nested tensors' own autograd calls.
+
+    There is no autograd inside an operator, and SDPA hands out no LSE: the forward runs once more.
+    """
+    heads, groups = q_THD.shape[1], k_THD.shape[1]
+    k_THD, v_THD = (x.repeat_interleave(heads // groups, 1) for x in (k_THD, v_THD))
+    cu_seqlens = offsets.to(torch.int32)
+    tensors, window = (q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens), (-1, 0 if causal else -1)
+    call = KernelCall(*tensors, max_seqlen, max_seqlen, *window, scale, 0.0, False, False)
+    flash = KERNELS["varlen"]
+    grads = flash.backward(call, grad_THD.contiguous(), *flash.forward(call))
+    tail = (torch.arange(grad_THD.shape[0], device=grad_THD.device) >= offsets[-1])[:, None, None]
+    dq, dk, dv = (x.masked_fill(tail, 0) for x in grads)
+    dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@nested_backward.register_fake
+def _(
+    grad_THD: Tensor, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q_THD.new_empty(q_THD.shape), k_THD.new_empty(k_THD.shape), v_THD.new_empty(v_THD.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q_THD, k_THD, v_THD, offsets, *ctx.settings = inputs
+    ctx.save_for_backward(q_THD, k_THD, v_THD, offsets)
+
+
+def _backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
+    grads = nested_backward(grad_THD, *ctx.saved_tensors, *ctx.settings)
+    return *grads, None, None, None, None
+
+
+nested_forward.register_autograd(_backward, setup_context=_save)
+
+BACKEND = NestedBackend()

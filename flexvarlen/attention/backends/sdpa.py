@@ -1,0 +1,259 @@
+"""`sdpa`: torch's scaled_dot_product_attention, one call a document; differentiable anywhere.
+
+The cost grows with the sum of squared lengths, not with T². Documents cannot touch one another, and
+each gives the same bits in any batch. Launch-bound on a GPU: its place is the CPU.
+
+Shape legend: as in `protocol.py`; L, Lk = tokens of one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flexvarlen.attention.call import AttentionOptions, AttentionRequest
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.mask.spec import UNLIMITED, MaskSpec
+from flexvarlen.mask.vectors import dense_mask, query_bounds
+
+
+class SdpaBackend:
+    """Per-document SDPA."""
+
+    name = "sdpa"
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """No softcap, no sinks, no LSE: SDPA has none of them."""
+        if not request.dtype.is_floating_point:
+            return f"sdpa needs a float dtype, got {request.dtype}; convert the tensors."
+        if request.softcap is not None or request.sinks or request.return_lse:
+            return (
+                "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or "
+                "'reference'."
+            )
+        ordered = request.deterministic or request.batch_invariant
+        if ordered and request.needs_grad and request.device.type == "cuda":
+            others = "'fa3', 'fa2' or 'fa4' in half precision, 'reference' in any for deterministic"
+            return f"sdpa's backward is not deterministic on a GPU; use backend={others}."
+        return None
+
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
+        """What the loop reads, int32 `[4, capacity + 1]`: boundaries of q and k, dead, prefix.
+
+        Reads the device back if the host does not know the boundaries, except inside a compiled
+        graph.
+        """
+        q, k = mask.layout, mask.layout_k
+        cu_q, cu_k = q.cu_seqlens, k.cu_seqlens
+        if q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
+            cu_q, cu_k = q.cu_seqlens_host, k.cu_seqlens_host
+        dead, prefix = torch.zeros_like(cu_q), torch.zeros_like(cu_q)
+        for layout in (q, k) if mask.spec.cross else (q,):
+            if layout.padding is not None:
+                first_token = layout.cu_seqlens.clamp(max=layout.total_tokens - 1).long()
+                dead |= layout.padding[first_token].to(dead)
+        if mask.prefix is not None:
+            prefix[:-1] = mask.prefix
+        return torch.stack([cu_q, cu_k, dead, prefix])
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        mask: DocumentMask,
+        plan: Tensor,
+        options: AttentionOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Eagerly a differentiable loop.
+
+        In a compiled graph, and where something watches operators (selective activation
+        checkpointing), an operator with a backward.
+        """
+        spec = mask.spec.as_ints()
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, options.scale), None
+        return _loop(q_THD, k_THD, v_THD, plan, spec, options.scale), None
+
+
+def _documents(plan: Tensor) -> Iterator[tuple[slice, slice, int]]:
+    """Rows of q and k, and the prefix, of each document that is no padding and has queries."""
+    cu_q, cu_k, dead, prefix = plan.tolist()
+    for i, is_dead in enumerate(dead[:-1]):
+        if cu_q[i + 1] > cu_q[i] and not is_dead:
+            yield slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1]), prefix[i]
+
+
+def _loop(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
+) -> Tensor:
+    """One SDPA call a document; zeros elsewhere."""
+    pieces = []
+    done = 0
+    with _without_cudnn():
+        for rows, keys, prefix in _documents(plan):
+            pieces.append(torch.zeros_like(q_THD[done : rows.start]))
+            pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale))
+            done = rows.stop
+    if not pieces:  # a row of nothing but padding has gradients too: zeros
+        pieces = [x[:0].reshape(0, *q_THD.shape[1:]) for x in (q_THD, k_THD, v_THD)]
+    pieces.append(torch.zeros_like(q_THD[done:]))
+    return torch.cat(pieces)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Keep SDPA from cuDNN's kernel, which it prefers on Hopper.
+
+    With torch 2.11 on an H200 its gradients are wrong by 140% after a call of the same shape with a
+    gradient of another memory format, and NaN in float16 under masks that leave few keys: see the
+    suite `sdpa-gradients` of `flexvarlen bench`.
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+def _one_document(
+    q: Tensor, k: Tensor, v: Tensor, prefix: int, spec: list[int], scale: float
+) -> Tensor:
+    mask = MaskSpec.from_ints(spec)
+    plain = (mask.left == UNLIMITED or mask.left >= q.shape[0] - 1) and not mask.chunk
+    plainly_causal = plain and mask.ends_at_query
+    seen, sees = None, None
+    if not plainly_causal:
+        seen, sees = _seen(q.shape[0], k.shape[0], prefix, spec, q.device)
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=seen,
+        is_causal=plainly_causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )[0].transpose(0, 1)
+    return out if sees is None else torch.where(sees[:, None, None], out, 0)
+
+
+def _seen(
+    length_q: int, length_k: int, prefix: int, spec: list[int], device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Which keys each query of a document sees, bool `[L, Lk]`, and which queries see any, `[L]`.
+
+    None where all do. A query that sees none has a row of True, as a softmax over nothing is NaN.
+    """
+    mask = MaskSpec.from_ints(spec)
+    if mask.right == UNLIMITED and mask.left == UNLIMITED and not (mask.causal or mask.chunk):
+        return None, None
+    sizes = [[0, length_q], [0, length_k], [prefix, 0]]
+    cu_q, cu_k, prefixes = torch.tensor(sizes, dtype=torch.int32, device="cpu")
+    lo, hi = query_bounds(
+        cu_q, cu_k, None, None, prefixes[:1] if mask.prefix else None, [length_q, length_k], spec
+    )
+    seen = dense_mask(lo, hi, length_k).to(device)
+    if not mask.cross:  # each query sees at least itself
+        return seen, None
+    sees = (lo < hi).to(device)
+    return seen | ~sees[:, None], sees
+
+
+@torch.library.custom_op("flexvarlen::sdpa_forward", mutates_args=())
+def sdpa_forward(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
+) -> Tensor:
+    """The loop as one operator, for compiled graphs."""
+    return _loop(q_THD, k_THD, v_THD, plan, spec, scale).contiguous()
+
+
+@sdpa_forward.register_fake
+def _(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
+) -> Tensor:
+    return q_THD.new_empty(q_THD.shape)
+
+
+@torch.library.custom_op("flexvarlen::sdpa_backward", mutates_args=())
+def sdpa_backward(
+    grad: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    plan: Tensor,
+    spec: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the loop, a document and a KV head at a time (no autograd in an operator)."""
+    # zeros_like would keep the strides of a view; the fake implementation promises contiguous ones
+    dq, dk, dv = (
+        q_THD.new_zeros(q_THD.shape),
+        k_THD.new_zeros(k_THD.shape),
+        v_THD.new_zeros(v_THD.shape),
+    )
+    for rows, keys, prefix in _documents(plan):
+        dq[rows], dk[keys], dv[keys] = _gradients(
+            grad[rows], q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale
+        )
+    return dq, dk, dv
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: int, spec: list[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of one document, from the probabilities, in at least fp32."""
+    heads = q.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    seen, sees = _seen(q.shape[0], k.shape[0], prefix, spec, q.device)
+    if sees is not None:
+        grad = torch.where(sees[:, None, None], grad, 0)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    repeats = heads // k.shape[1]
+    for group in range(k.shape[1]):
+        own = slice(group * repeats, (group + 1) * repeats)
+        q_RLD, grad_RLD = (x[:, own].transpose(0, 1).to(dtype) for x in (q, grad))
+        k_LD, v_LD = k[:, group].to(dtype), v[:, group].to(dtype)
+        scores = q_RLD @ k_LD.T * scale
+        probabilities = (
+            scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+        ).softmax(-1)
+        grad_probabilities = grad_RLD @ v_LD.T
+        mean = (probabilities * grad_probabilities).sum(-1, keepdim=True)
+        grad_scores = probabilities * (grad_probabilities - mean) * scale
+        dq[:, own] = (grad_scores @ k_LD).transpose(0, 1).to(q.dtype)
+        dk[:, group] = (grad_scores.transpose(1, 2) @ q_RLD).sum(0).to(k.dtype)
+        dv[:, group] = (probabilities.transpose(1, 2) @ grad_RLD).sum(0).to(v.dtype)
+    return dq, dk, dv
+
+
+@sdpa_backward.register_fake
+def _(
+    grad: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    plan: Tensor,
+    spec: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q_THD.new_empty(q_THD.shape), k_THD.new_empty(k_THD.shape), v_THD.new_empty(v_THD.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q_THD, k_THD, v_THD, plan, *ctx.settings = inputs
+    ctx.save_for_backward(q_THD, k_THD, v_THD, plan)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *sdpa_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None
+
+
+sdpa_forward.register_autograd(_backward, setup_context=_save)
+
+BACKEND = SdpaBackend()

@@ -1,0 +1,91 @@
+"""The environment variables that flexvarlen reads. Each is read when it is first needed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+DETERMINISTIC = "FLEXVARLEN_DETERMINISTIC"
+"""`deterministic=` where a call does not say: 1 or 0 (the default). Read once a process."""
+
+BATCH_INVARIANT = "FLEXVARLEN_BATCH_INVARIANT"
+"""`batch_invariant=` where a call does not say: 1 or 0 (the default). Read once a process."""
+
+AUTO = "FLEXVARLEN_AUTO"
+"""How `backend="auto"` chooses: "measure" (the default) or "static", the documented order."""
+
+CACHE = "FLEXVARLEN_CACHE"
+"""The folder in which "auto" keeps what it measured, and FA4 the kernels that it compiled."""
+
+FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""FA4's own: whether it keeps compiled kernels, 1 or 0. Where neither is set, they are kept."""
+
+FA4_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+"""FA4's own: the folder that it keeps them in; else one in flexvarlen's, for each kind of GPU."""
+
+
+def promised(variable: str, asked: bool | None = None) -> bool:
+    """What a call asked for or, where it did not say, what `variable` says. Traces.
+
+    Args:
+        variable: `DETERMINISTIC` or `BATCH_INVARIANT`.
+        asked: the argument as the call gave it.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    if asked is not None:
+        return asked
+    said: bool = _said(variable)
+    return said
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _said(variable: str) -> bool:
+    return _flag(variable)
+
+
+@cache
+def _flag(variable: str) -> bool:
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{variable} must be 0 or 1, got {value!r}; set one of them or unset it.")
+    return value == "1"
+
+
+def auto_is_static() -> bool:
+    """Whether `AUTO` switches measuring off.
+
+    Raises:
+        ValueError: a value that is neither "measure" nor "static".
+    """
+    value = os.environ.get(AUTO) or "measure"
+    if value not in ("measure", "static"):
+        raise ValueError(
+            f"{AUTO} must be measure or static, got {value!r}; set one of them or unset it."
+        )
+    return value == "static"
+
+
+def cache_folder() -> Path:
+    """`CACHE`, else flexvarlen in XDG_CACHE_HOME, ~/.cache or, without a home, the temporary."""
+    own = os.environ.get(CACHE)
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    try:
+        found = Path(shared) if shared else Path("~/.cache").expanduser()
+    except RuntimeError:  # no home: a user without an entry, as in some containers
+        found = Path(tempfile.gettempdir())
+    return found / "flexvarlen"
+
+
+def flash_attention_impl() -> str | None:
+    """The FlashAttention implementation inside torch, or None for its default (torch >= 2.10)."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    name = current() if current is not None else None
+    return None if name is None else str(name)

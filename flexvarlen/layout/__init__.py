@@ -1,0 +1,1 @@
+"""Where documents begin and end: `PackedLayout`, its checks, and what kernels are launched for."""

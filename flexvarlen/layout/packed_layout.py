@@ -1,0 +1,506 @@
+"""`PackedLayout`: where the documents of a packed row begin and end. Nothing else carries that.
+
+Shapes: T = total_tokens (padding included), N = number of document slots (`capacity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flexvarlen.layout.launch_sizes import LaunchSizes
+from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
+from flexvarlen.layout.validate import (
+    INT32_MAX,
+    check_boundaries,
+    check_fit,
+    check_sizes,
+    default_capacity,
+    document_starts,
+    host_int32,
+    safe_boundaries,
+)
+
+
+class PackedLayout:
+    """The documents of one packed row of T tokens; `cu_seqlens[i]:cu_seqlens[i + 1]` is document i.
+
+    Make one with `from_lengths`, `from_cu_seqlens` or `from_position_ids`: they validate. Kernels,
+    table widths and compiled graphs see only `total_tokens`, `capacity` and `max_seqlen_bound`, so
+    that other documents of the same three recompile nothing.
+
+    Attributes:
+        cu_seqlens: int32 `[capacity + 1]`, on the device of the tokens; starts at 0, never
+            decreases, and repeats its last value in the spare slots. Tokens from the last value on
+            are padding.
+        cu_seqlens_host: the same values on the CPU, or None when only the device knows them.
+        total_tokens: T, padding included.
+        max_seqlen_bound: the longest document that kernels and tables are made for, in tokens.
+        num_docs: number of documents (empty ones count), or None when only the device knows.
+        max_seqlen: tokens of the longest document, or None when only the device knows.
+        padding: bool `[T]`, True at tokens of padding runs inside the row, or None when there are
+            none. Each run is a slot of its own in `cu_seqlens`; its tokens attend to nothing, and
+            their outputs are zero.
+        launch: what kernels over cu_seqlens are launched for.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        *,
+        cu_seqlens_host: Tensor | None,
+        total_tokens: int,
+        max_seqlen_bound: int,
+        num_docs: int | None,
+        max_seqlen: int | None,
+        padding: Tensor | None = None,
+        has_padding: bool | None = None,
+    ) -> None:
+        if cu_seqlens.dtype != torch.int32 or (padding is not None and padding.dtype != torch.bool):
+            raise ValueError(
+                "a PackedLayout takes int32 boundaries and bool padding, got "
+                f"{cu_seqlens.dtype} and {None if padding is None else padding.dtype}; make it "
+                "with from_lengths() or from_cu_seqlens()."
+            )
+        self.cu_seqlens = cu_seqlens.contiguous()  # kernels know no strides
+        self.cu_seqlens_host = cu_seqlens_host
+        self.total_tokens = total_tokens
+        self.max_seqlen_bound = max_seqlen_bound
+        self.num_docs = num_docs
+        self.max_seqlen = max_seqlen
+        self.padding = None if padding is None else padding.contiguous()
+        self.has_padding = has_padding
+        self._fixed_launch = False
+        self._note_launch_sizes()
+
+    # ---- making one ----
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[int] | Tensor,
+        *,
+        total_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+        capacity: int | None = None,
+        max_seqlen_bound: int | None = None,
+    ) -> PackedLayout:
+        """A layout of documents that follow one another from token 0.
+
+        Args:
+            lengths: tokens of each document, each at least 0.
+            total_tokens: T; default: their sum. What is left over at the end is padding.
+            device: where `cu_seqlens` goes.
+            capacity: document slots that shapes are made for; default: the number of documents,
+                rounded up to a power of two.
+            max_seqlen_bound: longest document that shapes are made for; default: the longest,
+                rounded up to a power of two, at most T.
+
+        Raises:
+            ValueError: a negative or non-integer length, more tokens than `total_tokens`, more
+                documents than `capacity`, or a document longer than `max_seqlen_bound`.
+
+        Syncs only if `lengths` is a tensor on a device.
+
+        >>> PackedLayout.from_lengths([3, 0, 2]).cu_seqlens
+        tensor([0, 3, 3, 5, 5], dtype=torch.int32)
+        """
+        values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        for i, length in enumerate(values):
+            if isinstance(length, bool) or not isinstance(length, int):
+                raise ValueError(
+                    f"lengths must be integers, got {length!r} at index {i}; pass the number of "
+                    "tokens of each document."
+                )
+            if length < 0:
+                raise ValueError(
+                    f"lengths must be at least 0, got {length} at index {i}; drop or mend that "
+                    "document."
+                )
+        boundaries = [0]
+        for length in values:
+            boundaries.append(boundaries[-1] + length)
+        return cls._from_host(
+            boundaries, total_tokens, torch.device(device), capacity, max_seqlen_bound
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        batch: int,
+        row_tokens: int,
+        *,
+        device: torch.device,
+        capacity: int | None = None,
+        max_seqlen_bound: int | None = None,
+    ) -> PackedLayout:
+        """A layout of `batch` rows of `row_tokens` tokens, T = B·S, each one document.
+
+        Args:
+            batch, row_tokens: B and S.
+            device, capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the
+                defaults are B and S.
+
+        Raises:
+            ValueError: more rows than `capacity`, or longer ones than `max_seqlen_bound`.
+
+        No sync; traces, with B and S that may vary.
+        """
+        if not torch.compiler.is_compiling():
+            lengths = [row_tokens] * batch
+            return cls.from_lengths(
+                lengths, device=device, capacity=capacity, max_seqlen_bound=max_seqlen_bound
+            )
+        total = batch * row_tokens
+        slots = max(batch, 1) if capacity is None else capacity
+        bound = max(row_tokens, 1) if max_seqlen_bound is None else max_seqlen_bound
+        checked = check_fit(batch, row_tokens, total, slots, bound)
+
+        def boundaries(device: torch.device) -> Tensor:
+            ends = torch.arange(slots + 1, dtype=torch.int32, device=device)
+            return ends.clamp(max=batch) * row_tokens
+
+        host = boundaries(torch.device("cpu"))
+        return cls(
+            host if device.type == "cpu" else boundaries(device),
+            cu_seqlens_host=host,
+            total_tokens=checked.total_tokens,
+            max_seqlen_bound=checked.max_seqlen_bound,
+            num_docs=checked.num_docs,
+            max_seqlen=checked.max_seqlen,
+            has_padding=False,
+        )
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Tensor,
+        *,
+        total_tokens: int | None = None,
+        capacity: int | None = None,
+        max_seqlen_bound: int | None = None,
+        checks: Literal["host", "device"] = "host",
+    ) -> PackedLayout:
+        """A layout from cumulative lengths, as FlashAttention and transformers write them.
+
+        Args:
+            cu_seqlens: int32 `[num_docs + 1]`, on the device of the tokens; starts at 0, never
+                decreases.
+            total_tokens: T; default: the last boundary. Needed where nothing is read back.
+            capacity, max_seqlen_bound: as in `from_lengths`. Where nothing is read back, the
+                defaults are the slots given and T: give a bound, as tables grow with it.
+            checks: "host": read boundaries on a device back, once, and raise a sentence. "device":
+                read nothing; boundaries that break the contract fail an assertion on the GPU, which
+                the process can then use no more. Inside a compiled graph always "device".
+
+        Raises:
+            ValueError: any boundary that breaks the contract.
+
+        One sync, if the boundaries are on a device and `checks` is "host".
+        """
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise ValueError(
+                f"cu_seqlens must be a torch.int32 tensor, got {got}; call .to(torch.int32) on it."
+            )
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(
+                f"cu_seqlens must have shape [num_docs + 1] with at least one document, got "
+                f"{tuple(cu_seqlens.shape)}; "
+                "flatten it, and start it with 0."
+            )
+        if checks not in ("host", "device"):
+            raise ValueError(f"checks must be 'host' or 'device', got {checks!r}; choose one.")
+        compiling = torch.compiler.is_compiling()
+        if compiling or (checks == "device" and cu_seqlens.device.type != "cpu"):
+            if total_tokens is None:
+                raise ValueError(
+                    "total_tokens must be given where boundaries are not read back, got None; pass "
+                    "the number of tokens in the row."
+                )
+            return cls._from_device(cu_seqlens, total_tokens, capacity, max_seqlen_bound)
+        return cls._from_host(
+            cu_seqlens.tolist(), total_tokens, cu_seqlens.device, capacity, max_seqlen_bound
+        )
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids_BT: Tensor,
+        *,
+        capacity: int | None = None,
+        max_seqlen_bound: int | None = None,
+    ) -> PackedLayout:
+        """A layout from positions that restart at each document; rows follow one another, T = B·S.
+
+        A document begins at each row's start and wherever a position is not the last one plus 1. A
+        document that begins exactly where the last one's positions end cannot be seen: pass lengths
+        or cu_seqlens for such data.
+
+        Args:
+            position_ids_BT: integer `[B, S]` (or `[S]`).
+            capacity, max_seqlen_bound: as in `from_lengths`.
+
+        Raises:
+            ValueError: a wrong shape or dtype, or more than the capacity or bound holds.
+
+        A device tensor is read back once (one sync).
+        """
+        positions = position_ids_BT[None] if position_ids_BT.ndim == 1 else position_ids_BT
+        if positions.ndim != 2 or positions.is_floating_point() or positions.dtype == torch.bool:
+            raise ValueError(
+                f"position_ids must be an integer tensor [B, S], got {positions.dtype} "
+                f"{tuple(position_ids_BT.shape)}; "
+                "for 3-row multimodal positions pass the text row."
+            )
+        starts = document_starts(
+            positions.shape[0], positions.shape[1], positions.device, position_ids_BT=positions
+        )
+        return cls.from_starts(starts, capacity=capacity, max_seqlen_bound=max_seqlen_bound)
+
+    @classmethod
+    def from_starts(
+        cls,
+        starts_T: Tensor,
+        *,
+        padding_T: Tensor | None = None,
+        capacity: int | None = None,
+        max_seqlen_bound: int | None = None,
+    ) -> PackedLayout:
+        """A layout from flags: a document (or a padding run) begins at each True.
+
+        Args:
+            starts_T: bool `[T]`; the first is taken as True.
+            padding_T: bool `[T]`, True at padding tokens; a run of them is a slot of its own.
+            capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the defaults
+                are `default_capacity(T)` and T.
+
+        One sync if the flags are on a device; none inside a compiled graph.
+        """
+        total = starts_T.shape[0]
+        if padding_T is not None:
+            starts_T = starts_T | pad(padding_T[1:] != padding_T[:-1], (1, 0))
+        if torch.compiler.is_compiling():
+            slots = min(capacity or default_capacity(total), total)
+            torch._assert_async(
+                starts_T.sum() <= slots,
+                "flexvarlen: more documents in the row than capacity; pass a larger capacity= to "
+                "patch_model.",
+            )
+            # A fill_value of T would fix a T that varies.
+            first = torch.nonzero_static(starts_T, size=slots, fill_value=INT32_MAX)[:, 0]
+            first = first.clamp(max=total)
+            cu_seqlens = torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
+            return cls._from_device(cu_seqlens, total, slots, max_seqlen_bound, padding_T)
+        flags = starts_T if padding_T is None else torch.stack([starts_T, padding_T])
+        on_host = flags.cpu()
+        starts = (on_host if padding_T is None else on_host[0]).nonzero()[:, 0].tolist()
+        if padding_T is not None and not on_host[1].any():
+            padding_T = None
+        boundaries = [*starts, total] if starts and starts[0] == 0 else [0, *starts, total]
+        return cls._from_host(
+            boundaries, total, starts_T.device, capacity, max_seqlen_bound, padding_T
+        )
+
+    @classmethod
+    def _from_host(
+        cls,
+        boundaries: list[int],
+        total_tokens: int | None,
+        device: torch.device,
+        capacity: int | None,
+        max_seqlen_bound: int | None,
+        padding: Tensor | None = None,
+    ) -> PackedLayout:
+        checked = check_boundaries(boundaries, total_tokens, capacity, max_seqlen_bound)
+        spare = checked.capacity - checked.num_docs
+        host = host_int32(boundaries + [boundaries[-1]] * spare, device)
+        return cls(
+            host.to(device, non_blocking=True),
+            cu_seqlens_host=host,
+            total_tokens=checked.total_tokens,
+            max_seqlen_bound=checked.max_seqlen_bound,
+            num_docs=checked.num_docs,
+            max_seqlen=checked.max_seqlen,
+            padding=padding,
+            has_padding=padding is not None or boundaries[-1] < checked.total_tokens,
+        )
+
+    @classmethod
+    def _from_device(
+        cls,
+        cu_seqlens: Tensor,
+        total: int,
+        capacity: int | None,
+        max_seqlen_bound: int | None,
+        padding: Tensor | None = None,
+    ) -> PackedLayout:
+        """Nothing is read back: see `safe_boundaries`."""
+        check_sizes(total, capacity, max_seqlen_bound)
+        bound = total if max_seqlen_bound is None else min(max_seqlen_bound, total)
+        return cls(
+            safe_boundaries(cu_seqlens, total, capacity, bound),
+            cu_seqlens_host=None,
+            total_tokens=total,
+            max_seqlen_bound=bound,
+            num_docs=None,
+            max_seqlen=None,
+            padding=padding,
+        )
+
+    # ---- reading it ----
+
+    @property
+    def capacity(self) -> int:
+        """Document slots that shapes are made for; spare ones are empty documents."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        """The device of `cu_seqlens`, where the tokens must be."""
+        return self.cu_seqlens.device
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Tokens of each document (padding runs included), or None when only the device knows."""
+        if self.cu_seqlens_host is None:
+            return None
+        return tuple(self.cu_seqlens_host.diff()[: self.num_docs].tolist())
+
+    def document_ids(self) -> Tensor:
+        """int32 `[T]`: the slot of each token; `capacity` at padding after the last document.
+
+        No sync; traces.
+        """
+        tokens = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
+        return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True, out_int32=True)
+
+    def position_ids(self) -> Tensor:
+        """int64 `[T]`: each token's place in its document, from 0. No sync; traces."""
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        compute = traced_position_ids if traced else compute_position_ids
+        return compute(self.cu_seqlens, self.total_tokens)
+
+    def real_tokens(self) -> Tensor:
+        """bool `[T]`: True where the token belongs to a document, False at padding.
+
+        No sync; traces.
+        """
+        real = (
+            torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
+            < self.cu_seqlens[-1]
+        )
+        return real if self.padding is None else real & ~self.padding
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
+        """The same layout with its tensors on `device`; itself, if they are there.
+
+        `non_blocking`: from pinned memory the host does not wait, as for `Tensor.to`.
+        """
+        cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
+        if cu_seqlens is self.cu_seqlens:
+            return self
+        padding = self.padding
+        if padding is not None:
+            padding = padding.to(device, non_blocking=non_blocking)
+        return self._with(cu_seqlens, padding)
+
+    def pin_memory(self) -> PackedLayout:
+        """The same layout with its tensors in page-locked memory; a `DataLoader` calls it."""
+        padding = None if self.padding is None else self.padding.pin_memory()
+        return self._with(self.cu_seqlens.pin_memory(), padding)
+
+    def _with(self, cu_seqlens: Tensor, padding: Tensor | None) -> PackedLayout:
+        made = PackedLayout(
+            cu_seqlens,
+            cu_seqlens_host=self.cu_seqlens_host,
+            total_tokens=self.total_tokens,
+            max_seqlen_bound=self.max_seqlen_bound,
+            num_docs=self.num_docs,
+            max_seqlen=self.max_seqlen,
+            padding=padding,
+            has_padding=self.has_padding,
+        )
+        return made.fix_launch_sizes() if self._fixed_launch else made
+
+    def copy_(self, other: PackedLayout) -> PackedLayout:
+        """Take over the documents of `other` in the same storage, as a CUDA graph needs. No sync.
+
+        Raises:
+            ValueError: `other` has another T or capacity, or a document longer than this layout's
+                bound.
+        """
+        if (other.total_tokens, other.capacity) != (self.total_tokens, self.capacity):
+            raise ValueError(
+                f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and "
+                f"{other.capacity} for {self.total_tokens} and {self.capacity}; make both with the "
+                "same total_tokens= and capacity=."
+            )
+        longest = other.max_seqlen_bound if other.max_seqlen is None else other.max_seqlen
+        if longest > self.max_seqlen_bound:
+            raise ValueError(
+                f"copy_ needs documents of at most max_seqlen_bound={self.max_seqlen_bound} "
+                f"tokens, got {longest}; make this layout with a larger max_seqlen_bound=."
+            )
+        if (self.padding is None) != (other.padding is None):
+            raise ValueError(
+                "copy_ needs padding runs inside the row in both layouts or in neither; make a new "
+                "layout."
+            )
+        self.cu_seqlens.copy_(other.cu_seqlens, non_blocking=True)
+        if self.padding is not None and other.padding is not None:
+            self.padding.copy_(other.padding, non_blocking=True)
+        host = other.cu_seqlens_host
+        if host is not None:
+            # On the CPU both are one tensor, before and after: compiled graphs guard on that.
+            host = self.cu_seqlens if self.device.type == "cpu" else host.clone()
+        self.cu_seqlens_host = host
+        self.num_docs, self.max_seqlen, self.has_padding = (
+            other.num_docs,
+            other.max_seqlen,
+            other.has_padding,
+        )
+        self._note_launch_sizes()
+        return self
+
+    # ---- what kernels are launched for ----
+
+    def fix_launch_sizes(self) -> PackedLayout:
+        """Launch kernels for `capacity`, `max_seqlen_bound` and a tail, whatever the documents.
+
+        For `torch.compile(mode="reduce-overhead")`, which else records a CUDA graph for a row with
+        and one without padding, and, above 2,048 tokens, for each number of documents and longest
+        one. Other captured graphs are made for any documents anyway. Returns itself.
+        """
+        self._fixed_launch = True
+        self._note_launch_sizes()
+        return self
+
+    def _note_launch_sizes(self) -> None:
+        self.launch = LaunchSizes(
+            self.num_docs,
+            self.max_seqlen,
+            capacity=self.capacity,
+            bound=self.max_seqlen_bound,
+            total_tokens=self.total_tokens,
+            may_have_tail=self.has_padding is not False,
+            fixed=self._fixed_launch,
+            device=self.device,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._note_launch_sizes()  # a pickled tensor may have lost Dynamo's mark
+
+    def __repr__(self) -> str:
+        docs = "?" if self.num_docs is None else self.num_docs
+        longest = "?" if self.max_seqlen is None else self.max_seqlen
+        return (
+            f"PackedLayout(num_docs={docs}, total_tokens={self.total_tokens}, "
+            f"max_seqlen={longest}, capacity={self.capacity}, "
+            f"max_seqlen_bound={self.max_seqlen_bound}, device={self.device})"
+        )

@@ -1,0 +1,30 @@
+"""Each token's place in its document."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.validate import HAS_TRITON
+
+
+def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
+    """int64 `[T]` of the boundaries int32 `[N + 1]`: from 0 in each document. No sync."""
+    if cu_seqlens.is_cuda and HAS_TRITON and type(cu_seqlens) is Tensor:  # no fake one
+        from flexvarlen.layout.triton.position_ids import position_ids
+
+        return position_ids(cu_seqlens.contiguous(), total_tokens)
+    tokens = torch.arange(total_tokens, device=cu_seqlens.device)
+    slot = torch.searchsorted(cu_seqlens[1:], tokens.to(torch.int32), right=True)
+    return tokens - cu_seqlens[slot]
+
+
+# One operator: traced through, inductor would repeat the search at every use of the positions.
+traced_position_ids = torch.library.custom_op(
+    "flexvarlen::position_ids", compute_position_ids, mutates_args=()
+)
+
+
+@traced_position_ids.register_fake
+def _(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
+    return cu_seqlens.new_empty((total_tokens,), dtype=torch.int64)

@@ -1,0 +1,221 @@
+"""What makes boundaries valid: on the host a sentence, inside a compiled graph a device assertion.
+
+Shapes: T = total_tokens; B rows of S tokens, one after another, are T = B·S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+INT32_MAX = 2**31 - 1
+HAS_TRITON = find_spec("triton") is not None
+"""Whether the Triton kernels can run: torch for CUDA brings it, torch for the CPU does not."""
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an integer, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def round_up_to_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n` (and at least 1).
+
+    Of a size that varies, inside a compiled graph, it is a number: one graph a power of two.
+    """
+    if not torch.compiler.is_compiling():
+        return 1 << max(n - 1, 0).bit_length()
+    power = 1
+    while power < n:  # bit_length() would fix n itself
+        power *= 2
+    return power
+
+
+def host_int32(values: list[int], device: torch.device) -> Tensor:
+    """int32 on the host; pinned if it is to be copied to a GPU, so that the copy need not sync."""
+    pin = device.type == "cuda" and not torch.compiler.is_compiling()
+    return torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=pin)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Sizes of boundaries that keep the contract; as the attributes of `PackedLayout`."""
+
+    total_tokens: int
+    num_docs: int
+    capacity: int
+    max_seqlen: int
+    max_seqlen_bound: int
+
+
+def check_sizes(
+    total_tokens: int | None, capacity: int | None, max_seqlen_bound: int | None
+) -> None:
+    """Raise unless each is None or an integer that int32 holds, the first two from 0."""
+    _check_size("total_tokens", total_tokens)
+    _check_size("capacity", capacity)
+    _check_size("max_seqlen_bound", max_seqlen_bound)
+
+
+def _check_size(name: str, value: int | None) -> None:
+    if value is not None and not (is_int(value) and 0 <= value <= INT32_MAX):
+        raise ValueError(
+            f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
+            "tokens (documents, for capacity), and split the row if it is longer."
+        )
+
+
+def check_boundaries(
+    boundaries: list[int],
+    total_tokens: int | None,
+    capacity: int | None,
+    max_seqlen_bound: int | None,
+) -> Checked:
+    """The sizes of boundaries known on the host; arguments as in `PackedLayout.from_lengths`.
+
+    Raises:
+        ValueError: they do not start at 0, decrease, end past the row, or do not fit the sizes.
+    """
+    total = boundaries[-1] if total_tokens is None else total_tokens
+    if boundaries[0] != 0:
+        raise ValueError(
+            f"cu_seqlens must start at 0, got {boundaries[0]}; put a 0 before the first boundary."
+        )
+    lengths = [end - start for start, end in pairwise(boundaries)]
+    for i, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"cu_seqlens must never decrease, got {boundaries[i]} then {boundaries[i + 1]} "
+                f"at index {i + 1}; pass cumulative lengths in order."
+            )
+    if boundaries[-1] > total:
+        raise ValueError(
+            f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; "
+            "shorten the documents or pass the row's real number of tokens."
+        )
+    longest = max(lengths) if lengths else 0  # with default= it does not trace
+    return check_fit(len(lengths), longest, total, capacity, max_seqlen_bound)
+
+
+def check_fit(
+    num_docs: int,
+    longest: int,
+    total: int,
+    capacity: int | None,
+    max_seqlen_bound: int | None,
+) -> Checked:
+    """The sizes of so many documents in `total` tokens; the last two as in `PackedLayout`.
+
+    Raises:
+        ValueError: they do not fit the sizes.
+    """
+    check_sizes(total, capacity, max_seqlen_bound)
+    slots = round_up_to_power_of_two(num_docs) if capacity is None else capacity
+    if slots < max(num_docs, 1):
+        raise ValueError(
+            f"capacity must be at least the {num_docs} documents given, got {slots}; raise "
+            "capacity."
+        )
+    bound = (
+        min(round_up_to_power_of_two(longest), max(total, 1))
+        if max_seqlen_bound is None
+        else max_seqlen_bound
+    )
+    if bound < max(longest, 1):
+        raise ValueError(
+            f"max_seqlen_bound must be at least the longest document, {longest} tokens, got "
+            f"{bound}; raise the bound (kernels would leave out what is past it)."
+        )
+    return Checked(total, num_docs, slots, longest, bound)
+
+
+def safe_boundaries(
+    cu_seqlens: Tensor, total_tokens: int, capacity: int | None, max_seqlen_bound: int
+) -> Tensor:
+    """Boundaries that only the device knows, made memory-safe.
+
+    The device asserts that they start at 0, never decrease, end in the row, and that no document is
+    longer than `max_seqlen_bound`. Inside a compiled graph they are clamped too, as kernels may run
+    before the assertion. No sync; traces under `fullgraph=True`.
+
+    Returns:
+        int32 `[capacity + 1]`.
+
+    Raises:
+        ValueError: fewer slots than `cu_seqlens` has.
+    """
+    given = cu_seqlens.shape[0] - 1
+    slots = given if capacity is None else capacity
+    if given > slots:
+        raise ValueError(
+            f"capacity must be at least the {given} slots of cu_seqlens, got {slots}; raise "
+            "capacity."
+        )
+    if cu_seqlens.device.type == "cuda" and HAS_TRITON and not torch.compiler.is_compiling():
+        from flexvarlen.layout.triton.check_boundaries import check_boundaries
+
+        return check_boundaries(cu_seqlens, slots, total_tokens, max_seqlen_bound)
+    safe = cu_seqlens.clamp(0, total_tokens)
+    safe = torch.cat([torch.zeros_like(safe[:1]), safe[1:]]).cummax(0).values.to(torch.int32)
+    torch._assert_async(
+        (safe == cu_seqlens).all(),
+        "flexvarlen: cu_seqlens must start at 0, never decrease, and end at or before the "
+        "row's last token.",
+    )
+    torch._assert_async(
+        safe.diff().max() <= max_seqlen_bound,
+        "flexvarlen: a document is longer than max_seqlen_bound; pass a larger "
+        "max_seqlen_bound= to patch_model.",
+    )
+    if slots > given:
+        safe = torch.cat([safe, safe[-1:].expand(slots - given)])
+    return safe
+
+
+def default_capacity(total_tokens: int) -> int:
+    """Document slots of a row whose documents only a compiled graph sees.
+
+    One per 128 tokens, at least 64, at most T. Not T itself: slots are not free (FA2's backward
+    takes 128 fp32 rows a slot and head).
+    """
+    if total_tokens <= 64 * 128:  # one graph for all these sizes, not one a power of two
+        return min(total_tokens, 64)
+    return round_up_to_power_of_two(total_tokens // 128)
+
+
+def document_starts(
+    batch: int,
+    row_tokens: int,
+    device: torch.device,
+    *,
+    position_ids_BT: Tensor | None = None,
+    attention_mask_BT: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """bool `[B·S]`: True where a document, or a run of padding, begins. No sync; traces.
+
+    A document begins at each row's start, where `position_ids` do not go on by 1 (unless
+    `cu_seqlens` is given, which wins over positions), and where a 2D mask (padding, or document
+    ids) changes its value. The positions of padding tokens (mask 0) are not looked at, so that a
+    run of padding stays one run.
+    """
+    starts = torch.zeros(batch, row_tokens, dtype=torch.bool, device=device)
+    starts[:, 0] = True
+    if cu_seqlens is not None:
+        at = torch.zeros(batch * row_tokens + 1, dtype=torch.bool, device=device)
+        at = at.index_fill(0, cu_seqlens.clamp(0, batch * row_tokens).long(), True)
+        starts = starts | at[:-1].view(batch, row_tokens)
+    elif position_ids_BT is not None:
+        jumps = position_ids_BT.diff(dim=-1) != 1
+        starts = starts | pad(jumps, (1, 0)).expand(batch, row_tokens)
+    if attention_mask_BT is not None:
+        ids = attention_mask_BT
+        changes = pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+        inside_padding = (ids == 0) & pad(ids[:, :-1] == 0, (1, 0), value=False)
+        starts = (starts & ~inside_padding) | changes
+    return starts.reshape(-1)

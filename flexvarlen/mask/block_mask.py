@@ -1,0 +1,128 @@
+"""FlexAttention's BlockMask of a packed row, from its tables in closed form, without a host sync.
+
+Shapes: Tq, Tk = tokens; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK) of the block sizes BQ and BK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE, DocumentMask, Prefix, block_pair
+from flexvarlen.mask.spec import Align
+
+_TILE = 128  # what FlexAttention's templates call divisible
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def document_block_mask(
+    layout: PackedLayout,
+    *,
+    causal: bool = True,
+    window: int | tuple[int, int] | None = None,
+    chunk: int | None = None,
+    prefix: Prefix | None = None,
+    layout_k: PackedLayout | None = None,
+    align: Align = "bottom_right",
+    block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+) -> BlockMask:
+    """The BlockMask `[1, 1, Tq, Tk]` under which each query sees only keys of its own document.
+
+    Equal to `create_block_mask` of the same mask, block for block. The mask is what all arguments
+    keep: a window inside a causal document, a prefix cut to a window.
+
+    Args:
+        layout: the documents; its `max_seqlen_bound` and `capacity` give the tables' width.
+        causal, window, chunk, prefix, layout_k, align: as in `DocumentMask.of`.
+        block_size: BlockMask granularity in tokens, or (query, key). Kernels want multiples of
+            their own tile: 128, or (256, 128), suits all.
+
+    Returns:
+        A BlockMask. On a GPU its tables are compact, as wide as the most blocks that any row can
+        hold (with `layout_k`, any number of documents up to `capacity` may lie in one block: a
+        capacity of 128 can mean full width). `to_dense()`, `str()` and slices of such a mask need
+        torch 2.14; `DocumentMask.of(...)` has `to_dense`, `sparsity` and a picture on any. On the
+        CPU, whose compiled kernel needs it, there is one column for every block.
+
+    Raises:
+        ValueError: a bad window, chunk, prefix or block size, or layouts that do not fit each
+            other; on a GPU, a row that FlexAttention's kernels read past the end of: a multiple of
+            128 tokens that is no multiple of a larger `block_size`.
+
+    No sync; traces under `fullgraph=True`; may be captured in a CUDA graph, and built again there
+    by a replay after `layout.copy_(other)`. Memory O(NQ · width).
+    """
+    mask = DocumentMask.of(
+        layout,
+        causal=causal,
+        window=window,
+        chunk=chunk,
+        prefix=prefix,
+        layout_k=layout_k,
+        align=align,
+    )
+    return block_mask_of(mask, block_size=block_size)
+
+
+def block_mask_of(
+    mask: DocumentMask,
+    *,
+    block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    compact: bool | None = None,
+) -> BlockMask:
+    """`document_block_mask` of a `DocumentMask`; `compact` overrides what the device needs."""
+    pair = block_pair(block_size)
+    on_gpu = mask.layout.device.type != "cpu"
+    tokens = (mask.layout.total_tokens, mask.layout_k.total_tokens)
+    if on_gpu:
+        _check_ends(tokens, pair)
+    tables = mask.tables(pair, compact=on_gpu if compact is None else compact)
+    lo, hi = tables.lo, tables.hi
+    return BlockMask(
+        tokens,
+        *tables[2:],  # all but the bounds, in BlockMask's own order
+        BLOCK_SIZE=pair,
+        mask_mod=causal_mask_mod(lo) if mask.spec.ends_at_query else interval_mask_mod(lo, hi),
+    )
+
+
+def _check_ends(tokens: tuple[int, int], block_size: tuple[int, int]) -> None:
+    """Raise where torch's kernels read past the end of the row.
+
+    They check the ends of a row only if its tokens are no multiple of 128, and run over whole
+    blocks of the mask: wrong gradients of K and V, under `create_block_mask` too (seen in torch
+    2.11; the templates of 2.13 are the same). The forward reads there too, if masked out: what lies
+    there may be NaN.
+    """
+    if all(_TILE % block == 0 for block in block_size) or any(t % _TILE for t in tokens):
+        return
+    for name, total, block in zip(("query", "key"), tokens, block_size, strict=True):
+        if total % block:
+            raise ValueError(
+                f"the {name} row must be a multiple of block_size={block} tokens long, or no "
+                f"multiple of {_TILE}, got {total}: FlexAttention's kernels would read past its "
+                f"end; pad the row to {-(-total // block) * block} tokens, or pass "
+                f"block_size={_TILE}."
+            )
+
+
+def causal_mask_mod(lo: Tensor) -> MaskMod:
+    """`lo[q] <= kv <= q`: compiles to a loop as long as plain causal's, and needs no `hi`."""
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv >= lo[q]) & (kv <= q)
+
+    return mask_mod
+
+
+def interval_mask_mod(lo: Tensor, hi: Tensor) -> MaskMod:
+    """`lo[q] <= kv < hi[q]`."""
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv >= lo[q]) & (kv < hi[q])
+
+    return mask_mod

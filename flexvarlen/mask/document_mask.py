@@ -1,0 +1,354 @@
+"""`DocumentMask`: which keys each query of a packed row sees, as one object.
+
+Shapes: Tq, Tk = tokens of the query and the key row (equal in self-attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.validate import host_int32, is_int
+from flexvarlen.mask.spec import Align, MaskSpec
+from flexvarlen.mask.tables import Tables, build_tables, document_tables, table_widths
+from flexvarlen.mask.vectors import dense_mask, query_bounds, traced_query_bounds
+
+Prefix = int | Sequence[int] | Tensor
+DEFAULT_BLOCK_SIZE = 128
+
+_MOST_DENSE_PAIRS = 2**30
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of a BlockMask: evaluated pair by pair, kept whole, and all that there are."""
+
+    partial: int
+    full: int
+    total: int
+
+
+class DocumentMask:
+    """The documents of a row (of queries, and of keys) and the kind of mask inside each.
+
+    Make one with `DocumentMask.of`. It holds no mask: bounds, tables, dense mask, counts and
+    picture are derived from it when asked for. Equal to another, with an equal hash, if the layouts
+    and the prefix are the same objects and the kinds are equal.
+
+    After `layout.copy_(other)` it is the mask of the other documents, slot for slot: `prefix` stays
+    as it is, and `layout_k` must take over as many documents.
+
+    Attributes:
+        layout: the documents of the queries.
+        layout_k: those of the keys; `layout` in self-attention.
+        spec: the kind of mask.
+        prefix: int32 `[capacity]`, tokens of each document's prefix, or None.
+
+    Raises:
+        ValueError: a spec with `cross` but no `layout_k`, with `prefix` but no prefix, or the other
+            way round.
+    """
+
+    def __init__(
+        self,
+        layout: PackedLayout,
+        spec: MaskSpec,
+        *,
+        layout_k: PackedLayout | None = None,
+        prefix: Tensor | None = None,
+    ) -> None:
+        cross = layout_k is not None
+        if (spec.cross, spec.prefix) != (cross, prefix is not None):
+            raise ValueError(
+                f"{spec} does not go with {'a' if cross else 'no'} layout_k and "
+                f"{'no' if prefix is None else 'a'} prefix; make the mask with DocumentMask.of()."
+            )
+        self.layout = layout
+        self.layout_k = layout if layout_k is None else layout_k
+        self.spec = spec
+        self.prefix = prefix
+
+    @classmethod
+    def of(
+        cls,
+        layout: PackedLayout,
+        *,
+        causal: bool = True,
+        window: int | tuple[int, int] | None = None,
+        chunk: int | None = None,
+        prefix: Prefix | None = None,
+        layout_k: PackedLayout | None = None,
+        align: Align = "bottom_right",
+    ) -> DocumentMask:
+        """The mask that keeps what all of these keep, inside each document.
+
+        Args:
+            layout: the documents.
+            causal: no key after the query (but those of the prefix).
+            window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
+                counts keys on each side (FlashAttention's meaning), -1 for no limit.
+            chunk: keys of the query's own chunk of so many tokens only, counted from the start of
+                the document (Llama 4).
+            prefix: tokens at the start of each document that all its queries see (prefix-LM): one
+                number, one a document, or an int32 tensor `[capacity]` on the layout's device,
+                which is never read back. (In a compiled graph numbers are constants: pass a tensor
+                where they change.)
+            layout_k: the documents of the keys, for cross-attention: document i attends to document
+                i of these. Default: self-attention.
+            align: with `layout_k`, where the diagonal of `causal`, `window` and `chunk` lies: the
+                last query meets the last key ("bottom_right", as in FlashAttention), or the first
+                the first ("top_left").
+
+        Raises:
+            ValueError: a bad window, chunk or prefix, or layouts that do not fit each other.
+
+        No sync; traces under `fullgraph=True`.
+
+        >>> mask = DocumentMask.of(PackedLayout.from_lengths([2, 3]), window=2)
+        >>> mask
+        DocumentMask(causal, window=(1, 0), 2 documents in 5 tokens)
+        >>> mask.to_dense().int().tolist()[4]
+        [0, 0, 0, 1, 1]
+        """
+        _check_type("layout", layout)
+        if layout_k is not None:
+            _check_type("layout_k", layout_k)
+        spec = _spec(
+            causal=causal,
+            window=window,
+            chunk=chunk,
+            prefix=prefix is not None,
+            cross=layout_k is not None,
+            align=align,
+        )
+        if layout_k is not None:
+            _check_pair(layout, layout_k)
+        prefixes = None if prefix is None else _prefixes(prefix, layout)
+        return cls(layout, spec, layout_k=layout_k, prefix=prefixes if spec.prefix else None)
+
+    # ---- what it is made of ----
+
+    def _tensors(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, list[int], list[int]]:
+        """The arguments that `query_bounds` and `build_tables` share."""
+        q, k = self.layout, self.layout_k
+        sizes = [q.total_tokens, k.total_tokens]
+        spec = self.spec.as_ints()
+        return q.cu_seqlens, k.cu_seqlens, q.padding, k.padding, self.prefix, sizes, spec
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The keys that each query sees, `lo[q] <= kv < hi[q]`: int32 `[Tq]`, never decreasing.
+
+        A padding query sees nothing: `lo` is the end of its run and `hi` the start. No sync; traces
+        under `fullgraph=True`.
+        """
+        compute = traced_query_bounds if torch.compiler.is_compiling() else query_bounds
+        lo, hi = compute(*self._tensors())
+        return lo, hi
+
+    def tables(self, block_size: tuple[int, int], *, compact: bool) -> Tables:
+        """The tables of its BlockMask; see `document_block_mask`."""
+        q, k = self.layout, self.layout_k
+        tokens = (q.total_tokens, k.total_tokens)
+        if compact:
+            longest = (q.max_seqlen_bound, k.max_seqlen_bound)
+            widths = table_widths if torch.compiler.is_compiling() else _remembered_widths
+            width = widths(self.spec, tokens, longest, q.capacity, block_size)
+        else:
+            width = -(-tokens[1] // block_size[1]), -(-tokens[0] // block_size[0])
+        build = document_tables if torch.compiler.is_compiling() else build_tables
+        return Tables._make(build(*self._tensors(), list(block_size), list(width)))
+
+    # ---- looking at it; each of these reads the device back ----
+
+    def to_dense(self) -> Tensor:
+        """bool `[Tq, Tk]`, True where the query sees the key. For debugging on small rows.
+
+        Raises:
+            ValueError: more than 2³⁰ pairs (1 GiB).
+        """
+        pairs = self.layout.total_tokens * self.layout_k.total_tokens
+        if pairs > _MOST_DENSE_PAIRS:
+            raise ValueError(
+                f"to_dense needs at most {_MOST_DENSE_PAIRS:,} pairs of tokens, got {pairs:,}; "
+                "use bounds(), or save_picture() to look at it."
+            )
+        return dense_mask(*self.bounds(), self.layout_k.total_tokens)
+
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it keeps. Syncs."""
+        lo, hi = self.bounds()
+        return int((hi - lo).clamp(min=0).sum(dtype=torch.int64))
+
+    def num_blocks(self, block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE) -> BlockCounts:
+        """How many blocks a kernel visits under it. Syncs.
+
+        >>> DocumentMask.of(PackedLayout.from_lengths([256, 256])).num_blocks()
+        BlockCounts(partial=4, full=2, total=16)
+        """
+        size = block_pair(block_size)
+        tables = self.tables(size, compact=True)
+        return BlockCounts(
+            partial=int(tables.kv_num_blocks.sum()),
+            full=int(tables.full_kv_num_blocks.sum()),
+            total=tables.kv_num_blocks.numel() * tables.q_num_blocks.numel(),
+        )
+
+    def sparsity(self, block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE) -> float:
+        """The share of blocks that no kernel visits, in percent, as `BlockMask.sparsity`. Syncs."""
+        partial, full, total = self.num_blocks(block_size)
+        return 100.0 * (1 - (partial + full) / total) if total else 100.0
+
+    def flops(self, head_dim: int, num_heads: int, *, backward: bool = False) -> int:
+        """Floating-point operations of attention under it: unmasked work only. Syncs.
+
+        Two matrix products forward, 4 · pairs · head_dim · num_heads, and 2.5 times that backward,
+        as FlashAttention counts.
+
+        >>> DocumentMask.of(PackedLayout.from_lengths([2, 1])).flops(head_dim=8, num_heads=2)
+        256
+        """
+        forward = 4 * self.num_pairs() * head_dim * num_heads
+        return forward * 5 // 2 if backward else forward
+
+    def save_picture(
+        self, path: str | Path, *, block_size: int | tuple[int, int] | None = None
+    ) -> Path:
+        """A PNG of its blocks: full, partial, empty, and the borders of the documents. Syncs.
+
+        Args:
+            path: where to write it.
+            block_size: tokens of a block, or (query, key); default: 128, or as much as it takes to
+                show at most 512 blocks a side.
+
+        Returns:
+            The path.
+        """
+        from flexvarlen.mask.picture import save_picture  # brings matplotlib
+
+        return save_picture(self, Path(path), block_size)
+
+    # ---- as a value ----
+
+    def _key(self) -> tuple[object, ...]:
+        return id(self.layout), id(self.layout_k), self.spec, id(self.prefix)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DocumentMask) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        q, k = self.layout, self.layout_k
+        kind = repr(self.spec)[len("MaskSpec(") : -1]
+        docs = "?" if q.num_docs is None else q.num_docs
+        where = f"{docs} documents in {q.total_tokens:,} tokens"
+        if self.spec.cross:
+            where += f" on {k.total_tokens:,}"
+        return f"DocumentMask({kind}, {where})"
+
+
+def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """`(query, key)` block sizes.
+
+    Raises:
+        ValueError: not one or two integers of at least 1.
+    """
+    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    if len(pair) != 2 or not all(is_int(n) and n >= 1 for n in pair):
+        raise ValueError(
+            "block_size must be at least 1 token, or a pair (query, key) of such, got "
+            f"{block_size}; FlexAttention's default is 128."
+        )
+    return pair[0], pair[1]
+
+
+# For the host's time: a build is called at each step, and is all launch.
+_remembered_spec = lru_cache(maxsize=256, typed=True)(MaskSpec.of)
+_remembered_widths = lru_cache(maxsize=1024)(table_widths)
+
+
+def _spec(**kind: Any) -> MaskSpec:
+    """`MaskSpec.of`, remembered if eager and of plain values."""
+    if torch.compiler.is_compiling() or isinstance(kind["window"], tuple | list):
+        return MaskSpec.of(**kind)
+    try:
+        return _remembered_spec(**kind)
+    except TypeError:  # what has no hash is no kind of mask: let it say so
+        return MaskSpec.of(**kind)
+
+
+def _check_type(name: str, layout: object) -> None:
+    if not isinstance(layout, PackedLayout):
+        raise ValueError(
+            f"{name} must be a PackedLayout, got {type(layout).__name__}; make one with "
+            "PackedLayout.from_lengths()."
+        )
+
+
+def _check_pair(layout: PackedLayout, layout_k: PackedLayout) -> None:
+    """Raise unless document i of one can attend to document i of the other."""
+    if layout_k.device != layout.device:
+        raise ValueError(
+            f"layout_k must be on the layout's device {layout.device}, got {layout_k.device}; call "
+            "layout_k.to()."
+        )
+    counts = (layout.num_docs, layout_k.num_docs)
+    if None not in counts and counts[0] != counts[1]:
+        raise ValueError(
+            f"layout_k must have as many documents as the layout, {counts[0]}, got {counts[1]}; "
+            "give an empty document (length 0) where one has no keys."
+        )
+    if layout_k.capacity != layout.capacity:
+        raise ValueError(
+            f"layout_k must have the layout's capacity {layout.capacity}, got {layout_k.capacity}; "
+            "make both with the same capacity=."
+        )
+
+
+def _prefixes(prefix: Prefix, layout: PackedLayout) -> Tensor:
+    """int32 `[capacity]` on the layout's device."""
+    if isinstance(prefix, Tensor):
+        if prefix.dtype != torch.int32 or prefix.shape != (layout.capacity,):
+            raise ValueError(
+                f"prefix must be an int32 tensor [{layout.capacity}] (one value a slot of the "
+                f"layout), got {prefix.dtype} {tuple(prefix.shape)}; pad it with zeros."
+            )
+        if prefix.device != layout.device:
+            raise ValueError(
+                f"prefix must be on the layout's device {layout.device}, got {prefix.device}; "
+                "move it."
+            )
+        return prefix.contiguous()
+    if isinstance(prefix, Sequence):
+        values = list(prefix)
+        if layout.num_docs is not None and len(values) != layout.num_docs:
+            raise ValueError(
+                f"prefix must have one value for each of the {layout.num_docs} documents, got "
+                f"{len(values)}; pass 0 for a document without one."
+            )
+    else:
+        values = [prefix]
+    for value in values:
+        if not is_int(value) or not 0 <= value < 2**31:
+            raise ValueError(
+                f"prefix must be integers from 0 to 2**31 - 1, got {value!r}; pass the number of "
+                "tokens that all queries of the document see."
+            )
+    if isinstance(prefix, int):
+        return torch.full((layout.capacity,), prefix, dtype=torch.int32, device=layout.device)
+    spare = layout.capacity - len(values)
+    if spare < 0:
+        raise ValueError(
+            f"prefix must have at most capacity={layout.capacity} values, got {len(values)}; make "
+            "the layout with a larger capacity=."
+        )
+    host = host_int32(values + [0] * spare, layout.device)
+    return host.to(layout.device, non_blocking=True)

@@ -1,0 +1,163 @@
+"""`MaskSpec`: the kind of a document mask, all of it but the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flexvarlen.layout.validate import is_int
+
+UNLIMITED = -1
+
+
+# Sides of a window, and chunks, past this are as good as none, and sums of positions stay in int32.
+_LONGEST_SIDE = 2**30
+
+
+Align = Literal["bottom_right", "top_left"]
+
+
+@dataclass(frozen=True, repr=False)
+class MaskSpec:
+    """The kind of a document mask: all of it but the documents. Hashable.
+
+    A query at position p of its document sees the key at position k of the same document if all of
+    these hold. Plans and compiled kernels are kept by it; make one with `MaskSpec.of`.
+
+    Attributes:
+        causal: k <= p (with `prefix`: or k lies in the document's prefix).
+        left, right: k >= p - left and k <= p + right; -1 means no limit. Causal without a prefix
+            has right = 0.
+        chunk: p and k lie in the same chunk of so many tokens of the document; 0: no chunks.
+        prefix: each document has a prefix, which all its queries see.
+        cross: the keys have a layout of their own.
+        top_left: with `cross`, p counts from the document's first key; else from that key which
+            makes the last query meet the last key (bottom-right, as FlashAttention aligns).
+    """
+
+    causal: bool = True
+    left: int = UNLIMITED
+    right: int = 0
+    chunk: int = 0
+    prefix: bool = False
+    cross: bool = False
+    top_left: bool = False
+
+    def __post_init__(self) -> None:
+        limited = self.right == 0
+        if limited != (self.causal and not self.prefix) or (self.prefix and not self.causal):
+            raise ValueError(
+                f"a MaskSpec with causal={self.causal} and prefix={self.prefix} cannot have right="
+                f"{self.right}; make it with MaskSpec.of()."
+            )
+        if self.top_left and not self.cross:
+            raise ValueError("a MaskSpec has top_left with cross only; make it with MaskSpec.of().")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        causal: bool = True,
+        window: int | tuple[int, int] | None = None,
+        chunk: int | None = None,
+        prefix: bool = False,
+        cross: bool = False,
+        align: Align = "bottom_right",
+    ) -> MaskSpec:
+        """The spec of a mask in the words of `document_block_mask`; equal masks are equal.
+
+        Args:
+            causal: no key after the query.
+            window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
+                counts keys on each side (FlashAttention's meaning), -1 for no limit.
+            chunk: keys of the query's own chunk of so many tokens only, counted from the start of
+                the document (Llama 4).
+            prefix: whether documents have prefixes.
+            cross: whether the keys have a layout of their own.
+            align: where the diagonal of such documents lies.
+
+        Raises:
+            ValueError: `causal` that is no bool, W or chunk below 1, a pair with a value below -1,
+                an unknown `align`, or a prefix without `causal`.
+
+        >>> MaskSpec.of(window=4)
+        MaskSpec(causal, window=(3, 0))
+        """
+        if not isinstance(causal, bool):
+            raise ValueError(f"causal must be True or False, got {causal!r}; choose one.")
+        left, right = _sides(window)
+        if chunk is not None and (not is_int(chunk) or chunk < 1):
+            raise ValueError(
+                f"chunk must be an integer of at least 1 token, got {chunk!r}; pass None for none."
+            )
+        if align not in ("bottom_right", "top_left"):
+            raise ValueError(
+                f"align must be 'bottom_right' or 'top_left', got {align!r}; FlashAttention's is "
+                "'bottom_right'."
+            )
+        if prefix and not causal:
+            raise ValueError(
+                "prefix needs causal=True, got causal=False, under which every key of a document "
+                "is seen already; leave prefix out."
+            )
+        if right == 0:  # the window is causal already, and cuts off what a prefix would add
+            causal, prefix = True, False
+        elif causal and not prefix:
+            right = 0
+        return cls(
+            causal=causal,
+            left=left,
+            right=right,
+            chunk=min(chunk or 0, _LONGEST_SIDE),
+            prefix=prefix,
+            cross=cross,
+            top_left=cross and align == "top_left",
+        )
+
+    @property
+    def ends_at_query(self) -> bool:
+        """Whether the last key that a query sees is the one at its own place in the row."""
+        return self.right == 0 and not self.cross
+
+    def as_ints(self) -> list[int]:
+        """Its fields in order, as an operator takes them; `MaskSpec.from_ints` undoes it."""
+        flags = [int(flag) for flag in (self.prefix, self.cross, self.top_left)]
+        return [int(self.causal), self.left, self.right, self.chunk, *flags]
+
+    @classmethod
+    def from_ints(cls, values: Sequence[int]) -> MaskSpec:
+        """The spec of which `as_ints` gave these."""
+        causal, left, right, chunk, prefix, cross, top_left = values
+        return cls(bool(causal), left, right, chunk, bool(prefix), bool(cross), bool(top_left))
+
+    def __repr__(self) -> str:
+        words = ["causal" if self.causal else "bidirectional"]
+        if self.left != UNLIMITED or self.right not in (UNLIMITED, 0):
+            words.append(f"window=({self.left}, {self.right})")
+        if self.chunk:
+            words.append(f"chunk={self.chunk}")
+        if self.prefix:
+            words.append("prefix")
+        if self.cross:
+            words.append("cross, " + ("top-left" if self.top_left else "bottom-right"))
+        return f"MaskSpec({', '.join(words)})"
+
+
+def _sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
+    """`(left, right)` of a window, -1 for no limit."""
+    if window is None:
+        return UNLIMITED, UNLIMITED
+    if isinstance(window, int) and not isinstance(window, bool):
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}; pass None for no window.")
+        sides: Sequence[int] = (window - 1, window - 1)
+    else:
+        sides = window if isinstance(window, tuple | list) else ()
+        if [is_int(side) for side in sides] != [True, True] or min(sides) < UNLIMITED:
+            raise ValueError(
+                f"window must be an integer or (left, right), each at least -1, got {window}; pass "
+                "None for no window, -1 for no limit on a side."
+            )
+    left, right = (min(side, _LONGEST_SIDE) for side in sides)
+    return left, right

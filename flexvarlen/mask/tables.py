@@ -1,0 +1,243 @@
+"""The eight tables of a BlockMask in closed form: no pair of tokens is ever evaluated.
+
+The vectors of `vectors.py` never decrease. So the key blocks that a query block touches are one
+run of those that any query sees at all, and the ones it keeps whole are a run inside it. The
+vectors of the keys give the transposed tables in the same way.
+
+On CUDA one Triton kernel writes everything (`triton/tables.py`); elsewhere, and as its
+reference, plain torch.
+
+Shapes: Tq, Tk = tokens; BQ, BK = block sizes; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.validate import HAS_TRITON
+from flexvarlen.mask.spec import UNLIMITED, MaskSpec
+from flexvarlen.mask.vectors import key_bounds, query_bounds
+
+
+class Tables(NamedTuple):
+    """Row bounds and block lists, int32; the names are BlockMask's.
+
+    `*_num_blocks` `[1, 1, R]` count what `*_indices` `[1, 1, R, width]` list, ascending, zeros
+    behind; R = NQ for kv, NK for q. `lo`, `hi` `[Tq]` are the keys that each query sees.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
+
+
+def table_shapes(
+    total_tokens: Sequence[int], block_size: Sequence[int], width: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The shapes of `Tables`, in order; `width` is `[of kv tables, of q tables]`."""
+    shapes: list[tuple[int, ...]] = [(total_tokens[0],), (total_tokens[0],)]
+    for tokens, block, columns in zip(total_tokens, block_size, width, strict=True):
+        rows = -(-tokens // block)
+        shapes += [(1, 1, rows), (1, 1, rows, columns)] * 2
+    return shapes
+
+
+def table_widths(
+    mask: MaskSpec,
+    total_tokens: tuple[int, int],
+    longest: tuple[int, int],
+    capacity: int,
+    block_size: tuple[int, int],
+) -> tuple[int, int]:
+    """Columns that suffice for any documents up to `longest` (of queries, of keys)."""
+    (block_q, block_k), (longest_q, longest_k) = block_size, longest
+    num_q, num_k = (-(-t // b) for t, b in zip(total_tokens, block_size, strict=True))
+    # How far a query may see each way: no further than its window, its chunk, its document.
+    furthest = max(longest) - 1 if mask.chunk == 0 else min(max(longest), mask.chunk) - 1
+    before = furthest if mask.left == UNLIMITED else min(mask.left, furthest)
+    after = furthest if mask.right == UNLIMITED else min(mask.right, furthest)
+    if mask.cross:
+        sees = before + 1 + after
+        width_k = _most_cross_blocks(capacity, block_q, sees, longest_k, block_k)
+        width_q = _most_cross_blocks(capacity, block_k, sees, longest_q, block_q)
+    else:
+        width_k = _most_blocks(before, after, block_q, block_k)
+        width_q = _most_blocks(after, before, block_k, block_q)
+    return min(num_k, width_k), min(num_q, width_q)
+
+
+def _most_blocks(before: int, after: int, block: int, other: int) -> int:
+    """The most blocks of `other` tokens that one of `block` touches, reaching so far each way."""
+    if block % other == 0:  # the block's borders are borders of the other grid
+        return block // other + -(-before // other) + -(-after // other)
+    return (before + block + after - 1) // other + 2
+
+
+def _most_cross_blocks(capacity: int, block: int, sees: int, longest: int, other: int) -> int:
+    """The same where every document of the block has a document of up to `longest` elsewhere."""
+    documents = min(capacity, block)
+    tokens = min(longest, sees + block - 1)  # of one document
+    return documents * (-(-tokens // other) + 1)
+
+
+def build_tables(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
+    block_size: list[int],
+    width: list[int],
+    one_storage: bool = True,
+) -> list[Tensor]:
+    """`Tables`, as a list.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec: as in
+            `flexvarlen.mask.vectors.query_bounds`.
+        block_size: `[BQ, BK]`.
+        width: columns of the kv and of the q tables: enough for any row; if they are not, an
+            assertion fails, on a GPU one of the device.
+        one_storage: whether the Triton kernel's tables may be views of one tensor.
+
+    No sync.
+    """
+    arguments = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec)
+    if cu_seqlens_q.device.type == "cuda" and HAS_TRITON:
+        from flexvarlen.mask.triton.tables import build_tables_in_one_launch
+
+        return build_tables_in_one_launch(*arguments, block_size, width, one_storage)
+    return build_tables_in_torch(*arguments, block_size, width)
+
+
+def build_tables_in_torch(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
+    block_size: list[int],
+    width: list[int],
+) -> list[Tensor]:
+    """`build_tables` in plain torch, on any device."""
+    arguments = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec)
+    lo, hi = query_bounds(*arguments)
+    first, last = key_bounds(*arguments)
+    block_q, block_k = block_size
+    seen = _any_in_block(first < last, block_k)
+    seeing = _any_in_block(lo < hi, block_q)
+    kv = _list_blocks(lo, hi, block_q, block_k, seen, width[0])
+    q = _list_blocks(first, last, block_k, block_q, seeing, width[1])
+    return [lo, hi, *kv, *q]
+
+
+def _any_in_block(flags: Tensor, block: int) -> Tensor:
+    """bool `[blocks]`: whether a flag of each block is set."""
+    missing = -flags.shape[0] % block
+    return torch.nn.functional.pad(flags, (0, missing)).view(-1, block).any(-1)
+
+
+def _list_blocks(
+    lo: Tensor, hi: Tensor, block: int, other_block: int, live: Tensor, width: int
+) -> list[Tensor]:
+    """Partial, then full other blocks of each block of rows: counts and indices.
+
+    `live` bool `[other blocks]` says which of them any row touches. Between the first and the last
+    that a block of rows touches, it touches all that are live.
+    """
+    tokens, device = lo.shape[0], lo.device
+    rows = torch.arange(-(-tokens // block), device=device)
+    top, bottom = rows * block, ((rows + 1) * block).clamp(max=tokens) - 1
+
+    # Rows that see nothing have bounds too: for what a block touches, those of the next row that
+    # does, and of the last one before.
+    sees = lo < hi
+    next_lo = lo.masked_fill(~sees, torch.iinfo(lo.dtype).max).flip(0).cummin(0).values.flip(0)
+    last_hi = hi.masked_fill(~sees, 0).cummax(0).values
+    any_sees = _any_in_block(sees, block)
+    first = torch.where(any_sees, next_lo[top] // other_block, 0)
+    end = torch.where(any_sees, -(-last_hi[bottom] // other_block), 0)
+
+    # Kept whole: by all rows of the block. The last block of a ragged row keeps none whole, as in
+    # create_block_mask.
+    full_first = -(-lo[bottom] // other_block)
+    kept = (hi[top] // other_block - full_first).clamp(min=0)
+    kept = torch.where(rows < tokens // block, kept, 0)
+
+    # As ranks among the live blocks.
+    live_blocks = (~live).to(torch.int8).argsort(stable=True)
+    rank = torch.nn.functional.pad(live.cumsum(0), (1, 0))
+    touched_rank, touched = rank[first], rank[end] - rank[first]
+    full_rank = torch.where(kept > 0, rank[full_first.clamp(max=live.shape[0])], touched_rank)
+
+    k = torch.arange(width, device=device)
+    partial = touched - kept
+    torch._assert_async(
+        (torch.maximum(partial, kept) <= width).all(),
+        "flexvarlen: a document does not fit the layout or max_seqlen_bound; make the layout with "
+        "a larger bound.",
+    )
+    skip = torch.where(k >= (full_rank - touched_rank)[:, None], kept[:, None], 0)
+    live_blocks = torch.nn.functional.pad(live_blocks, (0, 1))  # something to index if none is live
+
+    def at(ranks: Tensor, counts: Tensor) -> Tensor:
+        listed = k < counts[:, None]
+        return torch.where(listed, live_blocks[torch.where(listed, ranks, 0)], 0)
+
+    partial_indices = at(touched_rank[:, None] + k + skip, partial)
+    full_indices = at(full_rank[:, None] + k, kept)
+    return [
+        x.to(torch.int32)[None, None].contiguous()
+        for x in (partial, partial_indices, kept, full_indices)
+    ]
+
+
+# Inside a compiled graph one operator: traced through, inductor fuses the tables into views that
+# FlexAttention's templates misread (torch 2.11 on CUDA: silently wrong attention) or reject (torch
+# 2.13 on the CPU).
+@torch.library.custom_op("flexvarlen::document_tables", mutates_args=())
+def document_tables(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
+    block_size: list[int],
+    width: list[int],
+) -> list[Tensor]:
+    """`build_tables`, for compiled graphs; what an operator returns may share no storage."""
+    arguments = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec)
+    return build_tables(*arguments, block_size, width, one_storage=False)
+
+
+@document_tables.register_fake
+def _(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
+    block_size: list[int],
+    width: list[int],
+) -> list[Tensor]:
+    shapes = table_shapes(total_tokens, block_size, width)
+    return [cu_seqlens_q.new_empty(shape) for shape in shapes]

@@ -1,0 +1,1 @@
+"""The mask vectors and the BlockMask tables in one Triton launch."""

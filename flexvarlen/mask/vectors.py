@@ -1,0 +1,172 @@
+"""Which keys each query keeps: one interval, `lo[q] <= kv < hi[q]`; all masks come from it.
+
+The transpose is of the same form: the queries that see a key are one interval too. Both pairs of
+bounds never decrease.
+
+Shapes: Tq, Tk = tokens of the query and the key row (equal in self-attention), N = document slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexvarlen.mask.spec import UNLIMITED, MaskSpec
+
+
+def query_bounds(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The keys that each query sees: `lo`, `hi`, int32 `[Tq]`.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`; the same tensor in self-attention.
+        padding_q, padding_k: bool `[Tq]` and `[Tk]`, True in slots that are padding runs, or None.
+        prefix: int32 `[N]`, tokens of each document's prefix, or None.
+        total_tokens: `[Tq, Tk]`.
+        spec: `MaskSpec.as_ints()`.
+
+    A query of a padding run sees nothing: `lo` is the end of the run and `hi` its start. No sync.
+    """
+    mask = MaskSpec.from_ints(spec)
+    at = _place(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
+    position = at.position + _shift(mask, at.own_length, at.other_length)
+    low, high = torch.zeros_like(position), at.other_length
+    if mask.left != UNLIMITED:
+        low = torch.maximum(low, position - mask.left)
+    if mask.chunk:
+        begin = position - position % mask.chunk
+        low, high = torch.maximum(low, begin), torch.minimum(high, begin + mask.chunk)
+    if mask.causal:
+        last = position + 1
+        if prefix is not None:
+            last = torch.maximum(last, prefix[at.slot.clamp(max=prefix.shape[0] - 1)])
+        high = torch.minimum(high, last)
+    if mask.right != UNLIMITED:
+        high = torch.minimum(high, position + (mask.right + 1))
+    return at.in_other_row(low, high)
+
+
+def key_bounds(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The queries that see each key: first and one past the last, int32 `[Tk]`; the transpose.
+
+    Arguments as in `query_bounds`.
+    """
+    mask = MaskSpec.from_ints(spec)
+    tokens_q, tokens_k = total_tokens
+    at = _place(cu_seqlens_k, cu_seqlens_q, padding_k, padding_q, tokens_k, tokens_q)
+    position = at.position
+    shift = _shift(mask, at.other_length, at.own_length)
+    low, high = shift, shift + at.other_length
+    if mask.left != UNLIMITED:
+        high = torch.minimum(high, position + (mask.left + 1))
+    if mask.right != UNLIMITED:
+        low = torch.maximum(low, position - mask.right)
+    if mask.causal:
+        first = position
+        if prefix is not None:
+            in_prefix = position < prefix[at.slot.clamp(max=prefix.shape[0] - 1)]
+            first = torch.where(in_prefix, low, first)
+        low = torch.maximum(low, first)
+    if mask.chunk:
+        begin = position - position % mask.chunk
+        low, high = torch.maximum(low, begin), torch.minimum(high, begin + mask.chunk)
+    return at.in_other_row(low - shift, high - shift)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where each token of a row lies, and its document in the other row; int32 `[T]` each."""
+
+    slot: Tensor
+    position: Tensor
+    own_length: Tensor
+    other_start: Tensor
+    other_length: Tensor
+    dead: Tensor
+
+    def in_other_row(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds inside the other document, as bounds in the other row; none where dead."""
+        low = torch.minimum(low.clamp(min=0), self.other_length)
+        high = torch.minimum(high.clamp(min=0), self.other_length)
+        low = torch.where(self.dead, self.other_length, low)
+        high = torch.where(self.dead, 0, high)
+        return self.other_start + low, self.other_start + high
+
+
+def _place(
+    own: Tensor,
+    other: Tensor,
+    own_padding: Tensor | None,
+    other_padding: Tensor | None,
+    own_total: int,
+    other_total: int,
+) -> _Place:
+    tokens = torch.arange(own_total, device=own.device, dtype=torch.int32)
+    slot = torch.searchsorted(own[1:], tokens, right=True, out_int32=True)
+    # One slot more: the padding after the last document.
+    own_ends = torch.cat([own, own.new_full((1,), own_total)])
+    other_ends = torch.cat([other, other.new_full((1,), other_total)])
+    start, other_start = own_ends[slot], other_ends[slot]
+    dead = slot == own.shape[0] - 1
+    if own_padding is not None:
+        dead = dead | own_padding
+    if other_padding is not None and other_total > 0:
+        dead = dead | other_padding[other_start.clamp(max=other_total - 1)]
+    return _Place(
+        slot=slot,
+        position=tokens - start,
+        own_length=own_ends[slot + 1] - start,
+        other_start=other_start,
+        other_length=other_ends[slot + 1] - other_start,
+        dead=dead,
+    )
+
+
+def _shift(mask: MaskSpec, length_q: Tensor, length_k: Tensor) -> Tensor:
+    """What to add to a query's position to give that of the key on its diagonal."""
+    if mask.cross and not mask.top_left:
+        return length_k - length_q
+    return torch.zeros_like(length_q)
+
+
+# Inside a compiled graph one operator: inductor of torch 2.11 on CUDA, fusing the search into what
+# uses it, gave a reference attention with wrong gradients.
+traced_query_bounds = torch.library.custom_op(
+    "flexvarlen::query_bounds", query_bounds, mutates_args=()
+)
+
+
+@traced_query_bounds.register_fake
+def _(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    padding_q: Tensor | None,
+    padding_k: Tensor | None,
+    prefix: Tensor | None,
+    total_tokens: list[int],
+    spec: list[int],
+) -> tuple[Tensor, Tensor]:
+    return cu_seqlens_q.new_empty(total_tokens[:1]), cu_seqlens_q.new_empty(total_tokens[:1])
+
+
+def dense_mask(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
+    """bool `[Tq, Tk]`: True where query q sees key kv. For small rows: takes Tq·Tk bytes."""
+    keys = torch.arange(num_keys, device=lo.device, dtype=torch.int32)
+    return (keys >= lo[:, None]) & (keys < hi[:, None])

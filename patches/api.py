@@ -1,0 +1,296 @@
+"""`patch_model`: give a transformers model packed attention under the full contract, or undo it.
+
+The `forward` of the model and of its base model are wrapped on the instance (a hook would not do:
+PEFT's tuners call `model.forward`). The wrapper finds the documents once, masks the labels at their
+first tokens, hands every layer the same `PackedForward`, and passes the base model a 4D placeholder
+as mask, so that transformers builds none and reads nothing back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
+from flexvarlen.patches.attention.routing import (
+    BackendChoice,
+    base_of,
+    check_choice,
+    check_machine,
+    kinds_of,
+    names_in,
+    vision_kinds_of,
+)
+from flexvarlen.patches.batch.keywords import COLUMNS
+from flexvarlen.patches.forward.heads import (
+    check_head,
+    give_back_loss,
+    mark_pooling_heads,
+    refuse_prompt_learning,
+    require_keywords,
+)
+from flexvarlen.patches.forward.sequence_parallel import own_kinds
+from flexvarlen.patches.forward.steps import after_forward, before_forward
+from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
+from flexvarlen.patches.forward.wrapper import (
+    mark_layers,
+    reaches_ours,
+    unmark_layers,
+    unwrap_forward,
+    wrap_forward,
+)
+from flexvarlen.patches.models.registry import require_verified
+from flexvarlen.patches.models.rope import own_tables, refuse_dynamic_rope, shared_tables
+from flexvarlen.patches.models.towers import text_config_of, text_tower, vision_tower
+from flexvarlen.patches.state import (
+    ATTRIBUTE,
+    Patch,
+    implementation_before,
+    join_sharers,
+    leave_sharers,
+    one_at_a_time,
+    set_implementation,
+    wrapped_modules,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@one_at_a_time
+def patch_model(
+    model: Model,
+    backend: BackendChoice = "auto",
+    *,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
+    capacity: int | None = None,
+    max_seqlen_bound: int | None = None,
+    sequence_parallel_group: ProcessGroup | None = None,
+) -> Model:
+    """Make a transformers model run on packed batches, no document seeing another.
+
+    The documents of a forward are found, in this order, in `packed_layout=` (a `PackedLayout` over
+    all B·S tokens), `cu_seq_lens_q=`, or the union of restarts in `position_ids` and changes of
+    value in a 2D `attention_mask` (padding, document ids) and in `seq_idx`; else each row is one
+    document. Missing position_ids are made from the documents. Labels at the first token of each
+    document are masked. Padding outputs of attention are zero.
+
+    Bidirectional encoders (BERT) keep all their labels, which are the tokens' own; where a row may
+    hold several documents, and in a compiled graph always, their pooler_output is None. RoBERTa's
+    positions begin at padding_idx + 1: given ones are taken as they are, so leave out those of a
+    collator that counts from 0.
+
+    Models of text and images (Qwen2-VL) take position_ids `[4, B, S]`, the text's own first, or
+    `[3, B, S]` beside explicit documents; missing ones are made from the documents, the images and
+    mm_token_type_ids, eagerly only. Each frame of an image is a document of the vision tower.
+
+    Labels that never reach the model are not: Trainer takes them out with `label_smoothing_factor`
+    or `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
+
+    Nor is `num_items_in_batch` corrected, which Trainer counts over the batches of a step before
+    any model sees them: where it counts labels that are masked here, the loss is too small by their
+    share. The first batch with borders tells, by a warning; the same collator is right.
+
+    A mixture of experts keeps its auxiliary loss (`output_router_logits=True`), over all tokens
+    that are no padding.
+
+    Decoding (a non-empty cache) goes to transformers' own sdpa; from a cache that a packed batch
+    filled it raises, and so do several documents in the new tokens of a row. Training, and a
+    compiled model in any mode (also one compiled layer by layer: with a cache each layer would get
+    a graph of its own), makes no cache unless `use_cache=True` is passed.
+
+    A deep copy is patched as the model is. A pickle (torch.save of the model, a spawned process)
+    leaves the wrapper out, and so does who sets another `forward` afterwards (Liger on a model,
+    accelerate as it takes hooks off): the model raises until `patch_model` is called on it again.
+
+    Args:
+        model: a transformers model of a verified family (docs/families.md), also inside PEFT, DDP
+            or torch.compile wrappers.
+        backend: a name of `flexvarlen.BACKENDS`, or "auto"; or a mapping from the model's layer
+            types ("full_attention", "sliding_attention", as in `config.layer_types`; in vision
+            towers "vision_attention") to such names. "auto" is resolved by kind of layer: mask,
+            heads, head_dim.
+        deterministic, batch_invariant: as in `packed_attention`; None: what the environment
+            variables FLEXVARLEN_DETERMINISTIC and FLEXVARLEN_BATCH_INVARIANT say.
+        capacity: document slots a row may hold when only a compiled graph sees them (position_ids
+            or masks on the device); default `default_capacity(T)`. Also the slots of boundaries
+            found eagerly, if given.
+        max_seqlen_bound: longest document that kernels are made for; default inside a compiled
+            graph: all T tokens; eagerly: the longest, rounded up to a power of two.
+        sequence_parallel_group: ranks over which each row is cut (Ulysses), see below.
+
+    Returns:
+        The same model. Patching again changes the arguments above, nothing else.
+
+    Raises:
+        ValueError: no transformers model inside, or a second one that is no part of the first; a
+            `forward` that takes no `**kwargs`, an unknown backend, a mapping that misses one of the
+            model's layer types or names another, or a group whose ranks do not divide the heads.
+        NotImplementedError: the model type is not verified, it keeps state beyond attention, its
+            head pools rows, PEFT adds virtual tokens (prompt tuning and its kin; not seen if added
+            later), a backend cannot run the layers it is for on this machine, or the model is an
+            encoder, takes images or has longrope, and a group is given.
+
+    Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
+    patched model or before it is patched; what it returns keeps its own promises and mapping, so to
+    patch again, patch that), other documents compile nothing anew as long as `capacity` and
+    `max_seqlen_bound` stay. Where they do not (a layout has those it was made with, by default
+    powers of two), Dynamo compiles once more when the one first changes and once more when the
+    other does, and then for any; under dynamic=False for each pair, of which a warning tells. Each
+    form of a batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and gradients on
+    and off have a graph of their own.
+
+    With a `sequence_parallel_group` of P ranks, which all call the model at once, each gets what
+    `shard_row(batch, group)` gives it: `input_ids`, `position_ids`, `labels`, `shift_labels`
+    `[1, T/P]`, `packed_layout` of all T tokens, `num_items_in_batch`. Attention exchanges heads for
+    tokens and runs on the whole row; logits `[1, T/P, vocabulary]` are of the shard. Losses and
+    gradients are each rank's part, to be summed over the group: all-reduce the gradients, or wrap
+    the model in DDP or FSDP and multiply the loss by their number of ranks, as they take a mean.
+    All else that tells documents, caches, `generate` and auxiliary losses of experts are refused.
+    Traces under `fullgraph=True`; a pickle leaves the group out.
+
+    Gradient checkpointing runs attention again in the backward. To keep its outputs, name its
+    operator: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
+    functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts,
+    [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`).
+    """
+    inner = _transformers_model(model)
+    require_verified(inner.config.model_type)
+    refuse_prompt_learning(model)
+    kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
+    check_head(inner, causal=any(kind.causal for kind in kinds))
+    require_keywords(wrapped_modules(inner))
+    if sequence_parallel_group is not None:
+        kinds = own_kinds(inner, kinds, sequence_parallel_group)
+    refuse_dynamic_rope(text_config_of(inner.config))
+    check_choice(backend, (*kinds, *vision_kinds))
+    check_machine(
+        backend,
+        (*kinds, *vision_kinds),
+        inner.device,
+        deterministic=promised(DETERMINISTIC, deterministic),
+        batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
+    )
+    before = implementation_before(inner)
+    tower = vision_tower(base_of(inner))
+    named = names_in(backend)[0]
+    set_implementation(inner, named)
+    patch = Patch(
+        backend=backend if isinstance(backend, str) else dict(backend),
+        named=named,
+        backends=(named,),
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        capacity=capacity,
+        max_seqlen_bound=max_seqlen_bound,
+        kinds=kinds,
+        implementation_before=before,
+        sequence_parallel_group=sequence_parallel_group,
+    )
+    for module in wrapped_modules(inner):
+        if ATTRIBUTE not in module.__dict__ or not reaches_ours(module):
+            wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
+        setattr(module, ATTRIBUTE, patch)
+    if tower is not None:
+        patch_tower(tower, patch, vision_kinds)
+    mark_layers(inner, base_of(inner))
+    mark_pooling_heads(inner)
+    own_tables(text_tower(base_of(inner)))
+    join_sharers(inner)
+    return model
+
+
+@one_at_a_time
+def unpatch_model(model: Model) -> Model:
+    """Restore a patched model exactly; a model that is not patched stays as it is.
+
+    Models that share one config object share its attn_implementation, which is restored with the
+    last of them: until then the others that are not patched attend by the plugin name alone.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: no transformers model inside, or several.
+    """
+    inner = _transformers_model(model)
+    patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    if patch is None:
+        return model
+    for module in wrapped_modules(inner):
+        module.__dict__.pop(ATTRIBUTE, None)
+        unwrap_forward(module)
+    unmark_layers(inner)
+    give_back_loss(inner)
+    shared_tables(text_tower(base_of(inner)))
+    leave_sharers(inner, patch)
+    tower = vision_tower(base_of(inner))
+    if tower is not None and ATTRIBUTE in tower.__dict__:
+        unpatch_tower(tower)  # after what sets the implementation of all parts
+    return model
+
+
+@contextmanager
+def patched(
+    model: Model,
+    backend: BackendChoice = "auto",
+    *,
+    deterministic: bool | None = None,
+    batch_invariant: bool | None = None,
+    capacity: int | None = None,
+    max_seqlen_bound: int | None = None,
+    sequence_parallel_group: ProcessGroup | None = None,
+) -> Iterator[Model]:
+    """`patch_model` for the length of a `with` block; then as before, patched or not.
+
+    Arguments as there.
+    """
+    inner = _transformers_model(model)
+    existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    patch_model(
+        model,
+        backend,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        capacity=capacity,
+        max_seqlen_bound=max_seqlen_bound,
+        sequence_parallel_group=sequence_parallel_group,
+    )
+    try:
+        yield model
+    finally:
+        if existing is None:
+            unpatch_model(model)
+        else:
+            patch_model(model, **existing.arguments())
+
+
+# ---- what is inside a model ----
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The one that is inside: what is part of it (its base model, a tower) goes with it."""
+    found = [(n, part) for n, part in model.named_modules() if isinstance(part, PreTrainedModel)]
+    if not found:
+        raise ValueError(
+            f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; "
+            "load it with AutoModel."
+        )
+    # Not always the first: a wrapper may name a base model before the model that it is part of.
+    for _, inner in found:
+        if {part for _, part in found} <= {*inner.modules()}:
+            return inner
+    first, inner = found[0]
+    name, part = next((name, part) for name, part in found if part not in {*inner.modules()})
+    raise ValueError(
+        f"model must hold one transformers model, got {type(inner).__name__} as {first!r} and "
+        f"{type(part).__name__} as {name!r}, which is no part of it and would leak unpatched; "
+        "patch each by itself."
+    )

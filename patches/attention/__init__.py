@@ -1,0 +1,1 @@
+"""The functions that transformers calls, and which backend serves which layers."""

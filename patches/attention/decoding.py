@@ -1,0 +1,97 @@
+"""Attention of a forward that is not packed: decoding, a prefill beside other keys, a 4D mask.
+
+transformers' own sdpa with transformers' own mask; with softcap or sinks, which sdpa lacks, the
+same in plain torch.
+
+Shapes: B rows of S queries and K keys; H = num_heads, Hkv = num_kv_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from flexvarlen.patches.attention.by_name import first_unpacked
+from flexvarlen.patches.attention.context import CONTEXT, Unpacked
+from flexvarlen.patches.batch.cache import refuse_packed_keys
+from flexvarlen.patches.batch.one_document import check_one_document
+
+OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
+"""What a layer sees of a forward that is not packed."""
+
+
+def attend_to_cache(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention of query `[B, H, S, D]` to key and value `[B, Hkv, K, D]`: `[B, S, H, D]`.
+
+    Raises:
+        ValueError: several documents in a row.
+    """
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("packed_layout") is not None:
+        raise ValueError(
+            f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
+            "use_cache=False, and no 4D attention_mask."
+        )
+    refuse_packed_keys(key)
+    checked = kwargs.get(CONTEXT) is Unpacked.CHECKED
+    if not checked and (torch.compiler.is_compiling() or first_unpacked(module)):
+        check_one_document(
+            query.shape[2],
+            position_ids=kwargs.get("position_ids"),
+            attention_mask=attention_mask,
+            with_what=OTHER_KEYS,
+        )
+    sinks: Tensor | None = kwargs.get("s_aux")
+    if softcap is None and sinks is None:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal
+        )
+        return out
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if attention_mask is None and is_causal and query.shape[2] > 1:
+        shape = (query.shape[2], key.shape[2])
+        attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    return _dense(query, key, value, attention_mask, scaling, softcap, sinks), None
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """`[B, S, H, D]`; a boolean mask keeps what is True, another is added."""
+    batch, heads, tokens, dim = query.shape
+    kv_heads = key.shape[1]
+    q = query.view(batch, kv_heads, heads // kv_heads, tokens, dim)
+    q = q * (dim**-0.5 if scaling is None else scaling)  # first: the product may overflow in fp16
+    scores = torch.einsum("bgrsd,bgkd->bgrsk", q, key).reshape(batch, heads, tokens, -1).float()
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        mask = mask[..., : scores.shape[-1]]
+        hidden = torch.finfo(torch.float32).min
+        scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
+    if sinks_H is not None:
+        sinks = sinks_H.float().view(1, heads, 1, 1).expand(batch, heads, tokens, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    p = probabilities.view(batch, kv_heads, heads // kv_heads, tokens, -1)
+    out = torch.einsum("bgrsk,bgkd->bsgrd", p, value)
+    return out.reshape(batch, tokens, heads, value.shape[-1])

@@ -1,0 +1,1 @@
+"""What a batch says: its documents, positions, labels and cache."""

@@ -1,0 +1,183 @@
+"""What boundaries from several places must agree on: eagerly a sentence, in a graph an assertion.
+
+Shapes: B rows of S tokens, one after another: T = B·S.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+
+
+def require_layout(packed_layout: object) -> None:
+    """Refuse a `packed_layout` that is something else."""
+    if not isinstance(packed_layout, PackedLayout):
+        raise ValueError(
+            f"packed_layout must be a PackedLayout, got {type(packed_layout).__name__}; make it "
+            "with PackedLayout.from_lengths(lengths, total_tokens=, device=)."
+        )
+
+
+def refuse_halves(
+    cu_seq_lens_k: Tensor | None, max_length_q: int | None, max_length_k: int | None
+) -> None:
+    """Refuse what tells documents only beside `cu_seq_lens_q`, where that is missing."""
+    alone = {
+        "cu_seq_lens_k": cu_seq_lens_k,
+        "max_length_q": max_length_q,
+        "max_length_k": max_length_k,
+    }
+    for name, given in alone.items():
+        if given is not None:
+            raise ValueError(
+                f"{name} must come with cu_seq_lens_q, which tells the documents, got {name} "
+                "without it; pass cu_seq_lens_q (in self-attention equal to cu_seq_lens_k), or "
+                f"leave {name} out."
+            )
+
+
+def changes_of(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.device) -> Tensor:
+    """bool `[T]`: True where the numbers of `seq_idx` change inside a row.
+
+    Raises:
+        ValueError: it is not a number for each token, on the tokens' device.
+    """
+    if not isinstance(seq_idx, Tensor):
+        raise ValueError(
+            f"seq_idx must be an integer tensor of shape {(batch, row_tokens)}, got "
+            f"{type(seq_idx).__name__}; pass torch.tensor(seq_idx)."
+        )
+    if (
+        seq_idx.ndim != 2
+        or seq_idx.shape[0] not in (1, batch)
+        or seq_idx.shape[1] != row_tokens
+        or seq_idx.device != device
+        or seq_idx.is_floating_point()
+    ):
+        raise ValueError(
+            f"seq_idx must be integers of shape {(batch, row_tokens)} on {device}, one for each "
+            f"token, got {seq_idx.dtype} of shape {tuple(seq_idx.shape)} on {seq_idx.device}; "
+            "number the documents of each row."
+        )
+    differ = torch.nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
+    return differ.expand(batch, row_tokens).reshape(-1)
+
+
+def check_same_documents(
+    changes: Tensor,
+    layout: PackedLayout,
+    attention_mask: Tensor | None,
+    row_tokens: int,
+    *,
+    reads: bool,
+) -> None:
+    """Raise unless `seq_idx` changes where documents of the layout begin, and nowhere else.
+
+    What it says at padding, and from one row to the next, is not looked at. A device that must not
+    be read asserts it.
+    """
+    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
+    begins = flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1]
+    real = layout.real_tokens()
+    if attention_mask is not None:
+        real = real & (attention_mask != 0).reshape(-1)
+    inside = real & torch.nn.functional.pad(real[:-1], (1, 0))
+    first_of_row = torch.arange(layout.total_tokens, device=layout.device) % row_tokens == 0
+    same = ((changes == begins) | ~inside | first_of_row).all()
+    message = (
+        "seq_idx must change where the documents of packed_layout or cu_seq_lens_q begin, and "
+        "nowhere else, got others; leave one of them out."
+    )
+    if same.is_cuda and not reads:
+        torch._assert_async(same, f"flexvarlen: {message}")
+    else:
+        check(same, message)
+
+
+def check_cu_seq_lens(
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device
+) -> None:
+    """Raise unless both are equal, int32, on the tokens' device, and hold a document."""
+    for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+        if given is not None and not isinstance(given, Tensor):
+            raise ValueError(
+                f"{name} must be an int32 tensor [documents + 1], got {type(given).__name__}; pass "
+                f"torch.tensor({name}, dtype=torch.int32)."
+            )
+    if cu_seq_lens_q.dtype != torch.int32 or cu_seq_lens_q.ndim != 1:
+        raise ValueError(
+            "cu_seq_lens_q must be an int32 tensor [documents + 1], got "
+            f"{cu_seq_lens_q.dtype} of shape {tuple(cu_seq_lens_q.shape)}; flatten it and call "
+            ".to(torch.int32) on it."
+        )
+    if cu_seq_lens_q.device != device:
+        raise ValueError(
+            f"cu_seq_lens_q must be on the tokens' device {device}, got {cu_seq_lens_q.device}; "
+            "move it."
+        )
+    if cu_seq_lens_q.shape[0] < 2:
+        raise ValueError(
+            "cu_seq_lens_q must have one entry more than there are documents, got "
+            f"{cu_seq_lens_q.shape[0]}; accelerate's dispatch_batches, its default for an "
+            "IterableDataset, cuts it to the number of rows: turn it off, in TrainingArguments by "
+            'accelerator_config={"dispatch_batches": False}.'
+        )
+    if cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q:
+        return
+    message = (
+        "cu_seq_lens_k must equal cu_seq_lens_q in self-attention; pass the same tensor for both."
+    )
+    if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+        raise ValueError(message)
+    check((cu_seq_lens_k == cu_seq_lens_q).all(), message)
+
+
+def layout_of(
+    cu_seq_lens_q: Tensor, total_tokens: int, capacity: int | None, max_seqlen_bound: int | None
+) -> PackedLayout:
+    """The layout of these boundaries, which are refused by the name that the caller gave them."""
+    try:
+        return PackedLayout.from_cu_seqlens(
+            cu_seq_lens_q,
+            total_tokens=total_tokens,
+            capacity=capacity,
+            max_seqlen_bound=max_seqlen_bound,
+        )
+    except ValueError as refusal:
+        told = str(refusal).replace("cu_seqlens", "cu_seq_lens_q")
+        raise ValueError(told) from refusal
+
+
+def check_positions(position_ids: Tensor, batch: int, row_tokens: int) -> None:
+    """Raise unless there is a position for each token, of all rows alike or of each."""
+    if (
+        position_ids.ndim != 2
+        or position_ids.shape[0] not in (1, batch)
+        or position_ids.shape[1] != row_tokens
+    ):
+        raise ValueError(
+            f"position_ids must have shape {(batch, row_tokens)}, as the tokens, got "
+            f"{tuple(position_ids.shape)}; give one position a token, or leave them out."
+        )
+
+
+def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
+    """Raise unless a document, or padding, begins at each row's start."""
+    boundaries = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
+    rows = torch.arange(1, batch, device=boundaries.device, dtype=torch.int32) * row_tokens
+    inside_padding = rows >= boundaries[-1]
+    check(
+        (torch.isin(rows, boundaries) | inside_padding).all(),
+        f"a document must not cross the border of two rows of {row_tokens} tokens; put a boundary "
+        "at each row's start.",
+    )
+
+
+def check(holds: Tensor, message: str) -> None:
+    """Raise eagerly; assert on the device inside a compiled graph."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(holds, f"flexvarlen: {message}")
+    elif not bool(holds):
+        raise ValueError(message)

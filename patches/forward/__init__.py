@@ -1,0 +1,1 @@
+"""A patched model's forward, step by step."""

@@ -1,0 +1,186 @@
+"""What may stand on a base model: heads whose labels belong to tokens, and their losses."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.attention.context import CONTEXT
+from flexvarlen.patches.attention.routing import base_of
+from flexvarlen.patches.batch.checks import check
+from flexvarlen.patches.batch.one_document import one_document_a_row
+from flexvarlen.patches.state import ATTRIBUTE
+
+POOLS = "flexvarlen_pools"
+"""The keyword by which a patched base model gets the name of a head that pools its rows."""
+
+_POOLING_HEADS = (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+)
+
+_LOSS = "_loss_function"  # where a model keeps a loss of the user's own
+
+_CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # labels are next tokens
+_BIDIRECTIONAL = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
+_POOLED = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForReward")
+_HEADS = (*_CAUSAL, *_BIDIRECTIONAL, *_POOLED)
+
+
+def check_head(model: PreTrainedModel, *, causal: bool) -> None:
+    """Refuse a head that pools rows, or an encoder that is set to decode.
+
+    Args:
+        causal: whether attention is.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    if model.config.__dict__.get("is_decoder"):  # has caches, and may have cross-attention
+        raise NotImplementedError(
+            f"an encoder must stay one, got a {model.config.model_type} model with "
+            "config.is_decoder=True; set it to False before the model is built."
+        )
+    if base_of(model) is model:
+        return
+    names = [parent.__name__ for parent in type(model).__mro__]
+    head = next((name for name in names if name.endswith(_HEADS)), "")
+    if not head.endswith(_CAUSAL if causal else _BIDIRECTIONAL):
+        heads = "ForCausalLM" if causal else "ForMaskedLM or ...ForTokenClassification"
+        raise NotImplementedError(
+            f"model must be a base model, a ...{heads} or a subclass of one, got {names[0]}: "
+            f"labels of other heads are not {'next tokens' if causal else 'of tokens'}; patch its "
+            "base model, and pool by document."
+        )
+
+
+def require_keywords(modules: list[nn.Module]) -> None:
+    """Refuse a `forward` through which the documents cannot come to the layers.
+
+    Raises:
+        ValueError: a class's takes no `**kwargs`, or looks at none of them.
+    """
+    for module in modules:
+        forward: Any = type(module).forward
+        parameters = inspect.signature(forward).parameters.values()
+        if not any(x.kind is x.VAR_KEYWORD and _loads(forward, x.name) for x in parameters):
+            raise ValueError(
+                f"{type(module).__name__}.forward must take **kwargs and hand them on to "
+                "super().forward, as the documents come to the layers by them, got "
+                f"one of ({', '.join(x.name for x in parameters)}) that does not; add **kwargs to "
+                "both."
+            )
+
+
+def _loads(function: Any, name: str) -> bool:
+    """Whether a function's body looks at its argument of this name, as far as can be seen."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or name in code.co_cellvars:
+        return True
+    read = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("LOAD"))
+    return any(name in value if isinstance(value, tuple) else name == value for value in read)
+
+
+def mark_pooling_heads(base: PreTrainedModel) -> None:
+    """Let the pooling heads of a patched base model's family hand it `POOLS`.
+
+    patch_model refuses such a head, but its base model may be patched, and the head called. This
+    wraps the `forward` of transformers' classes, once; without a patched base it changes nothing.
+    """
+    for mapping in _POOLING_HEADS:
+        head: Any = mapping.get(type(base.config), None)
+        if head is not None and not hasattr(head.forward, POOLS):
+            head.forward = _handing_on_pools(head.forward)
+
+
+def _handing_on_pools(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def marked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if ATTRIBUTE in self.base_model.__dict__:
+            kwargs[POOLS] = type(self).__name__
+        return forward(self, *args, **kwargs)
+
+    setattr(marked, POOLS, True)
+    return marked
+
+
+def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
+    """Refuse rows of several documents in a base model that a pooling head calls.
+
+    Args:
+        head: what the base model got as `POOLS`.
+
+    Raises:
+        ValueError: a row holds several. Inside a compiled graph the device asserts that none does.
+    """
+    if head is not None:
+        check(
+            one_document_a_row(layout, batch),
+            f"{head} pools each row to one output, so a row must hold one document, got several; "
+            "pass one document a row, or call the base model and pool its last_hidden_state by "
+            "document.",
+        )
+
+
+class _OwnLoss:
+    """A user's `loss_function` without the keywords that a patched model adds for its layers."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(CONTEXT, None)
+        kwargs.pop("use_cache", None)  # a model of images has no parameter of this name
+        return self.loss(*args, **kwargs)
+
+
+def own_loss(model: nn.Module) -> Any:
+    """The `loss_function` that the user set, or None."""
+    loss = model.__dict__.get(_LOSS)
+    return loss.loss if isinstance(loss, _OwnLoss) else loss
+
+
+def keep_from_loss(model: nn.Module) -> None:
+    """Let a loss that the user set take what it took before: heads hand it all their keywords.
+
+    transformers' own losses take any keyword.
+    """
+    loss = model.__dict__.get(_LOSS)
+    if loss is not None and not isinstance(loss, _OwnLoss):
+        model.__dict__[_LOSS] = _OwnLoss(loss)
+
+
+def give_back_loss(model: nn.Module) -> None:
+    """Undo `keep_from_loss`."""
+    loss = model.__dict__.get(_LOSS)
+    if isinstance(loss, _OwnLoss):
+        model.__dict__[_LOSS] = loss.loss
+
+
+def refuse_prompt_learning(model: nn.Module) -> None:
+    """Refuse PEFT's prompt tuning and its kin, in any module around or in a model.
+
+    Raises:
+        NotImplementedError: an adapter puts virtual tokens in front of a row.
+    """
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(adapter, "is_prompt_learning", False):
+                raise NotImplementedError(
+                    "a PEFT adapter must not add virtual tokens, which stand once in front of a "
+                    f"row and not of each document, got {type(adapter).__name__}; use LoRA or "
+                    "another adapter of weights, or one document a row without patch_model."
+                )

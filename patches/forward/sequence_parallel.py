@@ -1,0 +1,152 @@
+"""Rows cut over the ranks of a group: what a model may be, and what its forward is called with.
+
+Each rank runs the model on its shard of one row; attention alone exchanges heads for tokens, and
+sees the whole row (`flexvarlen.parallel`). So nothing else may depend on a token's place in the
+row, and all that tells documents is the layout of the whole row.
+
+Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel import heads_a_rank, own_tokens
+from flexvarlen.patches.attention.routing import LayerKind, base_of
+from flexvarlen.patches.batch.positions import has_axes
+from flexvarlen.patches.forward.heads import own_loss
+from flexvarlen.patches.models.rope import has_longrope
+from flexvarlen.patches.models.towers import text_config_of, text_tower
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def own_kinds(
+    model: PreTrainedModel, kinds: tuple[LayerKind, ...], group: ProcessGroup
+) -> tuple[LayerKind, ...]:
+    """The kinds of a model's layers, with the heads that each rank of the group attends with.
+
+    Raises:
+        ValueError: this process is in no such group, or the heads cannot be dealt to its ranks.
+        NotImplementedError: something in the model but attention depends on more than the shard.
+    """
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            "sequence_parallel_group must be a torch.distributed ProcessGroup that this process is "
+            f"in, got {type(group).__name__}; pass torch.distributed.group.WORLD, or "
+            "mesh.get_group(name) of a DeviceMesh."
+        )
+    config = text_config_of(model.config)
+    reason = None
+    if not all(kind.causal for kind in kinds):
+        reason = "is an encoder, whose losses are means over the tokens of a rank"
+    elif text_tower(base_of(model)) is not base_of(model) or has_axes(config):
+        reason = "takes images, whose tokens cannot be cut"
+    elif has_longrope(config):
+        reason = "has rope_type 'longrope', whose frequencies depend on whole documents"
+    if reason is not None:
+        raise NotImplementedError(
+            "a model with sequence_parallel_group must be causal, over text, with rotary tables "
+            f"that each token has by itself, got {model.config.model_type!r}, which {reason}; "
+            "leave sequence_parallel_group out, and give each rank rows of its own."
+        )
+    size = dist.get_world_size(group)
+    dealt = (heads_a_rank(kind.num_heads, kind.num_kv_heads, size) for kind in kinds)
+    return tuple(
+        kind._replace(num_heads=heads, num_kv_heads=kv_heads)
+        for kind, (heads, kv_heads) in zip(kinds, dealt, strict=True)
+    )
+
+
+_OF_WHOLE_ROWS = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")
+
+
+def prepare_shard(
+    module: nn.Module,
+    inputs: dict[str, Any],
+    boundaries: dict[str, Any],
+    tokens: Tensor,
+    config: Any,
+    group: ProcessGroup,
+) -> None:
+    """Check a forward's keyword arguments, and make missing position_ids: those of this shard.
+
+    Args:
+        module: the model.
+        inputs: without the boundaries.
+        boundaries: the keywords that only tell documents, None where not given.
+        tokens: `[1, S]` ids or `[1, S, hidden]` embeddings.
+
+    Raises:
+        ValueError: anything but the layout tells documents, or the layout is not that of P such
+            shards; other tensors are not those of the shard; labels that miss the next shard's
+            first, or a mean over this rank's alone, also in a loss function that the user set.
+        NotImplementedError: an auxiliary loss.
+
+    Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
+    """
+    others = {name: x for name, x in boundaries.items() if name != "packed_layout"}
+    others |= {name: inputs.get(name) for name in _OF_WHOLE_ROWS}
+    for name, given in others.items():
+        if given is not None and not (isinstance(given, int) and given == 0):
+            raise ValueError(
+                f"{name} must be left out under sequence_parallel_group, got it with a shard of a "
+                "row: packed_layout of the whole row alone tells its documents and padding, and "
+                "nothing is cached or generated; call fv.shard_row on a batch with packed_layout, "
+                "or unpatch_model."
+            )
+    layout = boundaries["packed_layout"]
+    size, (batch, row_tokens) = dist.get_world_size(group), tokens.shape[:2]
+    if not isinstance(layout, PackedLayout):
+        raise ValueError(
+            "packed_layout of the whole row must come with each rank's shard under "
+            f"sequence_parallel_group, a PackedLayout, got {type(layout).__name__}; call "
+            "fv.shard_row on a batch that has one."
+        )
+    if batch != 1 or layout.total_tokens != size * row_tokens or layout.device != tokens.device:
+        raise ValueError(
+            f"packed_layout must cover the {row_tokens} tokens of each of {size} ranks on "
+            f"{tokens.device}, and input_ids be [1, {row_tokens}], got {layout.total_tokens} "
+            f"tokens on {layout.device} and {batch} rows; call fv.shard_row on the whole row, "
+            "padded to a multiple of the ranks, or run whole rows inside `with fv.patched(model):`."
+        )
+    for name in ("position_ids", "labels", "shift_labels"):
+        given = inputs.get(name)
+        if given is not None and given.shape != (1, row_tokens):
+            raise ValueError(
+                f"{name} must be those of the shard, [1, {row_tokens}], got {list(given.shape)}; "
+                "call fv.shard_row on the whole row."
+            )
+    if inputs.get("labels") is not None and (
+        inputs.get("shift_labels") is None or inputs.get("num_items_in_batch") is None
+    ):
+        raise ValueError(
+            "labels of a shard must come with shift_labels, whose last one is the next shard's "
+            "first token, and num_items_in_batch, the labels of the whole row, got labels without; "
+            "call fv.shard_row, which makes both."
+        )
+    loss = own_loss(module)
+    if inputs.get("labels") is not None and loss is not None:
+        missing = {"shift_labels", "num_items_in_batch"} - set(inspect.signature(loss).parameters)
+        if missing:
+            raise ValueError(
+                "model.loss_function must have parameters shift_labels and num_items_in_batch "
+                f"under sequence_parallel_group, got one without {', '.join(sorted(missing))}: it "
+                "would shift labels inside the shard, or take a mean over it; take the sum over "
+                "shift_labels, divided by num_items_in_batch."
+            )
+    router_logits = inputs.get("output_router_logits")
+    if router_logits or (router_logits is None and getattr(config, "output_router_logits", False)):
+        raise NotImplementedError(
+            "output_router_logits must be False under sequence_parallel_group, got True: the "
+            "auxiliary loss of a shard is no part of the row's; set it to False in the config."
+        )
+    if inputs.get("position_ids") is None:
+        inputs["position_ids"] = own_tokens(layout.position_ids(), group)[None]

@@ -1,0 +1,105 @@
+"""The vision towers of Qwen2-VL and its kin: every frame of an image or a video is a document.
+
+The tower is handed all patches in one row and `grid_thw`, frames, height and width of each image.
+These are read once, and all that the tower derives from them (boundaries, windows, positions) is
+derived on the host and handed over as the keywords that transformers' vision_utils looks for: the
+tower itself reads nothing back. Each layer calls attention once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, vision_utils
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.attention.context import CONTEXT, PackedVision
+from flexvarlen.patches.attention.functions import VISION_IMPLEMENTATION
+from flexvarlen.patches.attention.routing import LayerKind, attention_layers
+from flexvarlen.patches.forward.steps import packed_forward
+from flexvarlen.patches.forward.wrapper import reaches_ours, unwrap_forward, wrap_forward
+from flexvarlen.patches.models.towers import VISION
+from flexvarlen.patches.state import ATTRIBUTE, Patch
+
+_LAYER_TYPE = "layer_type"  # what `layer_type_of` reads off a layer
+
+
+def patch_tower(tower: PreTrainedModel, patch: Patch, kinds: tuple[LayerKind, ...]) -> None:
+    """Let a tower's layers go to our attention function, once each.
+
+    Args:
+        patch: of the whole model.
+        kinds: of the tower's layers.
+    """
+    if ATTRIBUTE not in tower.__dict__ or not reaches_ours(tower):
+        wrap_forward(tower, _before_forward, _after_forward)
+    before: Any = patch.implementation_before  # by tower; that of the config may be ours by now
+    own = replace(patch, kinds=kinds, implementation_before=before["vision_config"])
+    setattr(tower, ATTRIBUTE, own)
+    for layer in attention_layers(tower):
+        layer.__dict__[_LAYER_TYPE] = VISION
+    # Not set_attn_implementation: transformers would look for a FlashAttention package.
+    tower.config._attn_implementation_internal = VISION_IMPLEMENTATION
+
+
+def unpatch_tower(tower: PreTrainedModel) -> None:
+    """Undo `patch_tower`."""
+    patch: Patch = tower.__dict__.pop(ATTRIBUTE)
+    unwrap_forward(tower)
+    tower.config._attn_implementation_internal = patch.implementation_before
+    for layer in attention_layers(tower):
+        layer.__dict__.pop(_LAYER_TYPE, None)
+
+
+def _before_forward(tower: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    patch: Patch | None = tower.__dict__.get(ATTRIBUTE)
+    return None if patch is None else _with_frames(tower, patch, inputs)
+
+
+def _after_forward(inputs: dict[str, Any], outputs: Any) -> None:
+    """Nothing is kept of a tower's forward."""
+
+
+def _with_frames(tower: Any, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a tower's forward, and all that it would derive from `grid_thw`.
+
+    Reads the device once.
+    """
+    grid_thw: Tensor = inputs["grid_thw"]
+    device = grid_thw.device
+    sizes: list[list[int]] = grid_thw.tolist()
+    grid, merge = torch.tensor(sizes, device="cpu").view(-1, 3), tower.spatial_merge_size
+    lengths = [height * width for frames, height, width in sizes for _ in range(frames)]
+    frames = PackedLayout.from_lengths(lengths, device=device)
+    made: dict[str, Any] = {
+        "cu_seqlens": frames.cu_seqlens,
+        "max_seqlen": frames.max_seqlen,
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge).to(device),
+    }
+    windows = None
+    if hasattr(tower, "window_size"):  # Qwen2.5-VL
+        index, cu_windows = vision_utils.get_vision_window_index(
+            grid,
+            spatial_merge_size=merge,
+            window_size=tower.window_size,
+            patch_size=tower.patch_size,
+        )
+        layout = PackedLayout.from_lengths(cu_windows.diff().tolist(), device=device)
+        windows = packed_forward(tower, patch, layout)
+        made["window_index"] = index.to(device)
+        made["cu_window_seqlens"] = layout.cu_seqlens
+        made["max_window_seqlen"] = layout.max_seqlen
+    if hasattr(tower, "num_grid_per_side"):  # Qwen3-VL
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        made["interp_indices"], made["interp_weights"] = indices.to(device), weights.to(device)
+    made[CONTEXT] = PackedVision(packed_forward(tower, patch, frames), windows)
+    return {**inputs, **made}  # not the text's, which the model hands on to the tower

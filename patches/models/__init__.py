@@ -1,0 +1,1 @@
+"""Which model types are verified, and what each needs."""

@@ -1,0 +1,53 @@
+"""Llama 4: layers without RoPE scale queries by the place of the token in the row.
+
+Past 8,192 tokens. Here it must be the place in the document, where a row holds several.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel import own_tokens
+from flexvarlen.patches.batch.one_document import causal_positions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def has_temperature(config: Any) -> bool:
+    """Whether layers without RoPE scale their queries by the token's place."""
+    return bool(config.__dict__.get("attn_temperature_tuning"))
+
+
+def own_temperature(
+    layer: nn.Module,
+    q_THD: Tensor,
+    layout: PackedLayout,
+    row_tokens: int,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Queries that the layer scaled by their place in a row of S tokens, scaled as by position.
+
+    As they are, where no row is long enough for another scale, and in layers with RoPE. With a
+    group these are the queries of a shard of S tokens, and the layout is that of the whole row.
+    """
+    floor_scale: Any = layer.floor_scale
+    longest = row_tokens if group is None else layout.total_tokens
+    if layer.use_rope or longest < floor_scale:
+        return q_THD
+    in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
+    batch = q_THD.shape[0] // row_tokens if group is None else 1
+    position_T = causal_positions(layout, batch)
+    if group is not None:
+        position_T = own_tokens(position_T, group)
+
+    def scale(place_T: Tensor) -> Tensor:
+        steps = torch.floor((place_T.float() + 1.0) / floor_scale)
+        return torch.log1p(steps) * layer.attn_scale + 1.0  # type: ignore[operator]
+
+    ratio_T = scale(position_T) / scale(in_row)
+    return (q_THD * ratio_T[:, None, None]).to(q_THD.dtype)

@@ -1,0 +1,188 @@
+"""Rotary tables: of each document as if it were alone, and computed once a compiled forward.
+
+`longrope` takes other frequencies for a row that is longer than the model was first trained on: the
+longest document would choose them for all. Here each document gets its own. `dynamic` recomputes
+them from the longest position seen so far, and is refused.
+
+Inductor would fuse `cos` and `sin` into every layer's rotation, forward and backward: the same
+trigonometry for each head, again and again. An operator it cannot see into keeps the tables. In
+short rows, whose time is that of launches, reading them takes longer than computing them.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.batch.checks import check
+
+
+@torch.library.custom_op("flexvarlen::materialize", mutates_args=())
+def materialize(x: Tensor) -> Tensor:
+    """A copy of `x` that inductor keeps in memory instead of computing it at each use."""
+    return x.clone()
+
+
+@materialize.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def refuse_unpatched_longrope(config: Any) -> None:
+    """Refuse longrope by a plugin name alone: the rotary tables are made before any layer asks.
+
+    Raises:
+        NotImplementedError: the frequencies would be those of the longest document for all.
+    """
+    if has_longrope(config):
+        raise NotImplementedError(
+            "rope_type 'longrope' takes its frequencies from the longest position in the batch; "
+            "call flexvarlen.patch_model on the model, which gives each document its own."
+        )
+
+
+def refuse_dynamic_rope(config: Any) -> None:
+    """Refuse rotary embeddings whose frequencies no document could have for itself.
+
+    Raises:
+        NotImplementedError: `dynamic`, or `longrope` by layer type.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_type = [x for x in parameters.values() if isinstance(x, dict)]
+    types = [x.get("rope_type") for x in by_type or [parameters]]
+    if "dynamic" in types or (by_type and "longrope" in types):
+        raise NotImplementedError(
+            f"rope_type must be one whose frequencies are the same for all documents, got "
+            f"{'dynamic' if 'dynamic' in types else 'longrope by layer type'}, which takes them "
+            "from the longest position in the batch; choose 'yarn', 'linear' or 'llama3' in "
+            "config.rope_parameters."
+        )
+
+
+def has_longrope(config: Any) -> bool:
+    """Whether frequencies depend on how long a document is."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("rope_type") == "longrope"
+
+
+def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int) -> Tensor:
+    """Given positions, of which each run that goes on by 1 is one document: for longrope.
+
+    Those of padding are replaced, which may go on from a document's.
+
+    Raises:
+        ValueError: the rotary tables would take both for one. Inside a compiled graph the device
+            asserts it.
+    """
+    real_BS, in_document_BS = (
+        x.view(-1, row_tokens) for x in (layout.real_tokens(), layout.position_ids())
+    )
+    between_documents = real_BS[:, :-1] & real_BS[:, 1:] & (in_document_BS[:, 1:] == 0)
+    goes_on = positions_BS.diff(dim=1) == 1
+    check(
+        ~(goes_on & between_documents).any(),
+        "position_ids must not go on from one document to the next under rope_type 'longrope', "
+        "whose frequencies depend on how long a document is; let each begin at 0, or leave "
+        "position_ids out.",
+    )
+    return torch.where(real_BS, positions_BS, in_document_BS)
+
+
+def own_tables(base: nn.Module) -> None:
+    """From now on compute what `base.rotary_emb` returns by document, once a compiled forward."""
+    shared_tables(base)
+    rotary = getattr(base, "rotary_emb", None)
+    if rotary is None:
+        return
+    if getattr(rotary, "rope_type", None) == "longrope":
+        setattr(rotary, LONG, _long_frequencies(rotary, rotary.inv_freq.device))
+        vars(rotary)[_place(rotary)] = MethodType(forward, rotary)
+    rotary.register_forward_hook(_materialize_outputs)
+
+
+def shared_tables(base: nn.Module) -> None:
+    """Undo `own_tables`."""
+    rotary = getattr(base, "rotary_emb", None)
+    if rotary is None:
+        return
+    hooks = rotary._forward_hooks
+    for key in [key for key, hook in hooks.items() if hook is _materialize_outputs]:
+        del hooks[key]
+    if vars(rotary).pop(LONG, None) is not None:
+        place = _place(rotary)
+        del vars(rotary)[place]
+        if place != "forward":
+            vars(rotary)[place] = MethodType(type(rotary).forward, rotary)
+
+
+LONG = "_flexvarlen_long_inv_freq"
+
+
+def _place(rotary: nn.Module) -> str:
+    """Where an instance keeps its forward: accelerate's hooks call it by another name."""
+    return "_old_forward" if "_old_forward" in vars(rotary) else "forward"
+
+
+def _short_length(rotary: nn.Module) -> int:
+    """Tokens up to which a document has the short frequencies."""
+    parameters: dict[str, Any] = rotary.config.rope_parameters  # type: ignore[union-attr, assignment]
+    length: int = parameters["original_max_position_embeddings"]
+    return length
+
+
+def _long_frequencies(rotary: nn.Module, device: Any) -> Tensor:
+    """fp32 `[head_dim / 2]`: those of documents longer than `_short_length`."""
+    init = ROPE_INIT_FUNCTIONS["longrope"]
+    long: Tensor = init(rotary.config, device, seq_len=_short_length(rotary) + 1)[0]
+    return long
+
+
+class _Frequencies:
+    """What a rotary embedding's forward looks at; of a type that stays as it is."""
+
+    rope_type = "default"
+
+    def __init__(self, inv_freq: Tensor, attention_scaling: float) -> None:
+        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
+
+
+# By this name a pickle finds the class's own.
+def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+    """cos and sin `[B, S, head_dim]` of longrope, by how long the token's own document is.
+
+    A document is a run of positions that go on by 1. transformers would choose one set of
+    frequencies for the batch (5.17: by a read of the device).
+    """
+    begins_BS = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
+    run_BS = begins_BS.cumsum(1)
+    last_BR = torch.zeros_like(position_ids).scatter_reduce(1, run_BS, position_ids, "amax")
+    is_long_BS = last_BR.gather(1, run_BS) >= _short_length(self)
+    dtype: Any = self.inv_freq.dtype
+    tables, long = [], getattr(self, LONG)
+    if long.device != x.device:  # no buffer, which `to_empty` would fill with garbage: made anew
+        long = _long_frequencies(self, x.device)
+        if not torch.compiler.is_compiling():
+            setattr(self, LONG, long)
+    for inv_freq in (long, self.original_inv_freq):
+        frequencies = _Frequencies(inv_freq.to(x.device, dtype), self.attention_scaling)  # type: ignore[arg-type]
+        tables.append(type(self).forward(frequencies, x, position_ids))
+    return tuple(torch.where(is_long_BS[..., None], a, b) for a, b in zip(*tables, strict=True))
+
+
+def _materialize_outputs(rotary: nn.Module, args: Any, output: Any) -> Any:
+    """`output`: cos and sin `[B, S, head_dim]`, or one table for both.
+
+    A graph of any S guards whether B·S is short.
+    """
+    if not torch.compiler.is_compiling():
+        return output
+    table = output if isinstance(output, Tensor) else output[0]
+    if table.shape[0] * table.shape[1] <= SHORT_ROW:
+        return output
+    return materialize(output) if output is table else tuple(map(materialize, output))

@@ -1,0 +1,157 @@
+"""What a patched model keeps, and what patched models of one config object know of one another.
+
+They share its attn_implementation: the name of any of their backends.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from flexvarlen.patches.attention.functions import IMPLEMENTATIONS
+from flexvarlen.patches.attention.routing import BackendChoice, LayerKind, base_of
+from flexvarlen.patches.models.towers import text_config_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ATTRIBUTE = "_flexvarlen_patch"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What a patched model keeps, to work and to be restored.
+
+    Attributes:
+        backend, deterministic, batch_invariant, capacity, max_seqlen_bound: as given to
+            `patch_model`.
+        named: the backend whose attn_implementation it set.
+        backends: those that its config may name: of all patched models that share it.
+        kinds: of its attention layers; under a group with the heads that each rank has.
+        sequence_parallel_group: as given to `patch_model`.
+    """
+
+    backend: BackendChoice
+    named: str
+    backends: tuple[str, ...]
+    deterministic: bool | None
+    batch_invariant: bool | None
+    capacity: int | None
+    max_seqlen_bound: int | None
+    kinds: tuple[LayerKind, ...]
+    implementation_before: str | dict[str, str]
+    sequence_parallel_group: ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        return self  # nothing in it changes; no group of processes can be copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"sequence_parallel_group": None}  # nor pickled
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `patch_model` that make this patch again."""
+        names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
+        return {name: getattr(self, name) for name in (*names, "sequence_parallel_group")}
+
+
+_patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+_lock = threading.RLock()
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that changes which models are patched, for threads that do so at once."""
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return alone
+
+
+def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
+    """The modules of a model that bear its patch: itself and its base model."""
+    base = base_of(inner)
+    return [inner] if base is inner else [inner, base]
+
+
+def join_sharers(inner: PreTrainedModel) -> None:
+    """Tell a model just patched and those that share its config of one another."""
+    _patched_models.add(inner)
+    _tell_sharers(inner)
+
+
+def leave_sharers(inner: PreTrainedModel, patch: Patch) -> None:
+    """Restore the attn_implementation of a model just unpatched; a name of those left, if any."""
+    _patched_models.discard(inner)
+    others = _tell_sharers(inner)
+    named = IMPLEMENTATIONS.get(text_config_of(inner.config)._attn_implementation)
+    if not others:
+        inner.set_attn_implementation(patch.implementation_before)
+    elif named is not None and named not in others:
+        set_implementation(inner, others[0])
+
+
+def set_implementation(inner: PreTrainedModel, backend: str) -> None:
+    """Set the attn_implementation of a backend: of the model, and of its text tower if it has one.
+
+    A vision tower keeps its own.
+    """
+    name = name_of(backend)
+    if text_config_of(inner.config) is inner.config:
+        inner.set_attn_implementation(name)
+    else:
+        inner.set_attn_implementation({"": name, "text_config": name})
+
+
+def implementation_before(inner: PreTrainedModel) -> str | dict[str, str]:
+    """The attn_implementation of the model's config before any patch.
+
+    By tower, as `set_attn_implementation` takes it, if it has any.
+    """
+    for module in (inner, *_sharing(inner)):
+        patch: Patch | None = module.__dict__.get(ATTRIBUTE)
+        if patch is not None:  # the first patched one knows
+            return patch.implementation_before
+    config: Any = inner.config
+    whole: str = config._attn_implementation
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    of_parts = {name: x._attn_implementation for name, x in parts.items() if x is not None}
+    return {"": whole, **of_parts} if of_parts else whole
+
+
+def _sharing(inner: PreTrainedModel) -> list[nn.Module]:
+    """The patched modules of all models with the model's config object."""
+    return [
+        module
+        for model in _patched_models
+        if model.config is inner.config and ATTRIBUTE in model.__dict__
+        for module in wrapped_modules(model)
+        if ATTRIBUTE in module.__dict__
+    ]
+
+
+def _tell_sharers(inner: PreTrainedModel) -> list[str]:
+    modules = _sharing(inner)
+    backends = sorted({module.__dict__[ATTRIBUTE].named for module in modules})
+    for module in modules:
+        setattr(module, ATTRIBUTE, replace(module.__dict__[ATTRIBUTE], backends=tuple(backends)))
+    return backends
+
+
+def name_of(backend: str) -> str:
+    """The attn_implementation of a backend."""
+    return next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
