@@ -20,7 +20,7 @@ from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
 from flexvarlen.patches.models.registry import BY_TYPE
-from tests.test_packed_models import ready
+from tests.patches.forward.test_packed_models import ready
 from tests.tiny_models import KINDS, VOCABULARY, Batch, new_model
 
 FAMILIES = (

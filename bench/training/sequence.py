@@ -69,7 +69,7 @@ def measure_sequence(
 
     A step's time is the slowest rank's. What `FirstStep` does not see: gradients other than those
     of attention's and the MLP's weights; and, as a loss in bfloat16 may be about 1.6% off, one
-    wrong label at a shard's border. `tests/test_parallel.py` guards these.
+    wrong label at a shard's border. `tests/parallel/test_ulysses.py` guards these.
 
     Args:
         case: what is measured.

@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 from flexvarlen import PackedLayout, packed_attention
 from flexvarlen.attention.backends import flex
 from tests import malformed_boundaries, oracle
+from tests.attention.backends.test_backend_accuracy import FLASH, kernels
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
-from tests.test_backends import FLASH, kernels
 
 TOKENS = 256
 CAPACITY = 8
@@ -182,7 +182,7 @@ def run_malformed(device, *cases):
     """In a process of its own: an index out of range aborts it, a device assertion spoils CUDA."""
     return subprocess.run(
         [sys.executable, "-m", "tests.malformed_boundaries", device, *cases],
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
         timeout=300,

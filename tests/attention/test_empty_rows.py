@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from tests.test_backends import ALL, differentiable, kernels
+from tests.attention.backends.test_backend_accuracy import ALL, differentiable, kernels
 
 EMPTY = {"no_keys": (5, 0), "no_queries": (0, 5), "nothing": (0, 0)}
 

@@ -12,8 +12,8 @@ import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from flexvarlen.attention.backends.registry import get_backend
+from tests.attention.backends.test_backend_accuracy import FLASH, kernels
 from tests.oracle import differentiate, random_qkv
-from tests.test_backends import FLASH, kernels
 
 WIDE = 700  # wider than the shorter rows: kernels take such a window for none
 ROWS = {

@@ -15,10 +15,10 @@ from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.block_mask import block_mask_of, document_block_mask
 from tests import oracle
+from tests.attention.backends.test_backend_accuracy import FLASH, differentiable, kernels, refuses
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.rows import poison_spare_memory
-from tests.test_backends import FLASH, differentiable, kernels, refuses
 
 ROWS = {
     "mixed": Documents((50, 77, 129), 256),

@@ -8,10 +8,10 @@ from hypothesis import Phase, given, settings
 
 from flexvarlen import DocumentMask, PackedLayout
 from flexvarlen.attention.backends.registry import get_backend
+from tests.attention.backends.test_backend_accuracy import DOCUMENTS, FLASH, TOKENS, kernels
 from tests.mask_cases import KINDS, cases
 from tests.oracle import random_qkv
 from tests.rows import layout_of
-from tests.test_backends import DOCUMENTS, FLASH, TOKENS, kernels
 
 WINDOWS = [(-1, 0), (-1, -1), (20, 0), (30, 5)]
 

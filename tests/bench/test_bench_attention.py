@@ -32,7 +32,7 @@ from flexvarlen.rows import read_rows
 CPU = torch.device("cpu")
 OPTIONS = Options(CPU, quick=True, seconds=0.01)
 LENGTHS = (20, 33, 17)
-RESULTS = Path(__file__).parent.parent / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from flexvarlen.bench.attention.sdpa_ways import sdpa
 from flexvarlen.bench.mask_build.accuracy import Answer
 from flexvarlen.bench.series import measured_cases
 from flexvarlen.bench.suite import Options, suite_of
-from tests.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large
+from tests.bench.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large
 
 CUDA = Options(torch.device("cuda"))
 QUICK = Options(CPU, quick=True)

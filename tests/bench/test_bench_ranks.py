@@ -19,8 +19,8 @@ from flexvarlen.bench.training import ranks, scaling_ranks, sequence, ulysses
 from flexvarlen.bench.training.scaling_ranks_tables import efficiency_of
 from flexvarlen.bench.training.ulysses import Answer, Inputs
 from flexvarlen.rows import Row, read_rows
-from tests.counted_operators import CountedOperators
-from tests.few_texts import few_texts, read_few
+from tests.bench.counted_operators import CountedOperators
+from tests.bench.few_texts import few_texts, read_few
 
 __all__ = ["few_texts"]  # a fixture of each module
 

@@ -16,9 +16,9 @@ from flexvarlen.bench.series import measured_cases
 from flexvarlen.bench.suite import SUITES, Options, suite_of
 from flexvarlen.drift.report.files import SUITES as DRIFTS
 from flexvarlen.rows import Row, append_rows
-from tests.drift_rows import every_row
+from tests.drift.drift_rows import every_row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GPU = {"gpu": "NVIDIA H200", "device": "cuda", "torch": "2.11", "started_utc": "1"}
 
 

@@ -232,7 +232,7 @@ def test_a_variant_without_a_finding_is_a_mistake_of_the_suite(out):
 CHILD = """
 import sys
 from pathlib import Path
-from tests.test_bench_runner import OPTIONS, Run, Squares, run_suite
+from tests.bench.test_bench_runner import OPTIONS, Run, Squares, run_suite
 print("begun", flush=True)
 run_suite(Squares(1000, slow_s=0.02), OPTIONS, Run(Path(sys.argv[1])))
 """

@@ -15,7 +15,7 @@ from flexvarlen.bench.attention.scaling import SUITE, ScalingCase
 from flexvarlen.bench.claims_tables import claims_section
 from flexvarlen.bench.suite import Options, suite_of
 from flexvarlen.equivalence.variants import Unsupported
-from tests.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large, wrong
+from tests.bench.suite_runs import CPU, on_h200, ran, row_of, sizes_of, too_large, wrong
 
 CUDA = Options(torch.device("cuda"))
 QUICK = Options(CPU, quick=True)

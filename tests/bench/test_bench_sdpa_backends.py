@@ -15,7 +15,7 @@ from flexvarlen.bench.attention.sdpa_ways import noted_forward, sdpa, sdpa_kerne
 from flexvarlen.bench.suite import DeviceLost, Options, suite_of
 from flexvarlen.equivalence.variants import Unsupported
 from flexvarlen.rows import read_rows
-from tests.suite_runs import CPU, ran, row_of, sizes_of, too_large, wrong
+from tests.bench.suite_runs import CPU, ran, row_of, sizes_of, too_large, wrong
 
 CUDA = Options(torch.device("cuda"))
 QUICK = Options(CPU, quick=True)

@@ -21,8 +21,8 @@ from flexvarlen.bench.training.end_to_end_batches import padded_batches, split_e
 from flexvarlen.bench.training.resumable import ResumableRun
 from flexvarlen.drift.training.verdict import NOT_ROUNDING
 from flexvarlen.rows import Row, read_rows
-from tests.counted_operators import CountedOperators
-from tests.few_texts import few_texts
+from tests.bench.counted_operators import CountedOperators
+from tests.bench.few_texts import few_texts
 
 __all__ = ["few_texts"]  # a fixture of each module
 

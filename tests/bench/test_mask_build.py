@@ -32,7 +32,7 @@ from flexvarlen.plotstyle import STYLES
 from flexvarlen.rows import append_row, read_rows
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = Options(CPU, quick=True, say=lambda line: None)
 BUILD = MaskCase("build", *QUICK.build[0])
 

@@ -9,7 +9,7 @@ from flexvarlen.bench import suite as suite_module
 from flexvarlen.bench.suite import DeviceLost, Finding
 from flexvarlen.cli import app
 from flexvarlen.rows import read_rows
-from tests.test_bench_runner import Squares
+from tests.bench.test_bench_runner import Squares
 
 
 class Named(Squares):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.cli import app
-from tests.drift_commands import CPU, MODEL, OP, PACKED, TRAIN, no_plots, rows_in, run, said  # noqa: F401
+from tests.drift.drift_commands import CPU, MODEL, OP, PACKED, TRAIN, no_plots, rows_in, run, said  # noqa: F401
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from flexvarlen.patches import IMPLEMENTATIONS
 from flexvarlen.rows import read_rows
 from tests.tiny_models import new_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples").glob("[0-9]*.py"))

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from flexvarlen.equivalence.corpus import train_tokenizer
-from tests.train_ranks import run
+from tests.docs.train_ranks import run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVED, DIES = 14, 5, 10
 DOCUMENTS = 66
 PADDING = [0]  # the document of a row that fills a step
@@ -95,7 +95,12 @@ def two_ranks(folder, *, dies=0, **options):
     notes = folder / f"notes-{dies}"
     options = {"out": folder / "out", "accumulate": 2, "save_every": SAVED, **options}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    script = [ROOT / "tests" / "train_ranks.py", notes, dies, *arguments(folder, **options)]
+    script = [
+        ROOT / "tests" / "docs" / "train_ranks.py",
+        notes,
+        dies,
+        *arguments(folder, **options),
+    ]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         [sys.executable, *map(str, launch + script)],

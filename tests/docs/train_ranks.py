@@ -1,6 +1,6 @@
 """examples/train.py, noting the documents and gradients of its steps, and dying when told.
 
-    torchrun --nproc-per-node 2 tests/train_ranks.py NOTES DIE_AFTER [arguments of train.py]
+    torchrun --nproc-per-node 2 tests/docs/train_ranks.py NOTES DIE_AFTER [arguments of train.py]
 
 A rank writes `NOTES-RANK.jsonl`: of each forward the optimizer steps before it and the tokens of
 each document; rank 0 writes `NOTES.pt`: the gradients of its first step, before they are clipped.
@@ -25,7 +25,7 @@ from accelerate import Accelerator
 
 import flexvarlen as fv
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "train.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
 
 def run(notes, arguments, die_after=0):

@@ -21,7 +21,7 @@ from flexvarlen.drift.model.serial import (
 )
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.equivalence.models import build_model
-from tests.drift_models import (
+from tests.drift.drift_models import (
     LENGTHS,
     markdown,
     new_batch,

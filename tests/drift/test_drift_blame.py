@@ -12,7 +12,7 @@ import torch
 
 from flexvarlen.attention.backends import sdpa
 from flexvarlen.drift.op.cases import OpCase
-from tests.drift_ops import (
+from tests.drift.drift_ops import (
     BOTH_WAYS,
     CAUSAL,
     SCALE,

@@ -16,7 +16,7 @@ from flexvarlen.drift.op.blame import blame
 from flexvarlen.drift.op.cases import Inputs, OpCase
 from flexvarlen.drift.op.exact import Answer
 from flexvarlen.drift.op.judge import Truth, Verdict
-from tests.drift_ops import CAUSAL, SCALE, WINDOW, Kernel, dtypes, exact, named, put_kernel
+from tests.drift.drift_ops import CAUSAL, SCALE, WINDOW, Kernel, dtypes, exact, named, put_kernel
 
 
 @pytest.fixture

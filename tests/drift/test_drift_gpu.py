@@ -21,8 +21,8 @@ from flexvarlen.drift.op.comparisons import operator_drift
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.mask.document_mask import DocumentMask
-from tests.drift_models import LENGTHS, check_invariant
-from tests.drift_ops import change_backward, exact, named
+from tests.drift.drift_models import LENGTHS, check_invariant
+from tests.drift.drift_ops import change_backward, exact, named
 
 # Grouped heads of a size that every kernel serves; documents off block borders, one of one token.
 HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}

@@ -18,7 +18,7 @@ from flexvarlen.drift.model.run import run_packed
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.equivalence.models import build_model
-from tests.drift_models import (
+from tests.drift.drift_models import (
     LENGTHS,
     check_invariant,
     markdown,

@@ -18,7 +18,7 @@ from flexvarlen.drift.report.thresholds import (
     parse_thresholds,
 )
 from flexvarlen.equivalence.report import Row as CompareRow
-from tests.drift_rows import every_row, model_rows, op_row, training_rows
+from tests.drift.drift_rows import every_row, model_rows, op_row, training_rows
 
 
 def limits(text, rows, known=OP_MEASURES):

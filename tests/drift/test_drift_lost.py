@@ -9,7 +9,7 @@ import pytest
 
 from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.drift.model import comparisons as model_comparisons
-from tests.drift_commands import CPU, OP, TRAIN, no_plots, rows_in, run, said  # noqa: F401
+from tests.drift.drift_commands import CPU, OP, TRAIN, no_plots, rows_in, run, said  # noqa: F401
 
 
 def test_lost_device_ends_with_a_traceback(run, monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from flexvarlen.drift.model.setting import ModelSetting
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.rows import append_row, read_rows
-from tests.drift_models import LENGTHS, TOKENS, new_batch
+from tests.drift.drift_models import LENGTHS, TOKENS, new_batch
 
 
 @pytest.fixture(scope="module")

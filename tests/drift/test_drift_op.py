@@ -16,7 +16,7 @@ from flexvarlen.drift.op.comparisons import OF_ONE
 from flexvarlen.drift.op.exact import Answer, Sight, each_alone, keys_seen
 from flexvarlen.drift.op.judge import Limit
 from tests import oracle
-from tests.drift_ops import GROUPED, SMALL, drift
+from tests.drift.drift_ops import GROUPED, SMALL, drift
 from tests.oracle import Documents, differentiate
 
 CASES = [

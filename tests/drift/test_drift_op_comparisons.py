@@ -11,7 +11,7 @@ from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.drift.op import case_run
 from flexvarlen.drift.op.comparisons import COMPARISONS, OF_ONE
 from flexvarlen.drift.op.failures import DeviceLostError
-from tests.drift_ops import SMALL, drift, only
+from tests.drift.drift_ops import SMALL, drift, only
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from flexvarlen.drift.report.thresholds import OP_MEASURES, parse_thresholds
 from flexvarlen.drift.report.verdicts import plain_sentences
 from flexvarlen.measure import environment
 from flexvarlen.rows import Row, append_row, append_rows
-from tests.drift_rows import every_row, model_rows, op_row, share_row, training_rows
+from tests.drift.drift_rows import every_row, model_rows, op_row, share_row, training_rows
 
 CPU = torch.device("cpu")
 

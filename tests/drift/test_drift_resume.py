@@ -12,7 +12,7 @@ from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.drift.op import comparisons
 from flexvarlen.drift.op.backend_run import BackendRun
-from tests.drift_commands import CPU, HEADS, OP, PACKED, no_plots, rows_in, run, said  # noqa: F401
+from tests.drift.drift_commands import CPU, HEADS, OP, PACKED, no_plots, rows_in, run, said  # noqa: F401
 
 
 def test_rerun_appends_to_the_rows_of_another(run, tmp_path):

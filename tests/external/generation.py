@@ -1,7 +1,8 @@
 """Generation: a model that runs our attention writes what its eager twin writes.
 
 transformers' own generation tests are not in its source package. Greedy, sampling, beams, static
-cache, chunked prefill and no cache, of left-padded prompts, are in `tests/test_generate.py`, with
+cache, chunked prefill and no cache, of left-padded prompts, are in
+`tests/patches/attention/test_generate.py`, with
 more backends; here are the ways into `generate` that it leaves out, and short ones of its own for
 the models of this suite.
 

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 from flexvarlen.packing import BalancedSampler
-from tests.sampler_ranks import CASES, OF_RANKS, made_by, run
+from tests.packing.sampler_ranks import CASES, OF_RANKS, made_by, run
 from tests.two_processes import WORLD, start
 
 

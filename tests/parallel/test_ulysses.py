@@ -9,9 +9,9 @@ import torch
 import torch.multiprocessing as mp
 
 import flexvarlen as fv
-from tests import sharded_models
-from tests.sharded_models import MODELS
-from tests.ulysses_ranks import BATCH, CASES, LENGTHS, TOKENS, run
+from tests.parallel import sharded_models
+from tests.parallel.sharded_models import MODELS
+from tests.parallel.ulysses_ranks import BATCH, CASES, LENGTHS, TOKENS, run
 
 RANKS = (2, 4, 8)
 
@@ -20,7 +20,9 @@ RANKS = (2, 4, 8)
 def shares(tmp_path_factory):
     """What each rank saved, by the number of ranks."""
     folder = tmp_path_factory.mktemp("ulysses")
-    multiprocessing.set_forkserver_preload(["tests.ulysses_ranks"])  # imported once for all
+    multiprocessing.set_forkserver_preload(
+        ["tests.parallel.ulysses_ranks"]
+    )  # imported once for all
     for ranks in RANKS:
         mp.start_processes(run, (ranks, str(folder)), nprocs=ranks, start_method="forkserver")
     return {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import flexvarlen as fv
 from flexvarlen import parallel
 from flexvarlen.parallel import shard_row, ulysses_attention
-from tests import sharded_models
+from tests.parallel import sharded_models
 
 LENGTHS = (37, 1, 50, 22)
 TOKENS = 128

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.contract_oracle import Step, by_document, check_step
-from tests.contract_ranks import CASES, lora, run
 from tests.oracle import assert_as_accurate
+from tests.patches.distributed_ranks import CASES, lora, run
 from tests.tiny_models import batch_of, documents, new_model
 from tests.two_processes import WORLD, start
 

@@ -120,7 +120,7 @@ def in_processes(target, arguments):
     Forked from a server that has imported what they need, which takes seconds, and run nothing.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*{target.__module__, "tests.auto_candidates"}])
+    context.set_forkserver_preload([*{target.__module__, "tests.attention.auto.auto_candidates"}])
     queues = [context.Queue() for _ in arguments]
     processes = [
         context.Process(target=target, args=(*given, queue))

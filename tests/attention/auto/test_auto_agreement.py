@@ -17,7 +17,7 @@ from flexvarlen.attention.auto.check_results import TOLERANCE, Expected, WrongRe
 from flexvarlen.attention.backends import registry as backends
 from flexvarlen.attention.backends.registry import AttentionRequest, get_backend
 from flexvarlen.mask.document_mask import DocumentMask
-from tests.auto_candidates import (  # noqa: F401
+from tests.attention.auto.auto_candidates import (  # noqa: F401
     FAST_S,
     SLOW_S,
     StandIn,

@@ -16,7 +16,7 @@ from flexvarlen import env as switches
 from flexvarlen.attention.auto import cache_file, keys
 from flexvarlen.attention.auto import decide as auto
 from flexvarlen.mask.document_mask import DocumentMask
-from tests.auto_candidates import (  # noqa: F401
+from tests.attention.auto.auto_candidates import (  # noqa: F401
     CAPACITY,
     FAST_S,
     SLOW_S,

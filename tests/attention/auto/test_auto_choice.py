@@ -26,7 +26,7 @@ from flexvarlen.attention.backends import registry as backends
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
-from tests.auto_candidates import (  # noqa: F401
+from tests.attention.auto.auto_candidates import (  # noqa: F401
     BY_FAST,
     BY_SLOW,
     FAST_S,

@@ -22,7 +22,7 @@ from flexvarlen.attention.auto.decoder_layer import Layer
 from flexvarlen.attention.auto.timing import Race
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
-from tests.auto_candidates import (  # noqa: F401
+from tests.attention.auto.auto_candidates import (  # noqa: F401
     BY_FAST,
     BY_SLOW,
     FAST_S,

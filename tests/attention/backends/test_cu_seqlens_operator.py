@@ -26,11 +26,11 @@ from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.chunks import chunk_boundaries
 from tests import oracle
+from tests.attention.backends.plain_kernel import backend, told  # noqa: F401
+from tests.attention.test_mask_kinds import other_lengths
 from tests.mask_cases import slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
-from tests.plain_kernel import backend, told  # noqa: F401
 from tests.rows import layout_of
-from tests.test_mask_kinds import other_lengths
 
 TOKENS = 256
 DOCUMENTS = {

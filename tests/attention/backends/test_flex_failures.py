@@ -9,7 +9,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.flex import _inductor_keeping_buffers
-from tests.test_backends import NEEDS
+from tests.attention.backends.test_backend_accuracy import NEEDS
 
 
 def saves_a_buffer(x):

@@ -1,6 +1,6 @@
 """What kernels over cu_seqlens are launched for: the documents of the row, or of any.
 
-A plain kernel stands in for FlashAttention; see `tests.plain_kernel`.
+A plain kernel stands in for FlashAttention; see `tests.attention.backends.plain_kernel`.
 """
 
 # ruff: noqa: F811
@@ -21,7 +21,7 @@ from flexvarlen.attention.backends.cu_seqlens import kernel as cu_seqlens_kernel
 from flexvarlen.attention.call import AttentionOptions
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.measure import watch_compilation
-from tests.plain_kernel import backend, told  # noqa: F401
+from tests.attention.backends.plain_kernel import backend, told  # noqa: F401
 
 TOKENS = 256
 LONG = SHORT_ROW + 100

@@ -2,7 +2,7 @@
 
 On the CPU a stand-in for Liger's `forward` (0.8: its parameters, its ways of setting itself), which
 makes no logits either. Liger's own kernels run on a GPU, or on the CPU under Triton's interpreter:
-`TRITON_INTERPRET=1 pytest tests/test_liger.py` with liger-kernel and triton installed.
+`TRITON_INTERPRET=1 pytest tests/patches/forward/test_liger.py`, with liger-kernel and triton.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every verified family: packed equals one by one, compiles whole, generates as before.
 
-A sample of the forms of tests.test_packed_models; `--all-forms` runs them all.
+A sample of the forms of patches/forward/test_packed_models.py; `--all-forms` runs them all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.models.registry import BY_TYPE
 from tests.oracle import assert_as_accurate
-from tests.test_packed_models import FORMS, check
+from tests.patches.forward.test_packed_models import FORMS, check
 from tests.tiny_models import KINDS, LENGTHS, exact_and_peer, new_model, one_row, shared_model
 
 SAMPLE = (

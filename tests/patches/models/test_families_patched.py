@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.patches.models.rope import LONG
-from tests.test_families import OTHERS, on_the_cpu
+from tests.patches.models.test_families import OTHERS, on_the_cpu
 from tests.tiny_models import LENGTHS, config_of, new_model, one_row
 
 

@@ -1,6 +1,6 @@
 """Encoders, models of images and their towers on a GPU's kernels: packed equals one by one in bf16.
 
-Decoders of text are in tests.test_families. The oracle is the unpatched model in fp64, a document,
+Decoders of text are in test_families. The oracle is the unpatched model in fp64, a document,
 or an image, at a time; the peer is the same in bf16.
 """
 
@@ -14,9 +14,9 @@ from transformers import AutoModelForImageTextToText
 
 import flexvarlen as fv
 from tests.oracle import assert_as_accurate
-from tests.test_encoders import ENCODERS, FIRST, labels, labels_of
-from tests.test_families import GPU_BACKENDS
-from tests.test_vision_families import CU, KINDS, LENGTHS, documents, inputs_of
+from tests.patches.models.test_encoders import ENCODERS, FIRST, labels, labels_of
+from tests.patches.models.test_families import GPU_BACKENDS
+from tests.patches.models.test_vision_families import CU, KINDS, LENGTHS, documents, inputs_of
 from tests.tiny_models import config_of, new_model, one_row
 from tests.tiny_models import documents as texts
 

@@ -11,7 +11,13 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 import flexvarlen as fv
 from flexvarlen.patches.attention import functions as interface
 from tests.oracle import assert_as_accurate
-from tests.test_vision_families import KINDS, documents, inputs_of, layout, one_by_one
+from tests.patches.models.test_vision_families import (
+    KINDS,
+    documents,
+    inputs_of,
+    layout,
+    one_by_one,
+)
 from tests.tiny_models import config_of, new_model
 
 PATCHES = torch.cat([x.patches for x in documents()])
