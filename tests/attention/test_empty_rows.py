@@ -6,22 +6,21 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from tests.attention.backends.test_backend_accuracy import ALL, differentiable, kernels
+from tests.backends import ALL, differentiable, kernels, serving
 
+CROSS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "cross": True, "needs_grad": False}
 EMPTY = {"no_keys": (5, 0), "no_queries": (0, 5), "nothing": (0, 0)}
 
 
 @pytest.mark.parametrize("rows", EMPTY)
 @pytest.mark.parametrize(
-    "kernel", [*kernels("reference", "sdpa", "flex"), *kernels(*ALL[3:], cpu=False)]
+    "kernel",
+    serving([*kernels("reference", "sdpa", "flex"), *kernels(*ALL[3:], cpu=False)], **CROSS),
 )
 def test_a_row_of_no_tokens(kernel, rows):
     name, device, dtype = kernel
     tokens, keys = EMPTY[rows]
     needs_grad = differentiable(kernel)
-    call = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "cross": True}
-    if fv.why_not(name, device=device, dtype=dtype, needs_grad=needs_grad, **call) is not None:
-        pytest.skip(f"{name} has no layout_k")
     layout, layout_k = (
         fv.PackedLayout.from_lengths([n], total_tokens=n, device=device) for n in (tokens, keys)
     )

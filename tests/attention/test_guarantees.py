@@ -12,7 +12,7 @@ import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from flexvarlen.attention.backends.registry import get_backend
-from tests.attention.backends.test_backend_accuracy import FLASH, kernels
+from tests.backends import FLASH, kernels, with_values
 from tests.oracle import differentiate, random_qkv
 
 WIDE = 700  # wider than the shorter rows: kernels take such a window for none
@@ -109,18 +109,25 @@ def test_document_has_the_same_bits_in_any_batch(kernel, mask, heads, head_dim):
                     assert torch.equal(x, z), f"{what} of {length} tokens, run to run, {which}"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", kernels("sdpa", "flex"))
-@pytest.mark.parametrize("mask", MASKS)
+# On the CPU one size, and of flex, which compiles for each length there, two masks.
+CPU_MASKS = {"sdpa": MASKS, "flex": ("causal", "wide_two_sided_window")}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mask", "head_dim"),
+    [
+        with_values(param, mask, head_dim)
+        for param in kernels("sdpa", "flex")
+        for on_cpu in [param.values[0][1] == "cpu"]
+        for mask in (CPU_MASKS[param.values[0][0]] if on_cpu else MASKS)
+        for head_dim in ((16,) if on_cpu else (64, 128))
+    ],
+)
 def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
     """What promises no gradients on every device: `sdpa` has them on the CPU."""
     name, device, dtype = kernel
-    if device == "cpu" and head_dim != 64:
-        pytest.skip("one size is enough there")
-    if (name, device) == ("flex", "cpu") and mask not in ("causal", "wide_two_sided_window"):
-        pytest.skip("flex compiles for each length there: two masks are enough")
     options = {"batch_invariant": True, **MASKS[mask]}
-    heads, head_dim = ((4, 2), 16) if device == "cpu" else ((32, 8), head_dim)
+    heads = (4, 2) if device == "cpu" else (32, 8)
     grads = (name, device) == ("sdpa", "cpu")
     for length in (1, 77, 150) if device == "cpu" else (1, 77, 320, 1000, 1633):
         expected = None

@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from flexvarlen import PackedLayout, packed_attention, why_not
+from flexvarlen import PackedLayout, packed_attention
 from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.block_mask import block_mask_of, document_block_mask
 from tests import oracle
-from tests.attention.backends.test_backend_accuracy import FLASH, differentiable, kernels, refuses
+from tests.backends import FLASH, differentiable, kernels, refuses, serving
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.rows import poison_spare_memory
@@ -157,11 +157,11 @@ def test_flex_on_the_cpu(row, kind):
     check(case_of(row, kind), "flex", "cpu", torch.float32, 16)
 
 
-@pytest.mark.parametrize("kernel", kernels("reference", "flex", "sdpa", *FLASH))
+@pytest.mark.parametrize(
+    "kernel", serving(kernels("reference", "flex", "sdpa", *FLASH), return_lse=True)
+)
 def test_log_sum_exp_of_cross_attention(kernel):
     name, device, dtype = kernel
-    if why_not(name, device=device, dtype=dtype, return_lse=True) is not None:
-        pytest.skip(f"{name} returns no LSE on {device}")
     case = case_of("mixed", "cross_causal")
     qkv, _ = inputs_of(case, device, dtype, 64)
     _, lse = attend_ours(case, name, device, return_lse=True)(*qkv)

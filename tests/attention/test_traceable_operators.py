@@ -8,7 +8,8 @@ from hypothesis import Phase, given, settings
 
 from flexvarlen import DocumentMask, PackedLayout
 from flexvarlen.attention.backends.registry import get_backend
-from tests.attention.backends.test_backend_accuracy import DOCUMENTS, FLASH, TOKENS, kernels
+from tests.attention.backends.test_backend_accuracy import DOCUMENTS, TOKENS
+from tests.backends import DEVICES, FLASH, kernels
 from tests.mask_cases import KINDS, cases
 from tests.oracle import random_qkv
 from tests.rows import layout_of
@@ -29,7 +30,7 @@ def test_sdpa_operators(documents, window):
     torch.library.opcheck(torch.ops.flexvarlen.sdpa_backward.default, (grad, q, k, v, *settings))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mask_operators(kind, device):
     @settings(max_examples=2, phases=[Phase.generate])
@@ -89,7 +90,7 @@ def test_nested_operators(kernel):
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_operators_that_rearrange_boundaries(device, padded):
     layout = layout_of(DOCUMENTS["padding_inside" if padded else "padded_tail"], device=device)

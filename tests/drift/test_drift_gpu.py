@@ -21,6 +21,7 @@ from flexvarlen.drift.op.comparisons import operator_drift
 from flexvarlen.drift.report.files import DriftReport
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.mask.document_mask import DocumentMask
+from tests.backends import DEVICES
 from tests.drift.drift_models import LENGTHS, check_invariant
 from tests.drift.drift_ops import change_backward, exact, named
 
@@ -143,7 +144,7 @@ def test_invariant_mode_is_bitwise_zero(backend, device, lengths):
     check_invariant(model, lengths, DTYPE, backend, backward)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_available_backends_drift_by_rounding_alone(device, tmp_path):
     heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 16}  # of the tiny llama
     names = [name for name in fv.BACKENDS if why_not(name, device, **heads) is None]

@@ -8,6 +8,7 @@ import torch
 from flexvarlen import DocumentMask, PackedLayout, document_block_mask, packed_attention
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.mask.spec import MaskSpec
+from tests.backends import DEVICES
 from tests.mask_cases import MaskCase, slots_of
 from tests.oracle import Documents
 
@@ -176,7 +177,7 @@ def test_documents_beyond_the_bound_are_never_cut_off(lengths, boundaries):
 # ---- what the kernels are told ----
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_strides_of_what_is_given_do_not_matter(device):
     """The Triton kernels read memory in order."""
     table = int32(3, 8, 5, 7).view(2, 2).to(device)

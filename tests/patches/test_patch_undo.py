@@ -264,11 +264,16 @@ PICKLED_CALLS = {
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("call", PICKLED_CALLS)
-@pytest.mark.parametrize("part", ["model", "base", "peft"])
+@pytest.mark.parametrize(
+    ("part", "call"),
+    [
+        (part, call)
+        for part in ("model", "base", "peft")
+        for call in PICKLED_CALLS
+        if (part, call) != ("base", "labels")  # a base model takes none
+    ],
+)
 def test_a_pickled_model_refuses_every_forward(part, call, compiled):
-    if part == "base" and call == "labels":
-        pytest.skip("a base model takes none")
     torch._dynamo.reset()
     model = new_model("llama")
     patched = fv.patch_model(model.model if part == "base" else model, deterministic=True)

@@ -6,13 +6,13 @@ Shape legend: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from tests import oracle
+from tests.backends import ALL, DEVICES, LACKS, differentiable, kernels, refuses
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.rows import layout_of, poison_spare_memory
 
@@ -37,58 +37,7 @@ MASKS = {
     "one_sided_window": {"causal": False, "window": (-1, 7)},
 }
 
-NEEDS = {
-    "fa2": pytest.mark.skipif(find_spec("flash_attn_2_cuda") is None, reason="no flash-attn 2"),
-    "fa3": pytest.mark.skipif(find_spec("flash_attn_interface") is None, reason="no flash-attn 3"),
-    # version 2 brings a folder cute too, but not what it is written in
-    "fa4": pytest.mark.skipif(find_spec("cutlass") is None, reason="no flash-attn 4"),
-    "flex_fa4": pytest.mark.skipif(find_spec("cutlass") is None, reason="no flash-attn 4"),
-}
-half = (torch.bfloat16, torch.float16)
-LACKS = {
-    "sdpa": {"softcap", "sinks", "lse"},
-    "varlen": {"softcap", "prefix"},
-    "cudnn": {"grad", "window", "softcap", "prefix", "chunk", "cross"},
-    "nested": {"window", "softcap", "sinks", "lse", "prefix", "chunk", "cross"},
-    "fa2": {"prefix"},
-    "fa3": {"prefix"},
-    "fa4": {"prefix"},
-    "flex_fa4": {"sinks", "lse"},
-}
-"""What a backend refuses on a GPU of those that have it."""
-
-
-def kernels(*names, cpu=True, gpu=True):
-    """Parameters (name, device, dtype): fp32 on the CPU, bf16 and fp16 on the GPU."""
-    params = []
-    for name in names:
-        if cpu and name in ("reference", "sdpa", "flex"):
-            params.append(pytest.param((name, "cpu", torch.float32), id=f"{name}-cpu"))
-        marks = [pytest.mark.gpu, *([NEEDS[name]] if name in NEEDS else [])]
-        # FlashAttention 4 compiles for seconds for each kind of call: one dtype is enough.
-        for dtype in () if not gpu else half[:1] if name in ("fa4", "flex_fa4") else half:
-            short = str(dtype).removeprefix("torch.")
-            params.append(pytest.param((name, "cuda", dtype), id=f"{name}-{short}", marks=marks))
-    return params
-
-
-FLASH = ("varlen", "fa2", "fa3", "fa4")
-ALL = ("reference", "sdpa", "flex", "flex_fa4", *FLASH, "nested", "cudnn")
 everything = pytest.mark.parametrize("kernel", kernels(*ALL))
-
-
-def differentiable(kernel):
-    return kernel[:2] != ("flex", "cpu") and kernel[0] != "cudnn"
-
-
-def refuses(kernel, call, *wanted):
-    """Whether the kernel lacks any of these; if so, that `call` raises the sentence."""
-    name, _, _ = kernel
-    if not LACKS.get(name, set()) & set(wanted):
-        return False
-    with pytest.raises(NotImplementedError, match=rf"^{name} .*backend="):
-        call()
-    return True
 
 
 def check(
@@ -380,7 +329,7 @@ def test_deterministic_is_honoured_on_the_cpu(kernel):
     check(kernel, documents, (6, 2), 16, backend_only={"deterministic": True})
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_plan_made_once_serves_every_layer(device):
     from flexvarlen.attention.backends.registry import BACKENDS, get_backend
 

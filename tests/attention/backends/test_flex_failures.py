@@ -9,7 +9,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.flex import _inductor_keeping_buffers
-from tests.attention.backends.test_backend_accuracy import NEEDS
+from tests.backends import gpu_param
 
 
 def saves_a_buffer(x):
@@ -28,8 +28,7 @@ def test_two_backwards_of_one_forward():
         torch.testing.assert_close(grad, expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["flex", pytest.param("flex_fa4", marks=NEEDS["flex_fa4"])])
+@pytest.mark.parametrize("name", [gpu_param("flex"), gpu_param("flex_fa4")])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_two_backwards_of_one_packed_forward(name, softcap):
     layout = fv.PackedLayout.from_lengths([100, 1, 155], device="cuda")

@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache
 
 import flexvarlen as fv
+from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
     KINDS,
@@ -160,9 +161,7 @@ def test_packed_equals_one_by_one_in_flex_on_the_cpu(kind, form):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "backend", ["flex", "flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4"]
-)
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_equals_one_by_one_in_bf16(kind, backend, form):
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}

@@ -11,6 +11,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.models.registry import BY_TYPE
+from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.patches.forward.test_packed_models import FORMS, check
 from tests.tiny_models import KINDS, LENGTHS, exact_and_peer, new_model, one_row, shared_model
@@ -23,7 +24,6 @@ SAMPLE = (
     "left_padding_packed",
     "checkpointing",
 )
-GPU_BACKENDS = ("flex", "flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
 # Those in KINDS, and encoders, have tests of their own.
 OTHERS = [name for name, x in BY_TYPE.items() if name not in KINDS and x.task != "MaskedLM"]
 EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
@@ -46,7 +46,7 @@ def test_packed_equals_one_by_one(name, form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("name", OTHERS)
 def test_packed_equals_one_by_one_in_bf16(name, backend, form):
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import flexvarlen as fv
+from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.patches.models.test_encoders import ENCODERS, FIRST, labels, labels_of
-from tests.patches.models.test_families import GPU_BACKENDS
 from tests.patches.models.test_vision_families import CU, KINDS, LENGTHS, documents, inputs_of
 from tests.tiny_models import config_of, new_model, one_row
 from tests.tiny_models import documents as texts
@@ -63,7 +63,7 @@ def patched_or_skip(model, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("head_dim", TOWER_HEAD_DIMS)
 @pytest.mark.parametrize("name", KINDS)
 def test_images_equal_image_by_image(name, head_dim, backend):
@@ -104,7 +104,7 @@ def one_by_one(model, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("name", KINDS)
 def test_images_and_text_equal_one_by_one(name, backend):
     """The tower's boundaries reach the text's layers, or the text's the tower's."""
@@ -146,7 +146,7 @@ def test_towers_compiled_by_layer(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_equal_one_by_one(name, backend):
     """A causal kernel, or a window with one side."""
