@@ -48,6 +48,8 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.pairwise import sampled  # noqa: E402
+
 torch.set_num_threads(_threads)
 
 # The first example of a test may import or compile: a deadline would fail on that alone.
@@ -59,10 +61,20 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_addoption(parser):
     """`--mask-cases N`: random masks of each kind that are held against brute force.
 
-    `--all-forms`: every form of a batch on every family, not a sample.
+    `--all-forms`: all combinations of tests marked `pairwise`, not a sample.
     """
     parser.addoption("--mask-cases", type=int, default=60)
     parser.addoption("--all-forms", action="store_true")
+
+
+def pytest_generate_tests(metafunc):
+    """`@pytest.mark.pairwise(kind=..., form=...)` parametrizes by a sample of the combinations.
+
+    Each value of one factor meets each of every other; `--all-forms` makes all combinations.
+    """
+    for mark in metafunc.definition.iter_markers("pairwise"):
+        whole = metafunc.config.getoption("--all-forms")
+        metafunc.parametrize(list(mark.kwargs), sampled(mark.kwargs, whole=whole))
 
 
 def pytest_collection_modifyitems(config, items):
