@@ -6,7 +6,6 @@ Shapes: B rows of S tokens; V is the vocabulary, or the hidden size of a base mo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, StaticCache
 
-import flexvarlen as fv
 from flexvarlen.patches.models.registry import BY_TYPE
+from tests import forms
 from tests.patches.forward.test_packed_models import ready
 from tests.tiny_models import KINDS, VOCABULARY, Batch, new_model
 
@@ -39,74 +38,9 @@ Inputs = dict[str, Any]
 Outcome = dict[str, Tensor]  # outputs [tokens, V], loss and gradients, by name
 
 
-@dataclass(frozen=True)
-class BatchForm:
-    """A way to hand a batch to a model.
-
-    Attributes:
-        rows: what it allows: "whole" rows of documents; "padded" on both sides; "explicit"
-            boundaries, with empty documents, and padding at the end; "one" document a row, or
-            "one padded".
-        inputs: the forward's keyword arguments beside input_ids.
-        beside: keys of `BESIDE`, inputs that say the same once more.
-    """
-
-    rows: str
-    inputs: Callable[[Batch], Inputs]
-    beside: tuple[str, ...] = ()
-
-
-def _real(b: Batch) -> Tensor:
-    return (b.document_ids > 0).long()
-
-
-def _max_length(b: Batch) -> Inputs:
-    longest = int(b.cu_seqlens.diff().max())
-    return {"max_length_q": longest, "max_length_k": longest}
-
-
-def _layout(b: Batch) -> Inputs:
-    lengths = b.cu_seqlens.diff().tolist()
-    return {"packed_layout": fv.PackedLayout.from_lengths(lengths, total_tokens=b.ids.numel())}
-
-
-def _seq_idx(b: Batch) -> Inputs:
-    padded = {} if _real(b).all() else {"attention_mask": _real(b)}
-    return {"seq_idx": b.document_ids.int(), **padded}
-
-
 FORMS = {
-    "packed_layout": BatchForm("explicit", _layout, ("ones", "seq_idx", "positions")),
-    "cu_seq_lens": BatchForm(
-        "explicit",
-        lambda b: {"cu_seq_lens_q": b.cu_seqlens},
-        ("ones", "seq_idx", "positions", "cu_seq_lens_k", "max_length"),
-    ),
-    "position_ids": BatchForm(
-        "whole", lambda b: {"position_ids": b.position_ids}, ("ones", "seq_idx")
-    ),
-    "document-id mask": BatchForm(
-        "padded", lambda b: {"attention_mask": b.document_ids}, ("positions",)
-    ),
-    "0/1 mask, position_ids": BatchForm(
-        "padded",
-        lambda b: {"attention_mask": _real(b), "position_ids": b.position_ids},
-        ("bool",),
-    ),
-    "seq_idx": BatchForm("padded", _seq_idx, ("positions",)),
-    "0/1 mask": BatchForm(
-        "one padded", lambda b: {"attention_mask": _real(b)}, ("positions", "bool")
-    ),
-    "plain": BatchForm("one", lambda b: {}, ("positions", "ones")),
-    "decoding": BatchForm("one padded", lambda b: {}, ("ones",)),
-}
-BESIDE: dict[str, Callable[[Batch], Inputs]] = {
-    "positions": lambda b: {"position_ids": b.position_ids},
-    "ones": lambda b: {"attention_mask": torch.ones_like(b.ids)},
-    "bool": lambda b: {"attention_mask": _real(b).bool()},
-    "seq_idx": _seq_idx,
-    "cu_seq_lens_k": lambda b: {"cu_seq_lens_k": b.cu_seqlens},
-    "max_length": _max_length,
+    **forms.FORMS,
+    "decoding": forms.Form("calls that share a cache", "one padded", lambda b: {}, ("ones",)),
 }
 
 
@@ -299,9 +233,7 @@ def run(case: Case) -> tuple[Outcome, list[Outcome]]:
 
 def _forward(model, case: Case, batch: Batch) -> Outcome:
     """The whole batch at once."""
-    inputs = _tokens(model, case, batch.ids) | FORMS[case.form].inputs(batch)
-    for name in case.beside:
-        inputs |= BESIDE[name](batch)
+    inputs = _tokens(model, case, batch.ids) | forms.given(case.form, batch, *case.beside)
     if case.use_cache is not None:
         inputs["use_cache"] = case.use_cache
     if _has_loss(case, batch):

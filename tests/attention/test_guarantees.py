@@ -88,11 +88,11 @@ def run(name, made, layout, grads=True, **options):
     return [out, *gradients]
 
 
-@pytest.mark.parametrize("kernel", kernels(*FLASH, cpu=False))
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((6, 6), 64)], ids=str)
-def test_document_has_the_same_bits_in_any_batch(kernel, mask, heads, head_dim):
-    name, device, dtype = kernel
+@pytest.mark.pairwise(
+    kernel=kernels(*FLASH, cpu=False), mask=MASKS, sizes=[((32, 8), 128), ((6, 6), 64)]
+)
+def test_document_has_the_same_bits_in_any_batch(kernel, mask, sizes):
+    (name, device, dtype), (heads, head_dim) = kernel, sizes
     options = {"batch_invariant": True, **MASKS[mask]}
     with torch_is_deterministic(name == "varlen"):
         for length in (1, 77, 320, 1000):

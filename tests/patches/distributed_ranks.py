@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import flexvarlen as fv
+from tests import forms
 from tests.contract_training import documents as many_documents
 from tests.contract_training import recorded, settings
 from tests.tiny_models import LENGTHS, batch_of, new_model
@@ -55,14 +56,14 @@ def inputs_of(form: str = "position_ids", docs: tuple[int, ...] | None = None) -
     """This rank's row; ranks average their losses, so each is divided by its share of labels."""
     docs = ROWS[dist.get_rank()] if docs is None else docs
     batch = batch_of((docs,), row_tokens=sum(LENGTHS[i] for i in docs))
-    given = {
-        "position_ids": {"position_ids": batch.position_ids},
-        "document_ids": {"attention_mask": batch.document_ids},
-        "cu_seq_lens": {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens},
-        "layout": {"packed_layout": fv.PackedLayout.from_lengths([LENGTHS[i] for i in docs])},
-    }[form]
+    beside = ("cu_seq_lens_k",) if form == "cu_seq_lens" else ()
     share = torch.tensor(LABELS / WORLD)
-    return {"input_ids": batch.ids, "labels": batch.ids, "num_items_in_batch": share, **given}
+    return {
+        "input_ids": batch.ids,
+        "labels": batch.ids,
+        "num_items_in_batch": share,
+        **forms.given(form, batch, *beside),
+    }
 
 
 def step(model: nn.Module, **inputs: Any) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def ddp_accumulation() -> dict[str, Any]:
     with model.no_sync():
         losses.append(model(**inputs_of("document_ids", first)).loss)
         losses[-1].backward()
-    losses.append(model(**inputs_of("layout", last)).loss)
+    losses.append(model(**inputs_of("packed_layout", last)).loss)
     losses[-1].backward()
     return {"loss": mean(sum(losses)), "gradients": gradients_of(model)}
 
@@ -164,7 +165,7 @@ def fsdp2_patched_after() -> dict[str, Any]:
 
 
 def fsdp2_layout() -> dict[str, Any]:
-    return step(sharded(fv.patch_model(model_of(), "sdpa")), **inputs_of("layout"))
+    return step(sharded(fv.patch_model(model_of(), "sdpa")), **inputs_of("packed_layout"))
 
 
 def fsdp2_checkpointing() -> dict[str, Any]:
@@ -235,7 +236,7 @@ def fsdp1() -> dict[str, Any]:
 
 
 def fsdp1_patched_after() -> dict[str, Any]:
-    return fsdp1_step(fv.patch_model(fsdp1_of(model_of()), "sdpa"), **inputs_of("layout"))
+    return fsdp1_step(fv.patch_model(fsdp1_of(model_of()), "sdpa"), **inputs_of("packed_layout"))
 
 
 def fsdp1_checkpointing() -> dict[str, Any]:
@@ -277,7 +278,7 @@ def fsdp2_by_accelerate_from_rank_0() -> dict[str, Any]:
 
 def fsdp2_by_accelerate_then_patch() -> dict[str, Any]:
     model = sharded_by_accelerate(model_of())
-    return step(fv.patch_model(model, "sdpa"), **inputs_of("layout"))
+    return step(fv.patch_model(model, "sdpa"), **inputs_of("packed_layout"))
 
 
 def prepared(patch_first: bool, **options: Any) -> dict[str, Any]:

@@ -12,19 +12,17 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
+from tests import forms
 from tests.contract_oracle import Step, check_step, gradients_of
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import documents, exact_and_peer, new_model, one_by_one, one_row
 
 BATCH = one_row()
-PACKED = {"input_ids": BATCH.ids, "position_ids": BATCH.position_ids, "labels": BATCH.ids}
+PACKED = {"input_ids": BATCH.ids, "labels": BATCH.ids, **forms.given("position_ids", BATCH)}
 FORMS = {
     "position_ids": PACKED,
-    "document_ids": {"input_ids": BATCH.ids, "attention_mask": BATCH.document_ids},
-    "layout": {
-        "input_ids": BATCH.ids,
-        "packed_layout": fv.PackedLayout.from_lengths([len(x) for x in documents()]),
-    },
+    "document_ids": {"input_ids": BATCH.ids, **forms.given("document_ids", BATCH)},
+    "layout": {"input_ids": BATCH.ids, **forms.given("packed_layout", BATCH)},
 }
 
 

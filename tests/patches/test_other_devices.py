@@ -17,18 +17,15 @@ from flexvarlen.equivalence.models import build_model
 from flexvarlen.measure import time_interleaved
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.find_layout import find_layout
+from tests import forms
 
 LENGTHS = (9, 16, 15)
-CU_SEQ_LENS = torch.tensor([0, 9, 25, 40], dtype=torch.int32)
 IDS = torch.arange(5, 45)[None]
+ROW = forms.row_of(LENGTHS, IDS)
+CU_SEQ_LENS = ROW.cu_seqlens
 FORMS = {
-    "cu_seq_lens": {
-        "cu_seq_lens_q": CU_SEQ_LENS,
-        "cu_seq_lens_k": CU_SEQ_LENS,
-        "max_length_q": 16,
-        "max_length_k": 16,
-    },
-    "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]},
+    "cu_seq_lens": forms.given("cu_seq_lens", ROW, "cu_seq_lens_k", "max_length"),
+    "position_ids": forms.given("position_ids", ROW),
     "plain": {},
 }
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
+from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
     batch_of,
@@ -28,7 +29,6 @@ from tests.tiny_models import (
     one_by_one,
     one_row,
     padded_rows,
-    two_rows,
 )
 
 BATCH = one_row()
@@ -398,11 +398,11 @@ def _by_name(how, kind, tmp_path):
 
 
 NAMED_FORMS = {
-    "position_ids": (BATCH, {"position_ids": BATCH.position_ids}),
-    "two_rows": (two_rows(), {"position_ids": two_rows().position_ids}),
-    "cu_seq_lens": (BATCH, {"position_ids": BATCH.position_ids, "cu_seq_lens_q": BATCH.cu_seqlens}),
-    "right_padding": (padded_rows(left=False), None),
-    "left_padding": (padded_rows(left=True), None),
+    "position_ids": ("one_row", "position_ids"),
+    "two_rows": ("two_rows", "position_ids"),
+    "cu_seq_lens": ("one_row", "cu_seq_lens", "positions"),
+    "right_padding": ("right_padding", "padding_mask"),
+    "left_padding": ("left_padding", "padding_mask"),
 }
 
 
@@ -411,9 +411,9 @@ NAMED_FORMS = {
 @pytest.mark.parametrize("kind", ["llama", "qwen3_windows"])
 def test_the_name_alone_is_right(kind, how, form, tmp_path):
     model = _by_name(how, kind, tmp_path)
-    batch, inputs = NAMED_FORMS[form]
-    if inputs is None:
-        inputs = {"attention_mask": (batch.document_ids > 0).long()}
+    rows, way, *beside = NAMED_FORMS[form]
+    batch = forms.ROWS[rows]()
+    inputs = forms.given(way, batch, *beside)
     exact, peer = exact_and_peer(kind, batch.order)
     logits = batch.of_documents(logits_of(model, input_ids=batch.ids, **inputs))
     assert_as_accurate(logits, exact.logits, peer.logits, 2)

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 import flexvarlen as fv
 from flexvarlen.attention.backends import flex
 from flexvarlen.patches.attention.by_name import first_unpacked
+from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import batch_of, config_of, exact_and_peer, new_model
 
@@ -50,12 +51,16 @@ def at_once(count, work):
         return list(pool.map(started, range(count)))
 
 
-def given(batch, form):
-    return {
-        "position_ids": {"position_ids": batch.position_ids},
-        "document_ids": {"attention_mask": batch.document_ids},
-        "cu_seq_lens": {"position_ids": batch.position_ids, "cu_seq_lens_q": batch.cu_seqlens},
-    }[form]
+FORMS = {
+    "position_ids": ("position_ids",),
+    "document_ids": ("document_ids",),
+    "cu_seq_lens": ("cu_seq_lens", "positions"),
+}
+
+
+def given_to(batch, form):
+    way, *beside = FORMS[form]
+    return forms.given(way, batch, *beside)
 
 
 def logits_of(model, i, form="position_ids"):
@@ -64,7 +69,7 @@ def logits_of(model, i, form="position_ids"):
         outs = []
         for n in range(ROUNDS):
             batch = BATCHES[(i + n % 3) % len(BATCHES)]
-            outs.append((batch, model(batch.ids, **given(batch, form)).logits[0]))
+            outs.append((batch, model(batch.ids, **given_to(batch, form)).logits[0]))
     return outs
 
 

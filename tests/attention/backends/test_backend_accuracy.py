@@ -89,9 +89,7 @@ def assert_sink_gradient(mine, exact, out_THD, grad_THD, dtype):
     assert (mine.double() - exact).abs().le(3 * rounding_HTD.flatten(1).norm(dim=1) + 1e-6).all()
 
 
-@everything
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.pairwise(kernel=kernels(*ALL), documents=DOCUMENTS, mask=MASKS)
 def test_document_sees_itself_alone(kernel, documents, mask):
     check(kernel, DOCUMENTS[documents], (6, 2), 16 if kernel[1] == "cpu" else 64, **MASKS[mask])
 
@@ -143,9 +141,11 @@ def why_not_on_gpu(name, **options):
     return why_not(name, device="cuda", dtype=torch.bfloat16, **options)
 
 
-@pytest.mark.parametrize("kernel", [*kernels("reference", "sdpa"), *kernels(*ALL[2:], cpu=False)])
-@pytest.mark.parametrize("documents", ["padding_inside", "padded_tail", "nothing_but_padding"])
-@pytest.mark.parametrize("mask", ["causal_window", "causal", "bidirectional"])
+@pytest.mark.pairwise(
+    kernel=[*kernels("reference", "sdpa"), *kernels(*ALL[2:], cpu=False)],
+    documents=["padding_inside", "padded_tail", "nothing_but_padding"],
+    mask=["causal_window", "causal", "bidirectional"],
+)
 def test_sinks_join_the_denominator(kernel, documents, mask):
     head_dim = 16 if kernel[1] == "cpu" else 64
     sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 8.0])
@@ -224,9 +224,9 @@ def test_views_of_a_fused_projection(kernel):
         assert_as_accurate(packed_attention(*views, layout, backend=name), exact, peer, 2)
 
 
-@everything
-@pytest.mark.parametrize("mask", ["causal", "bidirectional_window"])
-@pytest.mark.parametrize("changed", [0, 1, 2])
+@pytest.mark.pairwise(
+    kernel=kernels(*ALL), mask=["causal", "bidirectional_window"], changed=[0, 1, 2]
+)
 def test_changing_one_document_changes_no_bit_of_another(kernel, mask, changed):
     name, device, dtype = kernel
     documents = DOCUMENTS["boundary_off_block"]

@@ -68,11 +68,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("documents", DOCUMENTS)
-@pytest.mark.parametrize(
-    ("mask", "compiled"),
-    [*((mask, False) for mask in MASKS), ("causal", True), ("chunk", True)],
+@pytest.mark.pairwise(
+    compiled=[False, True], mask=MASKS, documents=DOCUMENTS, with_sinks=[False, True]
 )
 def test_kernel_gets_the_right_boundaries_and_sinks(backend, mask, documents, compiled, with_sinks):
     documents, kind = DOCUMENTS[documents], MASKS[mask]

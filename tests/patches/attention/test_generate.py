@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import flexvarlen as fv
+from tests import forms
 from tests.tiny_models import VOCABULARY, documents, new_model, one_row, shared_model
 
 NEW = 6
@@ -138,18 +139,14 @@ def test_generates_after_packed_training():
 
 
 @pytest.mark.parametrize("cache", ["own", "given"])
-@pytest.mark.parametrize("form", ["position_ids", "document_ids", "cu_seq_lens_q"])
+@pytest.mark.parametrize("form", ["position_ids", "document_ids", "cu_seq_lens"])
 def test_decoding_after_a_packed_prefill_raises(form, cache):
     """The new token would see every document of its row."""
     model, batch = shared_model("llama"), one_row()
-    given = {
-        "position_ids": {"position_ids": batch.position_ids},
-        "document_ids": {"attention_mask": batch.document_ids},
-        "cu_seq_lens_q": {"cu_seq_lens_q": batch.cu_seqlens},
-    }[form]
+    documents = forms.given(form, batch)
     with fv.patched(model, "sdpa"), torch.no_grad():
         kwargs = {"use_cache": True} if cache == "own" else {"past_key_values": DynamicCache()}
-        filled = model(batch.ids, **given, **kwargs).past_key_values
+        filled = model(batch.ids, **documents, **kwargs).past_key_values
         assert filled.get_seq_length() == 256
         for _ in range(2):
             with pytest.raises(ValueError, match="one document a row"):

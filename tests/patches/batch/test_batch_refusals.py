@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
+from tests import forms
 from tests.tiny_models import config_of, new_model, one_row, shared_model, two_rows
 
 ROW, ROWS = one_row(), two_rows()
@@ -76,9 +77,7 @@ def _cu(*boundaries: int, dtype=torch.int32) -> torch.Tensor:
 
 
 PACKED_FORMS = {
-    "position_ids": {"position_ids": ROW.position_ids},
-    "cu_seq_lens_q": {"cu_seq_lens_q": ROW.cu_seqlens},
-    "packed_layout": {"packed_layout": fv.PackedLayout.from_lengths([200, 56])},
+    name: forms.given(name, ROW) for name in ("position_ids", "cu_seq_lens", "packed_layout")
 }
 
 
@@ -565,7 +564,7 @@ def test_training_with_flex_on_the_cpu():
         refused(NotImplementedError, words, model, **inputs)
 
 
-@pytest.mark.parametrize("form", ["cu_seq_lens_q", "packed_layout"])
+@pytest.mark.parametrize("form", ["cu_seq_lens", "packed_layout"])
 def test_the_name_alone_with_a_filled_cache(form):
     model = new_model("llama", implementation="flexvarlen_doc")
     inputs = {**PACKED_FORMS[form], "past_key_values": _filled_cache()}

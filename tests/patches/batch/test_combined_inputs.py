@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 import peft
@@ -11,10 +11,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
+from tests import forms
 from tests.contract_oracle import Step, check_step, gradients_of, snapshot
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
-    LENGTHS,
     Batch,
     batch_of,
     documents,
@@ -29,135 +29,90 @@ from tests.tiny_models import (
 KIND = "qwen3_windows"
 
 
-def rolled(batch: Batch, tokens: int) -> Batch:
-    """Padding at the right moved to the left, so many tokens of it."""
-    moved = {
-        name: getattr(batch, name).roll(tokens, dims=1)
-        for name in ("ids", "position_ids", "document_ids")
-    }
-    return dataclasses.replace(batch, **moved)
-
-
-def both_sides() -> Batch:
-    return rolled(padded_rows(left=False, packed=True), 20)
-
-
-def mask(batch: Batch, dtype=torch.long) -> torch.Tensor:
-    return (batch.document_ids > 0).to(dtype)
-
-
 def embeddings(batch: Batch) -> torch.Tensor:
     return shared_model(KIND).get_input_embeddings()(batch.ids)
 
 
-def layout(batch: Batch, **sizes: Any) -> fv.PackedLayout:
-    return fv.PackedLayout.from_lengths([LENGTHS[i] for i, _ in batch.order], **sizes)
+ONE, TWO, BOTH = one_row(), two_rows(), forms.both_sides()
+LATER = forms.ROWS["several_continued"]()
 
 
-ONE, TWO, BOTH = one_row(), two_rows(), both_sides()
-LATER = one_row(firsts={0: 100, 2: 7, 4: 60})
+@dataclass(frozen=True)
+class Combined:
+    """Rows, forms of tests/forms.py that are given at once, and what else the forward gets."""
 
-FORMS: dict[str, tuple[Batch, dict[str, Any]]] = {
-    "padding_at_both_ends": (
-        BOTH,
-        {"attention_mask": mask(BOTH), "position_ids": BOTH.position_ids},
+    batch: Batch
+    given: tuple[str, ...]
+    others: dict[str, Any] = field(default_factory=dict)
+    embedded: bool = False
+
+
+PADDED = ("padding_mask_and_position_ids",)
+POSITIONS = ("position_ids",)
+FORMS = {
+    "padding_at_both_ends": Combined(BOTH, PADDED),
+    "padding_at_both_ends_numbered": Combined(BOTH, ("document_ids",)),
+    "padding_at_both_ends_bool": Combined(BOTH, (*PADDED, "bool")),
+    "padding_at_both_ends_embedded": Combined(BOTH, ("document_ids",), embedded=True),
+    "embedded_cu_seq_lens": Combined(ONE, ("cu_seq_lens",), embedded=True),
+    "embedded_layout": Combined(ONE, ("packed_layout",), embedded=True),
+    "embedded_two_rows": Combined(TWO, ("document_ids",), embedded=True),
+    "two_rows_layout": Combined(TWO, ("packed_layout",)),
+    "two_rows_layout_and_ones": Combined(TWO, ("packed_layout", "ones")),
+    "two_rows_cache": Combined(
+        TWO, POSITIONS, {"past_key_values": DynamicCache, "use_cache": True}
     ),
-    "padding_at_both_ends_numbered": (BOTH, {"attention_mask": BOTH.document_ids}),
-    "padding_at_both_ends_bool": (
-        BOTH,
-        {"attention_mask": mask(BOTH, torch.bool), "position_ids": BOTH.position_ids},
-    ),
-    "padding_at_both_ends_embedded": (
-        BOTH,
-        {"inputs_embeds": embeddings(BOTH), "attention_mask": BOTH.document_ids},
-    ),
-    "embedded_cu_seq_lens": (
+    "two_rows_ones": Combined(TWO, (*POSITIONS, "ones")),
+    "int32": Combined(
         ONE,
-        {"inputs_embeds": embeddings(ONE), "cu_seq_lens_q": ONE.cu_seqlens},
-    ),
-    "embedded_layout": (ONE, {"inputs_embeds": embeddings(ONE), "packed_layout": layout(ONE)}),
-    "embedded_two_rows": (
-        TWO,
-        {"inputs_embeds": embeddings(TWO), "attention_mask": TWO.document_ids},
-    ),
-    "two_rows_layout": (TWO, {"packed_layout": layout(TWO)}),
-    "two_rows_layout_and_ones": (
-        TWO,
-        {"packed_layout": layout(TWO), "attention_mask": torch.ones_like(TWO.ids)},
-    ),
-    "two_rows_cache": (
-        TWO,
-        {"position_ids": TWO.position_ids, "past_key_values": DynamicCache(), "use_cache": True},
-    ),
-    "two_rows_ones": (
-        TWO,
-        {"position_ids": TWO.position_ids, "attention_mask": torch.ones_like(TWO.ids)},
-    ),
-    "int32": (
-        ONE,
-        {"position_ids": ONE.position_ids.int(), "attention_mask": torch.ones_like(ONE.ids).int()},
-    ),
-    "mask_of_float_ones": (
-        ONE,
-        {"position_ids": ONE.position_ids, "attention_mask": torch.ones(ONE.ids.shape)},
-    ),
-    "max_length_too_large": (
-        ONE,
-        {"cu_seq_lens_q": ONE.cu_seqlens, "max_length_q": 256, "max_length_k": 256},
-    ),
-    "max_length_as_tensors": (
-        ONE,
+        (),
         {
-            "cu_seq_lens_q": ONE.cu_seqlens,
-            "cu_seq_lens_k": ONE.cu_seqlens,
+            "position_ids": ONE.position_ids.int(),
+            "attention_mask": torch.ones_like(ONE.ids).int(),
+        },
+    ),
+    "mask_of_float_ones": Combined(ONE, POSITIONS, {"attention_mask": torch.ones(ONE.ids.shape)}),
+    "max_length_too_large": Combined(
+        ONE, ("cu_seq_lens",), {"max_length_q": 256, "max_length_k": 256}
+    ),
+    "max_length_as_tensors": Combined(
+        ONE,
+        ("cu_seq_lens", "cu_seq_lens_k"),
+        {
             "max_length_q": torch.tensor(98, dtype=torch.int32),
             "max_length_k": torch.tensor(98, dtype=torch.int32),
         },
     ),
-    "cu_seq_lens_that_repeat": (
-        ONE,
-        {"cu_seq_lens_q": torch.cat([ONE.cu_seqlens, ONE.cu_seqlens[-1:].repeat(3)])},
+    "cu_seq_lens_that_repeat": Combined(
+        ONE, (), {"cu_seq_lens_q": torch.cat([ONE.cu_seqlens, ONE.cu_seqlens[-1:].repeat(3)])}
     ),
-    "cu_seq_lens_and_ones": (
-        ONE,
-        {"cu_seq_lens_q": ONE.cu_seqlens, "attention_mask": torch.ones_like(ONE.ids)},
+    "cu_seq_lens_and_ones": Combined(ONE, ("cu_seq_lens", "ones")),
+    "cu_seq_lens_seq_idx": Combined(ONE, ("cu_seq_lens", "seq_idx")),
+    "continued": Combined(LATER, POSITIONS),
+    "continued_cu_seq_lens": Combined(LATER, ("cu_seq_lens", "positions")),
+    "continued_layout": Combined(LATER, ("packed_layout", "positions")),
+    "continued_numbered": Combined(LATER, ("document_ids", "positions")),
+    "spare_slots": Combined(
+        ONE, (), {"packed_layout": forms.layout_of(ONE, capacity=32, max_seqlen_bound=256)}
     ),
-    "cu_seq_lens_seq_idx": (
-        ONE,
-        {"cu_seq_lens_q": ONE.cu_seqlens, "seq_idx": (ONE.document_ids - 1).int()},
-    ),
-    "continued": (LATER, {"position_ids": LATER.position_ids}),
-    "continued_cu_seq_lens": (
-        LATER,
-        {"position_ids": LATER.position_ids, "cu_seq_lens_q": LATER.cu_seqlens},
-    ),
-    "continued_layout": (
-        LATER,
-        {"position_ids": LATER.position_ids, "packed_layout": layout(LATER)},
-    ),
-    "continued_numbered": (
-        LATER,
-        {"position_ids": LATER.position_ids, "attention_mask": LATER.document_ids},
-    ),
-    "spare_slots": (ONE, {"packed_layout": layout(ONE, capacity=32, max_seqlen_bound=256)}),
-    "cache_asked_for": (ONE, {"position_ids": ONE.position_ids, "use_cache": True}),
-    "hidden_states": (ONE, {"position_ids": ONE.position_ids, "output_hidden_states": True}),
-    "no_dict": (ONE, {"position_ids": ONE.position_ids, "return_dict": False}),
-    "cache_position": (
-        ONE,
-        {"position_ids": ONE.position_ids, "cache_position": torch.arange(256)},
-    ),
+    "cache_asked_for": Combined(ONE, POSITIONS, {"use_cache": True}),
+    "hidden_states": Combined(ONE, POSITIONS, {"output_hidden_states": True}),
+    "no_dict": Combined(ONE, POSITIONS, {"return_dict": False}),
+    "cache_position": Combined(ONE, POSITIONS, {"cache_position": torch.arange(256)}),
 }
 
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_the_documents_one_by_one(form, train):
-    batch, inputs = FORMS[form]
-    inputs = {
-        name: DynamicCache() if name == "past_key_values" else x for name, x in inputs.items()
+    batch, given = FORMS[form].batch, FORMS[form].given
+    inputs = forms.given(given[0], batch, *given[1:]) if given else {}
+    inputs |= {
+        name: DynamicCache() if x is DynamicCache else x for name, x in FORMS[form].others.items()
     }
-    if "inputs_embeds" not in inputs:
+    if FORMS[form].embedded:
+        inputs["inputs_embeds"] = embeddings(batch)
+    else:
         inputs["input_ids"] = batch.ids
     exact, peer = exact_and_peer(KIND, batch.order)
     model = shared_model(KIND).train(train)
@@ -171,15 +126,10 @@ def test_each_form_is_the_documents_one_by_one(form, train):
     assert loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens", "layout", "numbered"])
+@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens", "packed_layout", "document_ids"])
 def test_the_last_tokens_alone(form):
     """`logits_to_keep` takes tokens of the row, whatever document they are of."""
-    given = {
-        "position_ids": {"position_ids": ONE.position_ids},
-        "cu_seq_lens": {"cu_seq_lens_q": ONE.cu_seqlens},
-        "layout": {"packed_layout": layout(ONE)},
-        "numbered": {"attention_mask": ONE.document_ids},
-    }[form]
+    given = forms.given(form, ONE)
     exact, peer = exact_and_peer(KIND, ONE.order)
     ends = ONE.cu_seqlens[1:].long() - 1
     with fv.patched(shared_model(KIND), "sdpa"), torch.no_grad():
@@ -226,7 +176,7 @@ def test_an_explicit_cache_of_one_document_a_row_goes_on(cache, padding):
         "none": batch_of(((2,), (2,)), row_tokens=98),
         "left": padded_rows(left=True),
         "right": padded_rows(left=False),
-        "both": rolled(padded_rows(left=False), 15),
+        "both": forms.rolled(padded_rows(left=False), 15),
     }[padding]
     tokens = batch.ids.shape[1]
 
@@ -236,7 +186,7 @@ def test_an_explicit_cache_of_one_document_a_row_goes_on(cache, padding):
             if cache == "dynamic"
             else StaticCache(config=model.config, max_cache_len=tokens + 2)
         )
-        seen = mask(batch)
+        seen = forms.real_tokens(batch)
         positions = (seen.cumsum(-1) - 1).clamp(min=0)
         given = {"past_key_values": kept, "use_cache": True}
         made = []
@@ -322,7 +272,7 @@ OTHER_NAMES = {
     "cu_seqlens": (ONE.cu_seqlens, "cu_seq_lens_q"),
     "cu_seqlens_q": (ONE.cu_seqlens, "cu_seq_lens_q"),
     "cu_seqlens_k": (ONE.cu_seqlens, "cu_seq_lens_k"),
-    "packed_layouts": (layout(ONE), "packed_layout"),
+    "packed_layouts": (forms.layout_of(ONE), "packed_layout"),
 }
 HOW = {
     "patched": lambda kind: fv.patch_model(new_model(kind), "sdpa"),
@@ -343,7 +293,7 @@ def test_documents_by_another_name(how, name):
     ("how", "in_a_dict"), [("patched", False), ("patched", True), ("name_alone", False)]
 )
 def test_a_block_mask(how, in_a_dict):
-    mask = fv.document_block_mask(layout(ONE))
+    mask = fv.document_block_mask(forms.layout_of(ONE))
     if in_a_dict:
         mask = {"full_attention": mask}
     with pytest.raises(ValueError, match="attention_mask must be a tensor, got BlockMask"):
@@ -351,18 +301,17 @@ def test_a_block_mask(how, in_a_dict):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("form", ["layout", "seq_idx"])
+@pytest.mark.parametrize("form", ["packed_layout", "seq_idx"])
 def test_positions_that_go_on_under_longrope(form, compiled):
     """The rotary tables are made by the restarts, and would take two documents for one."""
     torch._dynamo.reset()
     model = fv.patch_model(new_model("phi3"), "sdpa")
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-    documents = {"layout": {"packed_layout": layout(ONE)}, "seq_idx": {"seq_idx": ONE.document_ids}}
     through = torch.arange(256)[None]
     with torch.no_grad():
-        run(ONE.ids, position_ids=ONE.position_ids, **documents[form])
+        run(ONE.ids, position_ids=ONE.position_ids, **forms.given(form, ONE))
         with pytest.raises(
             RuntimeError if compiled else ValueError, match="must not go on from one"
         ):
-            run(ONE.ids, position_ids=through, **documents[form])
+            run(ONE.ids, position_ids=through, **forms.given(form, ONE))
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import flexvarlen as fv
+from tests import forms
 from tests.tiny_models import (
     ALL,
     LENGTHS,
@@ -57,15 +58,11 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens_q", "document_ids"])
+@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens", "document_ids"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_first_labels_are_masked(batch, form):
     batch = BATCHES[batch]
-    inputs = {
-        "position_ids": {},
-        "cu_seq_lens_q": {"cu_seq_lens_q": batch.cu_seqlens},
-        "document_ids": {"attention_mask": batch.document_ids},
-    }[form]
+    inputs = forms.given(form, batch)
     loss = loss_of(shared_model("llama"), batch, **inputs)
     assert loss == pytest.approx(by_document(batch, own_labels(batch)), rel=1e-5)
 

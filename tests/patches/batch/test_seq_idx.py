@@ -9,6 +9,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 import flexvarlen as fv
 from flexvarlen.patches.batch.find_layout import find_layout
+from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, documents, exact_and_peer, new_model, one_row, two_rows
 
@@ -28,16 +29,14 @@ def through(batch):
 # What comes beside seq_idx, and would say one document a row.
 BESIDE = {
     "alone": lambda batch: {},
-    "mask_of_ones": lambda batch: {"attention_mask": torch.ones_like(batch.ids)},
+    "mask_of_ones": lambda batch: forms.given("plain", batch, "ones"),
     "positions_that_run_through": lambda batch: {"position_ids": through(batch)},
     "both": lambda batch: {
         "attention_mask": torch.ones_like(batch.ids),
         "position_ids": through(batch),
     },
-    "cu_seq_lens": lambda batch: {"cu_seq_lens_q": batch.cu_seqlens},
-    "layout": lambda batch: {
-        "packed_layout": fv.PackedLayout.from_lengths([LENGTHS[i] for i, _ in batch.order])
-    },
+    "cu_seq_lens": lambda batch: forms.given("cu_seq_lens", batch),
+    "layout": lambda batch: forms.given("packed_layout", batch),
 }
 
 

@@ -20,6 +20,7 @@ import flexvarlen as fv
 from flexvarlen.attention import recompile_limit
 from flexvarlen.attention.backends import sdpa
 from flexvarlen.patches.attention import compile_warnings
+from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
 
@@ -47,21 +48,21 @@ def lengths_of(documents: int, longest: int) -> list[int]:
 SIZES = [(4, 100), (4, 200), (9, 60), (20, 60), (40, 130), (3, 90), (17, 33)]
 
 
+GIVEN = {
+    "layout": ("packed_layout",),
+    "position_ids": ("position_ids",),
+    "document_ids": ("document_ids",),
+    "cu_seq_lens": ("cu_seq_lens", "cu_seq_lens_k"),
+    # as DataCollatorWithFlattening gives them
+    "collator": ("cu_seq_lens", "cu_seq_lens_k", "max_length", "positions"),
+}
+
+
 def inputs_of(form: str, lengths=LENGTHS) -> dict:
     """The documents as keyword arguments of a forward, with labels."""
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    ids = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))[None]
-    cumulative = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    given = {
-        "layout": {"packed_layout": fv.PackedLayout.from_lengths(lengths)},
-        "position_ids": {"position_ids": positions},
-        "document_ids": {"attention_mask": ids},
-        "cu_seq_lens": cumulative,
-        "collator": {**cumulative, **longest, "position_ids": positions},  # DataCollatorWith…
-    }[form]
-    return {"input_ids": BATCH.ids, "labels": BATCH.ids, **given}
+    way, *beside = GIVEN[form]
+    documents = forms.given(way, forms.row_of(lengths), *beside)
+    return {"input_ids": BATCH.ids, "labels": BATCH.ids, **documents}
 
 
 def compiled_model(how, model, compiler="aot_eager", *, backend="sdpa", **settings):

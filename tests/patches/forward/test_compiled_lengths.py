@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexvarlen as fv
+from tests import forms
 from tests.tiny_models import VOCABULARY, new_model
 
 # More than Dynamo's limit of 8 graphs, on both sides of 64, of powers of two and of 4·128 tokens.
@@ -18,23 +19,16 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 def inputs_of(form: str, batch: int, tokens: int) -> tuple[dict, list[list[slice]]]:
     """Keyword arguments of a forward, and where each row's documents are."""
-    cut = tokens // 3
-    halves = [[slice(0, cut), slice(cut, tokens)]] * batch
-    if form == "position_ids":
-        return {
-            "position_ids": torch.cat([torch.arange(cut), torch.arange(tokens - cut)])[None].expand(
-                batch, -1
-            )
-        }, halves
-    if form == "document_ids":
-        return {
-            "attention_mask": (1 + (torch.arange(tokens) >= cut).long()).repeat(batch, 1)
-        }, halves
     if form == "padding":
         ends = [max(tokens - 7 * row, 1) for row in range(batch)]
         mask = torch.arange(tokens)[None] < torch.tensor(ends)[:, None]
         return {"attention_mask": mask.long()}, [[slice(0, end)] for end in ends]
-    return {}, [[slice(0, tokens)]] * batch
+    if form == "plain":
+        return {}, [[slice(0, tokens)]] * batch
+    cut = tokens // 3
+    row = forms.given(form, forms.row_of([cut, tokens - cut]))
+    halves = [[slice(0, cut), slice(cut, tokens)]] * batch
+    return {name: x.repeat(batch, 1) for name, x in row.items()}, halves
 
 
 @pytest.mark.parametrize(

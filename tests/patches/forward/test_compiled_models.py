@@ -15,6 +15,7 @@ from transformers import DynamicCache, StaticCache
 import flexvarlen as fv
 from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.patches.models import rope as rotary
+from tests import forms
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_peer, new_model
@@ -36,7 +37,7 @@ def packings() -> list[list[int]]:
 def inputs_of(form: str, lengths: list[int], device: str) -> dict:
     """The documents as keyword arguments of a forward."""
     if form == "position_ids":
-        return {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(device)}
+        return forms.given("position_ids", forms.row_of(lengths, device=device))
     if form == "document_ids":  # some of 0, padding, but not in the last packing
         ids = [(i + 1) % (4 if lengths != list(LENGTHS) else 99) for i in range(len(lengths))]
         mask = torch.tensor(ids).repeat_interleave(torch.tensor(lengths))[None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,92 +16,60 @@ import torch
 from transformers import DynamicCache
 
 import flexvarlen as fv
+from tests import forms
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
     KINDS,
     LENGTHS,
-    Batch,
     exact_and_peer,
     one_row,
-    padded_rows,
     shared_model,
-    two_rows,
 )
-
-Inputs = dict[str, Any]
-
-
-def _embeddings(model, batch: Batch) -> Inputs:
-    embeddings = model.get_input_embeddings()(batch.ids)
-    return {"inputs_embeds": embeddings, "position_ids": batch.position_ids}
-
-
-def _positions(model, batch: Batch) -> Inputs:
-    return {"position_ids": batch.position_ids}
-
-
-def _with_mask(model, batch: Batch, positions: bool, use_cache: bool | None = None) -> Inputs:
-    inputs = {"attention_mask": (batch.document_ids > 0).long(), "use_cache": use_cache}
-    return {**inputs, "position_ids": batch.position_ids} if positions else inputs
-
-
-def _cu_seq_lens(model, batch: Batch) -> Inputs:
-    return {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens.clone()}
-
-
-def _layout(model, batch: Batch) -> Inputs:
-    return {"packed_layout": fv.PackedLayout.from_lengths(LENGTHS, device=batch.ids.device)}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A way to hand a packed batch to a model.
+    """How a model gets a packed batch: a form of tests/forms.py and what is beside it, and a mode.
 
     Attributes:
-        inputs: the forward's keyword arguments beside input_ids.
-        batch: the documents in rows, on a device.
+        rows: a key of `forms.ROWS`.
+        others: makes further keyword arguments of the forward.
         reentrant: gradient checkpointing of this kind, or None for none of it.
     """
 
-    inputs: Callable[..., Inputs]
-    batch: Callable[..., Batch] = one_row
+    given: tuple[str, ...]
+    rows: str = "one_row"
+    others: Callable[[], dict[str, Any]] = dict
+    embedded: bool = False
     train: bool = False
     reentrant: bool | None = None
 
 
+POSITIONS, CU_SEQ_LENS = ("position_ids",), ("cu_seq_lens", "cu_seq_lens_k")
+MASK, PACKED_MASK = ("padding_mask",), ("padding_mask_and_position_ids",)
 FORMS = {
-    "restarting_position_ids": Form(lambda m, b: {**_positions(m, b), "use_cache": False}),
-    "default_use_cache": Form(_positions),
-    "train_mode": Form(_positions, train=True),
-    "mask_of_ones": Form(
-        lambda m, b: {**_positions(m, b), "attention_mask": torch.ones_like(b.ids)}
-    ),
-    "empty_cache": Form(lambda m, b: {**_positions(m, b), "past_key_values": DynamicCache()}),
-    "cu_seq_lens_alone": Form(_cu_seq_lens),
-    "cu_seq_lens_and_max_length": Form(
-        lambda m, b: {**_cu_seq_lens(m, b), "max_length_q": 98, "max_length_k": 98}
-    ),
-    "document_id_mask": Form(lambda m, b: {"attention_mask": b.document_ids}),
-    "two_packed_rows": Form(_positions, two_rows),
-    "two_rows_cu_seq_lens": Form(_cu_seq_lens, two_rows),
-    "two_rows_document_id_mask": Form(lambda m, b: {"attention_mask": b.document_ids}, two_rows),
-    "right_padding": Form(partial(_with_mask, positions=False), partial(padded_rows, left=False)),
-    "left_padding": Form(
-        partial(_with_mask, positions=False, use_cache=False), partial(padded_rows, left=True)
-    ),
-    "right_padding_packed": Form(
-        partial(_with_mask, positions=True), partial(padded_rows, left=False, packed=True)
-    ),
-    "left_padding_packed": Form(
-        partial(_with_mask, positions=True), partial(padded_rows, left=True, packed=True)
-    ),
-    "first_document_at_position_100": Form(_positions, partial(one_row, firsts={0: 100})),
-    "later_document_at_position_2": Form(_positions, partial(one_row, firsts={2: 2, 3: 2})),
-    "checkpointing": Form(_positions, train=True, reentrant=False),
-    "checkpointing_reentrant": Form(_positions, train=True, reentrant=True),
-    "packed_layout": Form(_layout),
-    "inputs_embeds": Form(_embeddings),
+    "restarting_position_ids": Form(POSITIONS, others=lambda: {"use_cache": False}),
+    "default_use_cache": Form(POSITIONS),
+    "train_mode": Form(POSITIONS, train=True),
+    "mask_of_ones": Form((*POSITIONS, "ones")),
+    "empty_cache": Form(POSITIONS, others=lambda: {"past_key_values": DynamicCache()}),
+    "cu_seq_lens_alone": Form(CU_SEQ_LENS),
+    "cu_seq_lens_and_max_length": Form((*CU_SEQ_LENS, "max_length")),
+    "document_id_mask": Form(("document_ids",)),
+    "two_packed_rows": Form(POSITIONS, "two_rows"),
+    "two_rows_cu_seq_lens": Form(CU_SEQ_LENS, "two_rows"),
+    "two_rows_document_id_mask": Form(("document_ids",), "two_rows"),
+    "right_padding": Form(MASK, "right_padding"),
+    "left_padding": Form(MASK, "left_padding", others=lambda: {"use_cache": False}),
+    "right_padding_packed": Form(PACKED_MASK, "right_padding_packed"),
+    "left_padding_packed": Form(PACKED_MASK, "left_padding_packed"),
+    "first_document_at_position_100": Form(POSITIONS, "first_document_at_position_100"),
+    "later_document_at_position_2": Form(POSITIONS, "later_document_at_position_2"),
+    "checkpointing": Form(POSITIONS, train=True, reentrant=False),
+    "checkpointing_reentrant": Form(POSITIONS, train=True, reentrant=True),
+    "packed_layout": Form(("packed_layout",)),
+    "inputs_embeds": Form(POSITIONS, embedded=True),
 }
 
 
@@ -124,11 +91,13 @@ def ready(model, backend: str, form: Form):
 def check(kind: str, backend: str, form: Form, *, grad: bool, **where: Any) -> None:
     """Packed equals one by one, for a kind of model in a dtype, on a device, with a head_dim."""
     model = shared_model(kind, **where)
-    batch = form.batch(device=model.device.type)
+    batch = forms.ROWS[form.rows](device=model.device.type)
     exact, peer = exact_and_peer(kind, batch.order, **where)
     with ready(model, backend, form), torch.set_grad_enabled(grad):
-        inputs = form.inputs(model, batch)
-        if "inputs_embeds" not in inputs:
+        inputs = {**forms.given(form.given[0], batch, *form.given[1:]), **form.others()}
+        if form.embedded:
+            inputs["inputs_embeds"] = model.get_input_embeddings()(batch.ids)
+        else:
             inputs["input_ids"] = batch.ids
         out = model(**inputs, labels=batch.ids)
         if grad:
@@ -145,9 +114,7 @@ def check(kind: str, backend: str, form: Form, *, grad: bool, **where: Any) -> N
             assert_as_accurate(gradient, exact.gradients[name], peer.gradients[name], 3, name)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.pairwise(kind=KINDS, backend=["sdpa", "reference"], form=FORMS)
 def test_packed_equals_one_by_one(kind, backend, form):
     check(kind, backend, FORMS[form], grad=True)
 
@@ -160,9 +127,7 @@ def test_packed_equals_one_by_one_in_flex_on_the_cpu(kind, form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ON_GPU)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.pairwise(kind=KINDS, backend=ON_GPU, form=FORMS)
 def test_packed_equals_one_by_one_in_bf16(kind, backend, form):
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
     window = 9 if kind.endswith("windows") else None

@@ -7,15 +7,13 @@ import torch
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
 import flexvarlen as fv
-from tests.tiny_models import LENGTHS, config_of, one_row, padded_rows
+from tests import forms
+from tests.tiny_models import config_of, one_row, padded_rows
 
 BATCH = one_row()
 FORMS = {
-    "layout": {"packed_layout": fv.PackedLayout.from_lengths(LENGTHS)},
-    "cu_seq_lens": {"cu_seq_lens_q": BATCH.cu_seqlens},
-    "position_ids": {"position_ids": BATCH.position_ids},
-    "document_ids": {"attention_mask": BATCH.document_ids},
-    "seq_idx": {"seq_idx": BATCH.document_ids},
+    name: forms.given(name, BATCH)
+    for name in ("packed_layout", "cu_seq_lens", "position_ids", "document_ids", "seq_idx")
 }
 HEADS = {
     "classifier": AutoModelForSequenceClassification,
@@ -60,7 +58,7 @@ def test_a_subclass_of_the_users_own():
     model = Reward(config_of("llama")).eval()
     fv.patch_model(model.model, "sdpa")
     with pytest.raises(ValueError, match="Reward pools each row"):
-        model(BATCH.ids, **FORMS["layout"])
+        model(BATCH.ids, **FORMS["packed_layout"])
 
 
 def test_in_a_compiled_graph():

@@ -10,44 +10,36 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 
 import flexvarlen as fv
-from tests.tiny_models import LENGTHS, Batch, documents, new_model, one_row, padded_rows, two_rows
+from tests import forms
+from tests.tiny_models import Batch, documents, new_model, one_row, padded_rows, two_rows
 
 KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 SHORT = padded_rows(left=False, packed=True)
-
-
-def trailing(batch: Batch) -> dict:
-    """A layout that ends before the row does."""
-    lengths = [LENGTHS[i] for i, _ in batch.order]
-    return {"packed_layout": fv.PackedLayout.from_lengths(lengths, total_tokens=batch.ids.numel())}
 
 
 def cut(batch: Batch, tokens: int) -> Batch:
     """The first row alone, with so many tokens."""
     of_first = len(batch.document_ids[0].unique()) - 1
     rows = (getattr(batch, x)[:1, :tokens] for x in ("ids", "position_ids", "document_ids"))
-    return Batch(*rows, batch.cu_seqlens, batch.order[:of_first])
+    return Batch(*rows, batch.cu_seqlens[: of_first + 1], batch.order[:of_first])
 
 
 CUT = cut(SHORT, 90)
-FORMS = {
-    "no_mask": (one_row(), {"position_ids": one_row().position_ids}),
-    "ones": (
-        two_rows(),
-        {
-            "position_ids": two_rows().position_ids,
-            "attention_mask": torch.ones_like(two_rows().ids),
-        },
-    ),
-    "document_ids": (two_rows(), {"attention_mask": two_rows().document_ids}),
-    "cu_seq_lens": (one_row(), {"cu_seq_lens_q": one_row().cu_seqlens}),
-    "padding": (
-        padded_rows(left=True),
-        {"attention_mask": (padded_rows(left=True).document_ids > 0).long()},
-    ),
-    "padding_and_document_ids": (SHORT, {"attention_mask": SHORT.document_ids}),
-    "padding_behind_a_layout": (CUT, trailing(CUT)),
+FORMS = {  # the rows, and how their documents are given; the layout of CUT ends before its row does
+    "no_mask": (one_row(), "position_ids"),
+    "ones": (two_rows(), "position_ids", "ones"),
+    "document_ids": (two_rows(), "document_ids"),
+    "cu_seq_lens": (one_row(), "cu_seq_lens"),
+    "padding": (padded_rows(left=True), "padding_mask"),
+    "padding_and_document_ids": (SHORT, "document_ids"),
+    "padding_behind_a_layout": (CUT, "packed_layout"),
 }
+
+
+def given_in(form: str):
+    """The batch of a form and its keyword arguments."""
+    batch, way, *beside = FORMS[form]
+    return batch, forms.given(way, batch, *beside)
 
 
 def model_of(kind: str, **changes):
@@ -87,7 +79,7 @@ def check(model, out, expected):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_the_documents(kind, form):
-    batch, inputs = FORMS[form]
+    batch, inputs = given_in(form)
     model = fv.patch_model(model_of(kind), "reference").train()
     out = model(batch.ids, labels=batch.ids, output_router_logits=True, **inputs)
     check(model, out, apart(kind, batch))
@@ -95,7 +87,7 @@ def test_loss_and_gradients_are_those_of_the_documents(kind, form):
 
 @pytest.mark.parametrize("form", ["no_mask", "padding_and_document_ids"])
 def test_as_the_config_asks_too(form):
-    batch, inputs = FORMS[form]
+    batch, inputs = given_in(form)
     model = fv.patch_model(model_of("mixtral", output_router_logits=True), "sdpa")
     assert model(batch.ids, **inputs).aux_loss.item() == pytest.approx(
         apart("mixtral", batch)[1].item(), rel=1e-6
@@ -113,7 +105,7 @@ def test_as_the_config_asks_too(form):
 )
 def test_in_one_graph(kind, form):
     torch._dynamo.reset()
-    batch, inputs = FORMS[form]
+    batch, inputs = given_in(form)
     model = fv.patch_model(model_of(kind), "reference").train()
     model.set_experts_implementation("batched_mm")  # eager loops over experts, on the host
     counter = CompileCounterWithBackend("aot_eager")

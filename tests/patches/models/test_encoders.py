@@ -23,6 +23,7 @@ from transformers import (
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.models.registry import BY_TYPE
+from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
     LENGTHS,
@@ -80,18 +81,25 @@ def exact_and_peer(name, order):
 
 
 FORMS = {
-    "position_ids": lambda b, first: {"position_ids": b.position_ids + first},
-    "cu_seq_lens_alone": lambda b, first: {"cu_seq_lens_q": b.cu_seqlens},
-    "document_id_mask": lambda b, first: {"attention_mask": b.document_ids},
-    "mask_of_ones": lambda b, first: {
-        "position_ids": b.position_ids + first,
-        "attention_mask": torch.ones_like(b.ids),
-    },
-    "padding_mask": lambda b, first: {
-        "position_ids": b.position_ids + first,
-        "attention_mask": (b.document_ids > 0).long(),
-    },
+    "position_ids": ("position_ids",),
+    "cu_seq_lens_alone": ("cu_seq_lens",),
+    "document_id_mask": ("document_ids",),
+    "mask_of_ones": ("position_ids", "ones"),
+    "padding_mask": ("padding_mask_and_position_ids",),
+    "packed_layout": ("packed_layout",),
+    "seq_idx": ("seq_idx",),
 }
+
+
+def given_to(name, form, batch):
+    """The keyword arguments; positions count from the encoder's first one."""
+    way, *beside = FORMS[form]
+    inputs = forms.given(way, batch, *beside)
+    if "position_ids" in inputs:
+        inputs["position_ids"] = inputs["position_ids"] + FIRST[name]
+    return inputs
+
+
 BATCHES = {
     "one_row": (one_row, ("position_ids", "cu_seq_lens_alone", "mask_of_ones")),
     "two_rows": (two_rows, ("position_ids", "document_id_mask")),
@@ -112,7 +120,7 @@ def test_packed_equals_one_by_one(name, rows, form, train):
     batch = BATCHES[rows][0]()
     exact, peer = exact_and_peer(name, batch.order)
     model = fv.patch_model(new_model(name), "sdpa").train(train)
-    out = model(batch.ids, labels=labels_of(batch), **FORMS[form](batch, FIRST[name]))
+    out = model(batch.ids, labels=labels_of(batch), **given_to(name, form, batch))
     out.loss.backward()
     logits = batch.of_documents(out.logits.detach())
     assert_as_accurate(logits, exact[0], peer[0], 2, "logits")
@@ -157,15 +165,9 @@ def test_by_the_plugin_name_alone(name):
     """BERT embeds its positions before any layer is called; ModernBERT's layers get none."""
     batch = one_row()
     model = new_model(name, implementation="flexvarlen_doc")
-    forms = (
-        {"cu_seq_lens_q": batch.cu_seqlens},
-        {"packed_layout": fv.PackedLayout.from_lengths(LENGTHS)},
-        {"seq_idx": batch.document_ids},
-        {"position_ids": batch.position_ids + FIRST[name]},
-    )
-    for form in forms:
+    for form in ("cu_seq_lens_alone", "packed_layout", "seq_idx", "position_ids"):
         with pytest.raises(NotImplementedError, match=r"position_ids.*patch_model"):
-            model(batch.ids, **form)
+            model(batch.ids, **given_to(name, form, batch))
 
 
 @pytest.mark.parametrize("name", ENCODERS)

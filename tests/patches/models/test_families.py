@@ -30,7 +30,7 @@ EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
 
 
 def pytest_generate_tests(metafunc):
-    if "form" in metafunc.fixturenames:
+    if metafunc.function is test_packed_equals_one_by_one:
         whole = metafunc.config.getoption("--all-forms")
         metafunc.parametrize("form", FORMS if whole else SAMPLE)
 
@@ -46,8 +46,7 @@ def test_packed_equals_one_by_one(name, form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ON_GPU)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.pairwise(name=OTHERS, backend=ON_GPU, form=FORMS)
 def test_packed_equals_one_by_one_in_bf16(name, backend, form):
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
     try:

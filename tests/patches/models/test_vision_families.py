@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import flexvarlen as fv
+from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import new_model
 
@@ -96,9 +97,8 @@ def one_by_one(name, dtype):
     return torch.cat(logits), loss.detach(), gradients, torch.cat(positions, dim=1)
 
 
-TEXT_POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-IDS = torch.repeat_interleave(torch.arange(len(LENGTHS)) + 1, torch.tensor(LENGTHS))[None]
-CU = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+ROW = forms.row_of(LENGTHS)
+TEXT_POSITIONS, IDS, CU = ROW.position_ids, ROW.document_ids, ROW.cu_seqlens
 
 
 def layout():
@@ -111,13 +111,13 @@ def four_rows(rope):
 
 FORMS = {
     "four_rows": lambda rope: {"position_ids": four_rows(rope)},
-    "packed_layout": lambda rope: {"packed_layout": layout()},
-    "cu_seq_lens": lambda rope: {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU},
+    "packed_layout": lambda rope: forms.given("packed_layout", ROW),
+    "cu_seq_lens": lambda rope: forms.given("cu_seq_lens", ROW, "cu_seq_lens_k"),
     "three_rows_and_layout": lambda rope: {
-        "packed_layout": layout(),
+        **forms.given("packed_layout", ROW),
         "position_ids": rope[:, None],
     },
-    "document_id_mask": lambda rope: {"attention_mask": IDS},
+    "document_id_mask": lambda rope: forms.given("document_ids", ROW),
 }
 
 
