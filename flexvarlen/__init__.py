@@ -7,8 +7,8 @@ packages are imported on first use.
 from typing import TYPE_CHECKING, Any
 
 from flexvarlen.attention.api import packed_attention
-from flexvarlen.attention.auto.explain import Explanation, explain
 from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
+from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.block_mask import document_block_mask
 from flexvarlen.mask.document_mask import DocumentMask

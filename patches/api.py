@@ -16,17 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
-from flexvarlen.patches.attention.routing import (
-    BackendChoice,
-    base_of,
-    check_choice,
-    check_machine,
-    kinds_of,
-    names_in,
-    vision_kinds_of,
-)
+from flexvarlen.patches.attention.routing import check_choice, check_machine, names_in
 from flexvarlen.patches.batch.keywords import COLUMNS
 from flexvarlen.patches.forward.heads import (
+    HEAD,
+    HeadReference,
     check_head,
     give_back_loss,
     mark_pooling_heads,
@@ -36,18 +30,22 @@ from flexvarlen.patches.forward.heads import (
 from flexvarlen.patches.forward.sequence_parallel import own_kinds
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
-from flexvarlen.patches.forward.wrapper import (
-    mark_layers,
-    reaches_ours,
-    unmark_layers,
-    unwrap_forward,
-    wrap_forward,
+from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
+from flexvarlen.patches.models.layers import (
+    attention_layers,
+    base_of,
+    kinds_of,
+    text_config_of,
+    text_tower,
+    vision_kinds_of,
+    vision_tower,
 )
 from flexvarlen.patches.models.registry import require_verified
 from flexvarlen.patches.models.rope import own_tables, refuse_dynamic_rope, shared_tables
-from flexvarlen.patches.models.towers import text_config_of, text_tower, vision_tower
 from flexvarlen.patches.state import (
     ATTRIBUTE,
+    LAYER_MARK,
+    BackendChoice,
     Patch,
     implementation_before,
     join_sharers,
@@ -170,39 +168,38 @@ def patch_model(
     if sequence_parallel_group is not None:
         kinds = own_kinds(inner, kinds, sequence_parallel_group)
     refuse_dynamic_rope(text_config_of(inner.config))
+    guarantees = {
+        "deterministic": promised(DETERMINISTIC, deterministic),
+        "batch_invariant": promised(BATCH_INVARIANT, batch_invariant),
+    }
     check_choice(backend, (*kinds, *vision_kinds))
-    check_machine(
-        backend,
-        (*kinds, *vision_kinds),
-        inner.device,
-        deterministic=promised(DETERMINISTIC, deterministic),
-        batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
-    )
-    before = implementation_before(inner)
-    tower = vision_tower(base_of(inner))
-    named = names_in(backend)[0]
+    check_machine(backend, (*kinds, *vision_kinds), inner.device, **guarantees)
+    before, named = implementation_before(inner), names_in(backend)[0]
     set_implementation(inner, named)
     patch = Patch(
         backend=backend if isinstance(backend, str) else dict(backend),
         named=named,
         backends=(named,),
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
         kinds=kinds,
         implementation_before=before,
         sequence_parallel_group=sequence_parallel_group,
+        **guarantees,
     )
+    base = base_of(inner)
     for module in wrapped_modules(inner):
-        if ATTRIBUTE not in module.__dict__ or not reaches_ours(module):
-            wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
+        wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
         setattr(module, ATTRIBUTE, patch)
+    if base is not inner:
+        base.__dict__[HEAD] = HeadReference(inner)
+    for layer in attention_layers(inner):
+        layer.__dict__[LAYER_MARK] = True
+    tower = vision_tower(base)
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
-    mark_layers(inner, base_of(inner))
     mark_pooling_heads(inner)
-    own_tables(text_tower(base_of(inner)))
+    own_tables(text_tower(base))
     join_sharers(inner)
     return model
 
@@ -226,8 +223,10 @@ def unpatch_model(model: Model) -> Model:
         return model
     for module in wrapped_modules(inner):
         module.__dict__.pop(ATTRIBUTE, None)
+        module.__dict__.pop(HEAD, None)
         unwrap_forward(module)
-    unmark_layers(inner)
+    for layer in attention_layers(inner):
+        layer.__dict__.pop(LAYER_MARK, None)
     give_back_loss(inner)
     shared_tables(text_tower(base_of(inner)))
     leave_sharers(inner, patch)
