@@ -2,9 +2,10 @@
 
 | folder | holds |
 |---|---|
-| `api.py`, `state.py` | `patch_model`, `unpatch_model`, `patched`; what a patched model keeps |
+| `api.py` | `patch_model`, `unpatch_model`, `patched` |
 | `forward/` | a patched model's forward, step by step, and the wrapper around it |
 | `attention/` | the functions that transformers calls, and which backend serves which layers |
+| `state.py` | what a patched model keeps; the names that transformers knows us by |
 | `models/` | the verified families, as data, and what single ones need |
 | `batch/` | what a batch says: documents, positions, labels, cache |
 
@@ -17,8 +18,32 @@ if __name__ == "patches":
         "put the folder above it on the path."
     )
 
-from flexvarlen.patches.api import patch_model, patched, unpatch_model
-from flexvarlen.patches.attention.functions import register
-from flexvarlen.patches.state import IMPLEMENTATIONS
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["IMPLEMENTATIONS", "patch_model", "patched", "register", "unpatch_model"]
+# First: at its end our functions are registered, which imports most of this folder.
+import transformers.modeling_utils  # noqa: F401
+
+if TYPE_CHECKING:
+    from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
+    from flexvarlen.patches.attention.functions import register
+    from flexvarlen.patches.state import IMPLEMENTATIONS
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "is_patched",
+    "patch_model",
+    "patched",
+    "register",
+    "unpatch_model",
+]
+
+_HOME_OF = {"IMPLEMENTATIONS": "state", "register": "attention.functions"}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from its module: transformers may be half imported when this is."""
+    if name not in __all__:
+        raise AttributeError(f"module 'flexvarlen.patches' has no attribute {name!r}")
+    home = importlib.import_module(f"flexvarlen.patches.{_HOME_OF.get(name, 'api')}")
+    return getattr(home, name)

@@ -1,9 +1,6 @@
 """`patch_model`: give a transformers model packed attention under the full contract, or undo it.
 
-The `forward` of the model and of its base model are wrapped on the instance (a hook would not do:
-PEFT's tuners call `model.forward`). The wrapper finds the documents once, masks the labels at their
-first tokens, hands every layer the same `PackedForward`, and passes the base model a 4D placeholder
-as mask, so that transformers builds none and reads nothing back.
+The `forward` of the model and of its base model are wrapped on the instance: see `forward/`.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from flexvarlen.patches.forward.heads import (
 from flexvarlen.patches.forward.sequence_parallel import own_kinds
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
-from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
+from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import (
     attention_layers,
     base_of,
@@ -234,6 +231,19 @@ def unpatch_model(model: Model) -> Model:
     if tower is not None and ATTRIBUTE in tower.__dict__:
         unpatch_tower(tower)  # after what sets the implementation of all parts
     return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` holds for the transformers model inside.
+
+    Not where a pickle left the wrapper out, or a library set another `forward` since: such a model
+    raises until `patch_model` is called on it again.
+
+    Raises:
+        ValueError: no transformers model inside, or several.
+    """
+    inner = _transformers_model(model)
+    return ATTRIBUTE in inner.__dict__ and all(map(is_wrapped, wrapped_modules(inner)))
 
 
 @contextmanager

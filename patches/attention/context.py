@@ -66,6 +66,7 @@ class PackedForward:
         one_a_row: whether no row holds several documents, of a forward that may fill a cache; in a
             compiled graph a bool tensor. None: it fills none.
         drops_pooled: whether a pooler's output, of whole rows, is left out.
+        packs: whether a row may hold several documents, or padding.
         reached_base: whether the base model got this from its head.
     """
 
@@ -89,7 +90,7 @@ class PackedForward:
         self.routes: dict[LayerKind, Route] = {}
         self.one_a_row: Tensor | bool | None = None
         self.drops_pooled = False
-        self.reached_base = True
+        self.packs, self.reached_base = True, False
         self._copies: dict[str, PackedForward] = {}
         self._original = self
 

@@ -79,9 +79,9 @@ def _attention_function(backend: str) -> Attention:
         if context is None:
             _refuse_lost_documents(module)
             refuse_by_name(attention_mask, kwargs)
-        _refuse(module, dropout, kwargs)
         if not isinstance(context, PackedForward):
             if is_unpacked(query, key, attention_mask):
+                _refuse(module, dropout, kwargs)
                 if context is None:
                     check_unpacked(module, query.shape[2], attention_mask, kwargs)
                 return attend_to_cache(
@@ -90,7 +90,8 @@ def _attention_function(backend: str) -> Attention:
             context = packed_by_name(module, query, attention_mask, backend, kwargs)
         # First whether it compiles: nothing that varies with the documents may be guarded on.
         if not compiling and context.one_a_row is False:
-            key = set_apart(key)
+            key = set_apart(key)  # first: the cache has these keys already
+        _refuse(module, dropout, kwargs)
         batch, heads, row_tokens, head_dim = query.shape
         _check_tokens(context, batch, row_tokens, key.shape[2])
         sinks: Tensor | None = kwargs.get("s_aux")

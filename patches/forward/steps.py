@@ -41,6 +41,7 @@ from flexvarlen.patches.forward.heads import (
     refuse_pooling,
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
+from flexvarlen.patches.forward.wrapper import running_with
 from flexvarlen.patches.models.image_masks import refuse_image_blocks
 from flexvarlen.patches.models.layers import (
     base_of,
@@ -76,6 +77,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         return _from_head(module, inputs)
     _refuse(module, patch, inputs)
     forward = _Forward(module, patch, inputs, tokens)
+    _refuse_head_without_documents(module, forward.is_explicit)
     if forward.group is not None:
         prepare_shard(module, inputs, forward.boundaries, tokens, forward.config, forward.group)
     if forward.why_unpacked is not None:
@@ -87,13 +89,14 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         mask_labels(module, inputs, layout, forward.group)
     _set_use_cache(forward)
     inputs[CONTEXT] = packed = packed_forward(module, patch, layout)
+    packed.packs = forward.packs
     _note_cache(forward, packed)
     _set_pooler(forward, packed)
     _set_attention_mask(forward, packed)
     return inputs
 
 
-def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
+def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
     """Look at what came of it.
 
     Raises:
@@ -102,16 +105,21 @@ def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
     packed = inputs.get(CONTEXT)
     if not isinstance(packed, PackedForward):
         return
-    if not packed.reached_base:
-        raise ValueError(
-            "a patched head's forward must hand its **kwargs on to its base model, as the "
-            "documents come to the layers by them, got one that did not: its outputs may cross "
-            "documents; call the base model with **kwargs."
-        )
+    base = base_of(module)  # type: ignore[arg-type]
+    is_head = base is not module and ATTRIBUTE in base.__dict__
+    if is_head and packed.packs and not packed.reached_base:
+        raise ValueError(_KEPT_BY_HEAD)
     if packed.one_a_row is not None:
         mark_cache(outputs, packed.one_a_row)
     if packed.drops_pooled and "pooler_output" in outputs:
         outputs["pooler_output"] = None
+
+
+_KEPT_BY_HEAD = (
+    "a patched head's forward must hand its **kwargs on to its base model, as the documents come "
+    "to the layers by them, got one that did not: its outputs may cross documents; call the base "
+    "model with **kwargs, and patch_model again if another forward was set on it since."
+)
 
 
 def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
@@ -220,7 +228,6 @@ def _from_head(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
     """Refuse what would be lost, or taken for something else."""
-    _refuse_unwrapped_head(module)
     refuse_context_parallel()
     refuse_other_names(inputs, type(module))
     refuse_mask_of_another_kind(inputs.get("attention_mask"))
@@ -234,13 +241,16 @@ def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
         )
 
 
-def _refuse_unwrapped_head(base: nn.Module) -> None:
-    """Raise if a base model that nobody handed documents has a head whose wrapper is gone.
+def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
+    """Raise if a base model that nobody handed documents has a head that should have.
 
-    Its labels would cross documents.
+    A head whose wrapper is gone did not mask its labels either. One that has another batch for its
+    base model gives that batch's documents outright.
     """
-    head: HeadReference | None = base.__dict__.get(HEAD)
-    if head is not None and head.is_unwrapped():
+    reference: HeadReference | None = base.__dict__.get(HEAD)
+    if reference is None:
+        return
+    if reference.is_unwrapped():
         raise ValueError(
             "a patched model's forward must stay the one that patch_model wrapped, got another "
             "that was set since (by a library, or by taking hooks off), under which labels cross "
@@ -248,6 +258,10 @@ def _refuse_unwrapped_head(base: nn.Module) -> None:
             "Trainer's use_liger_kernel changes it when training starts, apply Liger to the model "
             "before patch_model and leave use_liger_kernel out."
         )
+    if not (is_explicit or torch.compiler.is_compiling() or reference.module is None):
+        packed = running_with(reference.module).get(CONTEXT)
+        if isinstance(packed, PackedForward) and packed.packs:
+            raise ValueError(_KEPT_BY_HEAD)
 
 
 def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
@@ -362,7 +376,6 @@ def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
     known_full = not torch.compiler.is_compiling() and layout.has_padding is False
     if forward.packs and may_pad and not known_full:
         inputs["attention_mask"] = layout.real_tokens().view(forward.tokens.shape[:2]).long()
-    packed.reached_base = not forward.packs
     keep_from_loss(module)
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from types import CodeType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from flexvarlen.patches.batch.keywords import with_keywords
@@ -60,13 +62,41 @@ class _InstanceForward:
         return _InstanceForward, ()
 
 
+class _Calls(threading.local):
+    """The calls of wrapped modules that a thread is in, eagerly, with their keyword arguments."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[nn.Module, dict[str, Any]]] = []
+
+
+_calls = _Calls()
+
+
+class _Running:
+    """For the length of a `with` block, one of `_calls`."""
+
+    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        self._call = module, arguments
+
+    def __enter__(self) -> None:
+        _calls.open.append(self._call)
+
+    def __exit__(self, *error: object) -> None:
+        _calls.open.pop()
+
+
+def running_with(module: nn.Module) -> dict[str, Any]:
+    """The arguments that a wrapped module is running with, eagerly and in this thread."""
+    return next((given for called, given in reversed(_calls.open) if called is module), {})
+
+
 def wrap_forward(
     module: nn.Module,
     before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None],
-    after: Callable[[dict[str, Any], Any], None] | None = None,
+    after: Callable[[nn.Module, dict[str, Any], Any], None] | None = None,
     reads: tuple[str, ...] = (),
 ) -> None:
-    """Call `before` with the module and the arguments, `after` with these and the outputs.
+    """Call `before` with the module and the arguments, `after` with both and the outputs.
 
     Nothing is done where ours is there already, also below another's that functools.wraps made.
 
@@ -93,10 +123,13 @@ def wrap_forward(
         inputs = before(self, dict(named))
         if inputs is not None:
             args, kwargs = (), inputs
-        # Of the class as it is now: Liger may have set another there since.
-        out = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            out = _call(self, own, args, kwargs)
+        else:
+            with _Running(self, kwargs):
+                out = _call(self, own, args, kwargs)
         if inputs is not None and after is not None:
-            after(inputs, out)
+            after(self, inputs, out)
         return out
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,16 +152,25 @@ def wrap_forward(
     module.forward = MethodType(forward, module)
 
 
+def _call(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The `forward` of the instance, or of the class as it is now: Liger may have set another."""
+    if own is not None:
+        return own(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
+
+
 def unwrap_forward(module: nn.Module) -> None:
     """Undo the last `wrap_forward`, unless somebody has wrapped the wrapper since."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, MethodType) or forward.__func__.__code__ not in _OUR_CODE:
-        return
-    del module.__dict__["forward"]
-    own = module.__dict__.pop(getattr(forward, OURS)).on(module)
-    is_bare = not hasattr(forward, "__wrapped__")  # somebody took off what was below us
-    if own is not None and not is_bare:
-        module.forward = own
+    if isinstance(forward, MethodType) and forward.__func__.__code__ in _OUR_CODE:
+        del module.__dict__["forward"]
+        own = module.__dict__.pop(getattr(forward, OURS)).on(module)
+        is_bare = not hasattr(forward, "__wrapped__")  # somebody took off what was below us
+        if own is not None and not is_bare:
+            module.forward = own
+    if module.forward == MethodType(type(module).forward, module):  # nobody can call what is kept
+        for name in [name for name in vars(module) if name.startswith(_INNER)]:
+            del module.__dict__[name]
 
 
 def is_wrapped(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from importlib import metadata
 import torch
 from packaging.version import Version
 
+from flexvarlen._version import __version__
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import torch_state
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -132,9 +133,7 @@ def _hardware(device: torch.device) -> str:
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
     """Of torch, flexvarlen and each installed package that brings a kernel."""
-    import flexvarlen  # here: the package imports its modules before it is complete
-
-    found = [("torch", torch.__version__), ("flexvarlen", flexvarlen.__version__)]
+    found = [("torch", torch.__version__), ("flexvarlen", __version__)]
     for name in _KERNEL_PACKAGES:
         try:
             found.append((name, metadata.version(name)))
