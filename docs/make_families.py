@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from flexvarlen.markdown import markdown
-from flexvarlen.patches.models.recurrent import STATEFUL
+from flexvarlen.patches.models.unsupported import STATEFUL
 from flexvarlen.patches.models.registry import FAMILIES
 
 PAGE = Path(__file__).resolve().parent / "families.md"

@@ -4,7 +4,7 @@ Each dump runs the flexvarlen that is first on PYTHONPATH, on tiny models of eve
 in every form of a batch and on every backend, and on `packed_attention` itself. It records a hash
 of each output and of each gradient. What raises is recorded by the exception's type.
 
-    PYTHONPATH=OLD python bench/contract/same_answers.py configs --out configs.json
+    PYTHONPATH=NEW python bench/contract/same_answers.py configs --out configs.json
     PYTHONPATH=OLD python bench/contract/same_answers.py dump --configs configs.json --out old.jsonl
     PYTHONPATH=NEW python bench/contract/same_answers.py dump --configs configs.json --out new.jsonl
     python bench/contract/same_answers.py compare old.jsonl new.jsonl
@@ -78,15 +78,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def write_configs(out: Path) -> None:
     """The tiny configs as plain JSON, for the head_dim of each device."""
-    try:
-        from flexvarlen.patches.models.registry import FAMILIES
-    except ImportError:
-        from flexvarlen.patches.families import FAMILIES  # type: ignore[no-redef,import-not-found]
+    from flexvarlen.bench.contract.tiny_configs import tiny_config
+    from flexvarlen.patches.models.registry import FAMILIES
+
     found: dict[str, Any] = {}
     for family in FAMILIES:
         of_device = {}
         for device, head_dim in HEAD_DIM.items():
-            config = family.tiny_config(head_dim=head_dim, every_expert=device == "cuda")
+            every = device == "cuda"
+            config = tiny_config(family.model_type, head_dim=head_dim, every_expert=every)
             of_device[device] = json.loads(config.to_json_string(use_diff=False))
         found[family.model_type] = {"task": family.task, **of_device}
     out.write_text(json.dumps(found, indent=1))

@@ -6,7 +6,6 @@ H = num_heads, Hkv = num_kv_heads, D = head_dim.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.functional import pad
 
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall, is_past_int32
+from flexvarlen.attention.check_arguments import check_numbers, check_tensors
 from flexvarlen.attention.choose import choose
 from flexvarlen.attention.recompile_limit import warn_if_fallen_back
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
@@ -97,14 +97,12 @@ def packed_attention(
         layout_k=layout_k,
         align=align,
     )
-    own_dim, v_dim = q_THD.shape[-1:], v_THD.shape[-1:]
-    if v_dim != k_THD.shape[-1:] and v_THD.shape[:-1] == k_THD.shape[:-1]:
+    own_shape, v_shape = q_THD.shape, v_THD.shape
+    if v_shape != k_THD.shape and v_shape[:-1] == k_THD.shape[:-1]:
         q_THD, k_THD, v_THD = to_one_head_dim(q_THD, k_THD, v_THD)
-    _check_tensors(q_THD, k_THD, v_THD, mask, sinks)
-    if scale is None:
-        scale = own_dim[0] ** -0.5
-    _check_numbers(softcap, scale)
-    num_heads, head_dim = q_THD.shape[1:]
+    check_tensors(q_THD, k_THD, v_THD, mask, sinks)
+    check_numbers(softcap, scale)
+    _, num_heads, head_dim = q_THD.shape
     call = AttentionCall(
         q_THD.device,
         q_THD.dtype,
@@ -112,7 +110,7 @@ def packed_attention(
         k_THD.shape[1],
         head_dim,
         mask.spec,
-        scale,
+        own_shape[2] ** -0.5 if scale is None else scale,
         softcap,
         sinks is not None,
         needs_gradients(q_THD, k_THD, v_THD, sinks),
@@ -121,35 +119,17 @@ def packed_attention(
         return_lse,
         is_past_int32(layout, mask.layout_k, num_heads, head_dim),
     )
-    name = choose(backend, call, mask)
-    out_THD, lse_HT = attend(name, q_THD, k_THD, v_THD, sinks, call, mask, plan)
-    if v_dim[0] != head_dim:
-        out_THD = out_THD[..., : v_dim[0]]
-    return out_THD if lse_HT is None else (out_THD, lse_HT)
-
-
-def attend(
-    name: str,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    sinks_H: Tensor | None,
-    call: AttentionCall,
-    mask: DocumentMask,
-    plan: Any = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Output and LSE of a backend that can serve the call; its plan is made if there is none.
-
-    Kernels fail on a row of no tokens, for which `reference` gives zeros.
-    """
-    if mask.layout.total_tokens == 0 or mask.layout_k.total_tokens == 0:
-        name, plan = "reference", None
+    chosen = get_backend(choose(backend, call, mask))
+    if layout.total_tokens == 0 or mask.layout_k.total_tokens == 0:
+        chosen, plan = get_backend("reference"), None  # kernels fail on a row of no tokens
     if forward_ad._current_level >= 0:
-        refuse_forward_mode(name, q_THD, k_THD, v_THD, sinks_H)
-    backend = get_backend(name)
+        refuse_forward_mode(chosen.name, q_THD, k_THD, v_THD, sinks)
     if plan is None:
-        plan = backend.plan(mask, batch_invariant=call.batch_invariant)
-    return backend.attend(q_THD, k_THD, v_THD, sinks_H, call, mask, plan)
+        plan = chosen.plan(mask, batch_invariant=call.batch_invariant)
+    out_THD, lse_HT = chosen.attend(q_THD, k_THD, v_THD, sinks, call, mask, plan)
+    if v_shape[2] != head_dim:
+        out_THD = out_THD[..., : v_shape[2]]
+    return out_THD if lse_HT is None else (out_THD, lse_HT)
 
 
 def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
@@ -191,84 +171,3 @@ def _may_have_tangents(*tensors: Tensor | None) -> bool:
         for x in tensors
         if x is not None
     )
-
-
-# ---- do the arguments fit ----
-
-
-def _check_numbers(softcap: float | None, scale: float) -> None:
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(
-            f"softcap must be above 0 and finite, got {softcap}; pass None for no softcap."
-        )
-    if not -math.inf < scale < math.inf:  # isfinite does not trace
-        raise ValueError(f"scale must be finite, got {scale}; pass None for head_dim ** -0.5.")
-
-
-def _check_tensors(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
-) -> None:
-    """Raise a sentence unless the tensors fit one another and the layouts.
-
-    Reads shapes only, no values.
-    """
-    device, dtype, q_shape, k_shape = q_THD.device, q_THD.dtype, q_THD.shape, k_THD.shape
-    fit = (  # in one go, for the host's time; what does not is looked for below
-        len(q_shape) == 3
-        and len(k_shape) == 3
-        and k_shape == v_THD.shape
-        and q_shape[0] == mask.layout.total_tokens
-        and k_shape[0] == mask.layout_k.total_tokens
-        and q_shape[2] == k_shape[2]
-        and k_shape[1] > 0
-        and q_shape[1] % k_shape[1] == 0
-        and dtype == k_THD.dtype == v_THD.dtype
-        and device == k_THD.device == v_THD.device == mask.layout.cu_seqlens.device
-        and (sinks is None or (sinks.shape == q_shape[1:2] and sinks.device == device))
-    )
-    if not fit:
-        _raise_misfit(q_THD, k_THD, v_THD, mask, sinks)
-
-
-def _raise_misfit(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
-) -> None:
-    """The sentence for tensors that do not fit."""
-    device = mask.layout.device
-    of_keys = "layout_k" if mask.spec.cross else "layout"
-    for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
-        whose, layout = ("layout", mask.layout) if name == "q" else (of_keys, mask.layout_k)
-        if x.ndim != 3:
-            raise ValueError(
-                f"{name} must have shape [tokens, heads, head_dim], got {tuple(x.shape)}; drop the "
-                "batch dimension, or flatten it into the tokens."
-            )
-        if x.shape[0] != layout.total_tokens:
-            raise ValueError(
-                f"{name} must have the {whose}'s total_tokens={layout.total_tokens} rows, got "
-                f"{x.shape[0]}; pass total_tokens= to the layout if the row ends in padding."
-            )
-        if x.device != device:
-            raise ValueError(
-                f"{name} must be on the layout's device {device}, got {x.device}; call layout.to()."
-            )
-        if x.dtype != q_THD.dtype:
-            raise ValueError(
-                f"q, k and v must have one dtype, got {q_THD.dtype} and {x.dtype} for {name}; cast "
-                "one."
-            )
-    if k_THD.shape != v_THD.shape or k_THD.shape[2] != q_THD.shape[2]:
-        raise ValueError(
-            f"k and v must have shape [tokens, kv_heads, {q_THD.shape[2]}], got "
-            f"{tuple(k_THD.shape)} and {tuple(v_THD.shape)}; head_dim must be q's."
-        )
-    if k_THD.shape[1] == 0 or q_THD.shape[1] % k_THD.shape[1]:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, got {q_THD.shape[1]} and "
-            f"{k_THD.shape[1]}; check how the heads were split."
-        )
-    if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != device):
-        raise ValueError(
-            f"sinks must have shape [{q_THD.shape[1]}] on {device}, got {tuple(sinks.shape)} on "
-            f"{sinks.device}; pass one logit a head."
-        )

@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.block_mask import block_mask_of
-from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE, DocumentMask
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE
 
 
 class AlignedRow(NamedTuple):

@@ -163,17 +163,18 @@ class CuSeqlensBackend:
 
         Not in the plan: a compiled layer that is handed it would take its numbers for constants.
         """
-        slots, bounds = plan.cu_seqlens_q.shape[0] - 1, (plan.bound_q, plan.bound_k)
-        if _outlives_the_call(plan.cu_seqlens_q):
-            return Sizes(slots, *bounds, *bounds, 1)
+        cu_seqlens_q, _, bound_q, bound_k, _ = plan
+        slots = cu_seqlens_q.shape[0] - 1
+        if _outlives_the_call(cu_seqlens_q):
+            return Sizes(slots, bound_q, bound_k, bound_q, bound_k, 1)
         documents, longest_q, tail = mask.layout.launch.read()
         longest_k = longest_q
         if mask.spec.cross:
             documents_k, longest_k, tail_k = mask.layout_k.launch.read()
             documents, tail = max(documents, documents_k), tail + tail_k
         if _is_chunked(mask) or not self.launches_own_sizes:
-            return Sizes(slots, *bounds, *bounds, tail)
-        return Sizes(documents, longest_q, longest_k, *bounds, tail)
+            return Sizes(slots, bound_q, bound_k, bound_q, bound_k, tail)
+        return Sizes(documents, longest_q, longest_k, bound_q, bound_k, tail)
 
 
 def _is_chunked(mask: DocumentMask) -> bool:
@@ -189,7 +190,6 @@ def _outlives_the_call(x: Tensor) -> bool:
     # operator inside inductor's graph too, replays these very numbers.
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    proxy = torch._C._TorchDispatchModeKey.PROXY
-    return (
-        torch._C._len_torch_dispatch_stack() > 0 and torch._C._get_dispatch_mode(proxy) is not None
-    )
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
