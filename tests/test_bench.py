@@ -85,11 +85,11 @@ def test_what_attends_is_what_the_graph_took(tmp_path, monkeypatch, capsys):
     """From position_ids a graph's sizes are not the layout's: "auto" may take another kernel."""
     decide = choose.decide
 
-    def by_mode(request, sizes, mask, *args, **options):
-        found = decide(request, sizes, mask, *args, **options)
+    def by_mode(call, sizes, mask, *args, **options):
+        found = decide(call, sizes, mask, *args, **options)
         return found if mask is not None else dataclasses.replace(found, compiled="reference")
 
-    monkeypatch.setattr(fv.auto, "decide", by_mode)
+    monkeypatch.setattr(choose, "decide", by_mode)
     choose.forget()
     out = tmp_path / "rows.jsonl"
     arguments = ["--quick", "--device", "cpu", "--out", str(out), "--packings", "1"]
