@@ -126,7 +126,7 @@ def test_attention_is_asked_for_both_promises(llama, monkeypatch):
     right, asked = SdpaBackend.attend, []
 
     def spy(self, q, k, v, sinks, call, mask, plan):
-        asked.append((options.deterministic, options.batch_invariant))
+        asked.append((call.deterministic, call.batch_invariant))
         return right(self, q, k, v, sinks, call, mask, plan)
 
     monkeypatch.setattr(SdpaBackend, "attend", spy)
