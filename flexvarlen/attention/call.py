@@ -28,7 +28,7 @@ class AttentionCall(NamedTuple):
         scale: factor on the scores before the softmax.
         softcap: scores become `softcap * tanh(score / softcap)`, or None.
         sinks: whether each head has a logit that joins the softmax's denominator.
-        needs_grad: whether a backward may follow.
+        needs_grad: whether a backward may follow; eagerly that is known of the very tensors.
         deterministic: the backward gives the same bits every time.
         batch_invariant: a document gives the same bits, in the backward too, whatever else is in
             the row.

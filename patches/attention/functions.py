@@ -122,7 +122,9 @@ def _attention_function(backend: str) -> Attention:
             out, _ = route.backend.attend(q, k, v, sinks, route.call, route.mask, route.plan)
         else:
             out = _attend_over_ranks(module, q, k, v, sinks, context, kind)
-        return out[..., :v_dim].reshape(batch, row_tokens, heads, v_dim), None
+        if v_dim < head_dim:
+            out = out[..., :v_dim]
+        return out.reshape(batch, row_tokens, heads, v_dim), None
 
     return flexvarlen_attention
 

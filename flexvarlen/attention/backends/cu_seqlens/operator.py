@@ -41,7 +41,7 @@ def attend(
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         out_THD, lse_HT = cu_seqlens_forward(kernel, *tensors, *sizes, *_settings(call))
         return out_THD, lse_HT
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q_THD, k_THD, v_THD, sinks_H):
+    if call.needs_grad:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 f"{kernel} is not made for the transforms of torch.func; use backend='reference', "
