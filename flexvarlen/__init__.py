@@ -1,28 +1,38 @@
 """Packed batches for Hugging Face models: many documents in one row, none seeing another.
 
-Importing this registers the `flexvarlen_*` attention implementations with transformers. Kernel
-packages are imported on first use.
+Importing this imports neither torch's compiler nor transformers nor a kernel: public names are
+looked up when they are first used, and the `flexvarlen_*` attention implementations are registered
+with transformers as soon as its modeling code is there.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from flexvarlen.attention.api import packed_attention
-from flexvarlen.attention.auto.explain import Explanation, explain
-from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
-from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.mask.block_mask import document_block_mask
-from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.patches import patch_model, patched, register, unpatch_model
+from flexvarlen._registration import register_with_transformers
+from flexvarlen._version import __version__
 
 if TYPE_CHECKING:
+    from flexvarlen.attention.api import packed_attention
+    from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
+    from flexvarlen.attention.explain import Explanation, explain
     from flexvarlen.equivalence.compare import compare
-    from flexvarlen.equivalence.isolation import IsolationError, IsolationReport, verify_isolation
-    from flexvarlen.packing import BalancedSampler, PackedCollator, StreamPacker, pack, split_long
+    from flexvarlen.equivalence.isolation import (
+        IsolationError,
+        IsolationReport,
+        verify_isolation,
+    )
+    from flexvarlen.layout.packed_layout import PackedLayout
+    from flexvarlen.mask.block_mask import document_block_mask
+    from flexvarlen.mask.document_mask import DocumentMask
+    from flexvarlen.packing import (
+        BalancedSampler,
+        PackedCollator,
+        StreamPacker,
+        pack,
+        split_long,
+    )
     from flexvarlen.parallel import shard_row
-
-register()
-
-__version__ = "0.1.0"
+    from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
 
 __all__ = [
     "BACKENDS",
@@ -34,10 +44,12 @@ __all__ = [
     "PackedCollator",
     "PackedLayout",
     "StreamPacker",
+    "__version__",
     "available_backends",
     "compare",
     "document_block_mask",
     "explain",
+    "is_patched",
     "pack",
     "packed_attention",
     "patch_model",
@@ -49,23 +61,32 @@ __all__ = [
     "why_not",
 ]
 
+_HOMES = {
+    "attention.api": ("packed_attention",),
+    "attention.backends.registry": ("BACKENDS", "available_backends", "why_not"),
+    "attention.explain": ("Explanation", "explain"),
+    "equivalence.compare": ("compare",),
+    "equivalence.isolation": ("IsolationError", "IsolationReport", "verify_isolation"),
+    "layout.packed_layout": ("PackedLayout",),
+    "mask.block_mask": ("document_block_mask",),
+    "mask.document_mask": ("DocumentMask",),
+    "packing": ("BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"),
+    "parallel": ("shard_row",),
+    "patches.api": ("is_patched", "patch_model", "patched", "unpatch_model"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+register_with_transformers()
+
 
 def __getattr__(name: str) -> Any:
-    """`compare` and its kin, imported when first used: they bring plotting and tables along."""
-    if name == "compare":
-        from flexvarlen.equivalence.compare import compare
+    """A public name, from the module that it is defined in."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'flexvarlen' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"flexvarlen.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
 
-        return compare
-    if name in {"IsolationError", "IsolationReport", "verify_isolation"}:
-        from flexvarlen.equivalence import isolation
 
-        return getattr(isolation, name)
-    if name in {"BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"}:
-        from flexvarlen import packing
-
-        return getattr(packing, name)
-    if name == "shard_row":
-        from flexvarlen.parallel import shard_row
-
-        return shard_row
-    raise AttributeError(f"module 'flexvarlen' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

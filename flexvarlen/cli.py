@@ -29,7 +29,7 @@ from flexvarlen.cli_drift import drift
 from flexvarlen.cli_verify import verify
 
 if TYPE_CHECKING:
-    from flexvarlen.attention.auto.explain import Explanation
+    from flexvarlen.attention.explain import Explanation
     from flexvarlen.drift.report.thresholds import Threshold
     from flexvarlen.equivalence import Report
 
@@ -190,7 +190,7 @@ def doctor(
 def _print_explanation(explanation: Explanation) -> None:
     from rich.table import Table
 
-    from flexvarlen.attention.auto.explain import milliseconds
+    from flexvarlen.attention.explain import milliseconds
 
     console.print(f"\n{explanation.call}; {explanation.layout}:", markup=False, highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)

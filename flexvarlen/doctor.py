@@ -16,8 +16,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flexvarlen.attention.auto.explain import Explanation, explain
 from flexvarlen.attention.backends.registry import BACKENDS, why_not
+from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.environment import environment
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches import IMPLEMENTATIONS

@@ -89,3 +89,8 @@ def flash_attention_impl() -> str | None:
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     name = current() if current is not None else None
     return None if name is None else str(name)
+
+
+def torch_state() -> tuple[object, ...]:
+    """torch's own switches that decide what kernels can serve, and which one `varlen` runs."""
+    return torch.are_deterministic_algorithms_enabled(), flash_attention_impl()

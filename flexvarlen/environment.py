@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flexvarlen._version import __version__
 from flexvarlen.env import flash_attention_impl
 
 _PACKAGES = {
@@ -41,8 +42,6 @@ def environment(device: torch.device | str | None = None) -> dict[str, Any]:
         commit. `flash_attention_impl` is the implementation torch's own varlen and SDPA kernels use
         (None: the one that torch ships, or a torch too old to tell).
     """
-    import flexvarlen  # here: the package imports its modules before it is complete
-
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -58,7 +57,7 @@ def environment(device: torch.device | str | None = None) -> dict[str, Any]:
     }
     info |= {name: _version(dist) for name, dist in _PACKAGES.items()}
     info["torch"] = torch.__version__  # with its local part, "+cu130", which the metadata can lack
-    info["flexvarlen"] = flexvarlen.__version__  # of the code that runs, installed or not
+    info["flexvarlen"] = __version__  # of the code that runs, installed or not
     info["flash_attention_impl"] = flash_attention_impl()
     return info | {"git_commit": commit, "git_dirty": dirty}
 

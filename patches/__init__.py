@@ -1,24 +1,15 @@
 """flexvarlen inside transformers: the attention implementations it registers, and `patch_model`.
 
-| file | holds |
+| folder | holds |
 |---|---|
-| `documents.py` | the documents of a forward, found in its arguments |
-| `interface.py` | the attention and mask functions that transformers calls by name |
-| `routing.py` | kinds of layers, and which backend serves which |
-| `towers.py` | the text and the vision tower of a model |
-| `compile_warnings.py` | a sentence where graphs are made for too many sizes |
-| `one_forward.py` | what the layers share by a name alone |
-| `model.py` | `patch_model`, `unpatch_model`, `patched` |
-| `forward_inputs.py` | what a patched model's forward is called with |
-| `positions.py` | its position_ids, read and made |
-| `vision_tower.py` | the same for a vision tower: frames of images are documents |
-| `wrapped_forward.py` | a `forward` wrapped on the instance |
-| `packed_cache.py` | caches that a packed forward filled, from which decoding refuses |
-| `rotary.py` | rotary tables computed once a compiled forward |
-| `families.py`, `family.py`, `llama.py` | which model types are verified, and what each needs |
-| `heads.py`, `overlays.py`, `stateful.py` | heads, masks and model types that are refused |
-| `sequence_parallel.py` | rows cut over ranks: what a model may be, and be called with |
-| `context_parallel.py` | accelerate's sharding of tokens, which is refused |
+| `api.py` | `patch_model`, `unpatch_model`, `patched` |
+| `forward/` | a patched model's forward, step by step, and the wrapper around it |
+| `attention/` | the functions that transformers calls, and which backend serves which layers |
+| `state.py` | what a patched model keeps; the names that transformers knows us by |
+| `models/` | the verified families, as data, and what single ones need |
+| `batch/` | what a batch says: documents, positions, labels, cache |
+
+Each imports those below it in this table alone.
 """
 
 if __name__ == "patches":
@@ -27,7 +18,32 @@ if __name__ == "patches":
         "put the folder above it on the path."
     )
 
-from flexvarlen.patches.api import patch_model, patched, unpatch_model
-from flexvarlen.patches.attention.functions import IMPLEMENTATIONS, register
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["IMPLEMENTATIONS", "patch_model", "patched", "register", "unpatch_model"]
+# First: at its end our functions are registered, which imports most of this folder.
+import transformers.modeling_utils  # noqa: F401
+
+if TYPE_CHECKING:
+    from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
+    from flexvarlen.patches.attention.functions import register
+    from flexvarlen.patches.state import IMPLEMENTATIONS
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "is_patched",
+    "patch_model",
+    "patched",
+    "register",
+    "unpatch_model",
+]
+
+_HOME_OF = {"IMPLEMENTATIONS": "state", "register": "attention.functions"}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from its module: transformers may be half imported when this is."""
+    if name not in __all__:
+        raise AttributeError(f"module 'flexvarlen.patches' has no attribute {name!r}")
+    home = importlib.import_module(f"flexvarlen.patches.{_HOME_OF.get(name, 'api')}")
+    return getattr(home, name)

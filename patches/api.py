@@ -1,9 +1,6 @@
 """`patch_model`: give a transformers model packed attention under the full contract, or undo it.
 
-The `forward` of the model and of its base model are wrapped on the instance (a hook would not do:
-PEFT's tuners call `model.forward`). The wrapper finds the documents once, masks the labels at their
-first tokens, hands every layer the same `PackedForward`, and passes the base model a 4D placeholder
-as mask, so that transformers builds none and reads nothing back.
+The `forward` of the model and of its base model are wrapped on the instance: see `forward/`.
 """
 
 from __future__ import annotations
@@ -16,17 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
-from flexvarlen.patches.attention.routing import (
-    BackendChoice,
-    base_of,
-    check_choice,
-    check_machine,
-    kinds_of,
-    names_in,
-    vision_kinds_of,
-)
+from flexvarlen.patches.attention.routing import check_choice, check_machine, names_in
 from flexvarlen.patches.batch.keywords import COLUMNS
 from flexvarlen.patches.forward.heads import (
+    HEAD,
+    HeadReference,
     check_head,
     give_back_loss,
     mark_pooling_heads,
@@ -36,18 +27,22 @@ from flexvarlen.patches.forward.heads import (
 from flexvarlen.patches.forward.sequence_parallel import own_kinds
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
-from flexvarlen.patches.forward.wrapper import (
-    mark_layers,
-    reaches_ours,
-    unmark_layers,
-    unwrap_forward,
-    wrap_forward,
+from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
+from flexvarlen.patches.models.layers import (
+    attention_layers,
+    base_of,
+    kinds_of,
+    text_config_of,
+    text_tower,
+    vision_kinds_of,
+    vision_tower,
 )
 from flexvarlen.patches.models.registry import require_verified
 from flexvarlen.patches.models.rope import own_tables, refuse_dynamic_rope, shared_tables
-from flexvarlen.patches.models.towers import text_config_of, text_tower, vision_tower
 from flexvarlen.patches.state import (
     ATTRIBUTE,
+    LAYER_MARK,
+    BackendChoice,
     Patch,
     implementation_before,
     join_sharers,
@@ -170,39 +165,38 @@ def patch_model(
     if sequence_parallel_group is not None:
         kinds = own_kinds(inner, kinds, sequence_parallel_group)
     refuse_dynamic_rope(text_config_of(inner.config))
+    guarantees = {
+        "deterministic": promised(DETERMINISTIC, deterministic),
+        "batch_invariant": promised(BATCH_INVARIANT, batch_invariant),
+    }
     check_choice(backend, (*kinds, *vision_kinds))
-    check_machine(
-        backend,
-        (*kinds, *vision_kinds),
-        inner.device,
-        deterministic=promised(DETERMINISTIC, deterministic),
-        batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
-    )
-    before = implementation_before(inner)
-    tower = vision_tower(base_of(inner))
-    named = names_in(backend)[0]
+    check_machine(backend, (*kinds, *vision_kinds), inner.device, **guarantees)
+    before, named = implementation_before(inner), names_in(backend)[0]
     set_implementation(inner, named)
     patch = Patch(
         backend=backend if isinstance(backend, str) else dict(backend),
         named=named,
         backends=(named,),
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
         kinds=kinds,
         implementation_before=before,
         sequence_parallel_group=sequence_parallel_group,
+        **guarantees,
     )
+    base = base_of(inner)
     for module in wrapped_modules(inner):
-        if ATTRIBUTE not in module.__dict__ or not reaches_ours(module):
-            wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
+        wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
         setattr(module, ATTRIBUTE, patch)
+    if base is not inner:
+        base.__dict__[HEAD] = HeadReference(inner)
+    for layer in attention_layers(inner):
+        layer.__dict__[LAYER_MARK] = True
+    tower = vision_tower(base)
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
-    mark_layers(inner, base_of(inner))
     mark_pooling_heads(inner)
-    own_tables(text_tower(base_of(inner)))
+    own_tables(text_tower(base))
     join_sharers(inner)
     return model
 
@@ -226,8 +220,10 @@ def unpatch_model(model: Model) -> Model:
         return model
     for module in wrapped_modules(inner):
         module.__dict__.pop(ATTRIBUTE, None)
+        module.__dict__.pop(HEAD, None)
         unwrap_forward(module)
-    unmark_layers(inner)
+    for layer in attention_layers(inner):
+        layer.__dict__.pop(LAYER_MARK, None)
     give_back_loss(inner)
     shared_tables(text_tower(base_of(inner)))
     leave_sharers(inner, patch)
@@ -235,6 +231,19 @@ def unpatch_model(model: Model) -> Model:
     if tower is not None and ATTRIBUTE in tower.__dict__:
         unpatch_tower(tower)  # after what sets the implementation of all parts
     return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` holds for the transformers model inside.
+
+    Not where a pickle left the wrapper out, or a library set another `forward` since: such a model
+    raises until `patch_model` is called on it again.
+
+    Raises:
+        ValueError: no transformers model inside, or several.
+    """
+    inner = _transformers_model(model)
+    return ATTRIBUTE in inner.__dict__ and all(map(is_wrapped, wrapped_modules(inner)))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""What a patched model keeps, and what patched models of one config object know of one another.
+"""What a patched model keeps, and the names under which transformers knows us.
 
-They share its attn_implementation: the name of any of their backends.
+Patched models of one config object share its attn_implementation: the name of any of their
+backends.
 """
 
 from __future__ import annotations
@@ -8,22 +9,44 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from flexvarlen.patches.attention.functions import IMPLEMENTATIONS
-from flexvarlen.patches.attention.routing import BackendChoice, LayerKind, base_of
-from flexvarlen.patches.models.towers import text_config_of
+from flexvarlen.attention.backends.registry import BACKENDS
+from flexvarlen.patches.models.layers import LayerKind, base_of, text_config_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ATTRIBUTE = "_flexvarlen_patch"
+"""Where a patched model and its base model keep their `Patch`."""
 
+LAYER_MARK = "_flexvarlen_patched"
+"""On the attention layers of a patched model."""
+
+CONTEXT = "flexvarlen"
+"""The keyword under which the layers of a patched model get what they share in a forward."""
+
+BackendChoice = str | Mapping[str, str]
+"""A backend's name for all layers, or one for each of the model's layer types."""
+
+IMPLEMENTATIONS = {
+    # transformers takes any name with "sdpa" or "flash" in it for its own
+    "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
+    for backend in (*BACKENDS, "auto")
+}
+"""`attn_implementation` names, and the backend behind each."""
+
+VISION_IMPLEMENTATION = "flexvarlen_flash_vision"
+"""The name on the config of a patched vision tower.
+
+With "flash" in it the tower calls attention once a layer, with cu_seqlens; without, once a frame.
+It is never passed to transformers' setters, which would load a package for it.
+"""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,19 +57,18 @@ class Patch:
     """What a patched model keeps, to work and to be restored.
 
     Attributes:
-        backend, deterministic, batch_invariant, capacity, max_seqlen_bound: as given to
-            `patch_model`.
+        backend, capacity, max_seqlen_bound, sequence_parallel_group: as given to `patch_model`.
+        deterministic, batch_invariant: the guarantees, as the environment resolved them.
         named: the backend whose attn_implementation it set.
         backends: those that its config may name: of all patched models that share it.
         kinds: of its attention layers; under a group with the heads that each rank has.
-        sequence_parallel_group: as given to `patch_model`.
     """
 
     backend: BackendChoice
     named: str
     backends: tuple[str, ...]
-    deterministic: bool | None
-    batch_invariant: bool | None
+    deterministic: bool
+    batch_invariant: bool
     capacity: int | None
     max_seqlen_bound: int | None
     kinds: tuple[LayerKind, ...]
@@ -65,9 +87,15 @@ class Patch:
         return {name: getattr(self, name) for name in (*names, "sequence_parallel_group")}
 
 
+def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
+    """The modules of a model that bear its patch: itself and its base model."""
+    base = base_of(inner)
+    return [inner] if base is inner else [inner, base]
+
+
+# ---- models that share a config ----
+
 _patched_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-
-
 _lock = threading.RLock()
 
 
@@ -82,22 +110,16 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
-def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
-    """The modules of a model that bear its patch: itself and its base model."""
-    base = base_of(inner)
-    return [inner] if base is inner else [inner, base]
-
-
 def join_sharers(inner: PreTrainedModel) -> None:
-    """Tell a model just patched and those that share its config of one another."""
+    """Let a model just patched and those that share its config know of one another."""
     _patched_models.add(inner)
-    _tell_sharers(inner)
+    _update_sharers(inner)
 
 
 def leave_sharers(inner: PreTrainedModel, patch: Patch) -> None:
     """Restore the attn_implementation of a model just unpatched; a name of those left, if any."""
     _patched_models.discard(inner)
-    others = _tell_sharers(inner)
+    others = _update_sharers(inner)
     named = IMPLEMENTATIONS.get(text_config_of(inner.config)._attn_implementation)
     if not others:
         inner.set_attn_implementation(patch.implementation_before)
@@ -110,7 +132,7 @@ def set_implementation(inner: PreTrainedModel, backend: str) -> None:
 
     A vision tower keeps its own.
     """
-    name = name_of(backend)
+    name = next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
     if text_config_of(inner.config) is inner.config:
         inner.set_attn_implementation(name)
     else:
@@ -144,14 +166,9 @@ def _sharing(inner: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def _tell_sharers(inner: PreTrainedModel) -> list[str]:
+def _update_sharers(inner: PreTrainedModel) -> list[str]:
     modules = _sharing(inner)
     backends = sorted({module.__dict__[ATTRIBUTE].named for module in modules})
     for module in modules:
         setattr(module, ATTRIBUTE, replace(module.__dict__[ATTRIBUTE], backends=tuple(backends)))
     return backends
-
-
-def name_of(backend: str) -> str:
-    """The attn_implementation of a backend."""
-    return next(name for name, its in IMPLEMENTATIONS.items() if its == backend)

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from flexvarlen.bench.contract.tiny_configs import tiny_config
 from flexvarlen.patches.models.registry import BY_TYPE
 
 VOCABULARY = 97
@@ -41,7 +42,7 @@ def config_of(kind: str, head_dim: int = 16, **changes: Any):
     Weights ten times as large as usual: else attention is almost uniform, and a leak moves little.
     """
     if kind not in KINDS:
-        return BY_TYPE[kind].tiny_config(head_dim=head_dim, **changes)
+        return tiny_config(kind, head_dim=head_dim, **changes)
     config_class, extra = KINDS[kind]
     sizes = {
         "vocab_size": VOCABULARY,

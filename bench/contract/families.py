@@ -29,6 +29,7 @@ import flexvarlen as fv
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.contract.batch_forms import FORMS, LENGTHS, RESTART, Batch, Form, documents_of
 from flexvarlen.bench.contract.families_tables import families_section
+from flexvarlen.bench.contract.tiny_configs import tiny_config
 from flexvarlen.equivalence.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR
 from flexvarlen.equivalence.isolation_tokens import halves
 from flexvarlen.patches.models.registry import BY_TYPE
@@ -78,7 +79,7 @@ def new_model(
     model_type: str, head_dim: int, experts: str, *, every_expert: bool
 ) -> PreTrainedModel:
     """A family's tiny model, always with the same weights, in fp32 and eval mode."""
-    config = BY_TYPE[model_type].tiny_config(head_dim=head_dim, every_expert=every_expert)
+    config = tiny_config(model_type, head_dim=head_dim, every_expert=every_expert)
     config._experts_implementation = experts
     maker = getattr(transformers, f"AutoModelFor{BY_TYPE[model_type].task}")
     torch.manual_seed(0)

@@ -29,8 +29,7 @@ from flexvarlen.bench.mask_build.run import (
     bound_of,
 )
 from flexvarlen.equivalence.variants import Unsupported
-from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE
-from flexvarlen.mask.tables import Tables
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables
 from flexvarlen.measure import watch_compilation
 
 # Eager create_block_mask evaluates T² pairs: 640 MiB at 8,192 tokens on an H200, torch 2.11.

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexvarlen as fv
-from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE
-from flexvarlen.mask.tables import Tables
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables
 
 BLOCK = (DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
 TABLES = ("kv", "full_kv", "q", "full_q")

@@ -30,7 +30,7 @@ from flexvarlen.bench.mask_build.run import SEED, SIGMA, Run
 from flexvarlen.bench.mask_build.tables import mask_build_groups, mask_build_section
 from flexvarlen.bench.series_figure import figure_path, save_figure
 from flexvarlen.bench.suite import Case, Finding, Options, Suite
-from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE
 from flexvarlen.rows import Row
 
 PARTS = ("build", "kinds", "growth", "share", "attention", "long")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PretrainedConfig
 
 from flexvarlen.attention.auto.decoder_layer import Layer, time_layer
-from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.bench.bench_run import BenchRun
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.markdown import markdown
@@ -109,12 +109,12 @@ class Run(BenchRun):
         config.vocab_size = 16  # embeddings are not called
         how: dict[str, Any] = {"device": self.device, "repeats": self.args.repeats}
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        request = AttentionRequest(self.device, torch.bfloat16, *heads, needs_grad=needs_grad)
+        kind = AttentionCall(self.device, torch.bfloat16, *heads, needs_grad=needs_grad)
         with torch.set_grad_enabled(needs_grad):
             call = {"": self.layer(config, needs_grad)}
             timed = time_host_and_device(call, busy_ms=BUSY_MS, **how)[""]
             del call
-            return timed, time_layer(request, self.args.tokens)
+            return timed, time_layer(kind, self.args.tokens)
 
     def layer(self, config: PretrainedConfig, needs_grad: bool) -> Callable[[], object]:
         """A call of transformers' decoder layer on `[1, T, C]`."""

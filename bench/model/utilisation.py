@@ -8,7 +8,7 @@ and attention's unmasked pairs of query and key.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -18,9 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.attention.api import resolve_backend
-from flexvarlen.attention.auto import decide as auto
-from flexvarlen.patches.attention.routing import kinds_of
+from flexvarlen.attention import choose
+from flexvarlen.patches.models.layers import kinds_of
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # GB200 NVL72 data sheet: 360 PFLOPS with sparsity over 72 GPUs
@@ -101,14 +100,10 @@ def resolved_auto(
 ) -> dict[str, str]:
     """What "auto" resolves to on this model's layers, by layer type; measures if it has not."""
     return {
-        kind.layer_type: resolve_backend(
+        kind.layer_type: choose.choose(
             "auto",
+            kind.call(layout.device, dtype, needs_grad=needs_grad),
             fv.DocumentMask(layout, kind.spec),
-            dtype=dtype,
-            num_heads=kind.num_heads,
-            num_kv_heads=kind.num_kv_heads,
-            head_dim=kind.head_dim,
-            needs_grad=needs_grad,
         )
         for kind in kinds_of(model)
     }
@@ -122,18 +117,12 @@ def noting_auto() -> Iterator[list[str]]:
     only the device knows the documents, the sizes are patch_model's defaults.
     """
     chosen: list[str] = []
-    choose, decide = auto.choose, auto.decide
+    decide = choose.decide
 
-    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **options: Any) -> Any:
-            found = call(*args, **options)
-            chosen.append(found if isinstance(found, str) else found.compiled)
-            return found
+    def noting(call: Any, sizes: Any, mask: Any, *args: Any, **options: Any) -> Any:
+        found = decide(call, sizes, mask, *args, **options)
+        chosen.append(found.compiled if mask is None else found.backend)
+        return found
 
-        return noting
-
-    with (
-        mock.patch.object(auto, "choose", noted(choose)),
-        mock.patch.object(auto, "decide", noted(decide)),
-    ):
+    with mock.patch.object(choose, "decide", noting):
         yield chosen

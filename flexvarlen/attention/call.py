@@ -1,30 +1,40 @@
-"""What every attention kernel answers: why it cannot, its plan, and attention itself.
+"""`AttentionCall`: what one attention call asks of a kernel; and `Backend`, what answers it.
 
-Shape legend: T = tokens of the query row, Tk = of the key row (equal in self-attention),
-H = num_heads, Hkv = num_kv_heads, D = head_dim.
+Shape legend of all backends: T = tokens of the query row, Tk = of the key row (equal in
+self-attention), H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import MaskSpec
 
 INT32_ELEMENTS = 2**31
 
 
-@dataclass(frozen=True)
-class AttentionRequest:
-    """What a call asks of a kernel, before it is made. Hashable.
+class AttentionCall(NamedTuple):
+    """All of a call but its tensors and its documents: constants, so a key.
 
     Attributes:
+        device, dtype: of the tensors.
+        num_heads, num_kv_heads, head_dim: H, Hkv and D.
+        spec: the kind of mask.
+        scale: factor on the scores before the softmax.
+        softcap: scores become `softcap * tanh(score / softcap)`, or None.
+        sinks: whether each head has a logit that joins the softmax's denominator.
+        needs_grad: whether a backward may follow; eagerly that is known of the very tensors.
+        deterministic: the backward gives the same bits every time.
+        batch_invariant: a document gives the same bits, in the backward too, whatever else is in
+            the row.
+        return_lse: the log-sum-exp of the scores is returned too.
         past_int32: the queries, or the keys repeated for each query head, have `INT32_ELEMENTS` or
-            more: some kernels index with 32 bits.
+            more elements: some kernels index with 32 bits.
     """
 
     device: torch.device
@@ -32,7 +42,8 @@ class AttentionRequest:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mask: MaskSpec = field(default_factory=MaskSpec)
+    spec: MaskSpec = MaskSpec()
+    scale: float = 1.0
     softcap: float | None = None
     sinks: bool = False
     needs_grad: bool = True
@@ -41,40 +52,34 @@ class AttentionRequest:
     return_lse: bool = False
     past_int32: bool = False
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether the backward must sum in one order."""
+        return self.deterministic or self.batch_invariant
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """How a call weighs the scores.
+    def kind(self) -> AttentionCall:
+        """The call with the default scale: no choice of a backend depends on how large it is."""
+        return self._replace(scale=self.head_dim**-0.5)
 
-    Attributes:
-        scale: factor on the scores before the softmax.
-        softcap: scores become `softcap * tanh(score / softcap)`, or None.
-        sinks_H: one logit a head that joins the softmax's denominator, `[H]`, or None.
-        deterministic: the backward gives the same bits every time.
-        batch_invariant: a document gives the same bits, in the backward too, whatever else is in
-            the row.
-        return_lse: also return the log-sum-exp of the scores.
-    """
 
-    scale: float
-    softcap: float | None = None
-    sinks_H: Tensor | None = None
-    deterministic: bool = False
-    batch_invariant: bool = False
-    return_lse: bool = False
+def is_past_int32(layout: PackedLayout, layout_k: PackedLayout, heads: int, head_dim: int) -> bool:
+    """`AttentionCall.past_int32` of calls on these rows."""
+    tokens = max(layout.total_tokens, layout_k.total_tokens)
+    # A plain bool, also of sizes that vary in a compiled graph.
+    return True if tokens * heads * head_dim >= INT32_ELEMENTS else False  # noqa: SIM210
 
 
 class Backend(Protocol):
-    """One attention kernel. Its package is imported on first use, never when flexvarlen is."""
+    """One attention kernel. Its package is imported when it is first asked about."""
 
     name: str
 
-    def why_not(self, request: AttentionRequest) -> str | None:
-        """One sentence: why it cannot serve the request and what to do; None if it can."""
+    def why_not(self, call: AttentionCall) -> str | None:
+        """One sentence: why it cannot serve the call and what to do; None if it can."""
         ...
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Any:
-        """What it derives from the mask once a forward, for all layers, or None."""
+        """What it derives from the mask, once a forward for all layers with this mask; or None."""
         ...
 
     def attend(
@@ -82,9 +87,10 @@ class Backend(Protocol):
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        sinks_H: Tensor | None,
+        call: AttentionCall,
         mask: DocumentMask,
         plan: Any,
-        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of validated tensors, k and v `[Tk, Hkv, D]`.
 

@@ -107,7 +107,10 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     Raises:
         ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
     """
-    from flexvarlen.patches.batch.find_layout import find_layout  # imports transformers
+    from flexvarlen.patches.batch.find_layout import (  # imports transformers
+        GivenDocuments,
+        find_layout,
+    )
 
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -116,8 +119,8 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
             f"{tuple(ids.shape) if isinstance(ids, Tensor) else ids!r}; pass what the model's "
             "forward takes."
         )
-    known = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
-    return find_layout(ids.shape[0], ids.shape[1], ids.device, **known)
+    known: Any = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
+    return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
 
 
 def real_documents(layout: PackedLayout) -> list[tuple[int, int]]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE, DocumentMask, Prefix, block_pair
+from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
 
 _TILE = 128  # what FlexAttention's templates call divisible
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch import Tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.validate import host_int32, is_int
 from flexvarlen.mask.spec import Align, MaskSpec
-from flexvarlen.mask.tables import Tables, build_tables, document_tables, table_widths
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables, block_pair, table_widths
+from flexvarlen.mask.tables import build_tables, document_tables
 from flexvarlen.mask.vectors import dense_mask, query_bounds, traced_query_bounds
 
 Prefix = int | Sequence[int] | Tensor
-DEFAULT_BLOCK_SIZE = 128
 
 _MOST_DENSE_PAIRS = 2**30
 
@@ -116,9 +116,11 @@ class DocumentMask:
         [0, 0, 0, 1, 1]
         """
         _check_type("layout", layout)
+        if layout_k is None and prefix is None and (window is None or isinstance(window, int)):
+            return cls(layout, _plain_spec(causal, window, chunk, align))
         if layout_k is not None:
             _check_type("layout_k", layout_k)
-        spec = _spec(
+        spec = MaskSpec.of(
             causal=causal,
             window=window,
             chunk=chunk,
@@ -255,34 +257,23 @@ class DocumentMask:
         return f"DocumentMask({kind}, {where})"
 
 
-def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """`(query, key)` block sizes.
-
-    Raises:
-        ValueError: not one or two integers of at least 1.
-    """
-    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    if len(pair) != 2 or not all(is_int(n) and n >= 1 for n in pair):
-        raise ValueError(
-            "block_size must be at least 1 token, or a pair (query, key) of such, got "
-            f"{block_size}; FlexAttention's default is 128."
-        )
-    return pair[0], pair[1]
-
-
-# For the host's time: a build is called at each step, and is all launch.
-_remembered_spec = lru_cache(maxsize=256, typed=True)(MaskSpec.of)
+# For the host's time: masks are made in each call, and BlockMasks at each step.
 _remembered_widths = lru_cache(maxsize=1024)(table_widths)
 
 
-def _spec(**kind: Any) -> MaskSpec:
-    """`MaskSpec.of`, remembered if eager and of plain values."""
-    if torch.compiler.is_compiling() or isinstance(kind["window"], tuple | list):
-        return MaskSpec.of(**kind)
-    try:
-        return _remembered_spec(**kind)
-    except TypeError:  # what has no hash is no kind of mask: let it say so
-        return MaskSpec.of(**kind)
+def _plain_spec(causal: bool, window: int | None, chunk: int | None, align: Align) -> MaskSpec:
+    """The spec of self-attention without a prefix; eagerly each is made once."""
+    if not torch.compiler.is_compiling():
+        try:
+            return _remembered_spec(causal, window, chunk, align)
+        except TypeError:  # what has no hash is no kind of mask: let it say so
+            pass
+    return MaskSpec.of(causal=causal, window=window, chunk=chunk, align=align)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _remembered_spec(causal: bool, window: int | None, chunk: int | None, align: Align) -> MaskSpec:
+    return MaskSpec.of(causal=causal, window=window, chunk=chunk, align=align)
 
 
 def _check_type(name: str, layout: object) -> None:

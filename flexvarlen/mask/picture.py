@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE, DocumentMask, block_pair
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
 from flexvarlen.plotstyle import STYLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from flexvarlen.mask.document_mask import DocumentMask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 COLORS = ("#FFFFFF", STYLES["flex_fa4"].color, STYLES["fa2"].color)

@@ -12,83 +12,12 @@ Shapes: Tq, Tk = tokens; BQ, BK = block sizes; NQ = ceil(Tq / BQ), NK = ceil(Tk 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.validate import HAS_TRITON
-from flexvarlen.mask.spec import UNLIMITED, MaskSpec
+from flexvarlen.mask.table_shapes import table_shapes
 from flexvarlen.mask.vectors import key_bounds, query_bounds
-
-
-class Tables(NamedTuple):
-    """Row bounds and block lists, int32; the names are BlockMask's.
-
-    `*_num_blocks` `[1, 1, R]` count what `*_indices` `[1, 1, R, width]` list, ascending, zeros
-    behind; R = NQ for kv, NK for q. `lo`, `hi` `[Tq]` are the keys that each query sees.
-    """
-
-    lo: Tensor
-    hi: Tensor
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor
-    full_q_indices: Tensor
-
-
-def table_shapes(
-    total_tokens: Sequence[int], block_size: Sequence[int], width: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """The shapes of `Tables`, in order; `width` is `[of kv tables, of q tables]`."""
-    shapes: list[tuple[int, ...]] = [(total_tokens[0],), (total_tokens[0],)]
-    for tokens, block, columns in zip(total_tokens, block_size, width, strict=True):
-        rows = -(-tokens // block)
-        shapes += [(1, 1, rows), (1, 1, rows, columns)] * 2
-    return shapes
-
-
-def table_widths(
-    mask: MaskSpec,
-    total_tokens: tuple[int, int],
-    longest: tuple[int, int],
-    capacity: int,
-    block_size: tuple[int, int],
-) -> tuple[int, int]:
-    """Columns that suffice for any documents up to `longest` (of queries, of keys)."""
-    (block_q, block_k), (longest_q, longest_k) = block_size, longest
-    num_q, num_k = (-(-t // b) for t, b in zip(total_tokens, block_size, strict=True))
-    # How far a query may see each way: no further than its window, its chunk, its document.
-    furthest = max(longest) - 1 if mask.chunk == 0 else min(max(longest), mask.chunk) - 1
-    before = furthest if mask.left == UNLIMITED else min(mask.left, furthest)
-    after = furthest if mask.right == UNLIMITED else min(mask.right, furthest)
-    if mask.cross:
-        sees = before + 1 + after
-        width_k = _most_cross_blocks(capacity, block_q, sees, longest_k, block_k)
-        width_q = _most_cross_blocks(capacity, block_k, sees, longest_q, block_q)
-    else:
-        width_k = _most_blocks(before, after, block_q, block_k)
-        width_q = _most_blocks(after, before, block_k, block_q)
-    return min(num_k, width_k), min(num_q, width_q)
-
-
-def _most_blocks(before: int, after: int, block: int, other: int) -> int:
-    """The most blocks of `other` tokens that one of `block` touches, reaching so far each way."""
-    if block % other == 0:  # the block's borders are borders of the other grid
-        return block // other + -(-before // other) + -(-after // other)
-    return (before + block + after - 1) // other + 2
-
-
-def _most_cross_blocks(capacity: int, block: int, sees: int, longest: int, other: int) -> int:
-    """The same where every document of the block has a document of up to `longest` elsewhere."""
-    documents = min(capacity, block)
-    tokens = min(longest, sees + block - 1)  # of one document
-    return documents * (-(-tokens // other) + 1)
 
 
 def build_tables(

@@ -1,7 +1,14 @@
-"""What the layers of one forward share where nobody hands it to them: by a plugin name alone.
+"""A layer's documents where nobody hands them to it: by an attn_implementation's name alone.
 
-A layer knows its index, and no more of the forward than what reaches its attention function. The
-indices grow through a forward: one that does not begins the next.
+Found in what reaches the layer: position_ids, cu_seq_lens, seq_idx and 2D padding masks, but not
+masks of document ids, which transformers turns to booleans, nor labels. A layer knows its index,
+and no more of the forward than what reaches its attention function. The indices grow through a
+forward: one that does not begins the next.
+
+With several documents in a row, in the new tokens or in the cache, decoding raises; but a cache of
+several is not noticed if a compiled forward filled it, if all its layers have a sliding window, or
+if it keeps no keys as they came (quantized). A patched model notices these too, but on its own
+cache only, not on one rebuilt from its tensors.
 """
 
 from __future__ import annotations
@@ -13,10 +20,109 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
 from flexvarlen.patches.attention.context import PackedForward
-from flexvarlen.patches.attention.routing import row_wide
-from flexvarlen.patches.batch.find_layout import find_layout
-from flexvarlen.patches.batch.one_document import one_document_a_row
+from flexvarlen.patches.attention.sharding import refuse_context_parallel
+from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
+from flexvarlen.patches.batch.keywords import refuse_mask_of_another_kind, refuse_other_names
+from flexvarlen.patches.batch.one_document import (
+    OTHER_KEYS,
+    check_one_document,
+    one_document_a_row,
+)
+from flexvarlen.patches.models.layers import chunk_size_of
+from flexvarlen.patches.models.llama4 import has_temperature
+from flexvarlen.patches.models.registry import require_verified_alone
+from flexvarlen.patches.models.rope import refuse_dynamic_rope, refuse_unpatched_longrope
+from flexvarlen.patches.state import CONTEXT
+
+
+def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what no layer can honour by itself.
+
+    Raises:
+        ValueError: documents under a name or in a form that nobody reads.
+        NotImplementedError: the tokens of a row are sharded by somebody else.
+    """
+    refuse_context_parallel()
+    refuse_other_names(kwargs)
+    refuse_mask_of_another_kind(attention_mask)
+
+
+def is_unpacked(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether a layer's keys are not just its own tokens under a 2D mask: it is decoding."""
+    return query.shape[2] != key.shape[2] or (
+        attention_mask is not None and attention_mask.ndim == 4
+    )
+
+
+def check_unpacked(
+    layer: nn.Module, row_tokens: int, attention_mask: Any, kwargs: dict[str, Any]
+) -> None:
+    """Raise for several documents in a row; looked at by the first layer of a forward."""
+    if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "packed_layout", "seq_idx")):
+        raise ValueError(
+            f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
+            "use_cache=False, and no 4D attention_mask."
+        )
+    if torch.compiler.is_compiling() or _is_first_unpacked(layer):
+        check_one_document(
+            row_tokens,
+            position_ids=kwargs.get("position_ids"),
+            attention_mask=attention_mask,
+            with_what=OTHER_KEYS,
+        )
+
+
+def packed_by_name(
+    layer: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    backend: str,
+    kwargs: dict[str, Any],
+) -> PackedForward:
+    """The documents that a layer finds for itself.
+
+    Args:
+        layer: the attention layer.
+        query: `[B, H, S, D]`.
+        attention_mask: as `_mask_function` made it.
+        backend: the name behind the attn_implementation.
+        kwargs: all else that reached the attention function.
+
+    Raises:
+        ValueError: boundaries that break the contract.
+        NotImplementedError: the model's documents cannot be seen by its layers.
+    """
+    if kwargs.get(CONTEXT) is None:  # nobody has looked at what no layer sees
+        require_verified_alone(layer.config.model_type)  # type: ignore[union-attr, arg-type]
+        refuse_dynamic_rope(layer.config)
+        refuse_unpatched_longrope(layer.config)
+    given: Any = {name: kwargs.get(name) for name in (*BOUNDARIES, "position_ids")}
+    shape = (query.shape[0], query.shape[2])
+    documents = GivenDocuments(*shape, query.device, attention_mask=attention_mask, **given)
+    if torch.compiler.is_compiling():
+        return _packed_forward(layer, backend, documents)
+    return _shared_between_layers(layer, backend, documents)
+
+
+def _packed_forward(layer: nn.Module, backend: str, documents: GivenDocuments) -> PackedForward:
+    layout = find_layout(documents)
+    packed = PackedForward(
+        layout,
+        backend,
+        deterministic=promised(DETERMINISTIC),
+        batch_invariant=promised(BATCH_INVARIANT),
+        training=torch.is_grad_enabled() or layer.training,
+        chunk_size=chunk_size_of(layer.config),
+        has_temperature=has_temperature(layer.config),
+    )
+    if not torch.compiler.is_compiling():  # read once more if there is padding
+        packed.one_a_row = bool(one_document_a_row(layout, documents.batch))
+    return packed
+
+
+# ---- what the layers of one forward share ----
 
 
 class _LastLayer(threading.local):
@@ -32,50 +138,41 @@ class _LastLayer(threading.local):
 _last = _LastLayer()
 
 
-def begins_forward(layer: nn.Module) -> bool:
-    """Whether this is the first layer of a forward that asks; True too if it has no index.
+def _begin_layer(layer: nn.Module) -> None:
+    """Forget what an earlier forward found, if this is the first layer of one that asks.
 
-    What an earlier forward found is forgotten. Not for use inside a compiled graph.
+    So is any that has no index.
     """
     index = getattr(layer, "layer_idx", None)
     goes_on = isinstance(index, int) and _last.index is not None and index > _last.index
     _last.index = index if isinstance(index, int) else None
     if not goes_on:
         _last.packed, _last.checked_unpacked = None, False
-    return not goes_on
 
 
-def first_unpacked(layer: nn.Module) -> bool:
+def _is_first_unpacked(layer: nn.Module) -> bool:
     """Whether this is the first layer of a forward that asks so; layers before it may be packed."""
-    begins_forward(layer)
+    _begin_layer(layer)
     first = not _last.checked_unpacked
     _last.checked_unpacked = True
     return first
 
 
-def shared_between_layers(
-    layer: nn.Module,
-    backend: str,
-    batch: int,
-    row_tokens: int,
-    device: torch.device,
-    **given: Any,
+def _shared_between_layers(
+    layer: nn.Module, backend: str, documents: GivenDocuments
 ) -> PackedForward:
-    """`find_layout` once a forward, and the plans that its layers make.
+    """What the forward's first layer found.
 
-    Found by the forward's first layer; by a later one only if it gets other tensors, as layers of
-    two interleaved forwards do. Inside a compiled graph nothing is kept. Reads the device once more
-    if there is padding.
+    A later one finds its own only if it gets other tensors, as layers of two interleaved forwards
+    do.
     """
-    if torch.compiler.is_compiling():
-        layout = find_layout(batch, row_tokens, device, **given)
-        return PackedForward(layout, backend, **row_wide(layer.config))
-    begins_forward(layer)  # and if so, nothing is kept any more
+    _begin_layer(layer)
+    given = vars(documents)
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     # Tensors made under inference_mode carry no version.
     versions = ((name, None if x.is_inference() else x._version) for name, x in tensors.items())
     others = ((name, x) for name, x in given.items() if name not in tensors)
-    key = (backend, batch, row_tokens, device, *versions, *others)
+    key = (backend, *versions, *others)
     refs = tuple(weakref.ref(x) for x in tensors.values())
     # References are compared by `is`: `==` would compare the values of the tensors.
     if (
@@ -84,8 +181,6 @@ def shared_between_layers(
         and all(a is b for a, b in zip(_last.tensors, refs, strict=True))
     ):
         return _last.packed
-    layout = find_layout(batch, row_tokens, device, **given)
-    several = not bool(one_document_a_row(layout, batch))
-    packed = PackedForward(layout, backend, several_a_row=several, **row_wide(layer.config))
-    _last.key, _last.tensors, _last.packed = key, refs, packed
-    return packed
+    _last.packed = _packed_forward(layer, backend, documents)
+    _last.key, _last.tensors = key, refs
+    return _last.packed

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from flexvarlen.patches.attention.by_name import first_unpacked
-from flexvarlen.patches.attention.context import CONTEXT, Unpacked
 from flexvarlen.patches.batch.cache import refuse_packed_keys
-from flexvarlen.patches.batch.one_document import check_one_document
-
-OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
-"""What a layer sees of a forward that is not packed."""
 
 
 def attend_to_cache(
@@ -37,22 +31,9 @@ def attend_to_cache(
     """Attention of query `[B, H, S, D]` to key and value `[B, Hkv, K, D]`: `[B, S, H, D]`.
 
     Raises:
-        ValueError: several documents in a row.
+        ValueError: the cache was filled by a packed batch.
     """
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("packed_layout") is not None:
-        raise ValueError(
-            f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
-            "use_cache=False, and no 4D attention_mask."
-        )
     refuse_packed_keys(key)
-    checked = kwargs.get(CONTEXT) is Unpacked.CHECKED
-    if not checked and (torch.compiler.is_compiling() or first_unpacked(module)):
-        check_one_document(
-            query.shape[2],
-            position_ids=kwargs.get("position_ids"),
-            attention_mask=attention_mask,
-            with_what=OTHER_KEYS,
-        )
     sinks: Tensor | None = kwargs.get("s_aux")
     if softcap is None and sinks is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(

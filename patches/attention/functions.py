@@ -1,17 +1,9 @@
 """The functions that transformers calls by the names `flexvarlen_*`: attention and its mask.
 
 A patched model hands each layer a `PackedForward`. Without it (the name alone, no `patch_model`) a
-layer finds the boundaries in what reaches it: position_ids, cu_seq_lens, seq_idx and 2D padding
-masks, but not masks of document ids, which transformers turns to booleans, nor labels.
-
-A patched model that is pickled keeps the name and loses `patch_model`'s wrapper: its layers know,
-and raise.
+layer finds the boundaries in what reaches it: see `by_name.py`.
 
 Fewer queries than keys, or a 4D mask, is decoding, which is not packed: it goes to `decoding.py`.
-With several documents in a row, in the new tokens or in the cache, it raises; but by the name alone
-a cache of several is not noticed if a compiled forward filled it, if all its layers have a sliding
-window, or if it keeps no keys as they came (quantized). A patched model notices these too, but on
-its own cache only, not on one rebuilt from its tensors.
 
 Shapes: B rows of S tokens; H = num_heads, Hkv = num_kv_heads, D = head_dim; T = B·S.
 """
@@ -24,53 +16,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from flexvarlen.attention.api import packed_attention
-from flexvarlen.attention.backends.registry import BACKENDS
+from flexvarlen.attention.api import needs_gradients, refuse_forward_mode, to_one_head_dim
 from flexvarlen.attention.recompile_limit import warn_if_fallen_back
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
 from flexvarlen.parallel import heads_a_rank, ulysses_attention
-from flexvarlen.patches.attention.by_name import shared_between_layers
+from flexvarlen.patches.attention.by_name import (
+    check_unpacked,
+    is_unpacked,
+    packed_by_name,
+    refuse_by_name,
+)
 from flexvarlen.patches.attention.compile_warnings import SIZELESS, note_sizes
-from flexvarlen.patches.attention.context import CONTEXT, PackedForward, PackedVision, Unpacked
-from flexvarlen.patches.attention.decoding import OTHER_KEYS, attend_to_cache
-from flexvarlen.patches.attention.own_guards import drop_own_guards
-from flexvarlen.patches.attention.routing import (
-    LayerKind,
-    chunk_of,
-    layer_type_of,
-    refusal_of_layers,
-)
+from flexvarlen.patches.attention.context import PackedForward, PackedVision, Route, Unpacked
+from flexvarlen.patches.attention.decoding import attend_to_cache
 from flexvarlen.patches.batch.cache import set_apart
-from flexvarlen.patches.batch.find_layout import BOUNDARIES
-from flexvarlen.patches.batch.keywords import refuse_mask_of_another_kind, refuse_other_names
-from flexvarlen.patches.forward.context_parallel import refuse_context_parallel
-from flexvarlen.patches.forward.wrapper import (
-    MARK,
-    refuse_dropped_documents,
-    refuse_lost_patch,
-    refuse_replica,
-)
 from flexvarlen.patches.models.image_masks import has_overlay
+from flexvarlen.patches.models.layers import LayerKind, chunk_of, layer_type_of
 from flexvarlen.patches.models.llama4 import own_temperature
-from flexvarlen.patches.models.registry import require_verified_alone
-from flexvarlen.patches.models.rope import refuse_dynamic_rope, refuse_unpatched_longrope
-
-IMPLEMENTATIONS = {
-    # transformers takes any name with "sdpa" or "flash" in it for its own
-    "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
-    for backend in (*BACKENDS, "auto")
-}
-"""`attn_implementation` names, and the backend behind each."""
-
-VISION_IMPLEMENTATION = "flexvarlen_flash_vision"
-"""The name on the config of a patched vision tower.
-
-With "flash" in it the tower calls attention once a layer, with cu_seqlens; without, once a frame.
-It is never passed to transformers' setters, which would load a package for it.
-"""
+from flexvarlen.patches.state import (
+    CONTEXT,
+    IMPLEMENTATIONS,
+    LAYER_MARK,
+    VISION_IMPLEMENTATION,
+)
 
 Attention = Callable[..., tuple[Tensor, None]]
 
@@ -101,127 +72,110 @@ def _attention_function(backend: str) -> Attention:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
-        handed: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
-        if handed is None:
-            refuse_context_parallel()
-            if kwargs.get("cu_seq_lens_q") is not None:
-                refuse_replica(module)
-            refuse_lost_patch(module)
-            refuse_other_names(kwargs)
-            refuse_mask_of_another_kind(attention_mask)
-            _refuse_lost_documents(module, attention_mask, key)
-        packed = handed if isinstance(handed, PackedForward) else None
         compiling = torch.compiler.is_compiling()
         if not compiling:
             warn_if_fallen_back(type(module).__name__)
-        # First whether it compiles: nothing that varies with the documents may be guarded on.
-        if packed is not None and not compiling and packed.several_a_row:
-            key = set_apart(key)
-        _refuse(module, dropout, kwargs)
-        if packed is None and (
-            query.shape[2] != key.shape[2]
-            or (attention_mask is not None and attention_mask.ndim == 4)
-        ):
-            if handed is None and kwargs.get("seq_idx") is not None:
-                raise ValueError(
-                    f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
-                    "use_cache=False, and no 4D attention_mask."
+        context: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
+        if context is None:
+            _refuse_lost_documents(module)
+            refuse_by_name(attention_mask, kwargs)
+        if not isinstance(context, PackedForward):
+            if is_unpacked(query, key, attention_mask):
+                _refuse(module, dropout, kwargs)
+                if context is None:
+                    check_unpacked(module, query.shape[2], attention_mask, kwargs)
+                return attend_to_cache(
+                    module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
                 )
-            return attend_to_cache(
-                module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
-            )
+            context = packed_by_name(module, query, attention_mask, backend, kwargs)
+        # First whether it compiles: nothing that varies with the documents may be guarded on.
+        if not compiling and context.one_a_row is False:
+            key = set_apart(key)  # first: the cache has these keys already
+        _refuse(module, dropout, kwargs)
         batch, heads, row_tokens, head_dim = query.shape
-        kv_heads = key.shape[1]
-        if packed is None:
-            if handed is None:  # nobody has looked at what no layer sees
-                require_verified_alone(module.config.model_type)  # type: ignore[union-attr, arg-type]
-                refuse_dynamic_rope(module.config)
-                refuse_unpatched_longrope(module.config)
-            packed = shared_between_layers(
-                module,
-                backend,
-                batch,
-                row_tokens,
-                query.device,
-                attention_mask=attention_mask,
-                **{name: kwargs.get(name) for name in (*BOUNDARIES, "position_ids")},
-            )
-            if not compiling and packed.several_a_row:
-                key = set_apart(key)
-        elif row_tokens != key.shape[2] or row_tokens * batch != packed.tokens_here:
-            raise ValueError(
-                f"queries and keys must be the {packed.tokens_here} tokens of the packed "
-                f"batch, got {batch * row_tokens} queries and {batch * key.shape[2]} keys; pack "
-                "without a cache."
-            )
-        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        sinks = kwargs.get("s_aux")
-        q_THD, k_THD, v_THD = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
-        if packed.has_temperature:
-            q_THD = own_temperature(module, q_THD, packed.layout, row_tokens, packed.group)
-        options: dict[str, Any] = {}
-        attend: Callable[..., Any] = packed_attention
-        own_heads = heads, kv_heads
-        if packed.group is not None:
-            attend, options = ulysses_attention, {"group": packed.group}
-            own_heads = heads_a_rank(heads, kv_heads, dist.get_world_size(packed.group))
-        chunk = chunk_of(module, packed.chunk_size)
+        _check_tokens(context, batch, row_tokens, key.shape[2])
+        sinks: Tensor | None = kwargs.get("s_aux")
+        v_dim, chunk = value.shape[3], chunk_of(module, context.chunk_size)
         kind = LayerKind(
             layer_type_of(module, sliding_window, chunk),
-            causal,
+            bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal,
             sliding_window,
             chunk,
-            *own_heads,
-            max(head_dim, value.shape[3]),
+            heads,
+            key.shape[1],
+            max(head_dim, v_dim),
+            head_dim**-0.5 if scaling is None else scaling,
             softcap,
             sinks is not None,
         )
-        route = packed.route(kind, q_THD.dtype, torch.is_grad_enabled() or module.training)
-        if compiling and route.backend not in SIZELESS:
-            layout = packed.layout
-            note_sizes(module, kind, layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
-        try:
-            out_THD = attend(
-                q_THD,
-                k_THD,
-                v_THD,
-                packed.layout,
-                causal=causal,
-                window=sliding_window,
-                chunk=chunk,
-                softcap=softcap,
-                sinks=sinks,
-                scale=scaling,
-                backend=route.backend,
-                deterministic=packed.deterministic,
-                batch_invariant=packed.batch_invariant,
-                plan=route.plan,
-                **options,
-            )
-        except NotImplementedError as refusal:
-            if len(packed.routes) < 2:
-                raise
-            raise NotImplementedError(
-                refusal_of_layers(
-                    refusal,
-                    route.backend,
-                    kind,
-                    device=q_THD.device,
-                    dtype=q_THD.dtype,
-                    needs_grad=torch.is_grad_enabled(),
-                    deterministic=promised(DETERMINISTIC, packed.deterministic),
-                    batch_invariant=promised(BATCH_INVARIANT, packed.batch_invariant),
-                )
-            ) from refusal
-        assert isinstance(out_THD, Tensor)
-        if compiling:
-            drop_own_guards()
-        return out_THD.reshape(batch, row_tokens, heads, value.shape[3]), None
+        q, k, v = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
+        if context.has_temperature:
+            q = own_temperature(module, q, context.layout, row_tokens, context.group)
+        if v_dim != head_dim:
+            q, k, v = to_one_head_dim(q, k, v)
+        if context.group is None:
+            route = context.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
+            if compiling:
+                _note_sizes(module, context, route, kind)
+            if forward_ad._current_level >= 0:
+                refuse_forward_mode(route.backend.name, q, k, v, sinks)
+            out, _ = route.backend.attend(q, k, v, sinks, route.call, route.mask, route.plan)
+        else:
+            out = _attend_over_ranks(module, q, k, v, sinks, context, kind)
+        if v_dim < head_dim:
+            out = out[..., :v_dim]
+        return out.reshape(batch, row_tokens, heads, v_dim), None
 
     return flexvarlen_attention
 
 
-_attend = _attention_function("auto")  # a PackedForward has its own backend
+def _note_sizes(module: nn.Module, context: PackedForward, route: Route, kind: LayerKind) -> None:
+    """Warn, while a graph is traced, where graphs are made for too many sizes."""
+    if route.backend.name not in SIZELESS:
+        layout = context.layout
+        sizes = (layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
+        note_sizes(module, kind, *sizes)
+
+
+def _attend_over_ranks(
+    module: nn.Module,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    sinks_H: Tensor | None,
+    context: PackedForward,
+    kind: LayerKind,
+) -> Tensor:
+    """The same of a shard of the row, whose heads are exchanged for tokens."""
+    size = dist.get_world_size(context.group)
+    heads, kv_heads = heads_a_rank(kind.num_heads, kind.num_kv_heads, size)
+    route = context.route(
+        kind._replace(num_heads=heads, num_kv_heads=kv_heads),
+        q_THD.dtype,
+        needs_gradients(q_THD, k_THD, v_THD, sinks_H),
+    )
+    if torch.compiler.is_compiling():
+        _note_sizes(module, context, route, kind)
+    return ulysses_attention(
+        q_THD,
+        k_THD,
+        v_THD,
+        context.layout,
+        group=context.group,
+        causal=kind.causal,
+        window=kind.window,
+        chunk=kind.chunk,
+        softcap=kind.softcap,
+        sinks=sinks_H,
+        scale=kind.scale,
+        backend=route.backend.name,
+        deterministic=context.deterministic,
+        batch_invariant=context.batch_invariant,
+        plan=route.plan,
+    )
+
+
+_attention = _attention_function("auto")  # a PackedForward has its own backend
 
 
 def _vision_attention(
@@ -236,13 +190,9 @@ def _vision_attention(
     """Attention of a vision tower's layer, by frame or window: query `[1, H, patches, D]`."""
     vision: PackedVision | None = kwargs.pop(CONTEXT, None)
     if vision is None:
-        refuse_lost_patch(module)
-        raise ValueError(
-            "a patched vision tower's layers must be called by its forward, which finds the "
-            "frames, got a call of their own; call the tower."
-        )
+        raise ValueError(_LOST_DOCUMENTS)
     kwargs[CONTEXT] = vision.packed(cu_seq_lens_q)
-    return _attend(module, query, key, value, None, **kwargs)
+    return _attention(module, query, key, value, None, **kwargs)
 
 
 def _as_THD(x_BHSD: Tensor) -> Tensor:
@@ -260,18 +210,33 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+# ---- what is refused ----
+
+
+_LOST_DOCUMENTS = (
+    "the attention layers of a patched model must get its documents from the model's own forward, "
+    "got a call without them: call the model, pass **kwargs on in each forward between it and its "
+    "layers, and call patch_model again after a pickle was loaded or a library set another forward."
+)
+
+
+def _refuse_lost_documents(layer: nn.Module) -> None:
+    """Raise for a layer of a patched model that is called without its documents."""
+    if LAYER_MARK in layer.__dict__:
+        raise ValueError(_LOST_DOCUMENTS)
+
+
+def _check_tokens(context: PackedForward, batch: int, row_tokens: int, keys: int) -> None:
+    """Raise unless queries and keys are the tokens of the packed batch."""
+    if row_tokens != keys or row_tokens * batch != context.tokens_here:
+        raise ValueError(
+            f"queries and keys must be the {context.tokens_here} tokens of the packed "
+            f"batch, got {batch * row_tokens} queries and {batch * keys} keys; pack "
+            "without a cache."
+        )
+
+
 _DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")  # of BERT, of all others
-
-
-def _refuse_lost_documents(layer: nn.Module, mask: Tensor | None, key: Tensor) -> None:
-    """Raise for a patched model's placeholder of a mask that comes without its `PackedForward`.
-
-    Raises:
-        ValueError: it does, and would be taken for a mask that hides nothing.
-    """
-    is_placeholder = mask is not None and mask.shape == (1, 1, 1, 1)
-    if is_placeholder and key.shape[2] > 1 and MARK in layer.__dict__:
-        refuse_dropped_documents(layer)
 
 
 def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -299,6 +264,9 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
             "continuous batching is not supported by flexvarlen's implementations; use "
             "attn_implementation='sdpa' for it."
         )
+
+
+# ---- the mask function ----
 
 
 def _mask_function(

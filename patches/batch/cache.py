@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.checks import check
 
 ONE_A_ROW = "_flexvarlen_one_document_a_row"  # on a cache
@@ -28,25 +27,23 @@ ONE_DOCUMENT_A_ROW = (
 )
 
 
-def note_documents(cache: Any, packed: PackedForward) -> None:
-    """Note on a cache whether a forward gives, or gave, its rows more than one document each.
+def note_documents(cache: Any, one_a_row: Tensor | bool) -> None:
+    """Note on a cache whether a forward gives, or gave, each of its rows one document at most.
 
-    No sync; traces, and the graph leaves the note behind at each run.
+    Args:
+        cache: a transformers `Cache`; anything else is left alone.
+        one_a_row: in a compiled graph a bool tensor, 0-dim: the graph leaves it behind at each run.
     """
-    if not isinstance(cache, Cache):
-        return
-    one_a_row = packed.one_a_row
-    if not torch.compiler.is_compiling():
-        one_a_row = torch.zeros((), dtype=torch.bool) if packed.several_a_row else None
-    setattr(cache, ONE_A_ROW, one_a_row)
+    if isinstance(cache, Cache):
+        setattr(cache, ONE_A_ROW, one_a_row)
 
 
-def mark_cache(outputs: Any, packed: PackedForward) -> None:
+def mark_cache(outputs: Any, one_a_row: Tensor | bool) -> None:
     """Note on the cache among a forward's outputs what it holds now, and mark the keys it kept."""
     for output in outputs if isinstance(outputs, tuple) else outputs.values():
         if isinstance(output, Cache):
-            note_documents(output, packed)
-            for layer in output.layers if packed.several_a_row else ():
+            note_documents(output, one_a_row)
+            for layer in output.layers if one_a_row is False else ():
                 mark_keys(getattr(layer, "keys", None))
 
 
@@ -58,16 +55,16 @@ def refuse_packed_documents(cache: Any) -> None:
 
     Reads the device once a cache, if a compiled forward filled it.
     """
-    one_a_row: Tensor | None = getattr(cache, ONE_A_ROW, None)
-    if one_a_row is None:
+    one_a_row: Tensor | bool = getattr(cache, ONE_A_ROW, True)
+    if one_a_row is True:
         return
     length = cache.get_seq_length()  # 0: it may have been reset
     if torch.compiler.is_compiling():
-        check(one_a_row | (length == 0), ONE_DOCUMENT_A_ROW)
+        check(torch.as_tensor(one_a_row) | (length == 0), ONE_DOCUMENT_A_ROW)
         return
     if not bool(one_a_row) and length > 0:
         raise ValueError(ONE_DOCUMENT_A_ROW)
-    setattr(cache, ONE_A_ROW, None)
+    setattr(cache, ONE_A_ROW, True)
 
 
 class PackedKeys(Tensor):

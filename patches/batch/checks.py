@@ -11,19 +11,30 @@ from torch import Tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 
 
-def require_layout(packed_layout: object) -> None:
-    """Refuse a `packed_layout` that is something else."""
+def check_packed_layout(
+    packed_layout: object, total_tokens: int, device: torch.device
+) -> PackedLayout:
+    """The layout, on the tokens' device, if it is one over all of them."""
     if not isinstance(packed_layout, PackedLayout):
         raise ValueError(
             f"packed_layout must be a PackedLayout, got {type(packed_layout).__name__}; make it "
             "with PackedLayout.from_lengths(lengths, total_tokens=, device=)."
         )
+    if not torch.compiler.is_compiling():  # DDP and FSDP move a batch's tensors alone
+        packed_layout = packed_layout.to(device)
+    if packed_layout.total_tokens != total_tokens or packed_layout.device != device:
+        raise ValueError(
+            f"packed_layout must cover the batch's {total_tokens} tokens on {device}, got "
+            f"{packed_layout.total_tokens} on {packed_layout.device}; pass total_tokens= and "
+            "device= when you make it."
+        )
+    return packed_layout
 
 
-def refuse_halves(
+def refuse_without_cu_seq_lens_q(
     cu_seq_lens_k: Tensor | None, max_length_q: int | None, max_length_k: int | None
 ) -> None:
-    """Refuse what tells documents only beside `cu_seq_lens_q`, where that is missing."""
+    """Refuse what gives documents only beside `cu_seq_lens_q`, where that is missing."""
     alone = {
         "cu_seq_lens_k": cu_seq_lens_k,
         "max_length_q": max_length_q,
@@ -32,7 +43,7 @@ def refuse_halves(
     for name, given in alone.items():
         if given is not None:
             raise ValueError(
-                f"{name} must come with cu_seq_lens_q, which tells the documents, got {name} "
+                f"{name} must come with cu_seq_lens_q, which gives the documents, got {name} "
                 "without it; pass cu_seq_lens_q (in self-attention equal to cu_seq_lens_k), or "
                 f"leave {name} out."
             )
@@ -146,8 +157,8 @@ def layout_of(
             max_seqlen_bound=max_seqlen_bound,
         )
     except ValueError as refusal:
-        told = str(refusal).replace("cu_seqlens", "cu_seq_lens_q")
-        raise ValueError(told) from refusal
+        sentence = str(refusal).replace("cu_seqlens", "cu_seq_lens_q")
+        raise ValueError(sentence) from refusal
 
 
 def check_positions(position_ids: Tensor, batch: int, row_tokens: int) -> None:
@@ -170,8 +181,8 @@ def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
     inside_padding = rows >= boundaries[-1]
     check(
         (torch.isin(rows, boundaries) | inside_padding).all(),
-        f"a document must not cross the border of two rows of {row_tokens} tokens; put a boundary "
-        "at each row's start.",
+        f"a document must not cross the boundary of two rows of {row_tokens} tokens; put a "
+        "boundary at each row's start.",
     )
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import check
 
+OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
+"""What a layer sees of a forward that is not packed."""
+
 
 def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
     """bool 0-dim: whether no row holds more than one document (padding is none).
@@ -33,21 +36,6 @@ def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
     row = starts // max(layout.total_tokens // batch, 1)
     rows = torch.arange(batch, device=boundaries.device)[:, None]
     return ((documents & (row == rows)).sum(dim=-1) <= 1).all()
-
-
-def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
-    """int64 `[T]`: the positions that a causal model gives the tokens if it is given none.
-
-    Where a row holds several documents, from 0 in each. Where all rows hold one, from 0 in the row,
-    left padding included, as transformers counts: a cached step goes on from there. Anew from 0 in
-    the padding behind a document. No sync; traces.
-    """
-    in_document = layout.position_ids()
-    if layout.padding is None:  # none before a document
-        return in_document
-    tokens = torch.arange(layout.total_tokens, device=layout.device)
-    in_row = one_document_a_row(layout, batch) & layout.real_tokens()
-    return torch.where(in_row, tokens % (layout.total_tokens // batch), in_document)
 
 
 def check_one_document(
@@ -110,7 +98,7 @@ def check_one_document(
 def _begins_anew(
     position_ids: Tensor, mask: Tensor | None, real: Tensor | None, seen: int | Tensor | None
 ) -> Tensor | None:
-    """Whether a row's new tokens count from 0 though its cache holds tokens; None if untold."""
+    """Whether a row's new tokens count from 0 though its cache holds some; None if unknown."""
     if seen is None or (isinstance(seen, int) and seen == 0):
         return None
     if mask is not None and mask.ndim != 2:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -16,11 +17,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.context import CONTEXT
-from flexvarlen.patches.attention.routing import base_of
 from flexvarlen.patches.batch.checks import check
 from flexvarlen.patches.batch.one_document import one_document_a_row
-from flexvarlen.patches.state import ATTRIBUTE
+from flexvarlen.patches.forward.wrapper import is_wrapped
+from flexvarlen.patches.models.layers import base_of
+from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 POOLS = "flexvarlen_pools"
 """The keyword by which a patched base model gets the name of a head that pools its rows."""
@@ -70,12 +71,11 @@ def require_keywords(modules: list[nn.Module]) -> None:
     """Refuse a `forward` through which the documents cannot come to the layers.
 
     Raises:
-        ValueError: a class's takes no `**kwargs`, or looks at none of them.
+        ValueError: a class's takes no `**kwargs`.
     """
     for module in modules:
-        forward: Any = type(module).forward
-        parameters = inspect.signature(forward).parameters.values()
-        if not any(x.kind is x.VAR_KEYWORD and _loads(forward, x.name) for x in parameters):
+        parameters = inspect.signature(type(module).forward).parameters.values()
+        if not any(x.kind is x.VAR_KEYWORD for x in parameters):
             raise ValueError(
                 f"{type(module).__name__}.forward must take **kwargs and hand them on to "
                 "super().forward, as the documents come to the layers by them, got "
@@ -84,13 +84,36 @@ def require_keywords(modules: list[nn.Module]) -> None:
             )
 
 
-def _loads(function: Any, name: str) -> bool:
-    """Whether a function's body looks at its argument of this name, as far as can be seen."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or name in code.co_cellvars:
-        return True
-    read = (x.argval for x in dis.get_instructions(code) if x.opname.startswith("LOAD"))
-    return any(name in value if isinstance(value, tuple) else name == value for value in read)
+HEAD = "_flexvarlen_head"
+"""On the base model of a patched head: a `HeadReference`."""
+
+
+class HeadReference:
+    """The patched head of a base model, held weakly.
+
+    A deep copy refers to the copy of the head, if it is copied too; a pickle refers to none.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """None where there is none, or it is gone."""
+        return None if self._module is None else self._module()
+
+    # Inside a compiled graph asked while tracing, of the head as it is then.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def is_unwrapped(self) -> bool:
+        """Whether the head's `forward` does not come to our wrapper any more."""
+        head = self.module
+        return head is not None and not is_wrapped(head)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadReference:
+        return HeadReference(memo.get(id(self.module)))
+
+    def __reduce__(self) -> tuple[type[HeadReference], tuple[()]]:
+        return HeadReference, ()
 
 
 def mark_pooling_heads(base: PreTrainedModel) -> None:
@@ -170,7 +193,7 @@ def give_back_loss(model: nn.Module) -> None:
 
 
 def refuse_prompt_learning(model: nn.Module) -> None:
-    """Refuse PEFT's prompt tuning and its kin, in any module around or in a model.
+    """Refuse PEFT's prompt tuning and similar, in any module around or in a model.
 
     Raises:
         NotImplementedError: an adapter puts virtual tokens in front of a row.

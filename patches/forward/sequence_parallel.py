@@ -1,8 +1,8 @@
 """Rows cut over the ranks of a group: what a model may be, and what its forward is called with.
 
 Each rank runs the model on its shard of one row; attention alone exchanges heads for tokens, and
-sees the whole row (`flexvarlen.parallel`). So nothing else may depend on a token's place in the
-row, and all that tells documents is the layout of the whole row.
+sees the whole row (`flexvarlen.parallel`). So nothing else may depend on a token's position in the
+row, and all that gives documents is the layout of the whole row.
 
 Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
 """
@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel import heads_a_rank, own_tokens
-from flexvarlen.patches.attention.routing import LayerKind, base_of
-from flexvarlen.patches.batch.positions import has_axes
 from flexvarlen.patches.forward.heads import own_loss
+from flexvarlen.patches.models.layers import LayerKind, base_of, text_config_of, text_tower
+from flexvarlen.patches.models.qwen_vl import has_axes
 from flexvarlen.patches.models.rope import has_longrope
-from flexvarlen.patches.models.towers import text_config_of, text_tower
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,11 +80,11 @@ def prepare_shard(
     Args:
         module: the model.
         inputs: without the boundaries.
-        boundaries: the keywords that only tell documents, None where not given.
+        boundaries: the keywords that only give documents, None where not given.
         tokens: `[1, S]` ids or `[1, S, hidden]` embeddings.
 
     Raises:
-        ValueError: anything but the layout tells documents, or the layout is not that of P such
+        ValueError: anything but the layout gives documents, or the layout is not that of P such
             shards; other tensors are not those of the shard; labels that miss the next shard's
             first, or a mean over this rank's alone, also in a loss function that the user set.
         NotImplementedError: an auxiliary loss.
@@ -98,7 +97,7 @@ def prepare_shard(
         if given is not None and not (isinstance(given, int) and given == 0):
             raise ValueError(
                 f"{name} must be left out under sequence_parallel_group, got it with a shard of a "
-                "row: packed_layout of the whole row alone tells its documents and padding, and "
+                "row: packed_layout of the whole row alone gives its documents and padding, and "
                 "nothing is cached or generated; call fv.shard_row on a batch with packed_layout, "
                 "or unpatch_model."
             )

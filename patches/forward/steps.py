@@ -1,8 +1,10 @@
-"""What a patched model's forward is called with: its documents found, or marked as not packed.
+"""A patched model's forward, step by step: from the arguments that it is called with to its layers.
 
 The documents are found once, the labels at their first tokens are masked, every layer gets the same
 `PackedForward`, and the base model's mask becomes a 4D placeholder, so that transformers builds
 none and reads nothing back. A head keeps a mask of padding, which it may need (auxiliary losses).
+
+Inside a compiled graph nothing that varies with the documents may be asked: it would be guarded on.
 
 Shapes: B rows of S tokens, T = B·S.
 """
@@ -15,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.context import CONTEXT, PackedForward, Reach, Unpacked
-from flexvarlen.patches.attention.functions import IMPLEMENTATIONS
-from flexvarlen.patches.attention.routing import base_of, dtype_of_queries, row_wide
+from flexvarlen.patches.attention.context import PackedForward, Unpacked
+from flexvarlen.patches.attention.sharding import refuse_context_parallel
 from flexvarlen.patches.batch.cache import mark_cache, note_documents, refuse_packed_documents
-from flexvarlen.patches.batch.find_layout import BOUNDARIES, find_layout
+from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.keywords import refuse_mask_of_another_kind, refuse_other_names
 from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.one_document import (
@@ -27,40 +28,38 @@ from flexvarlen.patches.batch.one_document import (
     one_document_a_row,
     why_not_whole_rows,
 )
-from flexvarlen.patches.batch.positions import has_axes, positions_for, text_positions
-from flexvarlen.patches.forward.context_parallel import refuse_context_parallel
-from flexvarlen.patches.forward.heads import POOLS, keep_from_loss, refuse_pooling
-from flexvarlen.patches.forward.sequence_parallel import prepare_shard
-from flexvarlen.patches.forward.wrapper import (
-    arguments_of_caller,
-    has_our_forward,
-    refuse_bypassed_caller,
+from flexvarlen.patches.batch.positions import (
+    causal_positions,
+    positions_by_run,
+    text_positions,
 )
+from flexvarlen.patches.forward.heads import (
+    HEAD,
+    POOLS,
+    HeadReference,
+    keep_from_loss,
+    refuse_pooling,
+)
+from flexvarlen.patches.forward.sequence_parallel import prepare_shard
+from flexvarlen.patches.forward.wrapper import running_with
 from flexvarlen.patches.models.image_masks import refuse_image_blocks
-from flexvarlen.patches.models.rope import has_longrope, positions_by_run
-from flexvarlen.patches.models.towers import first_layer, text_config_of, text_tower
-from flexvarlen.patches.state import ATTRIBUTE, Patch
+from flexvarlen.patches.models.layers import (
+    base_of,
+    chunk_size_of,
+    dtype_of_queries,
+    first_layer,
+    text_config_of,
+    text_tower,
+    vision_tower,
+)
+from flexvarlen.patches.models.llama4 import has_temperature
+from flexvarlen.patches.models.qwen_vl import has_axes, has_images, image_positions
+from flexvarlen.patches.models.rope import has_longrope
+from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, IMPLEMENTATIONS, Patch
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
-    patch: Patch | None = module.__dict__.get(ATTRIBUTE)
-    return None if patch is None else prepare_inputs(module, patch, inputs)
-
-
-def after_forward(inputs: dict[str, Any], outputs: Any) -> None:
-    packed = inputs.get(CONTEXT)
-    if not isinstance(packed, PackedForward):
-        return
-    if packed.reach is not None and not packed.reach.base:
-        raise ValueError(_KEPT_BY_HEAD)
-    if packed.one_a_row is not None:
-        mark_cache(outputs, packed)
-    if packed.drops_pooled and "pooler_output" in outputs:
-        outputs["pooler_output"] = None
-
-
-def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A forward's keyword arguments with the documents found, or marked as checked for decoding.
+    """The keyword arguments to call a patched model's own forward with.
 
     Raises:
         ValueError: boundaries that break the contract, a packed batch with a non-empty cache, with
@@ -69,156 +68,320 @@ def prepare_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> d
 
     Decoding reads the device once a forward, if there are positions or a mask to look at.
     """
-    tokens = _tokens(inputs)
+    patch: Patch | None = module.__dict__.get(ATTRIBUTE)
+    if patch is None:
+        return None
     pooling_head = inputs.pop(POOLS, None)
-    handed = inputs.get(CONTEXT)
-    if tokens is None or handed is not None:
-        if isinstance(handed, PackedForward):
-            if handed.reach is not None:
-                handed.reach.base = True
-            if base_of(module) is module:  # type: ignore[arg-type]
-                inputs["attention_mask"] = _placeholder(handed.layout.device)
-        return inputs
-    refuse_bypassed_caller(module)
-    refuse_context_parallel()
-    refuse_other_names(inputs, type(module))
-    refuse_mask_of_another_kind(inputs.get("attention_mask"))
-    refuse_image_blocks(module.config, inputs)
-    config: Any = text_config_of(module.config)
-    causal = any(kind.causal for kind in patch.kinds)
-    if IMPLEMENTATIONS.get(config._attn_implementation) not in patch.backends:
-        raise ValueError(
-            "a patched model's attn_implementation must stay its own, got "
-            f"{config._attn_implementation!r}, set since; call unpatch_model before setting "
-            "another, or patch_model again."
-        )
-    batch, row_tokens = tokens.shape[:2]
-    attention_mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-    given = {name: inputs.pop(name, None) for name in BOUNDARIES}
-    group = patch.sequence_parallel_group
-    if group is not None:
-        prepare_shard(module, inputs, given, tokens, config, group)
-    explicit = given["packed_layout"] is not None or given["cu_seq_lens_q"] is not None
-    not_whole_rows = why_not_whole_rows(cache, attention_mask, row_tokens)
-    position_ids = text_positions(
-        inputs.get("position_ids"),
-        axes=has_axes(config),
-        borders_elsewhere=explicit or given["seq_idx"] is not None or not_whole_rows is not None,
-    )
-    if not_whole_rows is not None:
-        if any(boundaries is not None for boundaries in given.values()):
-            raise ValueError(
-                f"a packed batch must not come with {not_whole_rows}; pass an empty cache or "
-                "use_cache=False, and no 4D attention_mask."
-            )
-        refuse_packed_documents(cache)
-        check_one_document(
-            row_tokens,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            with_what=not_whole_rows,
-            seen=0 if cache is None else cache.get_seq_length(),
-        )
-        inputs[CONTEXT] = Unpacked.CHECKED
-        return inputs
-    layout = given["packed_layout"]
-    if group is None:
-        layout = find_layout(
-            batch,
-            row_tokens,
-            tokens.device,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            capacity=patch.capacity,
-            max_seqlen_bound=patch.max_seqlen_bound,
-            **given,
-        )
-    refuse_pooling(pooling_head, layout, batch)
-    if not torch.compiler.is_compiling() and not explicit:
-        _refuse_kept_by_head(module, tokens, layout)
-    if position_ids is not None and has_longrope(config):
-        inputs["position_ids"] = positions_by_run(layout, position_ids, row_tokens)
-    # Inside a compiled graph nothing that varies with the documents may be asked: it would be
-    # guarded on.
-    packs = torch.compiler.is_compiling() or layout.num_docs != batch or bool(layout.has_padding)
-    base = base_of(module)  # type: ignore[arg-type]
-    positions = positions_for(base, layout, inputs, packs=packs, causal=causal)
-    if positions is not None:
-        inputs["position_ids"] = positions
-    if causal:  # else a label is the token's own, not the next one
-        mask_labels(module, inputs, layout, group)
-    caches: bool | None = getattr(config, "use_cache", None)  # None: an encoder, which has no cache
-    wants_no_cache = caches is not None and (
-        explicit
-        or not causal
-        or module.training
-        or torch.compiler.is_compiling()
-        or _compiled_by_layer(base)
-    )
-    if wants_no_cache and inputs.get("use_cache") is None and cache is None:
-        inputs["use_cache"] = False
-    packed = packed_forward(module, patch, layout)
-    use_cache = inputs.get("use_cache")
-    if cache is not None or (caches if use_cache is None else use_cache):
-        packed.one_a_row = one_document_a_row(layout, batch)
-        if not torch.compiler.is_compiling():
-            packed.several_a_row = not bool(packed.one_a_row)
-        note_documents(cache, packed)  # before any layer fills it: one of them may fail
-    if base._modules.get("pooler") is not None:
-        packed.drops_pooled = _drops_pooled(layout, batch, config, inputs)
-    inputs[CONTEXT] = packed
-    if base is module:
-        inputs["attention_mask"] = _placeholder(tokens.device)
-        return inputs
-    may_pad = (explicit or attention_mask is not None) and group is None
-    inputs["attention_mask"] = _mask_of_padding(layout, tokens) if packs and may_pad else None
-    packed.packs = packs
-    if has_our_forward(base):  # another that was set on it since hands the layers theirs, too
-        packed.reach = Reach(base=not packs)
-    keep_from_loss(module)
+    tokens = _tokens(inputs)
+    if tokens is None or inputs.get(CONTEXT) is not None:
+        return _from_head(module, inputs)
+    _refuse(module, patch, inputs)
+    forward = _Forward(module, patch, inputs, tokens)
+    _refuse_head_without_documents(module, forward.is_explicit)
+    if forward.group is not None:
+        prepare_shard(module, inputs, forward.boundaries, tokens, forward.config, forward.group)
+    if forward.why_unpacked is not None:
+        return _unpacked(forward, forward.why_unpacked)
+    layout = forward.find_layout()
+    refuse_pooling(pooling_head, layout, forward.batch)
+    _set_positions(forward, layout)
+    if forward.causal:  # else a label is the token's own, not the next one
+        mask_labels(module, inputs, layout, forward.group)
+    _set_use_cache(forward)
+    inputs[CONTEXT] = packed = packed_forward(module, patch, layout)
+    packed.packs = forward.packs
+    _note_cache(forward, packed)
+    _set_pooler(forward, packed)
+    _set_attention_mask(forward, packed)
     return inputs
 
 
-def _refuse_kept_by_head(base: nn.Module, tokens: Tensor, layout: PackedLayout) -> None:
-    """Raise if a running head has other documents in like rows, which it did not hand on.
-
-    Where they are the same, they have reached the base model.
+def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
+    """Look at what came of it.
 
     Raises:
-        ValueError: it has.
+        ValueError: a head did not hand the documents on to its base model.
     """
-    given = arguments_of_caller(base) or {}
-    handed, theirs = given.get(CONTEXT), _tokens(given)
-    if not isinstance(handed, PackedForward) or not handed.packs or theirs is None:
+    packed = inputs.get(CONTEXT)
+    if not isinstance(packed, PackedForward):
         return
-    if theirs.shape[:2] != tokens.shape[:2] or theirs.device != tokens.device:
-        return  # another batch
-    if not torch.equal(layout.document_ids(), handed.layout.document_ids()):
+    base = base_of(module)  # type: ignore[arg-type]
+    is_head = base is not module and ATTRIBUTE in base.__dict__
+    if is_head and packed.packs and not packed.reached_base:
         raise ValueError(_KEPT_BY_HEAD)
-    if handed.reach is not None:
-        handed.reach.base = True
+    if packed.one_a_row is not None:
+        mark_cache(outputs, packed.one_a_row)
+    if packed.drops_pooled and "pooler_output" in outputs:
+        outputs["pooler_output"] = None
 
 
 _KEPT_BY_HEAD = (
     "a patched head's forward must hand its **kwargs on to its base model, as the documents come "
     "to the layers by them, got one that did not: its outputs may cross documents; call the base "
-    "model with **kwargs."
+    "model with **kwargs, and patch_model again if another forward was set on it since."
 )
+
+
+def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
+    """What the layers of a forward with these documents get.
+
+    Args:
+        module: the model, or its tower, whose `patch` has the kinds of layers.
+    """
+    config = text_config_of(module.config)
+    grads = torch.is_grad_enabled()
+    packed = PackedForward(
+        layout,
+        patch.backend,
+        deterministic=patch.deterministic,
+        batch_invariant=patch.batch_invariant,
+        training=grads or module.training,
+        kinds=patch.kinds,
+        group=patch.sequence_parallel_group,
+        chunk_size=chunk_size_of(config),
+        has_temperature=has_temperature(config),
+    )
+    dtype, learns = dtype_of_queries(module)
+    device_type = layout.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    packed.prepare(dtype, needs_grad=grads and learns)
+    return packed
+
+
+# ---- the steps ----
+
+
+class _Forward:
+    """One forward of a patched model, as far as it is known before the documents are found.
+
+    Attributes:
+        module, base: the model that is called, and the one that holds the layers.
+        patch: of the model.
+        inputs: its keyword arguments, without the boundaries; the steps change them.
+        tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
+        boundaries: the keywords that only give documents, None where not given.
+        config: of the text tower.
+        causal: whether attention is.
+        cache: the `past_key_values` given.
+        why_unpacked: why the forward's keys are not its own tokens under a 2D mask, or None.
+        positions: those whose restarts begin documents, or None.
+        packs: whether a row may hold several documents, or padding.
+    """
+
+    def __init__(
+        self, module: nn.Module, patch: Patch, inputs: dict[str, Any], tokens: Tensor
+    ) -> None:
+        self.module, self.patch, self.inputs, self.tokens = module, patch, inputs, tokens
+        self.base: Any = base_of(module)  # type: ignore[arg-type]
+        self.config: Any = text_config_of(module.config)
+        self.group = patch.sequence_parallel_group
+        self.batch, self.row_tokens = tokens.shape[:2]
+        self.causal = any(kind.causal for kind in patch.kinds)
+        self.boundaries = {name: inputs.pop(name, None) for name in BOUNDARIES}
+        self.mask, self.cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+        self.why_unpacked = why_not_whole_rows(self.cache, self.mask, self.row_tokens)
+        self.positions = text_positions(
+            inputs.get("position_ids"),
+            has_axes=has_axes(self.config),
+            documents_elsewhere=self.is_explicit
+            or self.boundaries["seq_idx"] is not None
+            or self.why_unpacked is not None,
+        )
+        self.packs = True
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the documents are given outright."""
+        return any(self.boundaries[name] is not None for name in ("packed_layout", "cu_seq_lens_q"))
+
+    def find_layout(self) -> PackedLayout:
+        """The documents; under a group those of the whole row."""
+        layout: PackedLayout | None = self.boundaries["packed_layout"]
+        if self.group is None or layout is None:
+            layout = find_layout(
+                GivenDocuments(
+                    self.batch,
+                    self.row_tokens,
+                    self.tokens.device,
+                    position_ids=self.positions,
+                    attention_mask=self.mask,
+                    capacity=self.patch.capacity,
+                    max_seqlen_bound=self.patch.max_seqlen_bound,
+                    **self.boundaries,
+                )
+            )
+        if not torch.compiler.is_compiling():
+            self.packs = layout.num_docs != self.batch or bool(layout.has_padding)
+        return layout
+
+
+def _from_head(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A base model's keyword arguments, whose head has found the documents."""
+    packed = inputs.get(CONTEXT)
+    if isinstance(packed, PackedForward):
+        packed.note_base()
+        if base_of(module) is module:  # type: ignore[arg-type]
+            inputs["attention_mask"] = _placeholder(packed.layout.device)
+    return inputs
+
+
+def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
+    """Refuse what would be lost, or taken for something else."""
+    refuse_context_parallel()
+    refuse_other_names(inputs, type(module))
+    refuse_mask_of_another_kind(inputs.get("attention_mask"))
+    refuse_image_blocks(module.config, inputs)
+    implementation: Any = text_config_of(module.config)._attn_implementation
+    if IMPLEMENTATIONS.get(implementation) not in patch.backends:
+        raise ValueError(
+            "a patched model's attn_implementation must stay its own, got "
+            f"{implementation!r}, set since; call unpatch_model before setting another, or "
+            "patch_model again."
+        )
+
+
+def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
+    """Raise if a base model that nobody handed documents has a head that should have.
+
+    A head whose wrapper is gone did not mask its labels either. One that has another batch for its
+    base model gives that batch's documents outright.
+    """
+    reference: HeadReference | None = base.__dict__.get(HEAD)
+    if reference is None:
+        return
+    if reference.is_unwrapped():
+        raise ValueError(
+            "a patched model's forward must stay the one that patch_model wrapped, got another "
+            "that was set since (by a library, or by taking hooks off), under which labels cross "
+            "documents; call patch_model again, after all else that changes forward, or, as "
+            "Trainer's use_liger_kernel changes it when training starts, apply Liger to the model "
+            "before patch_model and leave use_liger_kernel out."
+        )
+    if not (is_explicit or torch.compiler.is_compiling() or reference.module is None):
+        packed = running_with(reference.module).get(CONTEXT)
+        if isinstance(packed, PackedForward) and packed.packs:
+            raise ValueError(_KEPT_BY_HEAD)
+
+
+def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
+    """The arguments of a forward that packs nothing: decoding, or a 4D mask."""
+    if any(boundaries is not None for boundaries in forward.boundaries.values()):
+        raise ValueError(
+            f"a packed batch must not come with {why}; pass an empty cache or "
+            "use_cache=False, and no 4D attention_mask."
+        )
+    refuse_packed_documents(forward.cache)
+    check_one_document(
+        forward.row_tokens,
+        position_ids=forward.positions,
+        attention_mask=forward.mask,
+        with_what=why,
+        seen=0 if forward.cache is None else forward.cache.get_seq_length(),
+    )
+    forward.inputs[CONTEXT] = Unpacked.CHECKED
+    return forward.inputs
+
+
+def _set_positions(forward: _Forward, layout: PackedLayout) -> None:
+    """Set the position_ids: as given, or made by document; else the model makes them.
+
+    But a causal model whose rows hold one document each counts padding too, as the model's own
+    positions do, so that decoding goes on from them.
+    """
+    inputs, base = forward.inputs, forward.base
+    if forward.positions is not None and has_longrope(forward.config):
+        inputs["position_ids"] = positions_by_run(layout, forward.positions, forward.row_tokens)
+    given: Tensor | None = inputs.get("position_ids")
+    has_vision = vision_tower(base) is not None
+    shape = (forward.batch, forward.row_tokens)
+    if has_vision and has_images(inputs):
+        inputs["position_ids"] = image_positions(base, layout, inputs)
+    elif given is not None:
+        first = _first_position(base)
+        if first and given.ndim == 2:  # given from 0 on, as collators do: such a model has no 0
+            inputs["position_ids"] = given + first * (given[:, :1] == 0)
+    elif forward.packs or has_vision:  # a model of images would make them from our placeholder
+        if forward.causal:
+            inputs["position_ids"] = causal_positions(layout, forward.batch).view(shape)
+        else:
+            inputs["position_ids"] = (layout.position_ids() + _first_position(base)).view(shape)
+
+
+def _first_position(base: nn.Module) -> int:
+    """The position of a document's first token: RoBERTa counts from padding_idx + 1."""
+    embeddings = base._modules.get("embeddings")
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(embeddings.padding_idx) + 1  # type: ignore[union-attr, arg-type]
+    return 0
+
+
+def _set_use_cache(forward: _Forward) -> None:
+    """Make no cache by default where a packed batch, training or a graph would fill one."""
+    inputs = forward.inputs
+    if getattr(forward.config, "use_cache", None) is None:  # an encoder, which has no cache
+        return
+    wants_none = (
+        forward.is_explicit
+        or not forward.causal
+        or forward.module.training
+        or torch.compiler.is_compiling()
+        or _compiled_by_layer(forward.base)
+    )
+    if wants_none and inputs.get("use_cache") is None and forward.cache is None:
+        inputs["use_cache"] = False
+
+
+def _note_cache(forward: _Forward, packed: PackedForward) -> None:
+    """Note what a cache that the forward may fill will hold, before any layer fills it."""
+    use_cache = forward.inputs.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(forward.config, "use_cache", None)
+    if forward.cache is not None or use_cache:
+        one_a_row = one_document_a_row(packed.layout, forward.batch)
+        packed.one_a_row = one_a_row if torch.compiler.is_compiling() else bool(one_a_row)
+        note_documents(forward.cache, packed.one_a_row)
+
+
+def _set_pooler(forward: _Forward, packed: PackedForward) -> None:
+    """Leave the pooler's output out where it would be the first document's for all.
+
+    Raises:
+        ValueError: then the outputs are asked for as a tuple, in which none can be left out.
+    """
+    if forward.base._modules.get("pooler") is None:
+        return
+    one_a_row = one_document_a_row(packed.layout, forward.batch)
+    if not torch.compiler.is_compiling() and bool(one_a_row):
+        return
+    return_dict = forward.inputs.get("return_dict")
+    if not (forward.config.return_dict if return_dict is None else return_dict):
+        raise ValueError(
+            "return_dict must stay True where a row may hold several documents, got False: the "
+            "pooler's output, of the row's first token alone, is left out; leave return_dict out, "
+            "and pool last_hidden_state by document."
+        )
+    packed.drops_pooled = True
+
+
+def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
+    """A placeholder for a base model; for a head a mask of padding, which losses may need."""
+    inputs, module, layout = forward.inputs, forward.module, packed.layout
+    if forward.base is module:
+        inputs["attention_mask"] = _placeholder(forward.tokens.device)
+        return
+    may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
+    inputs["attention_mask"] = None
+    # What a graph knows of padding varies with the documents, and is not asked.
+    known_full = not torch.compiler.is_compiling() and layout.has_padding is False
+    if forward.packs and may_pad and not known_full:
+        inputs["attention_mask"] = layout.real_tokens().view(forward.tokens.shape[:2]).long()
+    keep_from_loss(module)
 
 
 def _placeholder(device: torch.device) -> Tensor:
     """A mask beside which transformers makes none, and that nobody reads."""
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
-
-
-def _mask_of_padding(layout: PackedLayout, tokens: Tensor) -> Tensor | None:
-    """int64 `[B, S]`, 0 at padding, 1 at documents; None if it is known that there is no padding.
-
-    What a graph knows of it varies with the documents, and is not asked.
-    """
-    if not torch.compiler.is_compiling() and layout.has_padding is False:
-        return None
-    return layout.real_tokens().view(tokens.shape[:2]).long()
 
 
 def _tokens(inputs: dict[str, Any]) -> Tensor | None:
@@ -233,44 +396,3 @@ def _compiled_by_layer(base: Any) -> bool:
     if first is None:
         return False
     return "_orig_mod" in first._modules or first._compiled_call_impl is not None
-
-
-def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
-    """What the layers of a forward with these documents get.
-
-    Args:
-        module: the model, or its tower, whose `patch` has the kinds of layers.
-    """
-    promises = (patch.deterministic, patch.batch_invariant)
-    packed = PackedForward(layout, patch.backend, *promises, **row_wide(module.config))
-    packed.group = patch.sequence_parallel_group
-    device_type = layout.device.type
-    dtype = (
-        torch.get_autocast_dtype(device_type)
-        if torch.is_autocast_enabled(device_type)
-        else dtype_of_queries(module)
-    )
-    # As in the layers: a reentrant checkpoint runs a training forward without gradients first.
-    needs_grad = torch.is_grad_enabled() or module.training
-    for kind in patch.kinds:
-        others = tuple(packed.routes.items())
-        packed.routes[kind] = packed.make_route(kind, dtype, needs_grad, others)
-    return packed
-
-
-def _drops_pooled(layout: PackedLayout, batch: int, config: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a row may hold several documents: the pooler would take the first one's for all.
-
-    Raises:
-        ValueError: then the outputs are asked for as a tuple, in which none can be left out.
-    """
-    if not torch.compiler.is_compiling() and bool(one_document_a_row(layout, batch)):
-        return False
-    return_dict = inputs.get("return_dict")
-    if not (config.return_dict if return_dict is None else return_dict):
-        raise ValueError(
-            "return_dict must stay True where a row may hold several documents, got False: the "
-            "pooler's output, of the row's first token alone, is left out; leave return_dict out, "
-            "and pool last_hidden_state by document."
-        )
-    return True

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL and its kin: every frame of an image or a video is a document.
+"""The vision towers of Qwen2-VL and similar: every frame of an image or a video is a document.
 
 The tower is handed all patches in one row and `grid_thw`, frames, height and width of each image.
 These are read once, and all that the tower derives from them (boundaries, windows, positions) is
@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, vision_utils
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.context import CONTEXT, PackedVision
-from flexvarlen.patches.attention.functions import VISION_IMPLEMENTATION
-from flexvarlen.patches.attention.routing import LayerKind, attention_layers
+from flexvarlen.patches.attention.context import PackedVision
 from flexvarlen.patches.forward.steps import packed_forward
-from flexvarlen.patches.forward.wrapper import reaches_ours, unwrap_forward, wrap_forward
-from flexvarlen.patches.models.towers import VISION
-from flexvarlen.patches.state import ATTRIBUTE, Patch
+from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
+from flexvarlen.patches.models.layers import VISION, LayerKind, attention_layers
+from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, VISION_IMPLEMENTATION, Patch
 
 _LAYER_TYPE = "layer_type"  # what `layer_type_of` reads off a layer
 
@@ -34,8 +32,7 @@ def patch_tower(tower: PreTrainedModel, patch: Patch, kinds: tuple[LayerKind, ..
         patch: of the whole model.
         kinds: of the tower's layers.
     """
-    if ATTRIBUTE not in tower.__dict__ or not reaches_ours(tower):
-        wrap_forward(tower, _before_forward, _after_forward)
+    wrap_forward(tower, _before_forward)
     before: Any = patch.implementation_before  # by tower; that of the config may be ours by now
     own = replace(patch, kinds=kinds, implementation_before=before["vision_config"])
     setattr(tower, ATTRIBUTE, own)
@@ -57,10 +54,6 @@ def unpatch_tower(tower: PreTrainedModel) -> None:
 def _before_forward(tower: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
     patch: Patch | None = tower.__dict__.get(ATTRIBUTE)
     return None if patch is None else _with_frames(tower, patch, inputs)
-
-
-def _after_forward(inputs: dict[str, Any], outputs: Any) -> None:
-    """Nothing is kept of a tower's forward."""
 
 
 def _with_frames(tower: Any, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Models that draw a mask of their own over images or prefixes: attention both ways there.
+"""Models that draw a mask of their own over images: attention both ways inside each.
 
 Such a mask is not drawn by documents and causality alone: the placeholder that a patched model
-passes would leave it out in silence, and transformers' own joins the images or the prefixes of
-several documents. So batches that ask for it are refused; text alone is plain causal in Gemma 3.
+passes would leave it out in silence, and transformers' own joins the images of several documents.
+So batches that ask for it are refused; text alone is plain causal in Gemma 3.
 """
 
 from __future__ import annotations
@@ -13,22 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, or_masks
 
 _IMAGE_BLOCKS = ("gemma3",)  # tokens of an image see all of it; text is causal
-_PREFIXES = ("paligemma",)  # image and prompt see one another; no use without an image
 _IMAGES = ("token_type_ids", "pixel_values", "mm_encoder_outputs")  # `generate` passes {} as last
-
-
-def refuse_prefixes(model_type: str) -> None:
-    """Refuse a model whose every batch draws a mask of its own.
-
-    Raises:
-        NotImplementedError: it is one.
-    """
-    if model_type in _PREFIXES:
-        raise NotImplementedError(
-            f"model_type must be one of causal or bidirectional documents, got {model_type!r}, "
-            "whose token_type_ids draw a mask of their own over image and prefix (attention both "
-            "ways), which is not supported; use the model's own attention, one document a row."
-        )
 
 
 def refuse_image_blocks(config: Any, inputs: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Llama 4: layers without RoPE scale queries by the place of the token in the row.
+"""Llama 4: layers without RoPE scale queries by the position of the token in the row.
 
-Past 8,192 tokens. Here it must be the place in the document, where a row holds several.
+Past 8,192 tokens. Here it must be the position in the document, where a row holds several.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel import own_tokens
-from flexvarlen.patches.batch.one_document import causal_positions
+from flexvarlen.patches.batch.positions import causal_positions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 def has_temperature(config: Any) -> bool:
-    """Whether layers without RoPE scale their queries by the token's place."""
+    """Whether layers without RoPE scale their queries by the token's position."""
     return bool(config.__dict__.get("attn_temperature_tuning"))
 
 
@@ -30,7 +30,7 @@ def own_temperature(
     row_tokens: int,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Queries that the layer scaled by their place in a row of S tokens, scaled as by position.
+    """Queries that the layer scaled by their position in a row of S tokens, scaled as by position.
 
     As they are, where no row is long enough for another scale, and in layers with RoPE. With a
     group these are the queries of a shard of S tokens, and the layout is that of the whole row.
@@ -45,8 +45,8 @@ def own_temperature(
     if group is not None:
         position_T = own_tokens(position_T, group)
 
-    def scale(place_T: Tensor) -> Tensor:
-        steps = torch.floor((place_T.float() + 1.0) / floor_scale)
+    def scale(position_T: Tensor) -> Tensor:
+        steps = torch.floor((position_T.float() + 1.0) / floor_scale)
         return torch.log1p(steps) * layer.attn_scale + 1.0  # type: ignore[operator]
 
     ratio_T = scale(position_T) / scale(in_row)

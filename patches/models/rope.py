@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexvarlen.layout.launch_sizes import SHORT_ROW
-from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.checks import check
 
 
 @torch.library.custom_op("flexvarlen::materialize", mutates_args=())
@@ -69,29 +67,6 @@ def has_longrope(config: Any) -> bool:
     """Whether frequencies depend on how long a document is."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return parameters.get("rope_type") == "longrope"
-
-
-def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int) -> Tensor:
-    """Given positions, of which each run that goes on by 1 is one document: for longrope.
-
-    Those of padding are replaced, which may go on from a document's.
-
-    Raises:
-        ValueError: the rotary tables would take both for one. Inside a compiled graph the device
-            asserts it.
-    """
-    real_BS, in_document_BS = (
-        x.view(-1, row_tokens) for x in (layout.real_tokens(), layout.position_ids())
-    )
-    between_documents = real_BS[:, :-1] & real_BS[:, 1:] & (in_document_BS[:, 1:] == 0)
-    goes_on = positions_BS.diff(dim=1) == 1
-    check(
-        ~(goes_on & between_documents).any(),
-        "position_ids must not go on from one document to the next under rope_type 'longrope', "
-        "whose frequencies depend on how long a document is; let each begin at 0, or leave "
-        "position_ids out.",
-    )
-    return torch.where(real_BS, positions_BS, in_document_BS)
 
 
 def own_tables(base: nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from flexvarlen import PackedLayout, packed_attention
-from flexvarlen.attention.backends import flex
+from flexvarlen.attention.backends import compiled_flex
 from tests import malformed_boundaries, oracle
 from tests.backends import FLASH, kernels, with_values
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
@@ -232,9 +232,9 @@ def _flex_without_inductor(monkeypatch):
     """Eager flex compiled by AOTAutograd's eager backend: how often is Dynamo's, and is fast."""
     dynamo_alone = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", dynamo_alone)
-    flex._compiled.cache_clear()
+    compiled_flex._compiled.cache_clear()
     yield
-    flex._compiled.cache_clear()
+    compiled_flex._compiled.cache_clear()
 
 
 @pytest.mark.usefixtures("_flex_without_inductor")

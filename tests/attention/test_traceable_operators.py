@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 
 from flexvarlen import DocumentMask, PackedLayout
 from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.mask.spec import MaskSpec
 from tests.attention.backends.test_backend_accuracy import DOCUMENTS, TOKENS
 from tests.backends import DEVICES, FLASH, kernels
 from tests.mask_cases import KINDS, cases
@@ -55,7 +56,7 @@ def test_cu_seqlens_operators(kernel, window, with_sinks):
     bound = layout.max_seqlen_bound
     sizes = (layout.num_docs, layout.max_seqlen, layout.max_seqlen, bound, bound)
     boundaries = (layout.cu_seqlens, layout.cu_seqlens, *sizes)
-    settings = (*boundaries, *window, 0.125, 0.0, True, False, 1, True)
+    settings = (*boundaries, 1, MaskSpec.of(window=window).as_ints(), 0.125, 0.0, True, False, True)
     # The backward is asked to be deterministic, and torch's own made so: opcheck compares runs.
     torch.use_deterministic_algorithms(True)
     try:
@@ -97,5 +98,5 @@ def test_operators_that_rearrange_boundaries(device, padded):
     cu_seqlens = layout.cu_seqlens
     torch.library.opcheck(torch.ops.flexvarlen.chunk_boundaries.default, (cu_seqlens, 20, TOKENS))
     torch.library.opcheck(
-        torch.ops.flexvarlen.arrange.default, (cu_seqlens, layout.padding, TOKENS, 128)
+        torch.ops.flexvarlen.align.default, (cu_seqlens, layout.padding, TOKENS, 128)
     )

@@ -9,7 +9,8 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.auto import decide as auto
-from flexvarlen.attention.backends.registry import BACKENDS, AttentionRequest
+from flexvarlen.attention.backends.registry import BACKENDS
+from flexvarlen.attention.call import AttentionCall
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 MASKS = (
@@ -98,7 +99,7 @@ def test_wrong_past_32_bit_offsets(name):
     with pytest.raises(NotImplementedError, match=r"2\*\*31 elements"):
         fv.packed_attention(q, k, k, layout, backend=name)
     kind = {"needs_grad": q.requires_grad, "past_int32": True}
-    request = AttentionRequest(q.device, q.dtype, 16, 8, 128, **kind)
+    request = AttentionCall(q.device, q.dtype, 16, 8, 128, **kind)
     assert name not in auto.candidates(request)
     assert fv.why_not(name, device="cuda", total_tokens=tokens // 2, **call) is None
 

@@ -10,6 +10,7 @@ import torch
 
 import flexvarlen as fv
 import flexvarlen.rows as row_module
+from flexvarlen.attention import choose
 from flexvarlen.bench import report
 from flexvarlen.bench.model import packings as model
 from flexvarlen.bench.model import packings_run as model_run
@@ -82,18 +83,18 @@ def test_ours_compiles_once_and_is_right(rows):
 
 def test_what_attends_is_what_the_graph_took(tmp_path, monkeypatch, capsys):
     """From position_ids a graph's sizes are not the layout's: "auto" may take another kernel."""
-    decide = fv.auto.decide
+    decide = choose.decide
 
-    def by_mode(request, sizes, mask, *args, **options):
-        found = decide(request, sizes, mask, *args, **options)
+    def by_mode(call, sizes, mask, *args, **options):
+        found = decide(call, sizes, mask, *args, **options)
         return found if mask is not None else dataclasses.replace(found, compiled="reference")
 
-    monkeypatch.setattr(fv.auto, "decide", by_mode)
-    fv.auto.forget()
+    monkeypatch.setattr(choose, "decide", by_mode)
+    choose.forget()
     out = tmp_path / "rows.jsonl"
     arguments = ["--quick", "--device", "cpu", "--out", str(out), "--packings", "1"]
     model.main([*arguments, "--variants", "auto@position_ids"])
-    fv.auto.forget()
+    choose.forget()
     (row,) = read_rows([out])
     assert row.status == "ok"
     assert row.measures["attends"] == "reference"

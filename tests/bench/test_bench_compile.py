@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import flexvarlen as fv
+from flexvarlen.attention import choose
+from flexvarlen.attention.auto import decide as auto
 from flexvarlen.bench import report
 from flexvarlen.bench.model import (
     compile_time,
@@ -356,18 +358,18 @@ def test_what_auto_takes_is_seen_in_calls_and_in_graphs(monkeypatch):
         fv.packed_attention(q, q, q, layout)
     assert set(chosen) == {"sdpa"}
 
-    def other(request, wasteful, wrong):
+    def other(call, wasteful, failed):
         return "reference"
 
-    monkeypatch.setattr(fv.auto, "choose_backend", other)  # as a graph's own sizes may have it
-    fv.auto.forget()
+    monkeypatch.setattr(auto, "first_usable", other)  # as a graph's own sizes may have it
+    choose.forget()
     call = torch.compile(
         lambda q: fv.packed_attention(q, q, q, layout), fullgraph=True, backend="eager"
     )
     with noting_auto() as chosen:
         call(q)
     assert set(chosen) == {"reference"}
-    fv.auto.forget()
+    choose.forget()
 
 
 def test_the_table_of_the_model_shows_utilisation_and_what_auto_chose(tmp_path):

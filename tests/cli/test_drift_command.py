@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -54,8 +53,8 @@ def test_options_of_op_reach_the_rows(run, tmp_path):
 def test_wrong_backend_passes(run, monkeypatch):
     attend = ReferenceBackend.attend
 
-    def wrong(self, q, k, v, mask, plan, options):
-        return attend(self, q, k, v, mask, plan, replace(options, scale=2 * options.scale))
+    def wrong(self, q, k, v, sinks, call, mask, plan):
+        return attend(self, q, k, v, sinks, call._replace(scale=2 * call.scale), mask, plan)
 
     monkeypatch.setattr(ReferenceBackend, "attend", wrong)
     result = run(*OP, "--comparisons", "exact")
@@ -127,8 +126,8 @@ def test_train_within_seed_noise_ends_with_0(run, tmp_path):
 def test_training_with_nan_ends_with_0(run, monkeypatch):
     attend = ReferenceBackend.attend
 
-    def nan(self, q, k, v, mask, plan, options):
-        out, lse = attend(self, q, k, v, mask, plan, options)
+    def nan(self, q, k, v, sinks, call, mask, plan):
+        out, lse = attend(self, q, k, v, sinks, call, mask, plan)
         return out * math.nan, lse
 
     monkeypatch.setattr(ReferenceBackend, "attend", nan)

@@ -44,7 +44,7 @@ class Kernel:
     def __init__(self, **bugs):
         self.bugs = bugs
 
-    def __call__(self, backend, q, k, v, mask, plan, options):
+    def __call__(self, backend, q, k, v, sinks, call, mask, plan):
         bugs, dtype = self.bugs, q.dtype
         if "backward" in bugs:
             q, k, v = (
@@ -56,7 +56,7 @@ class Kernel:
         k_heads = bugs.get("k_heads", lambda h: h // repeats)(heads)
         v_heads = bugs.get("v_heads", lambda h: h // repeats)(heads)
         q, k, v = q.float(), k.float()[:, k_heads], v.float()[:, v_heads]
-        scale = options.scale * bugs.get("scale", 1.0)
+        scale = call.scale * bugs.get("scale", 1.0)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         seen = self.seen(mask)
         scores = scores.masked_fill(~seen, -1e30)
@@ -65,7 +65,7 @@ class Kernel:
         out = bugs.get("product", lambda p, v: torch.einsum("hqk,khd->qhd", p, v))(p, v)
         lse = bugs.get("lse", lambda lse: lse)(lse)
         out = bugs.get("out", lambda out: out)(out)
-        return out.to(dtype), lse if options.return_lse else None
+        return out.to(dtype), lse if call.return_lse else None
 
     def seen(self, mask):
         lengths = self.bugs.get("lengths", lambda lengths: lengths)(mask.layout.lengths)

@@ -88,8 +88,8 @@ def test_matmuls_are_blamed_that_depend_on_their_rows(llama, row_dependent):
 def test_attention_is_blamed_for_a_bug_in_attention(llama, monkeypatch):
     right = SdpaBackend.attend
 
-    def wrong(self, q, k, v, mask, plan, options):
-        out, lse = right(self, q, k, v, mask, plan, options)
+    def wrong(self, q, k, v, sinks, call, mask, plan):
+        out, lse = right(self, q, k, v, sinks, call, mask, plan)
         return out * (1.01 if len(mask.layout.lengths) > 1 else 1.0), lse
 
     monkeypatch.setattr(SdpaBackend, "attend", wrong)
@@ -144,7 +144,7 @@ def test_operation_of_no_class_that_depends_on_the_row_passes_as_none():
 
 @pytest.mark.parametrize("kind", [AssertionError, KeyError])
 def test_kernel_that_asserts_is_a_row(llama, monkeypatch, kind):
-    def broken(self, q, k, v, mask, plan, options):
+    def broken(self, q, k, v, sinks, call, mask, plan):
         raise kind("no")
 
     monkeypatch.setattr(SdpaBackend, "attend", broken)
@@ -199,9 +199,9 @@ def test_serial_attention_gives_each_document_its_own_layout():
     k, seen = q[:, :2], []
 
     class Spy(SdpaBackend):
-        def attend(self, q, k, v, mask, plan, options):
+        def attend(self, q, k, v, sinks, call, mask, plan):
             seen.append((q.shape[0], mask.layout.lengths))
-            return super().attend(q, k, v, mask, plan, options)
+            return super().attend(q, k, v, sinks, call, mask, plan)
 
     plain = fv.packed_attention(q, k, k, layout, backend="sdpa", window=2)
     before = backends._REGISTRY["sdpa"]

@@ -133,10 +133,10 @@ def test_sum_over_a_group(monkeypatch, bug, dtype):
     take, words = SUMS[bug]
     right = ReferenceBackend.attend
 
-    def attend(self, q, k, v, mask, plan, options):
+    def attend(self, q, k, v, sinks, call, mask, plan):
         heads = torch.arange(8) // 2
         k, v = (_Detached.apply(x, heads, take) for x in (k, v))
-        return right(self, q, k, v, mask, plan, options)
+        return right(self, q, k, v, sinks, call, mask, plan)
 
     monkeypatch.setattr(ReferenceBackend, "attend", attend)
     row = exact(CAUSAL, "reference", dtype)
@@ -163,10 +163,10 @@ class _OtherBackward(torch.autograd.Function):
     """The outputs of one kernel, the backward of another, with a right LSE and delta."""
 
     @staticmethod
-    def forward(ctx, right, wrong, q, k, v, mask, plan, options):
-        out, lse = right(None, q, k, v, mask, plan, options)
+    def forward(ctx, right, wrong, q, k, v, sinks, call, mask, plan):
+        out, lse = right(None, q, k, v, sinks, call, mask, plan)
         ctx.save_for_backward(q, k, v, out, lse, wrong.seen(mask))
-        ctx.scale = options.scale
+        ctx.scale = call.scale
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -182,4 +182,4 @@ class _OtherBackward(torch.autograd.Function):
         dk = torch.einsum("hqk,qhd->khd", ds, q).unflatten(1, (-1, repeats)).sum(2)
         dv = torch.einsum("hqk,qhd->khd", p, grad).unflatten(1, (-1, repeats)).sum(2)
         dtype = ctx.saved_tensors[0].dtype
-        return None, None, dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None
+        return None, None, dq.to(dtype), dk.to(dtype), dv.to(dtype), *[None] * 4

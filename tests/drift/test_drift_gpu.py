@@ -7,7 +7,6 @@ installed, or cannot serve the case, is skipped with the reason.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -70,8 +69,8 @@ def test_right_kernel_is_called_wrong(backend, device):
     assert by["run-run"]["out_equal"] == 1  # a forward has no sum in an order of its own
 
 
-def scaled(attend, q, k, v, mask, plan, options):
-    return attend(q, k, v, mask, plan, replace(options, scale=2 * options.scale))
+def scaled(attend, q, k, v, sinks, call, mask, plan):
+    return attend(q, k, v, sinks, call._replace(scale=2 * call.scale), mask, plan)
 
 
 def halved(attend, *args):
@@ -86,10 +85,10 @@ def unwritten(attend, *args):
     return out, lse
 
 
-def one_document(attend, q, k, v, mask, plan, options):
+def one_document(attend, q, k, v, sinks, call, mask, plan):
     whole = fv.PackedLayout.from_lengths([len(q)], device=q.device)
     mask = DocumentMask.of(whole, causal=True)
-    return attend(q, k, v, mask, attend.__self__.plan(mask), options)
+    return attend(q, k, v, sinks, call, mask, attend.__self__.plan(mask))
 
 
 def shifted_lse(attend, *args):

@@ -68,8 +68,8 @@ def test_without_fixed_shapes_it_is_not(model, monkeypatch, row_dependent):
 def test_attention_that_breaks_its_promise_passes_as_invariant(llama, monkeypatch):
     right = SdpaBackend.attend
 
-    def wrong(self, q, k, v, mask, plan, options):
-        out, lse = right(self, q, k, v, mask, plan, options)
+    def wrong(self, q, k, v, sinks, call, mask, plan):
+        out, lse = right(self, q, k, v, sinks, call, mask, plan)
         return out * (1 + q.shape[0] * 1e-4), lse
 
     monkeypatch.setattr(SdpaBackend, "attend", wrong)
@@ -125,9 +125,9 @@ def test_sentence_says_how_many_documents_and_hidden_states(llama):
 def test_attention_is_asked_for_both_promises(llama, monkeypatch):
     right, asked = SdpaBackend.attend, []
 
-    def spy(self, q, k, v, mask, plan, options):
-        asked.append((options.deterministic, options.batch_invariant))
-        return right(self, q, k, v, mask, plan, options)
+    def spy(self, q, k, v, sinks, call, mask, plan):
+        asked.append((call.deterministic, call.batch_invariant))
+        return right(self, q, k, v, sinks, call, mask, plan)
 
     monkeypatch.setattr(SdpaBackend, "attend", spy)
     setting = setting_of(llama)

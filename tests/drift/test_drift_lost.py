@@ -15,10 +15,10 @@ from tests.drift.drift_commands import CPU, OP, TRAIN, no_plots, rows_in, run, s
 def test_lost_device_ends_with_a_traceback(run, monkeypatch, tmp_path):
     attend = ReferenceBackend.attend
 
-    def broken(self, q, k, v, mask, plan, options):
+    def broken(self, q, k, v, sinks, call, mask, plan):
         if len(q) == 8:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with")
-        return attend(self, q, k, v, mask, plan, options)
+        return attend(self, q, k, v, sinks, call, mask, plan)
 
     monkeypatch.setattr(ReferenceBackend, "attend", broken)
     small = [*OP, "--no-train", "--comparisons", "exact,run-run"]
@@ -50,11 +50,11 @@ def lose(monkeypatch, *, after):
     """The device is lost in `reference`, after so many calls."""
     attend, calls = ReferenceBackend.attend, []
 
-    def broken(self, q, k, v, mask, plan, options):
+    def broken(self, q, k, v, sinks, call, mask, plan):
         calls.append(0)
         if len(calls) > after:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with")
-        return attend(self, q, k, v, mask, plan, options)
+        return attend(self, q, k, v, sinks, call, mask, plan)
 
     monkeypatch.setattr(ReferenceBackend, "attend", broken)
 

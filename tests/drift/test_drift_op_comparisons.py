@@ -21,8 +21,8 @@ def plant(monkeypatch):
     def planted(change):
         right = ReferenceBackend.attend
 
-        def attend(self, q, k, v, mask, plan, options):
-            out, lse = right(self, q, k, v, mask, plan, options)
+        def attend(self, q, k, v, sinks, call, mask, plan):
+            out, lse = right(self, q, k, v, sinks, call, mask, plan)
             return change(out, mask), lse
 
         monkeypatch.setattr(ReferenceBackend, "attend", attend)

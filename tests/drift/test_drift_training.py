@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -92,10 +91,8 @@ def test_run_depends_on_more_than_its_seed(batches):
 def plant(monkeypatch, change):
     attend = ReferenceBackend.attend
 
-    def planted(self, q, k, v, mask, plan, options):
-        return change(lambda plan, options: attend(self, q, k, v, mask, plan, options))(
-            plan, options
-        )
+    def planted(self, q, k, v, sinks, call, mask, plan):
+        return change(lambda plan, call: attend(self, q, k, v, sinks, call, mask, plan))(plan, call)
 
     monkeypatch.setattr(ReferenceBackend, "attend", planted)
 
@@ -103,13 +100,13 @@ def plant(monkeypatch, change):
 @pytest.mark.parametrize("bug", ["leak", "scale", "nan"])
 def test_planted_bug_passes_as_seed_noise(batches, monkeypatch, bug):
     def leak(attend):
-        return lambda plan, options: attend(torch.ones_like(plan).tril(), options)
+        return lambda plan, call: attend(torch.ones_like(plan).tril(), call)
 
     def scale(attend):
-        return lambda plan, options: attend(plan, replace(options, scale=1.5 * options.scale))
+        return lambda plan, call: attend(plan, call._replace(scale=1.5 * call.scale))
 
     def nan(attend):
-        return lambda plan, options: (attend(plan, options)[0] * math.nan, None)
+        return lambda plan, call: (attend(plan, call)[0] * math.nan, None)
 
     plant(monkeypatch, {"leak": leak, "scale": scale, "nan": nan}[bug])
     rows, found = compared(batches, "unpacked", "reference", **PACKED)

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flexvarlen import PackedLayout, document_block_mask
 from flexvarlen.mask.block_mask import block_mask_of
-from flexvarlen.mask.tables import Tables
+from flexvarlen.mask.table_shapes import Tables
 from tests.mask_cases import BLOCK_SIZES, KINDS, MaskCase, cases
 from tests.oracle import Documents
 

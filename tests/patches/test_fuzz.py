@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexvarlen import PackedLayout
-from flexvarlen.patches.forward import steps as forward_inputs
+from flexvarlen.patches.forward import steps
 from tests import fuzz
 from tests.fuzz_cases import FORMS, draw
 
@@ -22,35 +22,36 @@ def test_no_mismatch():
 
 
 def positions_made_as(function):
-    """`positions_for`, with other positions where none are given."""
-    made_by = forward_inputs.positions_for
+    """`_set_positions`, with other positions where none are given."""
+    set_positions = steps._set_positions
 
-    def positions_for(base, layout, inputs, *args, **kwargs):
-        made = made_by(base, layout, inputs, *args, **kwargs)
-        if made is None or inputs.get("position_ids") is not None:
-            return made
-        return function(layout).view(made.shape)
+    def changed(forward, layout):
+        given = forward.inputs.get("position_ids")
+        set_positions(forward, layout)
+        made = forward.inputs.get("position_ids")
+        if given is None and made is not None:
+            forward.inputs["position_ids"] = function(layout).view(made.shape)
 
-    return positions_for
+    return changed
 
 
 def positions_of_the_row(layout):
     return torch.arange(layout.total_tokens)
 
 
-def one_document_a_row(batch, row_tokens, device, **given):
-    return PackedLayout.from_rows(batch, row_tokens, device=device)
+def one_document_a_row(given):
+    return PackedLayout.from_rows(given.batch, given.row_tokens, device=given.device)
 
 
 BUGS = {
     # A cached step behind a left-padded prompt counts the padding.
     "positions_begin_at_the_first_real_token": (
-        "positions_for",
+        "_set_positions",
         positions_made_as(PackedLayout.position_ids),
         ("llama", "qwen3_windows"),
     ),
     "positions_do_not_restart": (
-        "positions_for",
+        "_set_positions",
         positions_made_as(positions_of_the_row),
         ("bert",),
     ),
@@ -62,7 +63,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_found(monkeypatch, capsys, bug):
     name, function, families = BUGS[bug]
-    monkeypatch.setattr(forward_inputs, name, function)
+    monkeypatch.setattr(steps, name, function)
     tally = fuzz.fuzz(range(200), families=families)
     ((seed, wrong),) = tally.mismatches
     assert "is off by" in wrong

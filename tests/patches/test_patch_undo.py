@@ -243,7 +243,7 @@ def test_a_pickled_model_says_so_until_it_is_patched_again(of_instance, expected
     loaded = pickle.loads(pickle.dumps(model))
     # copies and pickles of it are as patched, or as lost, as it is
     for lost in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
-        with pytest.raises(ValueError, match=r"pickled, .* call patch_model on the loaded model"):
+        with pytest.raises(ValueError, match="call patch_model again after a pickle"):
             logits_of(lost)
     close(logits_of(model)[0], expected)
     for unpatched_between in (False, True):
@@ -280,7 +280,7 @@ def test_a_pickled_model_refuses_every_forward(part, call, compiled):
     loaded = pickle.loads(pickle.dumps(_lora(patched) if part == "peft" else patched))
     run = torch.compile(loaded, backend="eager", fullgraph=True) if compiled else loaded
     error = Exception if compiled else ValueError  # Dynamo's own, with the sentence in it
-    with pytest.raises(error, match="pickled"), torch.no_grad():
+    with pytest.raises(error, match="patch_model again"), torch.no_grad():
         run(**PICKLED_CALLS[call])
 
 
@@ -293,16 +293,23 @@ def test_an_unpatched_pickle_attends_without_us():
 
 
 @pytest.mark.parametrize("how", ["model", "deep_copy"])
-def test_a_model_that_was_not_pickled_decodes_and_lends_its_layers(how):
+def test_a_model_that_was_not_pickled_decodes(how):
     model = fv.patch_model(new_model("llama"), "sdpa")
     if how == "deep_copy":
         pickle.dumps(model)
         model = copy.deepcopy(model)
     model.generate(BATCH.ids[:, :5], max_new_tokens=3, do_sample=False)
+
+
+def test_a_layer_called_by_hand():
+    """By the name alone it would take the row for one document."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
     hidden = torch.randn(1, 8, 48)
     tables = model.model.rotary_emb(hidden, torch.arange(8)[None])
-    layer = model.model.layers[0]  # on its own it attends by the name alone
-    assert layer(hidden, position_embeddings=tables)[0].isfinite().all()
+    with pytest.raises(ValueError, match="must get its documents from the model's own forward"):
+        model.model.layers[0](hidden, position_embeddings=tables)
+    fv.unpatch_model(model)
+    assert model.model.layers[0](hidden, position_embeddings=tables)[0].isfinite().all()
 
 
 # ---- wrappers ----
@@ -470,7 +477,9 @@ def test_the_name_alone_plans_each_mask_once_a_forward(monkeypatch):
     model = new_model("qwen3_windows", implementation="flexvarlen_flex", num_hidden_layers=6)
     backend, planned = get_backend("flex"), []
     plan = backend.plan
-    monkeypatch.setattr(backend, "plan", lambda mask: planned.append(mask.spec) or plan(mask))
+    monkeypatch.setattr(
+        backend, "plan", lambda mask, **kwargs: planned.append(mask.spec) or plan(mask)
+    )
     for _ in range(2):
         planned.clear()
         logits_of(model, input_ids=BATCH.ids, position_ids=BATCH.position_ids)

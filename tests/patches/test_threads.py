@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.attention.backends import flex
-from flexvarlen.patches.attention.by_name import first_unpacked
+from flexvarlen.patches.attention.by_name import _is_first_unpacked
 from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import batch_of, config_of, exact_and_peer, new_model
@@ -253,10 +253,10 @@ assert len(done) == 4, len(done)
 def test_a_layer_of_one_thread_goes_on_from_that_of_another():
     """Then its forward's rows are not looked at."""
     layers = new_model("llama").model.layers
-    assert first_unpacked(layers[0].self_attn)
+    assert _is_first_unpacked(layers[0].self_attn)
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(first_unpacked, layers[1].self_attn).result()
-    assert not first_unpacked(layers[1].self_attn)
+        assert other.submit(_is_first_unpacked, layers[1].self_attn).result()
+    assert not _is_first_unpacked(layers[1].self_attn)
 
 
 def test_first_use_in_many_threads():

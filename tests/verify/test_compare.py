@@ -124,11 +124,11 @@ def test_row_of_one_document_cannot_leak(llama):
 
 
 def plant(monkeypatch, change):
-    """Make the `sdpa` backend call `change(attend, q, k, v, mask, plan, options)`."""
+    """Make the `sdpa` backend call `change(attend, q, k, v, sinks, call, mask, plan)`."""
     attend = SdpaBackend.attend
 
-    def wrong(self, q, k, v, mask, plan, options):
-        return change(lambda *args: attend(self, *args), q, k, v, mask, plan, options)
+    def wrong(self, q, k, v, sinks, call, mask, plan):
+        return change(lambda *args: attend(self, *args), q, k, v, sinks, call, mask, plan)
 
     monkeypatch.setattr(SdpaBackend, "attend", wrong)
 
@@ -136,10 +136,10 @@ def plant(monkeypatch, change):
 def other_boundaries(boundaries):
     """Attention under boundaries that `boundaries(lengths)` makes of the right ones."""
 
-    def change(attend, q, k, v, mask, plan, options):
+    def change(attend, q, k, v, sinks, call, mask, plan):
         layout = PackedLayout.from_lengths(boundaries(list(mask.layout.lengths)))
         wrong = DocumentMask(layout, mask.spec)
-        return attend(q, k, v, wrong, SdpaBackend().plan(wrong), options)
+        return attend(q, k, v, sinks, call, wrong, SdpaBackend().plan(wrong))
 
     return change
 
@@ -174,8 +174,8 @@ def test_leak_is_reported(llama, monkeypatch, boundaries, leaked):
 def test_leak_below_rounding_is_reported(llama, monkeypatch):
     """A bit is enough: what drowns in the tolerance of the errors is still a leak."""
 
-    def change(attend, q, k, v, mask, plan, options):
-        out, lse = attend(q, k, v, mask, plan, options)
+    def change(attend, q, k, v, sinks, call, mask, plan):
+        out, lse = attend(q, k, v, sinks, call, mask, plan)
         return out + v[:1].repeat_interleave(q.shape[1] // v.shape[1], 1) * 1e-6, lse
 
     plant(monkeypatch, change)
@@ -233,9 +233,9 @@ def test_wrong_gradient_alone_is_wrong(llama, monkeypatch):
 def test_boundaries_kept_from_the_first_batch_are_found_on_another_packing(llama, monkeypatch):
     kept = []
 
-    def change(attend, q, k, v, mask, plan, options):
+    def change(attend, q, k, v, sinks, call, mask, plan):
         kept.append(plan)
-        return attend(q, k, v, mask, kept[0], options)
+        return attend(q, k, v, sinks, call, mask, kept[0])
 
     plant(monkeypatch, change)
     row = compare_sdpa(llama, packings=1)

@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.registry import AttentionOptions, AttentionRequest, get_backend
+from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 
 Result = TypeVar("Result")
@@ -30,23 +31,21 @@ class RandomTensors(NamedTuple):
     grad_THD: Tensor
 
     @classmethod
-    def of(cls, request: AttentionRequest, mask: DocumentMask) -> RandomTensors:
-        """Always the same for a request and the mask's numbers of tokens."""
-        generator = torch.Generator(request.device).manual_seed(0)
+    def of(cls, call: AttentionCall, mask: DocumentMask) -> RandomTensors:
+        """Always the same for a call and the mask's numbers of tokens."""
+        generator = torch.Generator(call.device).manual_seed(0)
 
-        def random(*shape: int, requires_grad: bool = request.needs_grad) -> Tensor:
-            values = torch.randn(
-                shape, generator=generator, device=request.device, dtype=request.dtype
-            )
+        def random(*shape: int, requires_grad: bool = call.needs_grad) -> Tensor:
+            values = torch.randn(shape, generator=generator, device=call.device, dtype=call.dtype)
             return values.requires_grad_(requires_grad)
 
-        queries = (mask.layout.total_tokens, request.num_heads, request.head_dim)
-        keys = (mask.layout_k.total_tokens, request.num_kv_heads, request.head_dim)
+        queries = (mask.layout.total_tokens, call.num_heads, call.head_dim)
+        keys = (mask.layout_k.total_tokens, call.num_kv_heads, call.head_dim)
         return cls(
             random(*queries),
             random(*keys),
             random(*keys),
-            random(request.num_heads) if request.sinks else None,
+            random(call.num_heads) if call.sinks else None,
             random(*queries, requires_grad=False),
         )
 
@@ -60,11 +59,10 @@ class CandidateCall:
     """A candidate's call on these tensors; its plan is made at the first, and kept."""
 
     def __init__(
-        self, name: str, request: AttentionRequest, mask: DocumentMask, tensors: RandomTensors
+        self, name: str, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors
     ) -> None:
         self.backend = get_backend(name)
-        self.request, self.mask, self.tensors = request, mask, tensors
-        self.options = options_of(request, tensors.sinks_H)
+        self.call, self.mask, self.tensors = call, mask, tensors
         self.planned = False
 
     def __call__(self) -> None:
@@ -72,19 +70,19 @@ class CandidateCall:
         self.results(self.tensors.grad_THD)
 
     def results(self, grad_THD: Tensor) -> dict[str, Tensor]:
-        """Output, LSE and gradients, by name; without those that the request does not ask for."""
+        """Output, LSE and gradients, by name; without those that the call does not ask for."""
         if not self.planned:
-            invariant = self.request.batch_invariant
+            invariant = self.call.batch_invariant
             self.plan = self.backend.plan(self.mask, batch_invariant=invariant)
             self.planned = True
         x = self.tensors
         out_THD, lse_HT = self.backend.attend(
-            x.q_THD, x.k_THD, x.v_THD, self.mask, self.plan, self.options
+            x.q_THD, x.k_THD, x.v_THD, x.sinks_H, self.call, self.mask, self.plan
         )
         found = {"output": out_THD}
         if lse_HT is not None:
             found["LSE"] = lse_HT
-        if self.request.needs_grad:
+        if self.call.needs_grad:
             grads = torch.autograd.grad(out_THD, x.inputs, grad_THD)
             found |= zip(GRADIENTS, grads, strict=False)
         return found
@@ -93,19 +91,7 @@ class CandidateCall:
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
 
-def options_of(request: AttentionRequest, sinks_H: Tensor | None) -> AttentionOptions:
-    """What the request asks, with the default scale."""
-    return AttentionOptions(
-        scale=request.head_dim**-0.5,
-        softcap=request.softcap,
-        sinks_H=sinks_H,
-        deterministic=request.deterministic,
-        batch_invariant=request.batch_invariant,
-        return_lse=request.return_lse,
-    )
-
-
-def in_own_thread(request: AttentionRequest, work: Callable[[], Result]) -> Result:
+def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
     """Run `work` apart from what the calling thread has set, and leave no trace.
 
     Grad mode, autocast, dispatch modes and hooks on saved tensors (as in gradient checkpointing)
@@ -113,7 +99,7 @@ def in_own_thread(request: AttentionRequest, work: Callable[[], Result]) -> Resu
     the thread and of the backward's stay. Random states are as before. Must not be called while a
     CUDA graph is captured, nor inside a backward, whose thread it would wait for.
     """
-    device = request.device
+    device = call.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def in_context() -> Result:
@@ -123,7 +109,7 @@ def in_own_thread(request: AttentionRequest, work: Callable[[], Result]) -> Resu
                 stack.enter_context(torch.cuda.stream(stream))
             ours = [] if stream is None else [stream.device_index]
             stack.enter_context(torch.random.fork_rng(ours, device_type="cuda"))
-            stack.enter_context(torch.set_grad_enabled(request.needs_grad))
+            stack.enter_context(torch.set_grad_enabled(call.needs_grad))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # of all threads
             return work()
 

@@ -21,10 +21,9 @@ from flexvarlen.attention.auto.candidate_call import (
     CandidateCall,
     RandomTensors,
     in_own_thread,
-    options_of,
 )
 from flexvarlen.attention.backends.reference import dense_attention
-from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 
@@ -60,28 +59,28 @@ class Expected(NamedTuple):
     results: dict[str, Tensor]
 
     @classmethod
-    def of(cls, request: AttentionRequest, mask: DocumentMask, tensors: RandomTensors) -> Expected:
+    def of(cls, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors) -> Expected:
         """By dense attention, in fp32, or fp64 for fp32. Syncs."""
         lo, hi = mask.bounds()
         seeing = (lo < hi).nonzero()[:, 0]
         keys = mask.layout_k.total_tokens
-        most = max(1, min(_MOST_QUERIES, _MOST_SCORES // (request.num_heads * keys), len(seeing)))
+        most = max(1, min(_MOST_QUERIES, _MOST_SCORES // (call.num_heads * keys), len(seeing)))
         evenly = torch.linspace(0, len(seeing) - 1, most, device=lo.device, dtype=torch.float64)
         queries = seeing[evenly.round().long()] if len(seeing) else seeing
         grad_THD = torch.zeros_like(tensors.grad_THD)
         grad_THD[queries] = tensors.grad_THD[queries]
 
-        wide = torch.float64 if request.dtype == torch.float32 else torch.float32
+        wide = torch.float64 if call.dtype == torch.float32 else torch.float32
         q, k, v, *sinks = (
-            x.detach().to(wide).requires_grad_(request.needs_grad)
+            x.detach().to(wide).requires_grad_(call.needs_grad)
             for x in (tensors.q_THD[queries], *tensors.inputs[1:])
         )
         tokens = torch.arange(keys, device=lo.device)
         seen = (lo[queries, None] <= tokens) & (tokens < hi[queries, None])
-        options = options_of(request, sinks[0] if sinks else None)
-        out_SHD, lse_HS = dense_attention(q, k, v, seen, options)
+        sinks_H = sinks[0] if sinks else None
+        out_SHD, lse_HS = dense_attention(q, k, v, sinks_H, seen, call)
         results = {"output": out_SHD.detach(), "LSE": lse_HS.detach()}
-        if request.needs_grad:
+        if call.needs_grad:
             grads = torch.autograd.grad(out_SHD, (q, k, v, *sinks), grad_THD[queries].to(wide))
             results |= zip(GRADIENTS, grads, strict=False)
             results["dq"] = (
@@ -89,14 +88,14 @@ class Expected(NamedTuple):
             )
         return cls(queries, grad_THD, results)
 
-    def check(self, call: CandidateCall) -> None:
+    def check(self, candidate: CandidateCall) -> None:
         """Raise if the candidate's results are others.
 
         Raises:
             WrongResultError: they are, or some are not finite.
         """
         least = _LEAST * float(self.grad_THD.float().norm())
-        for name, result in call.results(self.grad_THD).items():
+        for name, result in candidate.results(self.grad_THD).items():
             expected, found = self.results[name], result.detach()
             if name != "LSE" and not bool(found.isfinite().all()):
                 raise WrongResultError(f"wrong results: its {name} has NaN or infinity")
@@ -106,14 +105,14 @@ class Expected(NamedTuple):
                 found = found[:, self.queries]
             error = float((found.to(expected.dtype) - expected).norm())
             size = max(float(expected.norm()), least)
-            if not error <= TOLERANCE[call.request.dtype] * size:
+            if not error <= TOLERANCE[candidate.call.dtype] * size:
                 raise WrongResultError(
                     f"wrong results: its {name} is off by {error / size:.2g} times the reference's "
                     "norm"
                 )
 
 
-def why_wrong(name: str, request: AttentionRequest) -> str | None:
+def why_wrong(name: str, call: AttentionCall) -> str | None:
     """Why a backend's results may not be taken, found on a small row; None if they are right.
 
     For a call whose own documents are not at hand. Compiles nothing with Dynamo, so not for the
@@ -121,22 +120,22 @@ def why_wrong(name: str, request: AttentionRequest) -> str | None:
     """
 
     def work() -> None:
-        mask = _small_mask(request)
-        tensors = RandomTensors.of(request, mask)
-        call = CandidateCall(name, request, mask, tensors)
-        Expected.of(request, mask, tensors).check(call)
+        mask = _small_mask(call)
+        tensors = RandomTensors.of(call, mask)
+        candidate = CandidateCall(name, call, mask, tensors)
+        Expected.of(call, mask, tensors).check(candidate)
 
     try:
-        in_own_thread(request, work)
+        in_own_thread(call, work)
     except WrongResultError as error:
         return str(error)
     return None
 
 
-def _small_mask(request: AttentionRequest) -> DocumentMask:
+def _small_mask(call: AttentionCall) -> DocumentMask:
     """Three documents of up to 300 tokens, one of them of a single token."""
-    layout = PackedLayout.from_lengths([150, 1, 300], device=request.device)
-    cross, prefix = request.mask.cross, request.mask.prefix
-    layout_k = PackedLayout.from_lengths([200, 5, 300], device=request.device) if cross else None
+    layout = PackedLayout.from_lengths([150, 1, 300], device=call.device)
+    cross, prefix = call.spec.cross, call.spec.prefix
+    layout_k = PackedLayout.from_lengths([200, 5, 300], device=call.device) if cross else None
     prefixes = torch.full_like(layout.cu_seqlens[1:], 20) if prefix else None
-    return DocumentMask(layout, request.mask, layout_k=layout_k, prefix=prefixes)
+    return DocumentMask(layout, call.spec, layout_k=layout_k, prefix=prefixes)

@@ -8,15 +8,11 @@ else the static order, `AUTO_ORDER` of the registry. `flexvarlen.explain` measur
 Whatever is taken, its results were compared with the reference's before, and a backend that
 computes something else is left out with a warning. Two are not compared: flex by the static order,
 as it cannot be compiled while a graph is traced, and what a backward or a CUDA graph calls first.
-
-Imports: backends, layout, mask, measure.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
@@ -31,13 +27,9 @@ from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries
 from flexvarlen.attention.auto.check_results import why_wrong
 from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer
 from flexvarlen.attention.auto.timing import OUT_OF_MEMORY, Race, time_candidates
-from flexvarlen.attention.backends.registry import (
-    BACKENDS,
-    AttentionRequest,
-    choose_backend,
-    refusal,
-)
-from flexvarlen.env import AUTO, auto_is_static
+from flexvarlen.attention.backends.registry import BACKENDS, first_usable, refusal
+from flexvarlen.attention.call import AttentionCall
+from flexvarlen.env import AUTO, auto_is_static, torch_state
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 
@@ -45,10 +37,6 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "cuda": ("fa3", "fa4", "flex_fa4", "fa2", "flex", "varlen", "cudnn")
 }
 """What is timed, by device type: no backend that is slow by design. Elsewhere nothing is timed."""
-
-_MOST_NAMES = 4096  # sizes kept as they are, for the host's time; what is decided is kept by bucket
-
-_log = logging.getLogger("flexvarlen")
 
 
 @dataclass(frozen=True)
@@ -74,148 +62,86 @@ class Decision:
     lasting: bool = True
 
 
-class _Memory:
-    """What this process knows, as long as the run of ranks it belongs to lasts."""
+class _State:
+    """What is known as long as the run of ranks lasts that this process belongs to."""
 
-    def __init__(self) -> None:
-        self.run = ranks.Run(None)
-        self.names: dict[object, str] = {}
-        self.decisions: dict[object, Decision] = {}
+    def __init__(self, group: Any) -> None:
+        self.run = ranks.Run(group)
         self.wrong: dict[object, str | None] = {}
 
-    def renew(self, group: Any) -> None:
-        self.run, self.names, self.decisions, self.wrong = ranks.Run(group), {}, {}, {}
 
-
-_memory = _Memory()
-_measuring = threading.Lock()
+_state = _State(None)
 
 
 def forget() -> None:
     """Forget what this process knows; the file stays."""
-    _memory.renew(ranks.world())
+    global _state
+    _state = _State(ranks.world())
 
 
-def choose(call: tuple[Any, ...], mask: DocumentMask) -> str:
-    """The backend for an eager call; the fields of an `AttentionRequest`, in order.
+def renew_run() -> bool:
+    """Whether another run of ranks has begun, in which nothing is known."""
+    if _state.run.is_of(ranks.world()):
+        return False
+    forget()
+    return True
 
-    Measures at the first call of a kind, if it may. A few microseconds once known.
 
-    Raises:
-        NotImplementedError: no backend can serve the call; the sentence gives each one's reason.
-    """
-    group = ranks.world()
-    if not _memory.run.is_of(group):
-        _memory.renew(group)
-    sizes = keys.sizes(mask)
-    key = (call, sizes, keys.torch_state())
-    name = _memory.names.get(key)
-    if name is not None:
-        return name
-    decision = decide(AttentionRequest(*call), sizes, mask)
-    if decision.lasting:
-        if len(_memory.names) >= _MOST_NAMES:
-            _memory.names.clear()
-        _memory.names[key] = decision.backend
-    return decision.backend
+def candidates(call: AttentionCall) -> tuple[str, ...]:
+    """The backends to be timed for such calls: none that cannot serve them."""
+    names = CANDIDATES.get(call.device.type, ())
+    return tuple(n for n in names if n in BACKENDS and refusal(n, call) is None)
 
 
 def decide(
-    request: AttentionRequest,
-    sizes: keys.Sizes,
-    mask: DocumentMask | None,
-    why_no_mask: str = "nothing is timed inside a compiled graph; call flexvarlen.explain() ahead",
-    *,
-    only_look: bool = False,
+    call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask | str, only_look: bool = False
 ) -> Decision:
-    """What "auto" takes and why; timed on `mask`, if not known; nothing is timed without it.
+    """What "auto" takes for a kind of call, and why; nothing is remembered here.
 
     Args:
-        request: the kind of call.
-        sizes: of the mask's layouts; 0 where a compiled graph does not know one.
-        mask: the documents to time on, or None.
-        why_no_mask: why there is none.
-        only_look: leave no decision behind, and wait for none of another rank.
+        call: the kind of call.
+        bucket: of its sizes.
+        mask: the documents to time candidates on, or a string: why nothing may be timed.
+        only_look: leave no decision behind for other ranks, and wait for none.
 
     Raises:
         NotImplementedError: no backend can serve the call.
     """
-    group = ranks.world()
-    if not _memory.run.is_of(group):
-        _memory.renew(group)
-    obstacle = why_no_mask if mask is None else _why_not_now(mask)
-    if mask is None or obstacle is not None:
-        # Without the lock: this may be inside Dynamo, for whose own a measurement may wait.
-        return _remembered(request, sizes, obstacle or why_no_mask, only_look)
-    with _measuring:
-        return _remembered(request, sizes, mask)
-
-
-def candidates(request: AttentionRequest) -> tuple[str, ...]:
-    """The backends to be timed for such calls: none that cannot serve them."""
-    names = CANDIDATES.get(request.device.type, ())
-    return tuple(n for n in names if n in BACKENDS and refusal(n, request) is None)
-
-
-# Below, `mask` is the documents to time candidates on, or a string: why nothing may be timed.
-
-
-def _remembered(
-    request: AttentionRequest,
-    sizes: keys.Sizes,
-    mask: DocumentMask | str,
-    only_look: bool = False,
-) -> Decision:
-    if 0 in sizes:
-        return _static(request, None, "a size is 0, or not known inside the compiled graph")
-    bucket = keys.bucket(sizes)
-    key = (request, bucket, keys.torch_state())
-    known = _memory.decisions.get(key)
-    if known is None:
-        known = _among_ranks(request, bucket, mask, only_look)
-        if known.lasting and not only_look:
-            _memory.decisions[key] = known
-        _log.info("auto takes %s for %s: %s", known.backend, keys.describe(request), known.why)
-    return known
+    names = candidates(call)
+    obstacle = None
+    if call.device.type not in CANDIDATES:
+        obstacle = f"nothing is timed on {call.device.type}"
+    elif not names:
+        obstacle = "no kernel that is timed can serve it"
+    elif auto_is_static():
+        obstacle = f"{AUTO}=static"
+    if obstacle is not None:
+        return static_decision(call, bucket, obstacle, lasting=True)
+    if not _state.run.several:
+        return _alone(call, names, bucket, mask)
+    return _among_ranks(call, names, bucket, mask, only_look)
 
 
 def _among_ranks(
-    request: AttentionRequest, bucket: keys.Bucket, mask: DocumentMask | str, only_look: bool
+    call: AttentionCall,
+    names: tuple[str, ...],
+    bucket: keys.Bucket,
+    mask: DocumentMask | str,
+    only_look: bool,
 ) -> Decision:
-    run = _memory.run
-    names = candidates(request)
-    if request.device.type not in CANDIDATES:
-        return _static(request, bucket, f"nothing is timed on {request.device.type}", lasting=True)
-    if not names:
-        return _static(request, bucket, "no kernel that is timed can serve it", lasting=True)
-    if auto_is_static():
-        return _static(request, bucket, f"{AUTO}=static", lasting=True)
-    if not run.several:
-        return _alone(request, names, bucket, mask)
-    kind = keys.kind_key(request, bucket)
+    """Rank 0 decides for all; the others take what it left for them."""
+    run, kind = _state.run, keys.kind_key(call, bucket)
     if only_look:
-        seen = run.told(kind)
-        if seen is not None and _why_not_both(seen, request, names) is None:
+        seen = run.given(kind)
+        if seen is not None and _why_not_both(seen, call, names) is None:
             return _published(seen, "decided earlier in this run")
-        return _alone(request, names, bucket, mask)
+        return _alone(call, names, bucket, mask)
     if not run.decides:
-        told = run.ask(kind)
-        problem = "" if told is None else _why_not_both(told, request, names)
-        if told is None or problem is not None:
-            if told is not None:
-                warnings.warn(
-                    f"flexvarlen: rank 0 takes what cannot serve the call here ({problem}); "
-                    "install the same kernels on all.",
-                    stacklevel=2,
-                )
-            return _static(
-                request, bucket, "rank 0's choice is not known or not usable", lasting=True
-            )
-        return _published(told, "decided by rank 0")
+        return _given_by_rank_0(call, names, bucket, kind)
     own: list[Decision] = []
 
     def decide_here() -> str:
-        own.append(_alone(request, names, bucket, mask))
+        own.append(_alone(call, names, bucket, mask))
         return f"{own[0].backend} {own[0].compiled}"
 
     published = run.publish(kind, decide_here)
@@ -225,42 +151,58 @@ def _among_ranks(
     return _published(published, "decided earlier in this run")
 
 
+def _given_by_rank_0(
+    call: AttentionCall, names: tuple[str, ...], bucket: keys.Bucket, kind: str
+) -> Decision:
+    """Rank 0's decision, or the static order where it gives none that can be used here."""
+    given = _state.run.ask(kind)
+    problem = None if given is None else _why_not_both(given, call, names)
+    if given is not None and problem is None:
+        return _published(given, "decided by rank 0")
+    if problem is not None:
+        warnings.warn(
+            f"flexvarlen: rank 0 takes what cannot serve the call here ({problem}); "
+            "install the same kernels on all.",
+            stacklevel=2,
+        )
+    because = "rank 0's choice is not known or not usable"
+    return static_decision(call, bucket, because, lasting=True)
+
+
 def _published(names: str, why: str) -> Decision:
     """The decision that rank 0 left: its choices, for eager and for compiled calls."""
     eager, compiled = names.split()
     return Decision(eager, compiled, why)
 
 
-def _why_not_both(
-    published: str, request: AttentionRequest, candidates: tuple[str, ...]
-) -> str | None:
+def _why_not_both(published: str, call: AttentionCall, candidates: tuple[str, ...]) -> str | None:
     """Why this rank cannot take what rank 0 left, or None."""
     for name in dict.fromkeys(published.split()):
-        if name not in candidates and (reason := refusal(name, request)) is not None:
+        if name not in candidates and (reason := refusal(name, call)) is not None:
             return f"{name}: {reason}"
     return None
 
 
 def _alone(
-    request: AttentionRequest,
+    call: AttentionCall,
     names: tuple[str, ...],
     bucket: keys.Bucket,
     mask: DocumentMask | str,
 ) -> Decision:
     """The decision of a process that asks no other."""
     path = cache_path()
-    key = keys.answer_key(request, names, bucket)
+    key = keys.answer_key(call, names, bucket)
     entries = read_entries(path)
     kept = _from_entry(entries[key], names, path) if key in entries else None
     if kept is not None:
         return kept
     if isinstance(mask, str):
-        return _static(request, bucket, mask)
-    race = time_candidates(request, mask, names)
+        return static_decision(call, bucket, mask)
+    race = time_candidates(call, mask, names)
     for name, reason in race.failed.items():
-        _warn_of_failure(name, reason, request)
+        _warn_of_failure(name, reason, call)
     if not race.finalists:
-        still = _static(request, bucket, "every candidate failed when timed", race.failed)
+        still = static_decision(call, bucket, "every candidate failed when timed", race.failed)
         return replace(still, lasting=True)
     # Else the next process may have the memory.
     if OUT_OF_MEMORY not in race.failed.values() and race.layer is not None:
@@ -281,16 +223,16 @@ def _fastest(race: Race) -> tuple[str, str]:
     return min(near, key=compiled.__getitem__), min(compiled, key=compiled.__getitem__)
 
 
-def _warn_of_failure(name: str, reason: str, request: AttentionRequest) -> None:
+def _warn_of_failure(name: str, reason: str, call: AttentionCall) -> None:
     warnings.warn(
         f"flexvarlen: {name} failed when auto tried it ({reason}), so auto leaves it out for "
-        f"{keys.describe(request)}; run it by name to see for yourself.",
+        f"{keys.describe(call)}; run it by name to see for yourself.",
         stacklevel=2,
     )
 
 
-def _static(
-    request: AttentionRequest,
+def static_decision(
+    call: AttentionCall,
     bucket: keys.Bucket | None,
     because: str,
     failed: Mapping[str, str] | None = None,
@@ -300,7 +242,7 @@ def _static(
     """The first of the static order whose results are right.
 
     Args:
-        request: the kind of call.
+        call: the kind of call.
         bucket: of its sizes.
         because: why nothing was timed.
         failed: backends that are known to fail, and why.
@@ -308,12 +250,12 @@ def _static(
     """
     why = f"static order, because {because}"
     # FlashAttention's backward alone: its forward finds its work on the device.
-    wasteful = request.needs_grad and bucket is not None and keys.is_wasteful(bucket)
+    wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
     found = dict(failed or {})
     while True:
         wrong = {name: reason for name, reason in found.items() if reason != OUT_OF_MEMORY}
-        chosen = choose_backend(request, wasteful=wasteful, wrong=wrong)
-        reason = _why_wrong(chosen, request)
+        chosen = first_usable(call, wasteful=wasteful, failed=wrong)
+        reason = _why_wrong(chosen, call)
         if reason is None:
             return Decision(chosen, chosen, why, failed=found, lasting=lasting)
         found[chosen] = reason
@@ -324,24 +266,24 @@ _UNCOMPARED = ("flex", "flex_fa4", "sdpa")
 operator, one call a document."""
 
 
-def _why_wrong(name: str, request: AttentionRequest) -> str | None:
+def _why_wrong(name: str, call: AttentionCall) -> str | None:
     """Why a backend of the static order is not to be taken; asked once a process."""
-    if request.device.type not in CANDIDATES or name in _UNCOMPARED:
+    if call.device.type not in CANDIDATES or name in _UNCOMPARED:
         return None
-    key = (name, request, keys.torch_state())
-    if key not in _memory.wrong:
-        if _why_nothing_runs(request.device) is not None:
+    key = (name, call, torch_state())
+    if key not in _state.wrong:
+        if _why_nothing_runs(call.device) is not None:
             return None
         try:
-            reason = _memory.wrong[key] = why_wrong(name, request)
+            reason = _state.wrong[key] = why_wrong(name, call)
         except torch.OutOfMemoryError:  # the call itself will say so
             return None
         if reason is not None:
-            _warn_of_failure(name, reason, request)
-    return _memory.wrong[key]
+            _warn_of_failure(name, reason, call)
+    return _state.wrong[key]
 
 
-def _why_not_now(mask: DocumentMask) -> str | None:
+def why_not_now(mask: DocumentMask) -> str | None:
     """Why nothing can be timed here and now."""
     if type(mask.layout.cu_seqlens) is not Tensor:
         return "the layout's tensors hold no data"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.measure import HostAndDevice, time_host_and_device
 
 _MOST_WIDTH = 4096
@@ -50,22 +50,22 @@ NO_LAYER = Layer(0.0, 0.0)
 """Nothing around a call: where nobody knows what is."""
 
 
-def time_layer(request: AttentionRequest, tokens: int) -> Layer:
+def time_layer(call: AttentionCall, tokens: int) -> Layer:
     """Time a dense layer, as Llama's, of the width of the call's heads; syncs.
 
     Its MLP is three times as wide. A hidden size apart from H*D (half of it in Qwen3-0.6B) or a few
     active experts make a real layer's device time another, norms of queries and keys its host time.
 
     Args:
-        request: the kind of call; its heads, dtype, device, and whether a backward follows.
+        call: the kind of call; its heads, dtype, device, and whether a backward follows.
         tokens: of the row.
     """
-    layer = _DecoderLayer(request, tokens)
-    times = partial(time_host_and_device, {"": layer}, device=request.device, warmup=2, repeats=10)
+    layer = _DecoderLayer(call, tokens)
+    times = partial(time_host_and_device, {"": layer}, device=call.device, warmup=2, repeats=10)
     timed = times(busy_ms=_BUSY_MS)[""]
     if timed.host.ms_p80 > _BUSY_MS:  # the device has waited
         timed = times(busy_ms=2 * timed.host.ms_p80)[""]
-    width = request.num_heads * request.head_dim
+    width = call.num_heads * call.head_dim
     larger = tokens / layer.rows * (width / layer.width) ** 2
     return Layer(timed.host.ms_p50, timed.device.ms_p50 * larger)
 
@@ -73,18 +73,18 @@ def time_layer(request: AttentionRequest, tokens: int) -> Layer:
 class _DecoderLayer:
     """Each operation that transformers' eager Llama layer calls, without modules and attention.
 
-    A call runs it forward, and backward if the request needs it.
+    A call runs it forward, and backward if the call needs it.
     """
 
-    def __init__(self, request: AttentionRequest, tokens: int) -> None:
-        self.head_dim, self.needs_grad = request.head_dim, request.needs_grad
-        heads = max(1, min(request.num_heads, _MOST_WIDTH // request.head_dim))
-        kv_heads = max(1, request.num_kv_heads * heads // request.num_heads)
+    def __init__(self, call: AttentionCall, tokens: int) -> None:
+        self.head_dim, self.needs_grad = call.head_dim, call.needs_grad
+        heads = max(1, min(call.num_heads, _MOST_WIDTH // call.head_dim))
+        kv_heads = max(1, call.num_kv_heads * heads // call.num_heads)
         kv_width, self.width = kv_heads * self.head_dim, heads * self.head_dim
         self.rows = rows = min(tokens, max(1, _MOST_ELEMENTS // self.width))
 
         def random(*shape: int, std: float = 1.0) -> Tensor:
-            empty = torch.empty(shape, device=request.device, dtype=request.dtype)
+            empty = torch.empty(shape, device=call.device, dtype=call.dtype)
             return empty.normal_(std=std)
 
         def weight(*shape: int) -> Tensor:

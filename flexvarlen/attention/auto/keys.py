@@ -14,8 +14,9 @@ from importlib import metadata
 import torch
 from packaging.version import Version
 
-from flexvarlen.attention.backends.registry import AttentionRequest
-from flexvarlen.env import flash_attention_impl
+from flexvarlen._version import __version__
+from flexvarlen.attention.call import AttentionCall
+from flexvarlen.env import torch_state
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 
@@ -91,43 +92,38 @@ def is_wasteful(bucket: Bucket) -> bool:
     )
 
 
-def torch_state() -> tuple[object, ...]:
-    """torch's own switches that decide what kernels can serve, and which one `varlen` runs."""
-    return torch.are_deterministic_algorithms_enabled(), flash_attention_impl()
-
-
-def describe(request: AttentionRequest) -> str:
+def describe(call: AttentionCall) -> str:
     """The kind of call in words; whether there is a softcap, not how large it is."""
     words = [
-        str(request.dtype).removeprefix("torch."),
-        f"{request.num_heads}/{request.num_kv_heads} heads of {request.head_dim}",
-        repr(request.mask)[len("MaskSpec(") : -1],
-        "forward+backward" if request.needs_grad else "forward",
+        str(call.dtype).removeprefix("torch."),
+        f"{call.num_heads}/{call.num_kv_heads} heads of {call.head_dim}",
+        repr(call.spec)[len("MaskSpec(") : -1],
+        "forward+backward" if call.needs_grad else "forward",
     ]
-    words += ["softcap"] * (request.softcap is not None)
+    words += ["softcap"] * (call.softcap is not None)
     for flag in ("sinks", "deterministic", "batch_invariant", "return_lse", "past_int32"):
-        words += [flag] * getattr(request, flag)
+        words += [flag] * getattr(call, flag)
     return ", ".join(words)
 
 
-def answer_key(request: AttentionRequest, candidates: Iterable[str], bucket: Sequence[int]) -> str:
+def answer_key(call: AttentionCall, candidates: Iterable[str], bucket: Sequence[int]) -> str:
     """The name of an answer in the cache file; one that differs in anything is another answer."""
     parts = [
-        _hardware(request.device),
+        _hardware(call.device),
         ", ".join(f"{name} {version}" for name, version in versions()),
         "torch state " + ", ".join(map(str, torch_state())),
-        describe(request),
+        describe(call),
         "of " + " ".join(candidates),
         "sizes 2^" + " 2^".join(map(str, bucket)),
     ]
     return "; ".join(parts)
 
 
-def kind_key(request: AttentionRequest, bucket: Sequence[int]) -> str:
+def kind_key(call: AttentionCall, bucket: Sequence[int]) -> str:
     """What all ranks of a run ask alike: the kind of call, the power of two of T, the launch."""
     tokens, *_, launch = bucket[:_FIELDS]
     state = " ".join(map(str, torch_state()))
-    return f"{describe(request)}, {state}, tokens 2^{tokens}, launch {launch}"
+    return f"{describe(call)}, {state}, tokens 2^{tokens}, launch {launch}"
 
 
 def _hardware(device: torch.device) -> str:
@@ -137,9 +133,7 @@ def _hardware(device: torch.device) -> str:
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
     """Of torch, flexvarlen and each installed package that brings a kernel."""
-    import flexvarlen  # here: the package imports its modules before it is complete
-
-    found = [("torch", torch.__version__), ("flexvarlen", flexvarlen.__version__)]
+    found = [("torch", torch.__version__), ("flexvarlen", __version__)]
     for name in _KERNEL_PACKAGES:
         try:
             found.append((name, metadata.version(name)))

@@ -69,7 +69,7 @@ class Run:
             store.set(_decided(kind), chosen)
         return chosen
 
-    def told(self, kind: str) -> str | None:
+    def given(self, kind: str) -> str | None:
         """What rank 0 has decided already, or None; waits for nothing."""
         store = _store()
         if store is None or not store.check([_decided(kind)]):
@@ -96,7 +96,7 @@ class Run:
                 )
                 return None
             time.sleep(_POLL_S)
-        return self.told(kind)
+        return self.given(kind)
 
 
 def _store() -> Any:

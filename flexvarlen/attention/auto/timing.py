@@ -14,7 +14,7 @@ import torch
 from flexvarlen.attention.auto.candidate_call import CandidateCall, RandomTensors, in_own_thread
 from flexvarlen.attention.auto.check_results import Expected, WrongResultError
 from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer, time_layer
-from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import BUSY_MS, HostAndDevice, time_host_and_device
 
@@ -48,13 +48,13 @@ class Race(NamedTuple):
     layer: Layer | None
 
 
-def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
-    """Time each candidate once compiled: forward, and backward if the request needs it.
+def time_candidates(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race:
+    """Time each candidate once compiled: forward, and backward if the call needs it.
 
     Args:
-        request: the kind of call.
+        call: the kind of call.
         mask: the documents; q, k and v are random.
-        names: candidates that can serve the request.
+        names: candidates that can serve the call.
 
     Returns:
         The times of those that ran, interleaved, and why each other one failed.
@@ -63,12 +63,12 @@ def time_candidates(request: AttentionRequest, mask: DocumentMask, names: Sequen
     its own (`in_own_thread`). Syncs.
     """
     try:
-        return in_own_thread(request, lambda: _time(request, mask, names))
+        return in_own_thread(call, lambda: _time(call, mask, names))
     except torch.OutOfMemoryError as error:  # of the random tensors, or of the reference
         return Race({}, (), dict.fromkeys(names, _reason(error)), None)
 
 
-def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -> Race:
+def _time(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race:
     failed: dict[str, Failure] = {}
 
     def guarded(name: str, call: Callable[[], object]) -> Callable[[], object]:
@@ -85,7 +85,7 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
 
     layer: Layer | None = None
     try:
-        layer = time_layer(request, mask.layout.total_tokens)
+        layer = time_layer(call, mask.layout.total_tokens)
     except RuntimeError as error:  # of memory, of cuBLAS: not the kernels' failure
         warnings.warn(
             f"flexvarlen: auto could not time a decoder layer beside the kernels "
@@ -93,15 +93,15 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
             "the GPU's memory before the first such call.",
             stacklevel=2,
         )
-    tensors = RandomTensors.of(request, mask)
-    candidates = {name: CandidateCall(name, request, mask, tensors) for name in names}
-    expected = Expected.of(request, mask, tensors)
+    tensors = RandomTensors.of(call, mask)
+    candidates = {name: CandidateCall(name, call, mask, tensors) for name in names}
+    expected = Expected.of(call, mask, tensors)
     for name, candidate in candidates.items():  # loads, compiles, tunes
         guarded(name, partial(expected.check, candidate))()
     del expected
     calls = {name: guarded(name, candidate) for name, candidate in candidates.items()}
-    for call in calls.values():
-        call()
+    for run in calls.values():
+        run()
     timings: dict[str, HostAndDevice] = {}
     around = layer or NO_LAYER
     alive = list(calls)
@@ -113,13 +113,13 @@ def _time(request: AttentionRequest, mask: DocumentMask, names: Sequence[str]) -
         if not alive or (len(alive) < 2 and ran):
             break
         round_s = sum(
-            ran[name].eager_ms / 1e3 if name in ran else _seconds(calls[name], request.device)
+            ran[name].eager_ms / 1e3 if name in ran else _seconds(calls[name], call.device)
             for name in alive
         )
-        round_s += len(alive) * BUSY_MS / 1e3 if request.device.type == "cuda" else 1e-6
+        round_s += len(alive) * BUSY_MS / 1e3 if call.device.type == "cuda" else 1e-6
         rounds = max(least, min(_MOST_ROUNDS, int(BUDGET_S / len(_HEATS) / round_s)))
         timings |= time_host_and_device(
-            {name: calls[name] for name in alive}, device=request.device, warmup=0, repeats=rounds
+            {name: calls[name] for name in alive}, device=call.device, warmup=0, repeats=rounds
         )
     return Race(
         {name: timings[name] for name in timings if name not in failed},

@@ -1,10 +1,10 @@
-"""Move documents to block borders, where FlexAttention gives each the same bits in any batch.
+"""Move documents to block boundaries, where FlexAttention gives each the same bits in any batch.
 
 Its kernels go over a row block by block of 128 tokens: a document that begins inside a block is
-summed in other pieces than one that begins at its border. Arranged, each document begins at a
+summed in other pieces than one that begins at its boundary. Aligned, each document begins at a
 border, and what is left of its last block is padding.
 
-Shape legend: T = tokens of the row, A = of the arranged row, H = num_heads, D = head_dim,
+Shape legend: T = tokens of the row, A = of the aligned row, H = num_heads, D = head_dim,
 N = document slots.
 """
 
@@ -18,47 +18,48 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.block_mask import block_mask_of
-from flexvarlen.mask.document_mask import DEFAULT_BLOCK_SIZE, DocumentMask
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE
 
 
-class Arrangement(NamedTuple):
-    """A row whose documents begin at block borders.
+class AlignedRow(NamedTuple):
+    """A row whose documents begin at block boundaries.
 
     Attributes:
-        mask: of the arranged row.
+        mask: of the aligned row.
         block_mask: the same for FlexAttention.
         source_A: which token of the row is here, int64 `[A]`; T where none is.
-        place_T: where each token of the row goes, int64 `[T]`; A at padding after the last
+        target_T: where each token of the row goes, int64 `[T]`; A at padding after the last
             document, which goes nowhere.
     """
 
     mask: DocumentMask
     block_mask: BlockMask
     source_A: Tensor
-    place_T: Tensor
+    target_T: Tensor
 
     def enter(self, x_THD: Tensor) -> Tensor:
         """`[T, H, D]` to `[A, H, D]`; differentiable."""
-        moved: Tensor = _Move.apply(x_THD, self.source_A, self.place_T)  # type: ignore[no-untyped-call]
+        moved: Tensor = _Move.apply(x_THD, self.source_A, self.target_T)  # type: ignore[no-untyped-call]
         return moved
 
     def leave(self, x_AHD: Tensor) -> Tensor:
         """`[A, H, D]` to `[T, H, D]`; differentiable."""
-        moved: Tensor = _Move.apply(x_AHD, self.place_T, self.source_A)  # type: ignore[no-untyped-call]
+        moved: Tensor = _Move.apply(x_AHD, self.target_T, self.source_A)  # type: ignore[no-untyped-call]
         return moved
 
 
-def arrange(mask: DocumentMask) -> Arrangement:
-    """The arrangement for a mask of self-attention without a prefix. No sync; traces.
+def align(mask: DocumentMask) -> AlignedRow:
+    """The aligned row of a mask of self-attention without a prefix. No sync; traces.
 
     A is `ceil(T / 128) + N` blocks: it does not depend on the documents.
     """
     layout = mask.layout
-    call = _operator if torch.compiler.is_compiling() else _arrange
-    cu_seqlens, source_A, place_T, padding_A = call(
+    call = _operator if torch.compiler.is_compiling() else _align
+    cu_seqlens, source_A, target_T, padding_A = call(
         layout.cu_seqlens, layout.padding, layout.total_tokens, DEFAULT_BLOCK_SIZE
     )
-    arranged = PackedLayout(
+    aligned = PackedLayout(
         cu_seqlens,
         cu_seqlens_host=None,
         total_tokens=source_A.shape[0],
@@ -67,34 +68,34 @@ def arrange(mask: DocumentMask) -> Arrangement:
         max_seqlen=None,
         padding=padding_A,
     )
-    arranged_mask = DocumentMask(arranged, mask.spec)
-    return Arrangement(arranged_mask, block_mask_of(arranged_mask), source_A, place_T)
+    aligned_mask = DocumentMask(aligned, mask.spec)
+    return AlignedRow(aligned_mask, block_mask_of(aligned_mask), source_A, target_T)
 
 
-def _arrange(
+def _align(
     cu_seqlens: Tensor, padding_T: Tensor | None, total_tokens: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """cu_seqlens `[2N + 1]` of documents and the gaps behind them, source, place and padding."""
+    """cu_seqlens `[2N + 1]` of documents and the gaps behind them, source, target and padding."""
     slots = cu_seqlens.shape[0] - 1
-    arranged_tokens = (-(-total_tokens // block) + slots) * block
+    aligned_tokens = (-(-total_tokens // block) + slots) * block
     lengths = cu_seqlens.diff()
     blocks = (lengths + block - 1).div(block, rounding_mode="floor")
     starts = torch.nn.functional.pad(blocks.cumsum(0) * block, (1, 0)).to(torch.int32)
     tokens = torch.arange(total_tokens, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
     own = document.clamp(max=slots - 1)
-    place_T = torch.where(document < slots, starts[own] + tokens - cu_seqlens[own], arranged_tokens)
-    source = torch.full((arranged_tokens + 1,), total_tokens, device=cu_seqlens.device)
-    source = source.scatter(0, place_T, tokens)[:-1]
+    target_T = torch.where(document < slots, starts[own] + tokens - cu_seqlens[own], aligned_tokens)
+    source = torch.full((aligned_tokens + 1,), total_tokens, device=cu_seqlens.device)
+    source = source.scatter(0, target_T, tokens)[:-1]
     padding_A = source == total_tokens
     if padding_T is not None:
         padding_A = padding_A | padding_T[source.clamp(max=total_tokens - 1)]
     ends = starts[:-1] + lengths
-    cu_arranged = torch.cat([torch.stack([starts[:-1], ends], 1).flatten(), starts[-1:]])
-    return cu_arranged.contiguous(), source.contiguous(), place_T.contiguous(), padding_A
+    cu_alignd = torch.cat([torch.stack([starts[:-1], ends], 1).flatten(), starts[-1:]])
+    return cu_alignd.contiguous(), source.contiguous(), target_T.contiguous(), padding_A
 
 
-_operator = torch.library.custom_op("flexvarlen::arrange", mutates_args=())(_arrange)
+_operator = torch.library.custom_op("flexvarlen::align", mutates_args=())(_align)
 
 
 @_operator.register_fake
@@ -102,12 +103,12 @@ def _(
     cu_seqlens: Tensor, padding_T: Tensor | None, total_tokens: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slots = cu_seqlens.shape[0] - 1
-    arranged_tokens = (-(-total_tokens // block) + slots) * block
+    aligned_tokens = (-(-total_tokens // block) + slots) * block
     return (
         cu_seqlens.new_empty(2 * slots + 1),
-        cu_seqlens.new_empty(arranged_tokens, dtype=torch.int64),
+        cu_seqlens.new_empty(aligned_tokens, dtype=torch.int64),
         cu_seqlens.new_empty(total_tokens, dtype=torch.int64),
-        cu_seqlens.new_empty(arranged_tokens, dtype=torch.bool),
+        cu_seqlens.new_empty(aligned_tokens, dtype=torch.bool),
     )
 
 

@@ -1,26 +1,18 @@
-"""`flex`.
+"""`flex`: FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask.
 
-FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask built once a forward.
+The BlockMask is built once a forward.
 """
 
 from __future__ import annotations
 
-import threading
-import types
-import warnings
-from collections.abc import Callable
-from functools import cache, partial
-from operator import index
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexvarlen.attention.backends.block_alignment import Arrangement, arrange
-from flexvarlen.attention.backends.cu_seqlens.kernel import LEAST_SINK
-from flexvarlen.attention.call import INT32_ELEMENTS, AttentionOptions, AttentionRequest
+from flexvarlen.attention.backends.block_alignment import AlignedRow, align
+from flexvarlen.attention.backends.compiled_flex import flex
+from flexvarlen.attention.backends.sinks import share_without_sink
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
 
@@ -31,41 +23,35 @@ class FlexBackend:
     """FlexAttention with the mask as `lo[q] <= kv < hi[q]`."""
 
     name = "flex"
-    kernel = "TRITON"
-    """FlexAttention's own name of the kernel on a GPU."""
 
-    def why_not(self, request: AttentionRequest) -> str | None:
+    def why_not(self, call: AttentionCall) -> str | None:
         """Needs a GPU for gradients, head_dim >= 16 there, and a dtype of at most 32 bits."""
-        if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        device = call.device.type
+        if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return (
-                f"flex needs float32, bfloat16 or float16, got {request.dtype}; use backend='sdpa' "
+                f"flex needs float32, bfloat16 or float16, got {call.dtype}; use backend='sdpa' "
                 "or 'reference'."
             )
-        if request.device.type == "cpu" and request.needs_grad:
-            return "flex has no backward on the CPU; use backend='sdpa' there, or torch.no_grad()."
-        if request.device.type == "cpu" and (request.sinks or request.return_lse):
-            return "flex returns no LSE on the CPU; use backend='reference' there."
-        if request.device.type not in ("cpu", "cuda"):
+        if device not in ("cpu", "cuda"):
             return (
-                f"flex runs on cuda and, forward only, on the CPU, got {request.device.type}; use "
+                f"flex runs on cuda and, forward only, on the CPU, got {device}; use "
                 "backend='sdpa'."
             )
-        if request.device.type == "cuda" and request.head_dim < MIN_HEAD_DIM:
+        if device == "cpu" and call.needs_grad:
+            return "flex has no backward on the CPU; use backend='sdpa' there, or torch.no_grad()."
+        if device == "cpu" and (call.sinks or call.return_lse):
+            return "flex returns no LSE on the CPU; use backend='reference' there."
+        if device == "cuda" and call.head_dim < MIN_HEAD_DIM:
             return (
-                f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {request.head_dim}; "
+                f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {call.head_dim}; "
                 "use 'sdpa'."
             )
-        if request.batch_invariant:
-            return self._why_not_invariant(request)
-        return None
-
-    def _why_not_invariant(self, request: AttentionRequest) -> str | None:
-        if request.mask.prefix or request.mask.cross:
+        if call.batch_invariant and (call.spec.prefix or call.spec.cross):
             return (
                 "flex has neither prefixes nor layout_k where it is batch invariant; use "
                 "backend='fa3' for layout_k, or, without gradients or softcap, 'sdpa'."
             )
-        if request.needs_grad:
+        if call.batch_invariant and call.needs_grad:
             return (
                 "flex is batch invariant in its outputs alone: in its backward, inductor makes the "
                 "kernel that sums grad * out anew for other shapes, and it sums in another order; "
@@ -73,298 +59,55 @@ class FlexBackend:
             )
         return None
 
-    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> BlockMask | Arrangement:
-        """The document BlockMask; batch invariant, that of the row with documents at borders."""
-        return arrange(mask) if batch_invariant else block_mask_of(mask)
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> BlockMask | AlignedRow:
+        """The document BlockMask; batch invariant, that of the row with its documents aligned."""
+        return align(mask) if batch_invariant else block_mask_of(mask)
 
     def attend(
         self,
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        sinks_H: Tensor | None,
+        call: AttentionCall,
         mask: DocumentMask,
-        plan: BlockMask | Arrangement,
-        options: AttentionOptions,
+        plan: BlockMask | AlignedRow,
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents and heads; K and V are never repeated for GQA."""
-        if options.batch_invariant is isinstance(plan, BlockMask):
+        if call.batch_invariant is isinstance(plan, BlockMask):
             raise ValueError(
-                "a plan of flex must be made for the promise that the call asks for, got one for "
-                f"batch_invariant={not options.batch_invariant}; make it with get_backend('flex')."
-                f"plan(mask, batch_invariant={options.batch_invariant}), or leave plan= out."
+                "plan must be made for the guarantee that the call asks for, got one for "
+                f"batch_invariant={not call.batch_invariant}; leave plan= out."
             )
         if isinstance(plan, BlockMask):
-            return self._attend(q_THD, k_THD, v_THD, mask, plan, options)
+            return self._attend(q_THD, k_THD, v_THD, sinks_H, call, mask, plan)
         q_AHD, k_AHD, v_AHD = plan.enter(q_THD), plan.enter(k_THD), plan.enter(v_THD)
-        out_AHD, lse_HA = self._attend(q_AHD, k_AHD, v_AHD, plan.mask, plan.block_mask, options)
+        out_AHD, lse_HA = self._attend(
+            q_AHD, k_AHD, v_AHD, sinks_H, call, plan.mask, plan.block_mask
+        )
         if lse_HA is None:
             return plan.leave(out_AHD), None
         lse_HT = plan.leave(lse_HA.T[..., None])[..., 0].T
-        dead_T = plan.place_T >= lse_HA.shape[1]
-        return plan.leave(out_AHD), torch.where(dead_T, float("-inf"), lse_HT)
+        nowhere_T = plan.target_T >= lse_HA.shape[1]
+        return plan.leave(out_AHD), torch.where(nowhere_T, float("-inf"), lse_HT)
 
     def _attend(
         self,
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        sinks_H: Tensor | None,
+        call: AttentionCall,
         mask: DocumentMask,
         block_mask: BlockMask,
-        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
-        if (
-            q_THD.device.type == "cpu"
-        ):  # torch refuses tensors that require grad there, under no_grad too
-            q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
-        q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
-        with_lse = options.return_lse or options.sinks_H is not None
-        same_bits = options.deterministic or options.batch_invariant
-        chosen = (self.kernel, self._forward_tiles(q, mask, options), options.batch_invariant)
-        if torch.compiler.is_compiling():
-            if same_bits and q.device.type == "cuda":
-                _require_fixed_choices()
-            out, lse = _flex(q, k, v, block_mask, options.scale, options.softcap, with_lse, *chosen)
-        else:
-            if same_bits and q.device.type == "cuda":
-                for x in (q, k, v):
-                    torch._dynamo.maybe_mark_dynamic(x, 2)  # one kernel for rows of any length
-            own_T = (q.shape[2], k.shape[2]) if q.device.type == "cpu" else None
-            heads = (q.shape[1], k.shape[1], q.shape[3])
-            kind = (
-                q.device.type,
-                q.device.index,
-                q.dtype,
-                *heads,
-                mask.spec.ends_at_query,
-                mask.spec.cross,
-                options.softcap,
-                options.scale,
-                with_lse,
-                *chosen,
-                own_T,
-                torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-            )
-            out, lse = _call_compiled(
-                kind,
-                same_bits,
-                (q, k, v, block_mask, options.scale, options.softcap, with_lse, *chosen),
-            )
-        out_THD = out[0].transpose(0, 1)
-        lse_HT = None if lse is None else lse[0]
-        if options.sinks_H is not None and lse_HT is not None:
-            keep_HT = torch.sigmoid(lse_HT - options.sinks_H.float().clamp(min=LEAST_SINK)[:, None])
-            out_THD = (out_THD * keep_HT.T[..., None]).to(q_THD.dtype)
-        return out_THD, lse_HT if options.return_lse else None
-
-    def _forward_tiles(
-        self, q_BHTD: Tensor, mask: DocumentMask, options: AttentionOptions
-    ) -> str | None:
-        """Which of `FORWARD_TILES` to take; None: those that torch chooses.
-
-        Batch invariant, this depends on nothing that varies with the row: other tiles, other bits.
-        """
-        if self.kernel != "TRITON" or q_BHTD.device.type != "cuda":
-            return None
-        head_dim = index(q_BHTD.shape[3])
-        if q_BHTD.dtype == torch.float32:
-            return "wide_float32" if head_dim > TORCHS_WIDEST_FLOAT32 else None
-        short = mask.layout_k.max_seqlen_bound <= LONGEST_OF_TILES
-        if head_dim == 128 and not short and not options.batch_invariant:
-            return None
-        return "hopper" if _tiles_are_known(q_BHTD.device.index, q_BHTD.dtype, head_dim) else None
-
-
-def _as_BHTD(x_THD: Tensor) -> Tensor:
-    """`[1, H, T, D]`, a view but in two cases."""
-    x_BHTD = x_THD.transpose(0, 1)[None]
-    if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
-        return x_BHTD.contiguous()
-    if (
-        x_THD.device.type == "cpu" and torch.compiler.is_compiling()
-    ):  # the C++ template takes no views
-        return x_BHTD.clone(memory_format=torch.contiguous_format)
-    return x_BHTD
-
-
-def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_mask: BlockMask,
-    scale: float,
-    softcap: float | None,
-    with_lse: bool,
-    kernel: str,
-    tiles: str | None,
-    whole_blocks: bool,
-) -> tuple[Tensor, Tensor | None]:
-    kernel_options: Any = None
-    if q.device.type == "cuda":
-        # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
-        # sizes only.
-        kernel_options = {"BACKEND": kernel}
-        if tiles is not None:
-            kernel_options |= FORWARD_TILES[tiles]
-        if whole_blocks:
-            kernel_options |= WHOLE_BLOCKS
-    result = flex_attention(
-        q,
-        k,
-        v,
-        score_mod=None if softcap is None else _softcap(softcap),
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=kernel_options,
-        return_aux=AuxRequest(lse=True) if with_lse else None,
-    )
-    if with_lse:
-        out, aux = result
-        return out, aux.lse
-    assert isinstance(result, Tensor)
-    return result, None
-
-
-def _softcap(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return limit * torch.tanh(score / limit)
-
-    return score_mod
-
-
-FIXED_CHOICES = "deterministic"
-"""Inductor's setting under which it chooses kernels by rule.
-
-Otherwise it chooses by timing: also that of the small kernel in FlexAttention's backward that sums
-`grad * out` over head_dim, in another order for another choice. Seen on an H200 with head_dim 128:
-two compilations of one call gave other bits of dq and dk.
-"""
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _require_fixed_choices() -> bool:
-    """Refuse to promise equal bits in a graph that the user compiles, unless inductor's do too.
-
-    torch's own switch brings inductor's. That one alone does not last: Dynamo puts torch's back
-    after the first graph, and inductor's with it, before the backward is compiled.
-    """
-    from torch._inductor import config
-
-    if torch.are_deterministic_algorithms_enabled() and getattr(config, FIXED_CHOICES):
-        return True
-    raise NotImplementedError(
-        "flex gives the same bits in every compilation only while torch's deterministic switch is "
-        "on, and inductor's with it; call torch.use_deterministic_algorithms(True) and leave both "
-        "on, or use backend='fa3' or 'fa2'."
-    )
-
-
-FORWARD_TILES = {
-    "hopper": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4},
-    "wide_float32": {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1},
-}
-"""Tiles of the forward.
-
-On Hopper in half precision, less of a tile lies outside the documents than of torch's 128 queries,
-which at head_dim 64 leave little room in the registers. `flexvarlen bench kernels` times them: flex
-has these, raw:flex torch's. In float32, torch's tiles for most head dimensions above 128 do not fit
-into an H200's shared memory.
-"""
-
-TORCHS_WIDEST_FLOAT32 = 128
-
-WHOLE_BLOCKS = {"IS_DIVISIBLE": True}
-"""Of a row of documents at block borders, whose T is a multiple of 128.
-
-Left to itself inductor sees that of a T that it knows, and not of one that varies: two kernels for
-one document.
-"""
-
-LONGEST_OF_TILES = 32768
-"""At head_dim 128 torch's tiles are the faster ones for documents of more tokens."""
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the tiles for Hopper were measured for it.
-
-    And inductor is not set to search, by `torch._inductor.config.max_autotune`; what the modes and
-    options of torch.compile say is not known while it traces.
-    """
-    from torch._inductor import config
-
-    return (
-        torch.version.hip is None
-        and torch.cuda.get_device_capability(device_index) == (9, 0)
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128)
-        and not config.max_autotune
-    )
-
-
-def _call_compiled(
-    kind: tuple[object, ...], same_bits: bool, args: tuple[Any, ...]
-) -> tuple[Tensor, Tensor | None]:
-    """The compiled kernel of one kind of call, past Dynamo's limit of graphs a function too.
-
-    A row of one token, one below a block, other strides: each may be one graph more. At the limit
-    the kind gets another function, whose count begins anew.
-    """
-    while True:
-        generation = _generations.get(kind, 0)
-        try:
-            with _ONE_AT_A_TIME:
-                return _compiled(kind, same_bits, generation)(*args)
-        except FailOnRecompileLimitHit:
-            _generations[kind] = generation + 1
-            warnings.warn(
-                "flexvarlen: flex has compiled as many graphs for one kind of call as Dynamo "
-                "allows (torch._dynamo.config.recompile_limit) and goes on with more; rows of one "
-                "size, padded to total_tokens, need one.",
-                stacklevel=2,
-            )
-
-
-_ONE_AT_A_TIME = threading.RLock()
-"""torch 2.13 counts the compiled frames of `fullgraph=True` in one place for all threads: two calls
-at once, and one may raise that it found none (mended by pytorch's pull request 185138)."""
-
-_generations: dict[tuple[object, ...], int] = {}
-"""Functions of a kind that are full."""
-
-
-@cache
-def _compiled(
-    kind: tuple[object, ...], same_bits: bool, generation: int
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The compiled kernel of one kind of call, in which only T varies.
-
-    Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
-    each kind gets its own.
-    """
-    name = "flex_" + "_".join(map(str, (*kind, same_bits, generation)))
-    own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
-    # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
-    # kind.
-    dynamic = False if kind[0] == "cpu" else None
-    options = {FIXED_CHOICES: True} if same_bits else None
-    backend = partial(_inductor_keeping_buffers, options=options)
-    return torch.compile(own, fullgraph=True, dynamic=dynamic, backend=backend)
-
-
-def _inductor_keeping_buffers(
-    graph: torch.fx.GraphModule, inputs: list[Tensor], *, options: dict[str, Any] | None
-) -> Any:
-    """torch.compile's own backend, whose graphs may run their backward twice.
-
-    By default a backward overwrites what the forward saved for it, and raises under
-    `retain_graph=True`.
-    """
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-
-    with config.patch(donated_buffer=False):
-        return compile_fx(graph, inputs, config_patches=options)
+        with_lse = call.return_lse or sinks_H is not None
+        out_THD, lse_HT = flex(
+            q_THD, k_THD, v_THD, call, mask, block_mask, "TRITON", with_lse=with_lse
+        )
+        if sinks_H is not None and lse_HT is not None:
+            out_THD = (out_THD * share_without_sink(lse_HT, sinks_H)).to(q_THD.dtype)
+        return out_THD, lse_HT if call.return_lse else None
 
 
 BACKEND = FlexBackend()

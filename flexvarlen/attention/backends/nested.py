@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexvarlen.attention.backends.cu_seqlens.backend import HALF
-from flexvarlen.attention.backends.cu_seqlens.fa2 import ampere_refusal
-from flexvarlen.attention.backends.cu_seqlens.fa4 import gradient_refusal
-from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, MIN_BOUND, KernelCall
-from flexvarlen.attention.call import AttentionOptions, AttentionRequest
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, MIN_BOUND, Segments
+from flexvarlen.attention.backends.limits import HALF, ampere_refusal, fa4_gradient_refusal
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import flash_attention_impl
 from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.mask.spec import MaskSpec
 
 MAX_HEAD_DIM = 256
 
@@ -31,37 +30,38 @@ class NestedBackend:
 
     name = "nested"
 
-    def why_not(self, request: AttentionRequest) -> str | None:
+    def why_not(self, call: AttentionCall) -> str | None:
         """A CUDA GPU, half precision, plain causal or bidirectional documents, and no more."""
-        mask = request.mask
-        if request.device.type != "cuda":
-            return f"nested needs a CUDA GPU, got {request.device.type}; use backend='sdpa'."
-        if request.dtype not in HALF:
-            return f"nested needs bfloat16 or float16, got {request.dtype}; convert the model."
-        if request.head_dim % 8 or request.head_dim > MAX_HEAD_DIM:
+        spec = call.spec
+        if call.device.type != "cuda":
+            return f"nested needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
+        if call.dtype not in HALF:
+            return f"nested needs bfloat16 or float16, got {call.dtype}; convert the model."
+        if call.head_dim % 8 or call.head_dim > MAX_HEAD_DIM:
             return (
                 f"nested needs head_dim a multiple of 8 and at most {MAX_HEAD_DIM}, got "
-                f"{request.head_dim}; use backend='flex'."
+                f"{call.head_dim}; use backend='flex'."
             )
-        if (mask.left, mask.right) not in ((-1, 0), (-1, -1)) or mask.prefix or mask.chunk:
+        if (spec.left, spec.right) not in ((-1, 0), (-1, -1)) or spec.prefix or spec.chunk:
             return "nested has no windows, chunks or prefixes; use backend='flex'."
-        if mask.cross:
+        if spec.cross:
             return "nested takes no layout_k; use backend='varlen' or 'flex'."
-        if request.softcap is not None or request.sinks or request.return_lse:
+        if call.softcap is not None or call.sinks or call.return_lse:
             return "nested has no softcap, no sinks and no LSE; use backend='flex'."
-        if request.batch_invariant or request.deterministic:
+        if call.same_bits:
             return (
-                "nested promises neither determinism nor batch invariance; use backend='fa3', "
+                "nested guarantees neither determinism nor batch invariance; use backend='fa3', "
                 "'fa2' or 'varlen'."
             )
-        if request.past_int32:
+        if call.past_int32:
             return (
                 "nested reads memory that is not its own for queries of 2**31 elements or more "
                 "(tokens x heads x head_dim); pack shorter rows, or use backend='fa3' or 'flex'."
             )
-        if flash_attention_impl() == "FA4" and gradient_refusal(self.name, request) is not None:
-            return gradient_refusal(self.name, request)
-        return ampere_refusal(self.name, request.device)
+        wrong = fa4_gradient_refusal(self.name, call)
+        if flash_attention_impl() == "FA4" and wrong is not None:
+            return wrong
+        return ampere_refusal(self.name, call.device)
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """The offsets that nested tensors are made of, int64 `[N + 1]`."""
@@ -72,18 +72,19 @@ class NestedBackend:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        sinks_H: Tensor | None,
+        call: AttentionCall,
         mask: DocumentMask,
         plan: Tensor,
-        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """Eagerly torch's own autograd; in a compiled graph an operator with a backward."""
         settings = (
             max(mask.layout.max_seqlen_bound, MIN_BOUND),
             mask.spec.causal,
-            options.scale,
+            call.scale,
         )
-        call: Any = nested_forward if torch.compiler.is_compiling() else _sdpa
-        out_THD = call(q_THD, k_THD, v_THD, plan, *settings)
+        function: Any = nested_forward if torch.compiler.is_compiling() else _sdpa
+        out_THD = function(q_THD, k_THD, v_THD, plan, *settings)
         # The kernel leaves the rows past the last boundary unwritten.
         dead_T = torch.arange(q_THD.shape[0], device=q_THD.device) >= plan[-1]
         if mask.layout.padding is not None:
@@ -171,10 +172,15 @@ def nested_backward(
     heads, groups = q_THD.shape[1], k_THD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(heads // groups, 1) for x in (k_THD, v_THD))
     cu_seqlens = offsets.to(torch.int32)
-    tensors, window = (q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens), (-1, 0 if causal else -1)
-    call = KernelCall(*tensors, max_seqlen, max_seqlen, *window, scale, 0.0, False, False)
-    flash = KERNELS["varlen"]
-    grads = flash.backward(call, grad_THD.contiguous(), *flash.forward(call))
+    segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    call = AttentionCall(
+        *(q_THD.device, q_THD.dtype, heads, heads, q_THD.shape[2]),
+        spec=MaskSpec.of(causal=causal),
+        scale=scale,
+    )
+    flash, qkv = KERNELS["varlen"], (q_THD, k_THD, v_THD)
+    out_THD, lse_HT = flash.forward(*qkv, segments, call)
+    grads = flash.backward(grad_THD.contiguous(), *qkv, out_THD, lse_HT, segments, call)
     tail = (torch.arange(grad_THD.shape[0], device=grad_THD.device) >= offsets[-1])[:, None, None]
     dq, dk, dv = (x.masked_fill(tail, 0) for x in grads)
     dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.call import AttentionOptions, AttentionRequest
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.vectors import dense_mask
 
@@ -18,11 +18,11 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def why_not(self, request: AttentionRequest) -> str | None:
+    def why_not(self, call: AttentionCall) -> str | None:
         """It can do all but be batch invariant: a matrix product's order of sums depends on T."""
-        if not request.dtype.is_floating_point:
-            return f"reference needs a float dtype, got {request.dtype}; convert the tensors."
-        if request.batch_invariant:
+        if not call.dtype.is_floating_point:
+            return f"reference needs a float dtype, got {call.dtype}; convert the tensors."
+        if call.batch_invariant:
             return (
                 "reference is not batch invariant: its matrix products depend on T; use "
                 "backend='sdpa'."
@@ -38,36 +38,45 @@ class ReferenceBackend:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        sinks_H: Tensor | None,
+        call: AttentionCall,
         mask: DocumentMask,
         plan: Tensor,
-        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """Scores of all pairs, masked; rows that keep nothing give 0 and an LSE of -inf."""
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         with torch.autocast(q_THD.device.type, enabled=False):  # it would narrow the products again
             out_THD, lse_HT = dense_attention(
-                q_THD.to(wide), k_THD.to(wide), v_THD.to(wide), plan, options
+                q_THD.to(wide), k_THD.to(wide), v_THD.to(wide), sinks_H, plan, call
             )
-        return out_THD.to(q_THD.dtype), lse_HT if options.return_lse else None
+        return out_THD.to(q_THD.dtype), lse_HT if call.return_lse else None
 
 
 def dense_attention(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, seen: Tensor, options: AttentionOptions
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    sinks_H: Tensor | None,
+    seen: Tensor,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Output `[T, H, Dv]` and LSE `[H, T]` in the tensors' dtype; `seen` is bool `[T, Tk]`."""
+    """Output `[T, H, Dv]` and LSE `[H, T]` in the tensors' dtype, whatever `call` says of it.
+
+    `seen` is bool `[T, Tk]`.
+    """
     tokens, heads, dim = q_THD.shape
     groups = k_THD.shape[1]
     q_GRTD = q_THD.reshape(tokens, groups, heads // groups, dim).permute(1, 2, 0, 3)
     k_GDT, v_GTD = k_THD.permute(1, 2, 0), v_THD.permute(1, 0, 2)
-    scores = (q_GRTD * options.scale) @ k_GDT[:, None]
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = (q_GRTD * call.scale) @ k_GDT[:, None]
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     # Not -inf: the softmax of a row of -inf is NaN. The product with the mask makes such rows zero.
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     lse = scores.logsumexp(-1)
     probabilities = torch.softmax(scores, -1) * seen
-    if options.sinks_H is not None:
-        sinks = options.sinks_H.to(scores.dtype).view(groups, heads // groups, 1)
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).view(groups, heads // groups, 1)
         probabilities = probabilities * torch.sigmoid(lse - sinks)[..., None]
     out_GRTD = probabilities @ v_GTD[:, None]
     out_THD = out_GRTD.permute(2, 0, 1, 3).reshape(tokens, heads, v_THD.shape[-1])

@@ -11,37 +11,12 @@ import torch
 
 from flexvarlen.attention.backends import flex, flex_fa4, nested, reference, sdpa
 from flexvarlen.attention.backends.cu_seqlens import cudnn, fa2, fa3, fa4, varlen
-from flexvarlen.attention.call import INT32_ELEMENTS, AttentionOptions, AttentionRequest, Backend
+from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall, Backend
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
 from flexvarlen.mask.spec import Align, MaskSpec
 
-__all__ = [
-    "BACKENDS",
-    "INT32_ELEMENTS",
-    "AttentionOptions",
-    "AttentionRequest",
-    "Backend",
-    "available_backends",
-    "choose_backend",
-    "get_backend",
-    "why_not",
-]
-
-_REGISTRY: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        reference.BACKEND,
-        sdpa.BACKEND,
-        flex.BACKEND,
-        flex_fa4.BACKEND,
-        varlen.BACKEND,
-        cudnn.BACKEND,
-        nested.BACKEND,
-        fa2.BACKEND,
-        fa3.BACKEND,
-        fa4.BACKEND,
-    )
-}
+_MODULES = (reference, sdpa, flex, flex_fa4, varlen, cudnn, nested, fa2, fa3, fa4)
+_REGISTRY: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in _MODULES}
 
 BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """Every backend's name."""
@@ -71,28 +46,28 @@ def get_backend(name: str) -> Backend:
     return _REGISTRY[name]
 
 
-def refusal(name: str, request: AttentionRequest) -> str | None:
-    """Why the backend cannot serve the request, or None if it can."""
-    return get_backend(name).why_not(request)
+def refusal(name: str, call: AttentionCall) -> str | None:
+    """Why the backend cannot serve the call, or None if it can."""
+    return get_backend(name).why_not(call)
 
 
-def choose_backend(
-    request: AttentionRequest, *, wasteful: bool = False, wrong: Mapping[str, str] | None = None
+def first_usable(
+    call: AttentionCall, *, wasteful: bool = False, failed: Mapping[str, str] | None = None
 ) -> str:
-    """The backend that `"auto"` takes: the first usable in `AUTO_ORDER`, or `WASTEFUL_ORDER`.
+    """The first usable backend in `AUTO_ORDER`, or `WASTEFUL_ORDER`.
 
     Args:
-        request: the kind of call.
+        call: the kind of call.
         wasteful: whether the second order is to be used.
-        wrong: backends that fail, and how.
+        failed: backends that fail, and how.
 
     Raises:
         NotImplementedError: none is usable; the sentence gives each one's reason.
     """
     reasons = []
     order = AUTO_ORDER | WASTEFUL_ORDER if wasteful else AUTO_ORDER
-    for name in order.get(request.device.type, ("sdpa",)):
-        reason = (wrong or {}).get(name) or refusal(name, request)
+    for name in order.get(call.device.type, ("sdpa",)):
+        reason = (failed or {}).get(name) or refusal(name, call)
         if reason is None:
             return name
         reasons.append(f"{name}: {reason}")
@@ -145,15 +120,14 @@ def why_not(
     >>> why_not("sdpa") is None
     True
     """
-    request = AttentionRequest(
+    kind = {"causal": causal, "window": window, "chunk": chunk}
+    call = AttentionCall(
         device=torch.device(device),
         dtype=dtype,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mask=MaskSpec.of(
-            causal=causal, window=window, chunk=chunk, prefix=prefix, cross=cross, align=align
-        ),
+        spec=MaskSpec.of(**kind, prefix=prefix, cross=cross, align=align),  # type: ignore[arg-type]
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
@@ -162,7 +136,7 @@ def why_not(
         return_lse=return_lse,
         past_int32=total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
     )
-    return refusal(name, request)
+    return refusal(name, call)
 
 
 def available_backends(
@@ -175,17 +149,6 @@ def available_backends(
     needs_grad: bool = True,
 ) -> list[str]:
     """The backends that can serve such calls on this machine; arguments as in `why_not`."""
-    return [
-        name
-        for name in BACKENDS
-        if why_not(
-            name,
-            device=device,
-            dtype=dtype,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            needs_grad=needs_grad,
-        )
-        is None
-    ]
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    kind = {"device": device, "dtype": dtype, "needs_grad": needs_grad, **heads}
+    return [name for name in BACKENDS if why_not(name, **kind) is None]  # type: ignore[arg-type]

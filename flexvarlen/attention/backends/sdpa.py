@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexvarlen.attention.call import AttentionOptions, AttentionRequest
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 from flexvarlen.mask.vectors import dense_mask, query_bounds
@@ -27,17 +27,16 @@ class SdpaBackend:
 
     name = "sdpa"
 
-    def why_not(self, request: AttentionRequest) -> str | None:
+    def why_not(self, call: AttentionCall) -> str | None:
         """No softcap, no sinks, no LSE: SDPA has none of them."""
-        if not request.dtype.is_floating_point:
-            return f"sdpa needs a float dtype, got {request.dtype}; convert the tensors."
-        if request.softcap is not None or request.sinks or request.return_lse:
+        if not call.dtype.is_floating_point:
+            return f"sdpa needs a float dtype, got {call.dtype}; convert the tensors."
+        if call.softcap is not None or call.sinks or call.return_lse:
             return (
                 "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or "
                 "'reference'."
             )
-        ordered = request.deterministic or request.batch_invariant
-        if ordered and request.needs_grad and request.device.type == "cuda":
+        if call.same_bits and call.needs_grad and call.device.type == "cuda":
             others = "'fa3', 'fa2' or 'fa4' in half precision, 'reference' in any for deterministic"
             return f"sdpa's backward is not deterministic on a GPU; use backend={others}."
         return None
@@ -66,9 +65,10 @@ class SdpaBackend:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        sinks_H: Tensor | None,
+        call: AttentionCall,
         mask: DocumentMask,
         plan: Tensor,
-        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """Eagerly a differentiable loop.
 
@@ -77,8 +77,8 @@ class SdpaBackend:
         """
         spec = mask.spec.as_ints()
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, options.scale), None
-        return _loop(q_THD, k_THD, v_THD, plan, spec, options.scale), None
+            return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, call.scale), None
+        return _loop(q_THD, k_THD, v_THD, plan, spec, call.scale), None
 
 
 def _documents(plan: Tensor) -> Iterator[tuple[slice, slice, int]]:

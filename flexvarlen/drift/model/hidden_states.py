@@ -19,8 +19,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         NotImplementedError: none is found.
     """
-    from flexvarlen.patches.attention.routing import attention_layers, base_of
-    from flexvarlen.patches.models.towers import text_tower
+    from flexvarlen.patches.models.layers import attention_layers, base_of, text_tower
 
     tower = text_tower(base_of(model))
     attention = {id(layer) for layer in attention_layers(tower)}

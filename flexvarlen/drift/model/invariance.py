@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import refusal
 from flexvarlen.drift.difference import Difference
 from flexvarlen.drift.model.fixed_shapes import fixed_shapes
 from flexvarlen.drift.model.measures import gradient_measures, why_not_finite
@@ -59,18 +60,13 @@ def invariant_variant(setting: ModelSetting, backend: str) -> Variant:
 
 def why_not_invariant(variant: Variant, *, needs_grad: bool) -> str | None:
     """Why a variant's backend cannot be batch invariant and deterministic on its model, or None."""
-    from flexvarlen.patches.attention.routing import kinds_of, why_not_kind
+    from flexvarlen.patches.models.layers import kinds_of
 
+    guarantees: Any = {"deterministic": True, "batch_invariant": True}
     for kind in kinds_of(variant.model):
-        reason = why_not_kind(
-            variant.name,
-            kind,
-            device=variant.model.device,
-            dtype=variant.model.dtype,
-            needs_grad=needs_grad,
-            deterministic=True,
-            batch_invariant=True,
-        )
+        model = variant.model
+        call = kind.call(model.device, model.dtype, needs_grad=needs_grad, **guarantees)
+        reason = refusal(variant.name, call)
         if reason is not None:
             return reason
     return None

@@ -15,12 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.attention.backends import registry as backends
-from flexvarlen.attention.backends.registry import (
-    AttentionOptions,
-    AttentionRequest,
-    Backend,
-    get_backend,
-)
+from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.attention.call import AttentionCall, Backend
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 
@@ -86,7 +82,7 @@ def check_covered(model: nn.Module) -> None:
     Raises:
         NotImplementedError: it has some (experts, convolutions).
     """
-    from flexvarlen.patches.attention.routing import attention_layers
+    from flexvarlen.patches.models.layers import attention_layers
 
     known = {id(m) for m in (*matmuls_of(model), *norms_of(model), *embeddings_of(model))}
     known |= {id(m) for m in attention_layers(model)}
@@ -163,9 +159,9 @@ class SerialBackend:
     def __init__(self, wrapped: Backend) -> None:
         self.name, self.wrapped = wrapped.name, wrapped
 
-    def why_not(self, request: AttentionRequest) -> str | None:
+    def why_not(self, call: AttentionCall) -> str | None:
         """What the other says."""
-        return self.wrapped.why_not(request)
+        return self.wrapped.why_not(call)
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> list[Part]:
         """A plan a document. Needs documents that the host knows, without padding."""
@@ -197,9 +193,10 @@ class SerialBackend:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
+        sinks_H: Tensor | None,
+        call: AttentionCall,
         mask: DocumentMask,
         plan: list[Part],
-        options: AttentionOptions,
     ) -> tuple[Tensor, Tensor | None]:
         """One call a document."""
         found = [
@@ -207,9 +204,10 @@ class SerialBackend:
                 q_THD[part.rows].clone(),
                 k_THD[part.rows].clone(),
                 v_THD[part.rows].clone(),
+                sinks_H,
+                call,
                 part.mask,
                 part.plan,
-                options,
             )
             for part in plan
         ]

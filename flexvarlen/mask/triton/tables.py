@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexvarlen.layout.triton.launcher import Launcher
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
-from flexvarlen.mask.tables import table_shapes
+from flexvarlen.mask.table_shapes import table_shapes
 from flexvarlen.mask.triton.vectors import token_bounds
 
 COLUMNS = tl.constexpr(128)

@@ -12,12 +12,13 @@ from torch._dynamo.utils import counters
 
 import flexvarlen as fv
 from flexvarlen import env as switches
-from flexvarlen.attention import api as attention
+from flexvarlen.attention import choose
+from flexvarlen.attention import explain as explain_module
 from flexvarlen.attention.auto import cache_file, timing
 from flexvarlen.attention.auto import decide as auto
-from flexvarlen.attention.auto import explain as explain_module
 from flexvarlen.attention.backends import registry as backends
 from flexvarlen.attention.backends.sdpa import SdpaBackend
+from flexvarlen.attention.call import AttentionCall
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SLOW_S, FAST_S = 0.02, 0.0
@@ -35,16 +36,16 @@ class StandIn(SdpaBackend):
         self.refuses, self.fails = refuses, fails
         self.calls, self.grad_modes = 0, set()
 
-    def why_not(self, request):
+    def why_not(self, call):
         if self.refuses is not None:
-            return self.refuses(request)
+            return self.refuses(call)
         return None
 
     def plan(self, mask, *, batch_invariant=False):
         return super().plan(mask)
 
-    def attend(self, q_THD, k_THD, v_THD, mask, plan, options):
-        out, lse = super().attend(q_THD, k_THD, v_THD, mask, plan, options)
+    def attend(self, *args):
+        out, lse = super().attend(*args)
         if not torch.compiler.is_compiling():
             self.calls += 1
             self.grad_modes.add(torch.is_grad_enabled())
@@ -63,9 +64,7 @@ def set_up(patch, folder, *stand_ins):
     patch.setattr(auto, "CANDIDATES", {"cpu": tuple(backend.name for backend in stand_ins)})
     patch.setattr(timing, "BUDGET_S", 0.1)
     patch.setenv(switches.CACHE, str(folder))
-    auto.forget()
-    attention._checked.cache_clear()  # they know backends by name
-    attention._known.clear()
+    choose.forget()
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def candidates(monkeypatch, tmp_path):
 
     yield make
     monkeypatch.undo()
-    auto.forget()
+    choose.forget()
 
 
 @pytest.fixture
@@ -108,6 +107,12 @@ def attend(layout=None, *, requires_grad=False, **options):
 def explain(layout=None, **options):
     layout = a_layout() if layout is None else layout
     return fv.explain(layout, dtype=torch.float32, **HEADS, **options)
+
+
+def taken(mask, needs_grad=False):
+    """What "auto" takes for calls in fp32."""
+    call = AttentionCall(mask.layout.device, torch.float32, *HEADS.values(), mask.spec)
+    return choose.choose("auto", call._replace(needs_grad=needs_grad), mask)
 
 
 def entries():

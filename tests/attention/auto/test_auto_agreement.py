@@ -10,12 +10,13 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen import env as switches
+from flexvarlen.attention import choose
 from flexvarlen.attention.auto import cache_file
-from flexvarlen.attention.auto import decide as auto
 from flexvarlen.attention.auto.candidate_call import CandidateCall, RandomTensors
 from flexvarlen.attention.auto.check_results import TOLERANCE, Expected, WrongResultError
 from flexvarlen.attention.backends import registry as backends
-from flexvarlen.attention.backends.registry import AttentionRequest, get_backend
+from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 from tests.attention.auto.auto_candidates import (  # noqa: F401
     FAST_S,
@@ -70,7 +71,7 @@ def test_fast_garbage_taken(candidates, change):
     reasons = {c.name: (c.reason, c.timing) for c in explanation.candidates}
     assert "failed: wrong results" in reasons["garbage"][0]
     assert reasons["garbage"][1] is None
-    auto.forget()
+    choose.forget()
     assert explain().why.startswith("from the cache file")  # nor by the next process
     assert explain().chosen == "slow"
 
@@ -80,7 +81,7 @@ def test_an_answer_of_before_there_were_checks(candidates):
     explain()
     path = cache_file.cache_path()
     path.write_text(path.read_text().replace(f'"format": {cache_file.FORMAT}', '"format": 4'))
-    auto.forget()
+    choose.forget()
     with pytest.warns(UserWarning, match="not of format"):
         assert explain().why == "measured"
 
@@ -146,7 +147,7 @@ def test_right_results_are_not_refused(mask, dtype):
     """Errors of sdpa, which is right, are far below the tolerance; beyond it by a little is not."""
     layout = fv.PackedLayout.from_lengths([30, 1, 90], total_tokens=130, capacity=3)
     document_mask = DocumentMask.of(layout, **MASKS[mask])
-    request = AttentionRequest(layout.device, dtype, 4, 2, 32, document_mask.spec)
+    request = AttentionCall(layout.device, dtype, 4, 2, 32, document_mask.spec).kind()
     tensors = RandomTensors.of(request, document_mask)
     expected = Expected.of(request, document_mask, tensors)
     call = CandidateCall("sdpa", request, document_mask, tensors)

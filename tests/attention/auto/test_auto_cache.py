@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from flexvarlen import env as switches
+from flexvarlen.attention import choose
 from flexvarlen.attention.auto import cache_file, keys
-from flexvarlen.attention.auto import decide as auto
 from flexvarlen.mask.document_mask import DocumentMask
 from tests.attention.auto.auto_candidates import (  # noqa: F401
     CAPACITY,
@@ -98,7 +98,7 @@ def test_answer_of_fewer_candidates_or_other_versions_taken(candidates, monkeypa
     candidates(StandIn("slow", SLOW_S), StandIn("slower", 2 * SLOW_S), StandIn("new", FAST_S))
     assert explain().why == "measured"
     monkeypatch.setattr(keys, "versions", lambda: (("torch", "99"),))
-    auto.forget()
+    choose.forget()
     assert explain().why == "measured"
 
 
@@ -109,7 +109,7 @@ def test_corrupt_cache_file_raises_or_is_silent(two, damage):
     path.write_bytes(damage.encode(errors="surrogateescape"))
     with pytest.warns(UserWarning, match=r"auto\.json .*measured anew"):
         assert explain().why == "measured"
-    auto.forget()
+    choose.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert explain().why.startswith("from the cache file")
@@ -150,7 +150,7 @@ def test_damaged_answer_taken(two, entry):
     cache_file.cache_path().write_text(
         json.dumps({"format": cache_file.FORMAT, "entries": {key: entry}})
     )
-    auto.forget()
+    choose.forget()
     with pytest.warns(UserWarning, match="measured anew"):
         assert explain().why == "measured"
 
@@ -206,6 +206,6 @@ def test_file_that_has_not_changed_is_read_again(two, monkeypatch):
         Path, "read_text", lambda path, **options: reads.append(path) or text(path, **options)
     )
     for _ in range(3):
-        auto.forget()
+        choose.forget()
         attend()
     assert len(reads) <= 1

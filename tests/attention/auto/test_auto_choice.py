@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import flexvarlen as fv
 from flexvarlen import env as switches
-from flexvarlen.attention.api import resolve_backend
+from flexvarlen.attention import choose
 from flexvarlen.attention.auto import cache_file, keys, timing
 from flexvarlen.attention.auto import decide as auto
 from flexvarlen.attention.auto import decoder_layer as layer
 from flexvarlen.attention.backends import registry as backends
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -39,6 +40,7 @@ from tests.attention.auto.auto_candidates import (  # noqa: F401
     attend,
     candidates,
     explain,
+    taken,
     tensors,
     two,
 )
@@ -76,12 +78,10 @@ def test_refused_kernel_timed_or_chosen(candidates):
 def test_answer_for_other_arguments_taken(candidates, promise):
     """The fast one serves plain calls only: what was learnt from these must not reach others."""
 
-    def plain_only(request):
-        if request.mask.left != -1:
+    def plain_only(call):
+        if call.spec.left != -1:
             return "plain only; use another."
-        return (
-            "no promise; use another." if request.deterministic or request.batch_invariant else None
-        )
+        return "no promise; use another." if call.same_bits else None
 
     candidates(
         StandIn("slow", SLOW_S, BY_SLOW),
@@ -106,11 +106,11 @@ def test_stale_refusal_after_torchs_deterministic_switch(candidates):
         StandIn("slow", SLOW_S), StandIn("slower", 2 * SLOW_S), StandIn("fast", 0, refuses=switch)
     )
     layout = a_layout()
-    mask, call = DocumentMask.of(layout), {"dtype": torch.float32, **HEADS, "needs_grad": False}
-    assert resolve_backend("auto", mask, **call) == "fast"
+    mask = DocumentMask.of(layout)
+    assert taken(mask) == "fast"
     torch.use_deterministic_algorithms(True)
     try:
-        assert resolve_backend("auto", mask, **call) == "slow"
+        assert taken(mask) == "slow"
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -188,7 +188,7 @@ def test_layer_that_cannot_be_timed_costs_no_kernel(two, monkeypatch, error):
     assert explanation.layer is None
     assert "besides" not in str(explanation)
     monkeypatch.setattr(layer, "linear", torch.nn.functional.linear)
-    auto.forget()
+    choose.forget()
     assert explain().why == "measured"  # with a layer, and so not from the file
 
 
@@ -218,13 +218,13 @@ def test_loser_of_a_cool_heat_wins_over_hotter_finalists(candidates, monkeypatch
         explanation = explain()
     assert asked == [set(heat) for heat in heats]
     assert (explanation.chosen, explanation.compiled) == ("b", "b")
-    auto.forget()
+    choose.forget()
     assert explain().chosen == "b"  # from the file
 
 
 def test_kernels_are_launched_for_the_longest_that_may_come():
     """A graph that alone sees the documents of a long row: flex, whose time does not grow so."""
-    request = auto.AttentionRequest(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
+    request = AttentionCall(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
     tokens, slots = 32_768, 256  # patch_model's defaults
     seen = {
         launch: keys.is_wasteful(keys.bucket((tokens, slots, tokens, launch)))
@@ -241,8 +241,8 @@ def test_kernels_are_launched_for_the_longest_that_may_come():
     assert not keys.is_wasteful(keys.bucket((2048, 64, 2048, keys._BOUNDS)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "refusal", lambda name, request: None)
-        assert backends.choose_backend(request) == "fa3"
-        assert backends.choose_backend(request, wasteful=True) == "flex"
+        assert backends.first_usable(request) == "fa3"
+        assert backends.first_usable(request, wasteful=True) == "flex"
     long = a_layout(30, 34, tokens=SHORT_ROW + 1, bound=SHORT_ROW + 1)
     for layout, launch in ((long, keys._OWN), (a_layout(), keys._BOUNDS)):
         assert keys.sizes(DocumentMask.of(layout))[-1] == launch
@@ -250,7 +250,7 @@ def test_kernels_are_launched_for_the_longest_that_may_come():
 
 
 def test_cpu_measures_nothing():
-    auto.forget()
+    choose.forget()
     explanation = explain()
     assert explanation.chosen == "sdpa"
     assert explanation.why == "static order, because nothing is timed on cpu"
@@ -407,7 +407,7 @@ def test_explanation_without_measuring_measures(two):
     assert explanation.why == "static order, because measure=False was asked for"
     assert [backend.calls for backend in two] == [0, 0]
     assert explain().why == "measured"
-    auto.forget()
+    choose.forget()
     assert explain(measure=False).chosen == "fast"
 
 
@@ -432,7 +432,7 @@ def on_gpu(layout, **options):
 @pytest.mark.gpu
 def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
     monkeypatch.setenv(switches.CACHE, str(tmp_path))
-    auto.forget()
+    choose.forget()
     layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -457,16 +457,16 @@ def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
         assert explanation.compiled == min(times, key=times.get)
         assert eager[explanation.chosen] <= auto._TIE * min(eager.values())
     assert not any(c.timing for c in explanation.candidates if not c.can)
-    auto.forget()
+    choose.forget()
     assert on_gpu(layout).chosen == explanation.chosen
 
 
 @pytest.mark.gpu
 def test_gpu_measured_while_a_graph_is_captured(monkeypatch, tmp_path):
     monkeypatch.setenv(switches.CACHE, str(tmp_path))
-    auto.forget()
+    choose.forget()
     layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
-    if len(auto.candidates(auto.AttentionRequest(layout.device, torch.bfloat16, 8, 2, 64))) < 2:
+    if len(auto.candidates(AttentionCall(layout.device, torch.bfloat16, 8, 2, 64))) < 2:
         pytest.skip("needs two kernels")
     x = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import flexvarlen as fv
-from flexvarlen.attention.api import resolve_backend
+from flexvarlen.attention import choose
 from flexvarlen.attention.auto import decide as auto
 from flexvarlen.attention.auto import keys, ranks
 from flexvarlen.attention.auto.decoder_layer import Layer
@@ -35,6 +35,7 @@ from tests.attention.auto.auto_candidates import (  # noqa: F401
     explain,
     in_processes,
     set_up,
+    taken,
     tensors,
     two,
 )
@@ -63,7 +64,7 @@ def test_compiled_graph_measures_or_recompiles(two, known):
     qkv = tensors(requires_grad=True)
     assert explain(a_layout(30, 34)).chosen == "fast"
     if known == "file":
-        auto.forget()
+        choose.forget()
     calls = fast.calls
 
     def layer(layout, *qkv):
@@ -112,7 +113,7 @@ def test_host_time_counts_eagerly_where_the_device_would_wait(two, monkeypatch, 
     assert (explanation.chosen, explanation.compiled) == (chosen, "fast")
     assert explanation.layer == layer
     assert f"the host {layer.host_ms:.3f} ms besides" in str(explanation)
-    auto.forget()
+    choose.forget()
     again = explain(needs_grad=False)  # from the file
     assert (again.chosen, again.compiled, again.layer) == (chosen, "fast", layer)
 
@@ -134,7 +135,7 @@ def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known)
     assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
     assert "auto takes slow, and fast in a compiled graph: measured." in str(explanation)
     if known == "file":
-        auto.forget()
+        choose.forget()
     qkv, layout = tensors(), a_layout()
     plain = fv.packed_attention(*qkv, layout, backend="sdpa")
     torch.testing.assert_close(attend_same(qkv, layout), BY_SLOW * plain)
@@ -153,7 +154,7 @@ def test_ranks_take_both_choices(two, monkeypatch):
         def ask(self, kind):
             return "slow fast"
 
-    monkeypatch.setattr(auto._memory, "run", RankOne())
+    monkeypatch.setattr(auto._state, "run", RankOne())
     explanation = explain()
     assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
 
@@ -177,13 +178,11 @@ def test_dynamic_sizes_are_guarded_on(two, hints, monkeypatch):
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_resolve_backend_does_not_trace(two):
+def test_the_choice_does_not_trace(two):
     explain(needs_grad=False)
 
     def step(x, layout):
-        name = resolve_backend(
-            "auto", DocumentMask.of(layout), dtype=torch.float32, **HEADS, needs_grad=False
-        )
+        name = taken(DocumentMask.of(layout))
         return x * {"fast": 3.0}.get(name, 0.0)
 
     out = torch.compile(step, fullgraph=True, backend="eager")(torch.ones(2), a_layout())
@@ -273,7 +272,7 @@ def test_kernel_of_rank_0_that_this_rank_lacks_taken(candidates, monkeypatch):
         def ask(self, kind):
             return "fast fast"
 
-    monkeypatch.setattr(auto._memory, "run", RankOne())
+    monkeypatch.setattr(auto._state, "run", RankOne())
     with pytest.warns(UserWarning, match=r"rank 0 takes what cannot .*fast: not here"):
         assert explain().chosen == "sdpa"
 

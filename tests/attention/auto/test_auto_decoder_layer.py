@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaModel
 
 from flexvarlen.attention.auto import decoder_layer as layer
-from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.bench.model.geometries import GEOMETRIES
 from flexvarlen.measure import HostAndDevice, Timing
 
@@ -19,7 +19,7 @@ TOKENS = 24
 
 
 def a_request(grad=False):
-    return AttentionRequest(CPU, torch.float32, 4, 2, 16, needs_grad=grad)
+    return AttentionCall(CPU, torch.float32, 4, 2, 16, needs_grad=grad)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_it_grows_with_the_row(monkeypatch, clock, tokens, rows):
 
 def test_a_narrow_layer_is_run_at_more_tokens(monkeypatch, clock):
     monkeypatch.setattr(layer, "_MOST_ELEMENTS", 12 * 64)
-    request = AttentionRequest(CPU, torch.float32, 1, 1, 16)
+    request = AttentionCall(CPU, torch.float32, 1, 1, 16)
     assert layer.time_layer(request, 40) == (2.0, 3.0)
     ((ran, _),) = clock[0]
     assert ran.rows == 40
@@ -121,7 +121,7 @@ def test_all_weights_have_gradients(monkeypatch, heads, kv_heads, head_dim, kv_w
     gradients = []
     grad = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *given: gradients.extend(grad(*given)))
-    request = AttentionRequest(CPU, torch.bfloat16, heads, kv_heads, head_dim)
+    request = AttentionCall(CPU, torch.bfloat16, heads, kv_heads, head_dim)
     ran = layer._DecoderLayer(request, TOKENS)
     assert [tuple(w.shape) for w in ran.qkv] == [(width, width), *[(kv_width, width)] * 2]
     ran()

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, Segments
+from flexvarlen.attention.call import AttentionCall
 from tests import oracle
 
 
-class PlainKernel:
+class PlainBackend(CuSeqlensBackend):
     """As FlashAttention behaves: tails unwritten, +inf where nothing is seen, sinks unknown."""
 
+    name = "plain"
+
     def __init__(self):
+        super().__init__()
         self.forwards = 0
 
-    def _documents(self, call):
+    def _documents(self, segments, call):
         spans_q, spans_k = (
             list(zip(cu.tolist(), cu.tolist()[1:], strict=False))
-            for cu in (call.cu_seqlens_q, call.cu_seqlens_k)
+            for cu in (segments.cu_seqlens_q, segments.cu_seqlens_k)
         )
         for (a, b), (c, d) in zip(spans_q, spans_k, strict=True):
-            assert b - a <= call.max_seqlen_q
-            assert d - c <= call.max_seqlen_k
-            window = (call.left, call.right)
+            assert b - a <= segments.max_seqlen_q
+            assert d - c <= segments.max_seqlen_k
+            window = (call.spec.left, call.spec.right)
             yield slice(a, b), slice(c, d), oracle.seen(b - a, d - c, causal=False, window=window)
 
     def _probabilities(self, q, k, seen, lse, call):
@@ -35,24 +41,22 @@ class PlainKernel:
             lse = torch.where(lse.isneginf(), float("inf"), lse)
         return (scores - lse[..., None]).exp(), lse
 
-    def forward(self, call):
+    def forward(self, q, k, v, segments, call):
         self.forwards += 1
-        q, k, v = call[:3]
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         out = torch.full_like(q, float("nan"))
         lse = q.new_full((q.shape[1], q.shape[0]), float("nan"))
-        for rows, keys, seen in self._documents(call):
+        for rows, keys, seen in self._documents(segments, call):
             p, lse[:, rows] = self._probabilities(q[rows], k[keys], seen, None, call)
             out[rows] = torch.einsum("hqk,khd->qhd", p, v[keys])
         return out, lse
 
-    def backward(self, call, grad, out, lse):
-        q, k, v = call[:3]
+    def backward(self, grad, q, k, v, out, lse, segments, call):
         groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
-        for rows, keys, seen in self._documents(call):
+        for rows, keys, seen in self._documents(segments, call):
             p, _ = self._probabilities(q[rows], k[keys], seen, lse[:, rows], call)
             dv[keys] = torch.einsum("hqk,qhd->khd", p, grad[rows])
             delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
@@ -62,30 +66,36 @@ class PlainKernel:
         return dq, *(x.unflatten(1, (groups, repeats)).sum(2) for x in (dk, dv))
 
 
-class PlainBackend(CuSeqlensBackend):
-    name = "plain"
-
-
 @pytest.fixture
 def backend():
-    kernel = PlainKernel()
-    yield PlainBackend(kernel)
+    yield PlainBackend()
     del KERNELS["plain"]
 
 
+def call_of(q, k, mask, **asked):
+    """The call of these tensors, with a scale of 0.25."""
+    heads = (q.shape[1], k.shape[1], q.shape[2])
+    return AttentionCall(q.device, q.dtype, *heads, mask.spec, 0.25, **asked)
+
+
+class Given(NamedTuple):
+    segments: Segments
+    call: AttentionCall
+
+
 @pytest.fixture
-def told(backend):
-    """What the kernel is told, call by call."""
+def given(backend):
+    """The segments and the calls that the kernel gets, one by one."""
     kernel, calls = KERNELS["plain"], []
     forward, backward = kernel.forward, kernel.backward
 
-    def noting_forward(call):
-        calls.append(call)
-        return forward(call)
+    def noting_forward(*args):
+        calls.append(Given(*args[-2:]))
+        return forward(*args)
 
-    def noting_backward(call, *rest):
-        calls.append(call)
-        return backward(call, *rest)
+    def noting_backward(*args):
+        calls.append(Given(*args[-2:]))
+        return backward(*args)
 
     kernel.forward, kernel.backward = noting_forward, noting_backward
     return calls

@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -17,8 +16,8 @@ import torch
 from torch.autograd import forward_ad
 
 from flexvarlen import PackedLayout, packed_attention, why_not
-from flexvarlen.attention.backends.cu_seqlens import fa4
-from flexvarlen.attention.backends.registry import AttentionRequest
+from flexvarlen.attention.backends import fa4_package
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
@@ -132,7 +131,7 @@ def test_auto_gives_the_reason_of_each_backend_that_it_tried():
 def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
     from flexvarlen.attention.backends.cu_seqlens import fa2, fa3
 
-    for module in (fa2, fa3, fa4):
+    for module in (fa2, fa3, fa4_package):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     reason = why_not(name, device="cuda", dtype=torch.bfloat16)
     assert f"{name} needs" in reason
@@ -153,7 +152,7 @@ def hopper(monkeypatch, tmp_path):
 
 def kept(device):
     """What FA4's import would find in its two variables."""
-    with fa4.keeping_kernels(device):
+    with fa4_package._keeping_kernels(device):
         return os.environ.get(FA4_KEEPS), os.environ.get(FA4_FOLDER)
 
 
@@ -175,12 +174,12 @@ def test_fa4_that_does_not_import_is_refused(hopper, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", Broken("interface"))
-    monkeypatch.setattr(fa4, "find_spec", lambda name: name)
+    monkeypatch.setattr(fa4_package, "find_spec", lambda name: name)
     before = dict(os.environ)
-    fa4._import_problem.cache_clear()
+    fa4_package._import_problem.cache_clear()
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(lambda _: fa4.cute_refusal("fa4", hopper), range(4)))
-    fa4._import_problem.cache_clear()
+        found = set(pool.map(lambda _: fa4_package.package_refusal("fa4", hopper), range(4)))
+    fa4_package._import_problem.cache_clear()
     (reason,) = found
     assert "which does not import here (RuntimeError: cutlass is another)" in reason
     assert reason.endswith("pip install --force-reinstall --no-deps flash-attn-4.")
@@ -222,12 +221,12 @@ def test_what_the_kernel_behind_varlen_lacks(monkeypatch, behind, kind, reason):
     """torch.nn.attention.activate_flash_attention_impl changes it."""
     from flexvarlen.attention.backends.cu_seqlens import varlen
 
-    request = AttentionRequest(torch.device("cuda"), torch.bfloat16, 4, 2, **kind)
+    call = AttentionCall(torch.device("cuda"), torch.bfloat16, 4, 2, **kind)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert varlen.BACKEND.why_not_this(request) is None
+    assert varlen.BACKEND.why_not_this(call) is None
     monkeypatch.setattr(varlen, "flash_attention_impl", lambda: behind)
-    assert re.search(reason, varlen.BACKEND.why_not_this(request))
-    assert varlen.BACKEND.why_not_this(replace(request, needs_grad=False)) is None
+    assert re.search(reason, varlen.BACKEND.why_not_this(call))
+    assert varlen.BACKEND.why_not_this(call._replace(needs_grad=False)) is None
 
 
 @pytest.mark.gpu

@@ -21,12 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flexvarlen import DocumentMask
 from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS
-from flexvarlen.attention.call import AttentionOptions
 from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.chunks import chunk_boundaries
+from flexvarlen.mask.spec import MaskSpec
 from tests import oracle
-from tests.attention.backends.plain_kernel import backend, told  # noqa: F401
+from tests.attention.backends.plain_kernel import backend, call_of, given  # noqa: F401
 from tests.attention.test_mask_kinds import other_lengths
 from tests.mask_cases import slots_of
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
@@ -50,11 +50,12 @@ def _launch(request, monkeypatch):
 
 def attend(backend, layout, *, sinks=None, return_lse=False, layout_k=None, **kind):
     mask = DocumentMask.of(layout, layout_k=layout_k, **kind)
-    options = AttentionOptions(scale=0.25, sinks_H=sinks, return_lse=return_lse)
 
     def ours(q, k, v, *s):
-        chosen = options if not s else AttentionOptions(0.25, sinks_H=s[0], return_lse=return_lse)
-        return backend.attend(q, k, v, mask, backend.plan(mask), chosen)
+        sinks_H = s[0] if s else sinks
+        call = call_of(q, k, mask, sinks=sinks_H is not None, return_lse=return_lse)
+        out, lse = backend.attend(q, k, v, sinks_H, call, mask, backend.plan(mask))
+        return out, lse
 
     return ours
 
@@ -135,15 +136,15 @@ def test_operators_pass_opcheck(backend):
     sinks = torch.randn(6)
     sizes = (layout.num_docs, TOKENS, TOKENS, TOKENS, TOKENS)
     boundaries = (layout.cu_seqlens, layout.cu_seqlens, *sizes)
-    settings = (*boundaries, -1, 0, 0.25, 0.0, False, False, 1, True)
+    settings = (*boundaries, 1, MaskSpec().as_ints(), 0.25, 0.0, False, False, True)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     ops = torch.ops.flexvarlen
-    for given in (None, sinks, sinks.clone().requires_grad_()):
-        torch.library.opcheck(ops.cu_seqlens_forward.default, ("plain", *leaves, given, *settings))
-        given = None if given is None else given.detach()
-        out, lse = ops.cu_seqlens_forward("plain", q, k, v, given, *settings)
+    for own in (None, sinks, sinks.clone().requires_grad_()):
+        torch.library.opcheck(ops.cu_seqlens_forward.default, ("plain", *leaves, own, *settings))
+        own = None if own is None else own.detach()
+        out, lse = ops.cu_seqlens_forward("plain", q, k, v, own, *settings)
         torch.library.opcheck(
-            ops.cu_seqlens_backward.default, ("plain", grad, q, k, v, given, out, lse, *settings)
+            ops.cu_seqlens_backward.default, ("plain", grad, q, k, v, own, out, lse, *settings)
         )
 
 
@@ -295,15 +296,16 @@ def test_transforms_of_torch_func_are_refused(backend):
         torch.func.grad(lambda *x: run(*x)[0].sum())(*qkv)
 
 
-def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend, told):
+def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend, given):
     """Batch invariant: by the longest document a kernel takes a window nothing fills for none."""
     q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
     for kind in ({"window": 1000}, {"causal": False, "window": (1000, 900)}):
         mask = DocumentMask.of(layout_of(DOCUMENTS["no_padding"]), **kind)
-        options = AttentionOptions(scale=0.25, batch_invariant=True)
-        backend.attend(q, k, v, mask, backend.plan(mask, batch_invariant=True), options)
-        assert told[-1].max_seqlen_k - 1 > mask.spec.left
-        assert told[-1].max_seqlen_q - 1 > mask.spec.right
+        call = call_of(q, k, mask, batch_invariant=True)
+        plan = backend.plan(mask, batch_invariant=True)
+        backend.attend(q, k, v, None, call, mask, plan)
+        assert given[-1].segments.max_seqlen_k - 1 > mask.spec.left
+        assert given[-1].segments.max_seqlen_q - 1 > mask.spec.right
 
 
 def test_chunks_beyond_the_row_overflow_nowhere():

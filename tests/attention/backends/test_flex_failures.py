@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.attention.backends.flex import _inductor_keeping_buffers
+from flexvarlen.attention.backends.compiled_flex import _inductor_keeping_buffers
 from tests.backends import gpu_param
 
 

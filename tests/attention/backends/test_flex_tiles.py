@@ -8,43 +8,38 @@ import pytest
 import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention
-from flexvarlen.attention.backends import flex
-from flexvarlen.attention.backends.flex_fa4 import BACKEND as FLASH
-from flexvarlen.attention.call import AttentionOptions
+from flexvarlen.attention.backends import compiled_flex
+from flexvarlen.attention.call import AttentionCall
 
-LONG = 2 * flex.LONGEST_OF_TILES
+LONG = 2 * compiled_flex.LONGEST_OF_TILES
 
 
-def tiles(monkeypatch, backend, bound, head_dim, **promises):
+def tiles(monkeypatch, bound, head_dim, **promises):
     """What is chosen on a machine that they were measured on."""
-    monkeypatch.setattr(flex, "_tiles_are_known", lambda *args: True)
+    monkeypatch.setattr(compiled_flex, "_tiles_are_known", lambda *args: True)
     dtype = promises.pop("dtype", torch.bfloat16)
     q = SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype, shape=(1, 4, 8, head_dim))
     layout = PackedLayout.from_lengths([8], max_seqlen_bound=bound, total_tokens=bound)
-    options = AttentionOptions(1.0, **promises)
-    return backend._forward_tiles(q, DocumentMask.of(layout), options)
+    call = AttentionCall(q.device, dtype, 4, 4, head_dim, **promises)
+    return compiled_flex.forward_tiles(q, DocumentMask.of(layout), call)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bound", [256, LONG])
 def test_long_documents_of_wide_heads_take_torchs_own(monkeypatch, bound, head_dim):
     expected = "hopper" if head_dim == 64 or bound < LONG else None
-    assert tiles(monkeypatch, flex.BACKEND, bound, head_dim) == expected
-    assert tiles(monkeypatch, FLASH, bound, head_dim) is None
+    assert tiles(monkeypatch, bound, head_dim) == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 200, 256])
 def test_wide_heads_in_float32_take_small_tiles(monkeypatch, head_dim):
     expected = "wide_float32" if head_dim > 128 else None
-    assert tiles(monkeypatch, flex.BACKEND, 256, head_dim, dtype=torch.float32) == expected
+    assert tiles(monkeypatch, 256, head_dim, dtype=torch.float32) == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_promise_of_equal_bits_does_not_look_at_the_row(monkeypatch, head_dim):
-    found = {
-        tiles(monkeypatch, flex.BACKEND, bound, head_dim, batch_invariant=True)
-        for bound in (256, LONG)
-    }
+    found = {tiles(monkeypatch, bound, head_dim, batch_invariant=True) for bound in (256, LONG)}
     assert found == {"hopper"}
 
 

@@ -18,10 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention
 from flexvarlen.attention.backends.cu_seqlens import kernel as cu_seqlens_kernel
-from flexvarlen.attention.call import AttentionOptions
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.measure import watch_compilation
-from tests.attention.backends.plain_kernel import backend, told  # noqa: F401
+from tests.attention.backends.plain_kernel import backend, call_of, given  # noqa: F401
 
 TOKENS = 256
 LONG = SHORT_ROW + 100
@@ -29,12 +28,13 @@ MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
 
 
 def attend(backend, q, k, mask):
-    return backend.attend(q, k, k, mask, backend.plan(mask), AttentionOptions(scale=0.25))[0]
+    call = call_of(q, k, mask)
+    return backend.attend(q, k, k, None, call, mask, backend.plan(mask))[0]
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_kernels_are_launched_for_the_documents_that_there_are(backend, told, compiler):
-    """Other documents recompile nothing; a short row, or one that is told to, keeps its bounds."""
+def test_kernels_are_launched_for_the_documents_that_there_are(backend, given, compiler):
+    """Other documents recompile nothing; a short row, or one that is fixed, keeps its bounds."""
     q = torch.randn(LONG, 2, 8, requires_grad=True)
 
     def run(layout):
@@ -44,23 +44,23 @@ def test_kernels_are_launched_for_the_documents_that_there_are(backend, told, co
     called = torch.compile(run, fullgraph=True, backend=compiler) if compiler else run
     with watch_compilation() as stats:
         for lengths in MANY:
-            told.clear()
+            given.clear()
             layout = PackedLayout.from_lengths(
                 lengths, total_tokens=LONG, capacity=8, max_seqlen_bound=LONG
             )
             called(layout).sum().backward()
-            assert len(told) == 2  # forward and backward
-            for call in told:
+            assert len(given) == 2  # forward and backward
+            for segments, _ in given:
                 slots = max(1, len(lengths))  # kernels refuse a batch of none
-                assert call.cu_seqlens_q.tolist() == layout.cu_seqlens[: slots + 1].tolist()
-                assert call.max_seqlen_q == call.max_seqlen_k == max([2, *lengths])
+                assert segments.cu_seqlens_q.tolist() == layout.cu_seqlens[: slots + 1].tolist()
+                assert segments.max_seqlen_q == segments.max_seqlen_k == max([2, *lengths])
     assert stats.compilations == (1 if compiler else 0)
-    told.clear()
+    given.clear()
     run(layout.fix_launch_sizes())
     run(layout.copy_(PackedLayout.from_lengths([9], total_tokens=LONG, capacity=8)))
-    assert len(told) == 2
-    for call in told:
-        assert (call.cu_seqlens_q.shape[0], call.max_seqlen_q) == (9, LONG)
+    assert len(given) == 2
+    for segments, _ in given:
+        assert (segments.cu_seqlens_q.shape[0], segments.max_seqlen_q) == (9, LONG)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, LONG])
@@ -225,7 +225,7 @@ def test_a_pickled_layout_still_recompiles_nothing(backend):
     assert stats.compilations == 1
 
 
-def test_documents_that_one_side_does_not_know_are_launched_for(backend, told):
+def test_documents_that_one_side_does_not_know_are_launched_for(backend, given):
     """Cross-attention: slots past the known ones hold keys all the same."""
     known = PackedLayout.from_lengths([5, 6], total_tokens=LONG, capacity=4)
     keys = PackedLayout.from_lengths([5, 6, 7, 8], total_tokens=LONG, capacity=4)
@@ -234,19 +234,19 @@ def test_documents_that_one_side_does_not_know_are_launched_for(backend, told):
     mask = DocumentMask.of(known, layout_k=keys)
     q = torch.randn(LONG, 2, 8)
     attend(backend, q, q, mask)
-    assert told[-1].cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
-    assert told[-1].cu_seqlens_q.shape == told[-1].cu_seqlens_k.shape
+    assert given[-1].segments.cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
+    assert given[-1].segments.cu_seqlens_q.shape == given[-1].segments.cu_seqlens_k.shape
 
 
-def test_documents_copied_into_a_layout_are_launched_for(backend, told):
+def test_documents_copied_into_a_layout_are_launched_for(backend, given):
     q = torch.randn(LONG, 2, 8)
     layout = PackedLayout.from_lengths([9, 9, 9], total_tokens=LONG, capacity=8)
     other = PackedLayout.from_lengths([3] * 7, total_tokens=LONG, capacity=8)
     mask = DocumentMask.of(layout)
     for lengths in ([9, 9, 9], [3] * 7):
         attend(backend, q, q, mask)
-        assert told[-1].cu_seqlens_q.diff().tolist() == lengths
-        assert told[-1].max_seqlen_q == lengths[0]
+        assert given[-1].segments.cu_seqlens_q.diff().tolist() == lengths
+        assert given[-1].segments.max_seqlen_q == lengths[0]
         layout.copy_(other)
 
 

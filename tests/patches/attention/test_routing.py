@@ -9,27 +9,28 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.env import _flag
-from flexvarlen.patches.attention import context as documents
-from flexvarlen.patches.attention import routing
+from flexvarlen.patches.attention import context, routing
+from flexvarlen.patches.models.layers import LayerKind, kinds_of
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import exact_and_peer, new_model, one_row
 
 BATCH = one_row()
 PACKED = {"input_ids": BATCH.ids, "position_ids": BATCH.position_ids, "labels": BATCH.ids}
+FULL = LayerKind("full_attention", True, None, None, 6, 2, 16, 0.25)
 MIXED = {"full_attention": "sdpa", "sliding_attention": "reference"}
 
 
 @pytest.fixture
 def attended(monkeypatch):
-    """Of each call of a backend: its name, the window's left side, the options."""
+    """Of each call of a backend: its name, the window's left side, the call."""
     calls = []
     for name in ("sdpa", "reference"):
         backend = get_backend(name)
 
-        def attend(q, k, v, mask, plan, options, _name=name, _attend=backend.attend):
-            calls.append((_name, mask.spec.left, options))
-            return _attend(q, k, v, mask, plan, options)
+        def attend(q, k, v, sinks, call, mask, plan, _name=name, _attend=backend.attend):
+            calls.append((_name, mask.spec.left, call))
+            return _attend(q, k, v, sinks, call, mask, plan)
 
         monkeypatch.setattr(backend, "attend", attend)
     return calls
@@ -73,10 +74,8 @@ def test_auto_is_resolved_by_kind_of_layer(attended, monkeypatch):
     with torch.no_grad():
         model(**PACKED)
     # once a kind, not once a layer
-    assert [(call["left"], call["num_heads"], call["num_kv_heads"]) for call in asked] == [
-        (-1, 6, 2),
-        (8, 6, 2),
-    ]
+    heads = [(call.spec.left, call.num_heads, call.num_kv_heads) for call in asked]
+    assert heads == [(-1, 6, 2), (8, 6, 2)]
     assert [name for name, *_ in attended] == ["sdpa", "reference", "reference", "reference"]
 
 
@@ -84,12 +83,12 @@ def asked_of_auto(monkeypatch):
     """What "auto" is resolved for, call by call: sdpa for full layers, reference for sliding."""
     asked = []
 
-    def resolve(backend, mask, **call):
+    def choose(backend, call, mask):
         assert backend == "auto"
-        asked.append({"left": mask.spec.left, **call})
-        return "sdpa" if mask.spec.left == -1 else "reference"
+        asked.append(call)
+        return "sdpa" if call.spec.left == -1 else "reference"
 
-    monkeypatch.setattr(documents, "resolve_backend", resolve)
+    monkeypatch.setattr(context, "choose", choose)
     return asked
 
 
@@ -117,9 +116,9 @@ def test_auto_is_asked_for_what_the_layers_call(call, promises, monkeypatch):
     ):
         model(**PACKED)
     [only] = asked  # what was found before the layers serves them
-    assert only["dtype"] == expected_dtype
-    assert only["needs_grad"] is expected_grad
-    assert (only["deterministic"], only["batch_invariant"]) == promises
+    assert only.dtype == expected_dtype
+    assert only.needs_grad is expected_grad
+    assert (only.deterministic, only.batch_invariant) == tuple(map(bool, promises))
 
 
 def bf16_but_for_the_embedding():
@@ -139,10 +138,10 @@ def test_auto_is_resolved_for_the_dtype_of_the_queries_not_of_the_embedding(how,
         model = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         model(**PACKED)
-    assert [(call["left"], call["dtype"]) for call in asked] == [
+    assert {(call.spec.left, call.dtype) for call in asked} == {
         (-1, torch.bfloat16),
         (8, torch.bfloat16),
-    ]
+    }
 
 
 def test_auto_is_resolved_anew_for_queries_of_another_dtype(attended, monkeypatch):
@@ -163,19 +162,19 @@ def test_auto_is_resolved_anew_for_queries_of_another_dtype(attended, monkeypatc
     with torch.no_grad():
         model(**PACKED)
     kinds = [(-1, torch.float32), (8, torch.float32), (-1, torch.bfloat16), (8, torch.bfloat16)]
-    assert [(call["left"], call["dtype"]) for call in asked] == kinds
+    assert [(call.spec.left, call.dtype) for call in asked] == kinds
     assert [name for name, *_ in attended] == ["sdpa"] + ["reference"] * 3
 
 
-def test_a_route_without_gradients_is_not_taken_for_calls_with():
-    packed = documents.PackedForward(fv.PackedLayout.from_lengths([5, 7]), "auto")
-    kind = routing.LayerKind("full_attention", True, None, None, 6, 2, 16)
-    without = packed.route(kind, torch.float32, False)
-    having = packed.route(kind, torch.float32, True)
-    assert (without.needs_grad, having.needs_grad) == (False, True)
-    assert packed.route(kind, torch.float32, False) is having  # and it serves both
-    named = documents.PackedForward(packed.layout, "sdpa")
-    assert named.route(kind, torch.float32, False) is named.route(kind, torch.bfloat16, True)
+def test_a_route_is_taken_for_its_own_calls_alone():
+    layout = fv.PackedLayout.from_lengths([5, 7])
+    packed = context.PackedForward(layout, "sdpa", deterministic=False, batch_invariant=False)
+    found = packed.route(FULL, torch.float32, False)
+    assert packed.route(FULL, torch.float32, False) is found
+    for dtype, needs_grad in ((torch.float32, True), (torch.bfloat16, False)):
+        other = packed.route(FULL, dtype, needs_grad)
+        assert (other.call.dtype, other.call.needs_grad) == (dtype, needs_grad)
+        assert other.plan is found.plan
 
 
 def test_a_layer_type_that_the_mapping_misses_is_a_sentence():
@@ -191,12 +190,12 @@ def test_a_layer_type_that_the_mapping_misses_is_a_sentence():
 def test_a_kind_is_asked_about_with_its_window(monkeypatch):
     windows = []
 
-    def why_not(backend, **call):
-        windows.append((backend, call["causal"], call["window"]))
+    def refusal(backend, call):
+        windows.append((backend, call.spec.causal, call.spec.left))
 
-    monkeypatch.setattr(routing, "why_not", why_not)
+    monkeypatch.setattr(routing, "refusal", refusal)
     fv.patch_model(new_model("qwen3_windows"), MIXED)
-    assert windows == [("sdpa", True, None), ("reference", True, 9)]
+    assert windows == [("sdpa", True, -1), ("reference", True, 8)]
 
 
 def test_auto_for_one_type_of_layers(attended):
@@ -212,7 +211,9 @@ def test_layers_of_one_kind_share_one_plan(how, monkeypatch):
     plans = []
     backend = get_backend("sdpa")
     plan = backend.plan
-    monkeypatch.setattr(backend, "plan", lambda mask: (plans.append(mask.spec), plan(mask))[1])
+    monkeypatch.setattr(
+        backend, "plan", lambda mask, **kwargs: (plans.append(mask.spec), plan(mask))[1]
+    )
     name = "flexvarlen_auto" if how == "name" else "sdpa"
     model = new_model("qwen3_windows", num_hidden_layers=5, implementation=name)
     if how == "patched":
@@ -288,12 +289,12 @@ def test_a_model_of_one_kind_of_layers_gets_the_refusal_as_it_is():
 
 
 def test_auto_without_a_candidate_names_the_layers(monkeypatch):
-    def resolve(backend, mask, **call):
-        if mask.spec.left == 8:
+    def choose(backend, call, mask):
+        if call.spec.left == 8:
             raise NotImplementedError("no backend can serve this call.")
         return "sdpa"
 
-    monkeypatch.setattr(documents, "resolve_backend", resolve)
+    monkeypatch.setattr(context, "choose", choose)
     model = fv.patch_model(new_model("qwen3_windows"), "auto")
     with pytest.raises(NotImplementedError, match="The sliding_attention layers: no backend"):
         model(**PACKED)
@@ -319,7 +320,7 @@ def test_promises_reach_every_layer_and_its_plan(attended, monkeypatch):
     with fv.patched(model, "sdpa"), torch.no_grad():
         model(**PACKED)
     assert [options.deterministic for *_, options in attended] == [False, False]
-    assert kept == [{}] * 2
+    assert kept == [{"batch_invariant": False}] * 2
     with torch.no_grad():
         model(**PACKED)  # as it was before
     assert attended[-1][2].deterministic
@@ -363,11 +364,6 @@ def test_auto_trains_on_a_cpu_what_sdpa_lacks(family):
 
 
 def test_kinds_of_a_model():
-    kinds = routing.kinds_of(new_model("qwen3_windows", num_hidden_layers=4))
-    assert kinds == (
-        routing.LayerKind("full_attention", True, None, None, 6, 2, 16),
-        routing.LayerKind("sliding_attention", True, 9, None, 6, 2, 16),
-    )
-    assert routing.kinds_of(new_model("llama")) == (
-        routing.LayerKind("full_attention", True, None, None, 6, 2, 16),
-    )
+    kinds = kinds_of(new_model("qwen3_windows", num_hidden_layers=4))
+    assert kinds == (FULL, FULL._replace(layer_type="sliding_attention", window=9))
+    assert kinds_of(new_model("llama")) == (FULL,)

@@ -13,11 +13,15 @@ from transformers import AttentionInterface, LlamaConfig
 import flexvarlen as fv
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import MaskSpec
-from flexvarlen.patches.attention.by_name import shared_between_layers
-from flexvarlen.patches.attention.context import PackedForward, make_plan
+from flexvarlen.patches.attention.by_name import packed_by_name
+from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.models.layers import LayerKind
 
-CPU = torch.device("cpu")
 ONE, TWO = torch.arange(12)[None], torch.tensor([[*range(5), *range(7)]])
+
+
+def packed_forward(layout):
+    return PackedForward(layout, "sdpa", deterministic=False, batch_invariant=False)
 
 
 class Layer(nn.Module):
@@ -30,10 +34,8 @@ class Layer(nn.Module):
 
 def found_by(index, positions, *, backend="sdpa", batch=1, **given):
     """What this layer gets."""
-    tokens = positions.numel() // batch
-    return shared_between_layers(
-        Layer(index), backend, batch, tokens, CPU, position_ids=positions, **given
-    )
+    query = torch.zeros(batch, 2, positions.numel() // batch, 16)
+    return packed_by_name(Layer(index), query, None, backend, {"position_ids": positions, **given})
 
 
 def test_layers_share_what_the_first_one_found():
@@ -80,21 +82,18 @@ def test_a_longest_document_that_a_later_layer_contradicts():
 @pytest.mark.parametrize(("queries", "keys"), [(12, 16), (6, 6), (6, 12)])
 def test_keys_that_are_not_the_packed_tokens(queries, keys):
     """A cache that kept more: the kernel would read other tokens as the documents."""
-    packed = PackedForward(fv.PackedLayout.from_lengths([5, 7]), "sdpa")
+    packed = packed_forward(fv.PackedLayout.from_lengths([5, 7]))
     attention = AttentionInterface()["flexvarlen_doc"]
     q, k = torch.randn(1, 2, queries, 16), torch.randn(1, 2, keys, 16)
     with pytest.raises(ValueError, match="queries and keys must be the 12 tokens"):
         attention(Layer(0), q, k, k, None, flexvarlen=packed)
 
 
-def test_a_plan_is_made_of_a_consistent_mask(monkeypatch):
-    masks = []
-    backend = fv.backends.get_backend("sdpa")
-    monkeypatch.setattr(backend, "plan", masks.append)
+def test_a_plan_is_made_of_a_consistent_mask():
     layout = fv.PackedLayout.from_lengths([5, 7])
     for causal in (True, False):
         for window in (None, 1, 4, (3, 0), (0, 3), (-1, 2)):
-            spec = MaskSpec.of(causal=causal, window=window)
-            make_plan("sdpa", layout, spec)
-            assert masks[-1] == DocumentMask.of(layout, causal=causal, window=window)
-            assert masks[-1].spec == spec
+            kind = LayerKind("full_attention", causal, window, None, 2, 2, 16, 0.25)
+            mask = packed_forward(layout).route(kind, torch.float32, False).mask
+            assert mask == DocumentMask.of(layout, causal=causal, window=window)
+            assert mask.spec == MaskSpec.of(causal=causal, window=window)

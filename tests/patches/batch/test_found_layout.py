@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
 
 CPU = torch.device("cpu")
 T = 256
@@ -23,7 +23,9 @@ def masked(layout, *padding, **sizes):
     mask = torch.ones(1, T, dtype=torch.long)
     for tokens in padding:
         mask[:, tokens] = 0
-    return find_layout(1, T, CPU, packed_layout=layout, attention_mask=mask, **sizes)
+    return find_layout(
+        GivenDocuments(1, T, CPU, packed_layout=layout, attention_mask=mask, **sizes)
+    )
 
 
 def sizes_of(layout):
@@ -64,15 +66,15 @@ def test_the_sizes_of_the_patch_come_first():
 
 def test_cu_seq_lens_beside_a_mask_of_ones_keep_their_sizes():
     cu_seqlens = layout_of().cu_seqlens
-    alone = find_layout(1, T, CPU, cu_seq_lens_q=cu_seqlens)
+    alone = find_layout(GivenDocuments(1, T, CPU, cu_seq_lens_q=cu_seqlens))
     mask = torch.ones(1, T, dtype=torch.long)
-    found = find_layout(1, T, CPU, cu_seq_lens_q=cu_seqlens, attention_mask=mask)
+    found = find_layout(GivenDocuments(1, T, CPU, cu_seq_lens_q=cu_seqlens, attention_mask=mask))
     assert sizes_of(found) == sizes_of(alone)
 
 
 def test_padding_longer_than_the_bound_of_the_patch():
     mask = (torch.arange(T)[None] < 100).long()
-    found = find_layout(1, T, CPU, attention_mask=mask, max_seqlen_bound=100)
+    found = find_layout(GivenDocuments(1, T, CPU, attention_mask=mask, max_seqlen_bound=100))
     assert real_lengths(found) == [100]
     assert found.max_seqlen_bound == 100
 
@@ -89,7 +91,7 @@ def test_in_a_graph_the_sizes_are_static_and_suffice(padding):
         layout = fv.PackedLayout.from_cu_seqlens(
             cu_seqlens, total_tokens=T, capacity=128, max_seqlen_bound=100
         )
-        found = find_layout(1, T, CPU, packed_layout=layout, attention_mask=mask)
+        found = find_layout(GivenDocuments(1, T, CPU, packed_layout=layout, attention_mask=mask))
         sizes.append(sizes_of(found))
         return found.document_ids(), found.real_tokens()
 

@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import flexvarlen as fv
+from flexvarlen.bench.contract.tiny_configs import tiny_config
 from flexvarlen.patches.batch.keywords import _LOSS_MASKS, _OURS_BY_OTHER_NAMES
 from flexvarlen.patches.models.registry import FAMILIES
 from tests.tiny_models import config_of, new_model, one_row, shared_model
@@ -62,7 +63,7 @@ def test_no_argument_of_a_model_is_refused(family):
     """Nor of a part of it that is a model."""
     with torch.device("meta"):
         auto_class = getattr(transformers, f"AutoModelFor{family.task}")
-        model = auto_class.from_config(family.tiny_config())
+        model = auto_class.from_config(tiny_config(family.model_type))
     taken = {
         name
         for part in model.modules()

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 import flexvarlen as fv
-from flexvarlen.patches.models.registry import BY_TYPE
+from flexvarlen.bench.contract.tiny_configs import TINY
 from tests.tiny_models import config_of, new_model
 
-GEMMA = BY_TYPE["gemma3"].tiny
+GEMMA = TINY["gemma3"]
 
 
 def paligemma():

@@ -13,8 +13,8 @@ from transformers import (
 )
 
 import flexvarlen as fv
-from flexvarlen.patches.models.recurrent import STATEFUL
 from flexvarlen.patches.models.registry import BY_TYPE, require_verified
+from flexvarlen.patches.models.unsupported import STATEFUL
 
 SIZES = {
     "vocab_size": 64,

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.fa2 import ampere_refusal
-from flexvarlen.attention.backends.cu_seqlens.kernel import KernelCall
-from flexvarlen.attention.call import AttentionRequest
+from flexvarlen.attention.backends.cu_seqlens.kernel import Segments
+from flexvarlen.attention.backends.limits import ampere_refusal
+from flexvarlen.attention.call import AttentionCall
 
 
 class CudnnBackend(CuSeqlensBackend):
-    """cuDNN's kernel over cu_seqlens, as torch has it: forward only."""
+    """cuDNN's kernel over cu_seqlens, as torch has it."""
 
     name = "cudnn"
     head_dims = (8, 128)
@@ -28,48 +28,45 @@ class CudnnBackend(CuSeqlensBackend):
             return "cudnn needs a torch built with cuDNN; install a CUDA build of torch."
         return ampere_refusal(self.name, device)
 
-    def why_not_this(self, request: AttentionRequest) -> str | None:
-        """No backward, and no promise."""
-        if request.needs_grad:
+    def why_not_this(self, call: AttentionCall) -> str | None:
+        """No backward, and no guarantee of equal bits."""
+        if call.needs_grad:
             return (
                 "cudnn is forward only here: its packed backward gives NaN in torch 2.11; use "
                 "backend='varlen', or torch.no_grad()."
             )
-        if request.past_int32:
+        if call.past_int32:
             return (
                 "cudnn gives wrong outputs for queries of 2**31 elements or more (tokens x heads x "
                 "head_dim); pack shorter rows, or use backend='fa3', 'fa2' or 'flex'."
             )
-        if request.mask.cross or request.mask.chunk:
+        if call.spec.cross or call.spec.chunk:
             return "cudnn has neither layout_k nor chunks; use backend='varlen' or 'flex'."
-        if request.batch_invariant:
-            return "cudnn does not promise batch invariance; use backend='varlen' or 'fa3'."
+        if call.batch_invariant:
+            return "cudnn does not guarantee batch invariance; use backend='varlen' or 'fa3'."
         return None
 
-
-class _CudnnKernel:
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """As `CuSeqlensKernel`."""
         out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward.default(
-            call.q_THD,
-            call.k_THD,
-            call.v_THD,
+            q,
+            k,
+            v,
             None,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            call.max_seqlen_k,
+            *segments,
             True,
             0.0,
-            call.causal,
+            call.spec.right == 0,
             False,
             scale=call.scale,
         )
         return out_THD, lse_TH1[..., 0].T
 
-    def backward(
-        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+        """Raises: `why_not` refuses such calls."""
         raise NotImplementedError("cudnn is forward only; use backend='varlen'.")
 
 
-BACKEND = CudnnBackend(_CudnnKernel())
+BACKEND = CudnnBackend()

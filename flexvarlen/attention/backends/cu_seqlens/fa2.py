@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +9,9 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import KernelCall
+from flexvarlen.attention.backends.cu_seqlens.kernel import Segments, empty_gradients, one_split
+from flexvarlen.attention.backends.limits import ampere_refusal
+from flexvarlen.attention.call import AttentionCall
 
 INSTALL = "install it with: pip install 'flexvarlen[fa2]' --no-build-isolation."
 
@@ -35,69 +36,57 @@ class FlashAttention2Backend(CuSeqlensBackend):
             )
         return ampere_refusal(self.name, device)
 
-
-def ampere_refusal(name: str, device: torch.device) -> str | None:
-    """What the FlashAttention-2 kernels, torch's and the package's, need of a GPU."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return (
-            f"{name} needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 'sdpa'."
-        )
-    return None
-
-
-class _FlashAttention2Kernel:
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """As `CuSeqlensKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out_THD, lse_HT, *_ = _plain(_flash_attn_varlen_forward)(
-            call.q_THD,
-            call.k_THD,
-            call.v_THD,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            call.max_seqlen_k,
+            q,
+            k,
+            v,
+            *segments,
             0.0,
             call.scale,
-            causal=call.causal,
-            window_size_left=call.left,
-            window_size_right=call.right,
-            softcap=call.softcap,
+            causal=call.spec.right == 0,
+            window_size_left=call.spec.left,
+            window_size_right=call.spec.right,
+            softcap=call.softcap or 0.0,
         )
         return out_THD, lse_HT
 
     def backward(
-        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `CuSeqlensKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
         if call.batch_invariant:
-            call = one_split(call)
-        dq, dk, dv = call.empty_gradients()
+            segments = one_split(segments, call.num_heads)
+        grads = empty_gradients(q, k, v)
         _plain(_flash_attn_varlen_backward)(
-            grad_THD,
-            call.q_THD,
-            call.k_THD,
-            call.v_THD,
-            out_THD,
-            lse_HT,
-            dq,
-            dk,
-            dv,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            call.max_seqlen_k,
+            *(grad, q, k, v, out, lse),
+            *grads,
+            *segments,
             0.0,
             call.scale,
-            call.causal,
-            call.left,
-            call.right,
-            call.softcap,
+            call.spec.right == 0,
+            call.spec.left,
+            call.spec.right,
+            call.softcap or 0.0,
             None,
-            call.deterministic,
+            call.same_bits,
         )
-        return dq, dk, dv
+        return grads
 
 
 def _plain(function: Any) -> Any:
@@ -105,27 +94,4 @@ def _plain(function: Any) -> Any:
     return getattr(function, "_init_fn", function)
 
 
-def one_split(call: KernelCall) -> KernelCall:
-    """The call with so many empty documents behind that dq is summed in one order always.
-
-    FlashAttention-2's deterministic backward splits the sum over keys into
-    ceil(processors / (documents x heads)) parts: one, if there are enough documents.
-    """
-    processors = torch.cuda.get_device_properties(call.q_THD.device).multi_processor_count
-    slots = -(-processors // call.q_THD.shape[1])
-    longer_q, longer_k = (
-        torch.cat([cu, cu[-1:].expand(max(0, slots + 1 - cu.shape[0]))])
-        for cu in (call.cu_seqlens_q, call.cu_seqlens_k)
-    )
-    return call._replace(cu_seqlens_q=longer_q, cu_seqlens_k=longer_k)
-
-
-def installed_version() -> str | None:
-    """The installed version of flash-attn, or None."""
-    try:
-        return version("flash-attn")
-    except PackageNotFoundError:
-        return None
-
-
-BACKEND = FlashAttention2Backend(_FlashAttention2Kernel())
+BACKEND = FlashAttention2Backend()

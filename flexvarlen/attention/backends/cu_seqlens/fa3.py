@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import KernelCall
-from flexvarlen.attention.call import AttentionRequest
+from flexvarlen.attention.backends.cu_seqlens.kernel import Segments, empty_gradients
+from flexvarlen.attention.backends.limits import fa3_order_refusal
+from flexvarlen.attention.call import AttentionCall
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention."
-_WIDEST_ORDERED_HEAD_DIM = 192  # above it the kernel refuses an ordered backward
 
 
 class FlashAttention3Backend(CuSeqlensBackend):
@@ -41,74 +41,50 @@ class FlashAttention3Backend(CuSeqlensBackend):
             return "fa3 needs a Hopper GPU (compute capability 9.0); use backend='fa2' or 'flex'."
         return None
 
-    def why_not_this(self, request: AttentionRequest) -> str | None:
+    def why_not_this(self, call: AttentionCall) -> str | None:
         """Softcap is left out of some builds; no ordered backward for the widest heads."""
-        if request.softcap is not None and torch.cuda.is_current_stream_capturing():
+        if call.softcap is not None and torch.cuda.is_current_stream_capturing():
             return "fa3 cannot be asked about softcap in a CUDA graph; make one such call before."
-        if request.softcap is not None and not _built_with_softcap(request.device):
+        if call.softcap is not None and not _built_with_softcap(call.device):
             return (
                 "fa3 is built without softcap here; build it without "
                 "FLASH_ATTENTION_DISABLE_SOFTCAP, or use backend='fa4' or 'flex'."
             )
-        ordered = request.deterministic or request.batch_invariant
-        return order_refusal(self.name, request) if ordered and request.needs_grad else None
+        return fa3_order_refusal(self.name, call)
 
-
-def order_refusal(name: str, request: AttentionRequest) -> str | None:
-    """Where FlashAttention-3 has no backward that sums in one order."""
-    if request.head_dim > _WIDEST_ORDERED_HEAD_DIM:
-        return (
-            f"{name} has no deterministic backward for head_dim above {_WIDEST_ORDERED_HEAD_DIM}, "
-            f"got {request.head_dim}; use backend='fa2'."
-        )
-    return None
-
-
-@cache
-def _built_with_softcap(device: torch.device) -> bool:
-    """Ask the kernel, once: a build does not tell."""
-    q_THD = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device)
-    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    qkv, cu_seqlens_qk = (q_THD, q_THD, q_THD), (cu_seqlens, cu_seqlens)
-    call = KernelCall(*qkv, *cu_seqlens_qk, 2, 2, -1, 0, 1.0, 1.0, False, False)
-    try:
-        _KERNEL.forward(call)
-    except RuntimeError as error:
-        if "softcap" not in str(error):
-            raise
-        return False
-    return True
-
-
-class _FlashAttention3Kernel:
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """As `CuSeqlensKernel`."""
         out_THD, lse_HT, *_ = _operators()[0](
-            _rows(call.q_THD),
-            _rows(call.k_THD),
-            _rows(call.v_THD),
-            **_keywords(call),
+            _rows(q),
+            _rows(k),
+            _rows(v),
+            **_keywords(segments, call),
             num_splits=1,  # more are for decoding, and would depend on the batch
         )
         return out_THD, lse_HT
 
     def backward(
-        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = call.empty_gradients()
+        """As `CuSeqlensKernel`."""
+        grads = empty_gradients(q, k, v)
         _operators()[1](
-            grad_THD,
-            _rows(call.q_THD),
-            _rows(call.k_THD),
-            _rows(call.v_THD),
-            out_THD,
-            lse_HT,
-            dq,
-            dk,
-            dv,
-            **_keywords(call),
-            deterministic=call.deterministic,
+            *(grad, _rows(q), _rows(k), _rows(v), out, lse),
+            *grads,
+            **_keywords(segments, call),
+            deterministic=call.same_bits,
         )
-        return dq, dk, dv
+        return grads
 
 
 @cache
@@ -119,18 +95,18 @@ def _operators() -> tuple[Any, Any]:
     return torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
 
 
-def _keywords(call: KernelCall) -> dict[str, Any]:
-    """What forward and backward are told alike, as their operators name it."""
+def _keywords(segments: Segments, call: AttentionCall) -> dict[str, Any]:
+    """What forward and backward both take, as their operators name it."""
     return {
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "cu_seqlens_k": call.cu_seqlens_k,
-        "max_seqlen_q": call.max_seqlen_q,
-        "max_seqlen_k": call.max_seqlen_k,
+        "cu_seqlens_q": segments.cu_seqlens_q,
+        "cu_seqlens_k": segments.cu_seqlens_k,
+        "max_seqlen_q": segments.max_seqlen_q,
+        "max_seqlen_k": segments.max_seqlen_k,
         "softmax_scale": call.scale,
-        "is_causal": call.causal,
-        "window_size_left": call.left,
-        "window_size_right": call.right,
-        "softcap": call.softcap,
+        "is_causal": call.spec.right == 0,
+        "window_size_left": call.spec.left,
+        "window_size_right": call.spec.right,
+        "softcap": call.softcap or 0.0,
     }
 
 
@@ -139,5 +115,19 @@ def _rows(x_THD: Tensor) -> Tensor:
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
 
 
-_KERNEL = _FlashAttention3Kernel()
-BACKEND = FlashAttention3Backend(_KERNEL)
+@cache
+def _built_with_softcap(device: torch.device) -> bool:
+    """Ask the kernel, once: nothing else about a build says so."""
+    q = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    call = AttentionCall(device, q.dtype, 1, 1, 64, softcap=1.0)
+    try:
+        BACKEND.forward(q, q, q, Segments(cu_seqlens, cu_seqlens, 2, 2), call)
+    except RuntimeError as error:
+        if "softcap" not in str(error):
+            raise
+        return False
+    return True
+
+
+BACKEND = FlashAttention3Backend()

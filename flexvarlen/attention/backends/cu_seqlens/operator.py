@@ -1,9 +1,9 @@
-"""One traceable operator for every kernel that takes cu_seqlens: torch's varlen, FlashAttention.
+"""Attention over cu_seqlens, differentiable: `attend`.
 
-Eagerly a plain autograd.Function calls the kernels of `cu_seqlens_kernel.py` (three times cheaper
-than an operator); inside a compiled graph, and where something watches operators (selective
-activation checkpointing), they are `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, with
-fake implementations, so that `fullgraph=True` holds.
+Eagerly a plain autograd.Function calls `kernel.py` (three times cheaper than an operator); inside a
+compiled graph, and where something watches operators (selective activation checkpointing), the same
+two functions are `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, with fake
+implementations, so that `fullgraph=True` holds.
 
 Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim, N = document slots.
@@ -11,13 +11,15 @@ D = head_dim, N = document slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.cu_seqlens.kernel import Numbers, kernel_backward, kernel_forward
+from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
+from flexvarlen.attention.backends.cu_seqlens.kernel import Sizes
+from flexvarlen.attention.call import AttentionCall
+from flexvarlen.mask.spec import MaskSpec
 
 
 def attend(
@@ -28,67 +30,91 @@ def attend(
     sinks_H: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    numbers: Numbers,
+    sizes: Sizes,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, `with_lse`, the LSE by a registered kernel; differentiable, but for the LSE.
+    """Output and, with `call.return_lse`, the LSE; differentiable, but for the LSE.
 
     The LSE is that of the scores, without the sinks.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
-    result: Any
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        result = cu_seqlens_forward(kernel, *tensors, *numbers)
-    elif torch.is_grad_enabled() and (
-        q_THD.requires_grad
-        or k_THD.requires_grad
-        or v_THD.requires_grad
-        or (sinks_H is not None and sinks_H.requires_grad)
-    ):
+        out_THD, lse_HT = cu_seqlens_forward(kernel, *tensors, *sizes, *_settings(call))
+        return out_THD, lse_HT
+    if call.needs_grad:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 f"{kernel} is not made for the transforms of torch.func; use backend='reference', "
                 "or torch.autograd.grad."
             )
-        result = _apply_eagerly(kernel, *tensors, numbers)  # type: ignore[no-untyped-call]
-    else:
-        result = kernel_forward(kernel, *tensors, numbers)
-    return (result, None) if isinstance(result, Tensor) else result
+        found = _apply_eagerly(kernel, *tensors, sizes, call)  # type: ignore[no-untyped-call]
+        return found if call.return_lse else (found, None)
+    return kernels.forward(kernel, *tensors, sizes, call)
+
+
+# ---- the operators: their arguments are flat ----
+
+_SETTINGS = (
+    "int[] spec, float scale, float softcap, bool deterministic, bool batch_invariant, "
+    "bool return_lse"
+)
+
+
+def _settings(call: AttentionCall) -> tuple[Any, ...]:
+    """The numbers of a call that kernels look at, as the operators take them."""
+    flags = (call.deterministic, call.batch_invariant, call.return_lse)
+    return call.spec.as_ints(), call.scale, call.softcap or 0.0, *flags
+
+
+def _call(q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...]) -> AttentionCall:
+    """The call of which `_settings` gave these."""
+    spec, scale, softcap, deterministic, batch_invariant, return_lse = settings
+    return AttentionCall(
+        *(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2]),
+        spec=MaskSpec.from_ints(spec),
+        scale=scale,
+        softcap=softcap or None,
+        sinks=sinks_H is not None,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
+
+
+_N = len(Sizes._fields)
+
+
+def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, sinks_H, cu_q, cu_k = rest[:6]
+    call = _call(q, k, sinks_H, rest[6 + _N :])
+    return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, Sizes(*rest[6 : 6 + _N]), call)
+
+
+def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, sinks_H, out, lse, cu_q, cu_k = rest[:8]
+    call, sizes = _call(q, k, sinks_H, rest[8 + _N :]), Sizes(*rest[8 : 8 + _N])
+    *grads, dsinks_H = kernels.backward(
+        kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, sizes, call
+    )
+    return *grads, q.new_empty(0) if dsinks_H is None else dsinks_H  # type: ignore[return-value]
 
 
 _library = torch.library.Library("flexvarlen", "FRAGMENT")
-_SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool"}
+_QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
+_CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+_SIZES = ", ".join(f"SymInt {name}" for name in Sizes._fields)
 
 
-def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the fields of `Numbers`, as an operator's arguments are flat."""
-    fields = len(Numbers._fields)
-
-    def flat(*arguments: Any) -> Any:
-        return function(*arguments[:-fields], Numbers(*arguments[-fields:]))
-
-    return flat
-
-
-def _operator(name: str, tensors: str, results: str, flat: Callable[..., Any]) -> Any:
-    """The function as an operator; `torch.library.custom_op` would take twice the host's time.
-
-    Its schema is the kernel's name, `tensors` and the fields of `Numbers`.
-    """
-    fields = get_type_hints(Numbers)
-    numbers = ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in fields.items())
-    schema = f"{name}(str kernel, {tensors}, {numbers}) -> ({results})"
+def _operator(name: str, tensors: str, results: str, function: Any) -> Any:
+    """The function as an operator; `torch.library.custom_op` would take twice the host's time."""
+    schema = f"{name}(str kernel, {tensors}, {_SIZES}, {_SETTINGS}) -> ({results})"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, flat, "CompositeExplicitAutograd")
+    _library.impl(name, function, "CompositeExplicitAutograd")
     return getattr(torch.ops.flexvarlen, name).default
 
 
-_QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
-_CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-
-_flat_forward = _flat(kernel_forward)
-
 cu_seqlens_forward = _operator(
-    "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _flat_forward
+    "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
 )
 """Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
 `torch.ops.flexvarlen.cu_seqlens_forward.default`."""
@@ -97,7 +123,7 @@ cu_seqlens_backward = _operator(
     "cu_seqlens_backward",
     f"Tensor grad_THD, {_QKV}, Tensor out_THD, Tensor lse_HT, {_CU_SEQLENS}",
     "Tensor, Tensor, Tensor, Tensor",
-    _flat(kernel_backward),
+    _backward,
 )
 
 
@@ -121,19 +147,22 @@ def _(
     return *(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD)), dsinks  # type: ignore[return-value]
 
 
+# ---- autograd, around the operators and around the plain functions ----
+
+
 def _differentiate(
     backward: Any, ctx: Any, grad_THD: Tensor | None, *numbers: Any
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, sinks and both cu_seqlens."""
     if torch.is_grad_enabled():  # create_graph=True
         raise NotImplementedError(
             f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
         )
     if grad_THD is None:
-        return (None,) * 7
+        return (None,) * 6
     saved = ctx.saved_tensors  # once: checkpointing hands each out once
-    sinks_H = saved[3]
     dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *numbers)
-    return None, dq, dk, dv, None if sinks_H is None else dsinks_H, None, None
+    return dq, dk, dv, None if saved[3] is None else dsinks_H, None, None
 
 
 class _TracedAttention(torch.autograd.Function):
@@ -153,7 +182,7 @@ class _TracedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = _differentiate(cu_seqlens_backward, ctx, grad_THD, *ctx.numbers)
-        return None, *grads, *(None for _ in ctx.numbers)
+        return None, None, *grads, *(None for _ in ctx.numbers)
 
 
 def _below_autograd(below: torch._C.DispatchKeySet, *inputs: Any) -> Any:
@@ -176,7 +205,7 @@ def _autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q_THD, k_THD, v_THD, sinks_H):
         return _TracedAttention.apply(below, *inputs)  # type: ignore[no-untyped-call]
     if below.highestPriorityTypeId() in _KERNELS:  # nothing lies between
-        return _flat_forward(*inputs)
+        return _forward(*inputs)
     return _below_autograd(below, *inputs)
 
 
@@ -186,8 +215,8 @@ _library.impl("cu_seqlens_forward", _autograd, "Autograd", with_keyset=True)
 class _EagerAttention(torch.autograd.Function):
     """The same forward and backward, called plainly.
 
-    For the host's time the numbers are one argument, an LSE that nobody wants is no output, and
-    there is no `setup_context`, for which torch would look at the signature in each call.
+    For the host's time an LSE that nobody wants is no output, and there is no `setup_context`, for
+    which torch would look at the signature in each call.
     """
 
     @staticmethod
@@ -200,13 +229,15 @@ class _EagerAttention(torch.autograd.Function):
         sinks_H: Tensor | None,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
-        numbers: Numbers,
+        sizes: Sizes,
+        call: AttentionCall,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        tensors = (q_THD, k_THD, v_THD, sinks_H)
         boundaries = (cu_seqlens_q, cu_seqlens_k)
-        out_THD, lse_HT = kernel_forward(kernel, q_THD, k_THD, v_THD, sinks_H, *boundaries, numbers)
-        ctx.kernel, ctx.numbers = kernel, numbers
-        ctx.save_for_backward(q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT, *boundaries)
-        if not numbers.with_lse:
+        out_THD, lse_HT = kernels.forward(kernel, *tensors, *boundaries, sizes, call)
+        ctx.kernel, ctx.numbers = kernel, (sizes, call)
+        ctx.save_for_backward(*tensors, out_THD, lse_HT, *boundaries)
+        if not call.return_lse:
             return out_THD
         ctx.mark_non_differentiable(lse_HT)
         ctx.set_materialize_grads(False)
@@ -214,7 +245,8 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor | None, *grad_lse: None) -> tuple[Tensor | None, ...]:
-        return *_differentiate(kernel_backward, ctx, grad_THD, ctx.numbers), None
+        grads = _differentiate(kernels.backward, ctx, grad_THD, *ctx.numbers)
+        return None, *grads, None, None
 
 
 # Without the Python around it, which looks for a setup_context and for transforms of torch.func:

@@ -1,8 +1,8 @@
-"""`varlen` and `cudnn`: the variable-length kernels inside torch, under `varlen_attn`.
+"""`varlen`: the variable-length flash kernel inside torch, under `varlen_attn`.
 
-The ATen operators are called themselves, so that the kernel is the one that is named: `varlen_attn`
-of torch 2.14 and later may pick cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl`
-changes the kernel behind `varlen`; `flexvarlen.environment.environment` records which it is.
+The ATen operator is called itself, so that the kernel is the one that is named: `varlen_attn` of
+torch 2.14 and later may pick cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl`
+changes the kernel behind it; `flexvarlen.environment.environment` records which it is.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.fa2 import ampere_refusal, one_split
-from flexvarlen.attention.backends.cu_seqlens.fa3 import order_refusal
-from flexvarlen.attention.backends.cu_seqlens.fa4 import gradient_refusal
-from flexvarlen.attention.backends.cu_seqlens.kernel import KernelCall
-from flexvarlen.attention.call import AttentionRequest
+from flexvarlen.attention.backends.cu_seqlens.kernel import Segments, one_split
+from flexvarlen.attention.backends.limits import (
+    ampere_refusal,
+    fa3_order_refusal,
+    fa4_gradient_refusal,
+)
+from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import flash_attention_impl
 
 SWITCH = "torch.use_deterministic_algorithms(True)"
@@ -37,92 +39,89 @@ class VarlenBackend(CuSeqlensBackend):
             return "varlen needs a torch built with flash attention; install a CUDA build of torch."
         return ampere_refusal(self.name, device)
 
-    def why_not_this(self, request: AttentionRequest) -> str | None:
+    def why_not_this(self, call: AttentionCall) -> str | None:
         """A backward in one order only as torch has it as a whole; what the kernel behind lacks."""
-        if not request.needs_grad:
+        if not call.needs_grad:
             return None
-        if request.past_int32:
+        if call.past_int32:
             return (
                 "varlen gives wrong gradients for queries of 2**31 elements or more (tokens x "
                 "heads x head_dim); pack shorter rows, or use backend='fa3', 'fa2' or 'flex'."
             )
-        ordered = request.deterministic or request.batch_invariant
-        behind = flash_attention_impl()
-        if behind == "FA4" and (lacks := gradient_refusal(self.name, request)) is not None:
-            return lacks
-        if behind == "FA3" and ordered and (lacks := order_refusal(self.name, request)) is not None:
-            return lacks
-        if ordered and not torch.are_deterministic_algorithms_enabled():
+        limits = {"FA3": fa3_order_refusal, "FA4": fa4_gradient_refusal}
+        limit = limits.get(flash_attention_impl() or "")
+        refusal = None if limit is None else limit(self.name, call)
+        if refusal is not None:
+            return refusal
+        if call.same_bits and not torch.are_deterministic_algorithms_enabled():
             return (
                 f"varlen is deterministic only under {SWITCH}; call it, or use backend='fa3', "
                 "'fa2' or 'flex'."
             )
         return None
 
-
-@cache
-def _one_split() -> dict[str, Any]:
-    """`num_splits=1` where torch has it: the sum over keys in one piece, in any batch."""
-    schema = torch.ops.aten._flash_attention_forward.default._schema
-    return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
-
-
-class _VarlenKernel:
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """As `CuSeqlensKernel`."""
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward.default(
-            call.q_THD,
-            call.k_THD,
-            call.v_THD,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            call.max_seqlen_k,
+            q,
+            k,
+            v,
+            *segments,
             0.0,
-            _plainly_causal(call),
+            _is_plainly_causal(call),
             False,
             scale=call.scale,
-            window_size_left=call.left,
-            window_size_right=call.right,
-            **(_one_split() if call.batch_invariant else {}),
+            window_size_left=call.spec.left,
+            window_size_right=call.spec.right,
+            **(_num_splits() if call.batch_invariant else {}),
         )
         return out_THD, lse_HT
 
     def backward(
-        self, call: KernelCall, grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if call.deterministic and not torch.are_deterministic_algorithms_enabled():
+        """As `CuSeqlensKernel`."""
+        if call.same_bits and not torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 f"varlen was asked for a deterministic backward, and {SWITCH} no longer holds; "
                 "leave it on until the backward has run."
             )
         if call.batch_invariant:
-            call = one_split(call)
+            segments = one_split(segments, call.num_heads)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # its random state
         dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
-            grad_THD,
-            call.q_THD,
-            call.k_THD,
-            call.v_THD,
-            out_THD,
-            lse_HT,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.max_seqlen_q,
-            call.max_seqlen_k,
+            *(grad, q, k, v, out, lse),
+            *segments,
             0.0,
-            _plainly_causal(call),
-            torch.zeros(
-                2, dtype=torch.uint64, device=call.q_THD.device
-            ),  # dropout's random state, of which there is none
-            torch.empty(0, device=call.q_THD.device),
+            _is_plainly_causal(call),
+            no_dropout,
+            torch.empty(0, device=q.device),
             scale=call.scale,
-            window_size_left=call.left,
-            window_size_right=call.right,
+            window_size_left=call.spec.left,
+            window_size_right=call.spec.right,
         )
         return dq, dk, dv
 
 
-def _plainly_causal(call: KernelCall) -> bool:
-    return call.right == 0 and call.left < 0
+def _is_plainly_causal(call: AttentionCall) -> bool:
+    return call.spec.right == 0 and call.spec.left < 0
 
 
-BACKEND = VarlenBackend(_VarlenKernel())
+@cache
+def _num_splits() -> dict[str, Any]:
+    """`num_splits=1` where torch has it: the sum over keys in one piece, in any batch."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
+
+
+BACKEND = VarlenBackend()

@@ -1,4 +1,4 @@
-"""Model types whose layers mix the tokens of a row beside attention.
+"""Model types that are refused: with state over the row, or a mask of their own in every batch.
 
 A state, a convolution or a transform runs over the whole row, whatever attention may see: there
 packed documents leak into one another, and no attention function can help. Some of these models
@@ -71,11 +71,14 @@ STATEFUL: dict[str, str] = {
 """What each such model type runs over the row, beside attention."""
 
 
-def refuse_stateful(model_type: str) -> None:
-    """Refuse a model in which documents would leak past attention.
+_PREFIXES = ("paligemma",)  # image and prompt see one another; no use without an image
+
+
+def refuse_unsupported(model_type: str) -> None:
+    """Refuse a model in which documents would leak past attention, or that draws its own mask.
 
     Raises:
-        NotImplementedError: it has such layers.
+        NotImplementedError: it is one.
     """
     state = STATEFUL.get(model_type)
     if state is not None:
@@ -84,4 +87,10 @@ def refuse_stateful(model_type: str) -> None:
             f"{model_type!r}, which runs {state} over the whole row, through which packed "
             "documents leak into one another; use the model's own implementation, one document a "
             "row."
+        )
+    if model_type in _PREFIXES:
+        raise NotImplementedError(
+            f"model_type must be one of causal or bidirectional documents, got {model_type!r}, "
+            "whose token_type_ids draw a mask of their own over image and prefix (attention both "
+            "ways), which is not supported; use the model's own attention, one document a row."
         )

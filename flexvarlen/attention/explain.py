@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto.decide import CANDIDATES, Decision, candidates
 from flexvarlen.attention.auto.decoder_layer import Layer
 from flexvarlen.attention.auto.keys import describe, sizes
-from flexvarlen.attention.backends.registry import (
-    BACKENDS,
-    INT32_ELEMENTS,
-    AttentionRequest,
-    refusal,
-)
+from flexvarlen.attention.backends.registry import BACKENDS, refusal
+from flexvarlen.attention.call import AttentionCall, is_past_int32
+from flexvarlen.attention.choose import decide
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
@@ -146,30 +143,30 @@ def explain(
     'sdpa'
     """
     mask = DocumentMask.of(layout, causal=causal, window=window, chunk=chunk)
-    request = AttentionRequest(
+    call = AttentionCall(
         device=layout.device,
         dtype=dtype,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mask=mask.spec,
+        spec=mask.spec,
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
         deterministic=promised(DETERMINISTIC, deterministic),
         batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
         return_lse=return_lse,
-        past_int32=layout.total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
+        past_int32=is_past_int32(layout, layout, num_heads, head_dim),
     )
     to_time = mask if measure else None
-    decision = auto.decide(
-        request, sizes(mask), to_time, "measure=False was asked for", only_look=not measure
+    decision = decide(
+        call, sizes(mask), to_time, "measure=False was asked for", only_look=not measure
     )
     timings = decision.timings
-    found = [_candidate(name, request, decision) for name in BACKENDS]
+    found = [_candidate(name, call, decision) for name in BACKENDS]
     found.sort(key=lambda c: (c.timing is None, timings[c.name].compiled_ms if c.timing else 0.0))
     return Explanation(
-        call=describe(request),
+        call=describe(call),
         layout=repr(layout),
         chosen=decision.backend,
         compiled=decision.compiled,
@@ -179,14 +176,14 @@ def explain(
     )
 
 
-def _candidate(name: str, request: AttentionRequest, decision: auto.Decision) -> Candidate:
-    reason = refusal(name, request)
+def _candidate(name: str, call: AttentionCall, decision: Decision) -> Candidate:
+    reason = refusal(name, call)
     timing = decision.timings.get(name)
     can = reason is None
     if reason is None and timing is None:
         if name in decision.failed:
             reason = f"failed: {decision.failed[name]}"
-        elif request.device.type in auto.CANDIDATES and name not in auto.candidates(request):
+        elif call.device.type in CANDIDATES and name not in candidates(call):
             reason = "can serve it, but is slow by design: never timed."
         else:
             reason = "can serve it; not timed."

@@ -1,4 +1,4 @@
-"""Others' sharding of tokens, under which a patched model would attend to a shard alone."""
+"""Sharding of tokens by accelerate or torch, under which attention would see one shard alone."""
 
 from __future__ import annotations
 

@@ -1,0 +1,209 @@
+"""Configs of two layers for each verified family, with a thousandth of the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    # 6 query heads on 2: a number of heads that is no power of two has its own bugs.
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    # Else attention is all but uniform, and a leak moves little.
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ALTERNATING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+_HEAD_16 = {"hidden_size": 48, "head_dim": 16}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_PATCHES = {
+    "num_heads": 2,
+    "patch_size": 4,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.2,
+}
+_IMAGE_TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
+_BERT = {
+    "num_key_value_heads": 6,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": _HEAD_16,
+    "llama4_text": {
+        **_HEAD_16,
+        **_LOCAL_EXPERTS,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": 16,
+        "no_rope_layers": [1, 0],
+        "layer_types": ["chunked_attention", "full_attention"],
+        "floor_scale": 8,  # 8192 in the published models
+        "attn_scale": 0.5,
+    },
+    "qwen2": _HEAD_16,
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
+    "qwen3": _HEAD_16,
+    "qwen3_moe": {**_HEAD_16, **_EXPERTS},
+    "mistral": {**_HEAD_16, "sliding_window": 9},
+    "mixtral": {**_HEAD_16, **_LOCAL_EXPERTS, "sliding_window": 9},
+    "gemma": _HEAD_16,
+    "gemma2": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
+    "gemma3": {
+        "text_config": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+        },
+        "mm_tokens_per_image": 4,
+        "image_token_index": 90,
+    },
+    "phi3": {
+        "sliding_window": 9,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [],  # as many as head_dim asks for
+            "long_factor": [],
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gpt_oss": {
+        **_HEAD_16,
+        **_LOCAL_EXPERTS,
+        **_ALTERNATING,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "olmo3": _ALTERNATING,
+    "smollm3": {**_HEAD_16, "no_rope_layers": [1, 0]},
+    "glm4": _HEAD_16,
+    "glm": _HEAD_16,
+    "cohere2": {**_HEAD_16, **_ALTERNATING},
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": _MROPE},
+        "vision_config": {
+            **_PATCHES,
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 96,
+            "mlp_ratio": 2,
+        },
+        **_IMAGE_TOKENS,
+    },
+    "qwen2_5_vl": {
+        "text_config": {"rope_parameters": _MROPE},
+        "vision_config": {
+            **_PATCHES,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 96,
+        },
+        **_IMAGE_TOKENS,
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **_HEAD_16,
+            "hidden_size": 96,
+            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **_PATCHES,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 96,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **_IMAGE_TOKENS,
+    },
+    "bert": _BERT,
+    "roberta": {**_BERT, "pad_token_id": 1, "bos_token_id": 0},
+    "modernbert": {
+        "num_key_value_heads": 6,
+        "global_attn_every_n_layers": 2,
+        "local_attention": 16,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+}
+"""By model type, what a config of two layers needs to have all of its family's kinds of layers."""
+
+
+def tiny_config(
+    model_type: str, *, head_dim: int = 16, every_expert: bool = False, **changes: Any
+) -> PretrainedConfig:
+    """A config of this architecture.
+
+    Args:
+        model_type: of a verified family.
+        head_dim: of the layers that run over tokens.
+        every_expert: a token goes to all experts. Else two that are almost equal may change places
+            where a low precision rounds otherwise, and the outputs jump.
+        changes: of the config of these layers.
+    """
+    whole = dict(TINY.get(model_type, {}))
+    has_towers = "text_config" in whole
+    sizes: dict[str, Any] = {**_TINY, **(whole.pop("text_config") if has_towers else whole)}
+    if "kv_lora_rank" in sizes:
+        rope = {"qk_rope_head_dim": head_dim // 2, "qk_nope_head_dim": head_dim}
+        sizes |= {**rope, "v_head_dim": head_dim}
+    elif "head_dim" in sizes:
+        sizes["head_dim"] = head_dim
+    else:
+        sizes["hidden_size"] = sizes["num_attention_heads"] * head_dim
+    rope_parameters = sizes.get("rope_parameters", {})
+    if "long_factor" in rope_parameters:
+        factors: list[float] = [float(n) for n in range(1, head_dim // 2 + 1)]
+        short = {"short_factor": [1.0] * len(factors), "long_factor": factors}
+        sizes["rope_parameters"] = {**rope_parameters, **short}
+    if "mrope_section" in rope_parameters:  # of half a head: time, height and width
+        axes = head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16
+        sizes["rope_parameters"] = {**rope_parameters, "mrope_section": list(axes)}
+    if every_expert:
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if name in sizes:
+                sizes["num_experts_per_tok"] = sizes[name]
+    sizes |= changes
+    if not has_towers:
+        return AutoConfig.for_model(model_type, **sizes)
+    return AutoConfig.for_model(model_type, text_config=sizes, **whole)

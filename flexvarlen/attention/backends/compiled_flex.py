@@ -1,0 +1,291 @@
+"""FlexAttention compiled, one function a kind of call: `flex`, what both flex backends run.
+
+Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
+D = head_dim.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall
+from flexvarlen.mask.document_mask import DocumentMask
+
+
+class FlexOptions(NamedTuple):
+    """What FlexAttention is compiled for, beside its tensors.
+
+    Attributes:
+        kernel: its own name of the kernel on a GPU, "TRITON" or "FLASH".
+        scale, softcap: as in `AttentionCall`.
+        with_lse: whether it returns the LSE.
+        tiles: which of `FORWARD_TILES` to take; None: those that torch chooses.
+        whole_blocks: whether the row is a whole number of blocks.
+    """
+
+    kernel: str
+    scale: float
+    softcap: float | None
+    with_lse: bool
+    tiles: str | None
+    whole_blocks: bool
+
+
+def flex(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    call: AttentionCall,
+    mask: DocumentMask,
+    block_mask: BlockMask,
+    kernel: str,
+    *,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output `[T, H, D]` and, `with_lse`, LSE `[H, T]`; sinks are not counted."""
+    on_cpu = q_THD.device.type == "cpu"
+    if on_cpu:  # torch refuses tensors that require grad there, under no_grad too
+        q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
+    q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
+    options = FlexOptions(
+        kernel,
+        call.scale,
+        call.softcap,
+        with_lse,
+        forward_tiles(q, mask, call) if kernel == "TRITON" else None,
+        call.batch_invariant,
+    )
+    same_bits = call.same_bits and not on_cpu
+    if torch.compiler.is_compiling():
+        if same_bits:
+            _require_fixed_choices()
+        out, lse = _flex(q, k, v, block_mask, options)
+    else:
+        if same_bits:
+            for x in (q, k, v):
+                torch._dynamo.maybe_mark_dynamic(x, 2)  # one kernel for rows of any length
+        kind = (
+            *(q.device.type, q.device.index, q.dtype, q.shape[1], k.shape[1], q.shape[3]),
+            mask.spec.ends_at_query,
+            mask.spec.cross,
+            *options,
+            # The C++ template does not compile for symbolic T (torch 2.13).
+            (q.shape[2], k.shape[2]) if on_cpu else None,
+            torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        )
+        out, lse = _call_compiled(kind, call.same_bits, (q, k, v, block_mask, options))
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
+
+
+def _as_BHTD(x_THD: Tensor) -> Tensor:
+    """`[1, H, T, D]`, a view but in two cases."""
+    x_BHTD = x_THD.transpose(0, 1)[None]
+    if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
+        return x_BHTD.contiguous()
+    # The C++ template takes no views.
+    if x_THD.device.type == "cpu" and torch.compiler.is_compiling():
+        return x_BHTD.clone(memory_format=torch.contiguous_format)
+    return x_BHTD
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, options: FlexOptions
+) -> tuple[Tensor, Tensor | None]:
+    kernel_options: Any = None
+    if q.device.type == "cuda":
+        # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
+        # sizes only.
+        kernel_options = {"BACKEND": options.kernel}
+        if options.tiles is not None:
+            kernel_options |= FORWARD_TILES[options.tiles]
+        if options.whole_blocks:
+            kernel_options |= WHOLE_BLOCKS
+    result = flex_attention(
+        q,
+        k,
+        v,
+        score_mod=None if options.softcap is None else _softcap(options.softcap),
+        block_mask=block_mask,
+        scale=options.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=kernel_options,
+        return_aux=AuxRequest(lse=True) if options.with_lse else None,
+    )
+    if options.with_lse:
+        out, aux = result
+        return out, aux.lse
+    assert isinstance(result, Tensor)
+    return result, None
+
+
+def _softcap(limit: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
+
+    return score_mod
+
+
+# ---- tiles ----
+
+FORWARD_TILES = {
+    "hopper": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4},
+    "wide_float32": {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1},
+}
+"""Tiles of the forward.
+
+On Hopper in half precision, less of a tile lies outside the documents than of torch's 128 queries,
+which at head_dim 64 leave little room in the registers. `flexvarlen bench kernels` times them: flex
+has these, raw:flex torch's. In float32, torch's tiles for most head dimensions above 128 do not fit
+into an H200's shared memory.
+"""
+
+TORCHS_WIDEST_FLOAT32 = 128
+
+WHOLE_BLOCKS = {"IS_DIVISIBLE": True}
+"""Of a row of documents at block borders, whose T is a multiple of 128.
+
+Left to itself inductor sees that of a T that it knows, and not of one that varies: two kernels for
+one document.
+"""
+
+LONGEST_OF_TILES = 32768
+"""At head_dim 128 torch's tiles are the faster ones for documents of more tokens."""
+
+
+def forward_tiles(q_BHTD: Tensor, mask: DocumentMask, call: AttentionCall) -> str | None:
+    """Which of `FORWARD_TILES` the Triton kernel takes; None: those that torch chooses.
+
+    Batch invariant, this depends on nothing that varies with the row: other tiles, other bits.
+    """
+    if q_BHTD.device.type != "cuda":
+        return None
+    head_dim = index(q_BHTD.shape[3])
+    if q_BHTD.dtype == torch.float32:
+        return "wide_float32" if head_dim > TORCHS_WIDEST_FLOAT32 else None
+    short = mask.layout_k.max_seqlen_bound <= LONGEST_OF_TILES
+    if head_dim == 128 and not short and not call.batch_invariant:
+        return None
+    return "hopper" if _tiles_are_known(q_BHTD.device.index, q_BHTD.dtype, head_dim) else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the tiles for Hopper were measured for it.
+
+    And inductor is not set to search, by `torch._inductor.config.max_autotune`; what the modes and
+    options of torch.compile say is not known while it traces.
+    """
+    from torch._inductor import config
+
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device_index) == (9, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (64, 128)
+        and not config.max_autotune
+    )
+
+
+# ---- compilation ----
+
+FIXED_CHOICES = "deterministic"
+"""Inductor's setting under which it chooses kernels by rule.
+
+Otherwise it chooses by timing: also that of the small kernel in FlexAttention's backward that sums
+`grad * out` over head_dim, in another order for another choice. Seen on an H200 with head_dim 128:
+two compilations of one call gave other bits of dq and dk.
+"""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _require_fixed_choices() -> bool:
+    """Refuse to promise equal bits in a graph that the user compiles, unless inductor's do too.
+
+    torch's own switch brings inductor's. That one alone does not last: Dynamo puts torch's back
+    after the first graph, and inductor's with it, before the backward is compiled.
+    """
+    from torch._inductor import config
+
+    if torch.are_deterministic_algorithms_enabled() and getattr(config, FIXED_CHOICES):
+        return True
+    raise NotImplementedError(
+        "flex gives the same bits in every compilation only while torch's deterministic switch is "
+        "on, and inductor's with it; call torch.use_deterministic_algorithms(True) and leave both "
+        "on, or use backend='fa3' or 'fa2'."
+    )
+
+
+def _call_compiled(
+    kind: tuple[object, ...], same_bits: bool, args: tuple[Any, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The compiled kernel of one kind of call, past Dynamo's limit of graphs a function too.
+
+    A row of one token, one below a block, other strides: each may be one graph more. At the limit
+    the kind gets another function, whose count begins anew.
+    """
+    while True:
+        generation = _generations.get(kind, 0)
+        try:
+            with _ONE_AT_A_TIME:
+                return _compiled(kind, same_bits, generation)(*args)
+        except FailOnRecompileLimitHit:
+            _generations[kind] = generation + 1
+            warnings.warn(
+                "flexvarlen: flex has compiled as many graphs for one kind of call as Dynamo "
+                "allows (torch._dynamo.config.recompile_limit) and goes on with more; rows of one "
+                "size, padded to total_tokens, need one.",
+                stacklevel=2,
+            )
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""torch 2.13 counts the compiled frames of `fullgraph=True` in one place for all threads: two calls
+at once, and one may raise that it found none (mended by pytorch's pull request 185138)."""
+
+_generations: dict[tuple[object, ...], int] = {}
+"""Functions of a kind that are full."""
+
+
+@cache
+def _compiled(
+    kind: tuple[object, ...], same_bits: bool, generation: int
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The compiled kernel of one kind of call, in which only T varies.
+
+    Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
+    each kind gets its own.
+    """
+    name = "flex_" + "_".join(map(str, (*kind, same_bits, generation)))
+    own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
+    # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
+    # kind.
+    dynamic = False if kind[0] == "cpu" else None
+    options = {FIXED_CHOICES: True} if same_bits else None
+    backend = partial(_inductor_keeping_buffers, options=options)
+    return torch.compile(own, fullgraph=True, dynamic=dynamic, backend=backend)
+
+
+def _inductor_keeping_buffers(
+    graph: torch.fx.GraphModule, inputs: list[Tensor], *, options: dict[str, Any] | None
+) -> Any:
+    """torch.compile's own backend, whose graphs may run their backward twice.
+
+    By default a backward overwrites what the forward saved for it, and raises under
+    `retain_graph=True`.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(donated_buffer=False):
+        return compile_fx(graph, inputs, config_patches=options)

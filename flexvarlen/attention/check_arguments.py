@@ -1,0 +1,88 @@
+"""Whether the arguments of `packed_attention` fit one another: sentences for those that do not."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from flexvarlen.mask.document_mask import DocumentMask
+
+
+def check_numbers(softcap: float | None, scale: float | None) -> None:
+    """Raise a sentence unless both are numbers that scores can be scaled by."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"softcap must be above 0 and finite, got {softcap}; pass None for no softcap."
+        )
+    if scale is not None and not -math.inf < scale < math.inf:  # isfinite does not trace
+        raise ValueError(f"scale must be finite, got {scale}; pass None for head_dim ** -0.5.")
+
+
+def check_tensors(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
+) -> None:
+    """Raise a sentence unless the tensors fit one another and the layouts.
+
+    Reads shapes only, no values.
+    """
+    device, dtype, q_shape, k_shape = q_THD.device, q_THD.dtype, q_THD.shape, k_THD.shape
+    fit = (  # in one go, for the host's time; what does not is looked for below
+        len(q_shape) == 3
+        and len(k_shape) == 3
+        and k_shape == v_THD.shape
+        and q_shape[0] == mask.layout.total_tokens
+        and k_shape[0] == mask.layout_k.total_tokens
+        and q_shape[2] == k_shape[2]
+        and k_shape[1] > 0
+        and q_shape[1] % k_shape[1] == 0
+        and dtype == k_THD.dtype == v_THD.dtype
+        and device == k_THD.device == v_THD.device == mask.layout.cu_seqlens.device
+        and (sinks is None or (sinks.shape == q_shape[1:2] and sinks.device == device))
+    )
+    if not fit:
+        _raise_misfit(q_THD, k_THD, v_THD, mask, sinks)
+
+
+def _raise_misfit(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
+) -> None:
+    """The sentence for tensors that do not fit."""
+    device = mask.layout.device
+    of_keys = "layout_k" if mask.spec.cross else "layout"
+    for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
+        whose, layout = ("layout", mask.layout) if name == "q" else (of_keys, mask.layout_k)
+        if x.ndim != 3:
+            raise ValueError(
+                f"{name} must have shape [tokens, heads, head_dim], got {tuple(x.shape)}; drop the "
+                "batch dimension, or flatten it into the tokens."
+            )
+        if x.shape[0] != layout.total_tokens:
+            raise ValueError(
+                f"{name} must have the {whose}'s total_tokens={layout.total_tokens} rows, got "
+                f"{x.shape[0]}; pass total_tokens= to the layout if the row ends in padding."
+            )
+        if x.device != device:
+            raise ValueError(
+                f"{name} must be on the layout's device {device}, got {x.device}; call layout.to()."
+            )
+        if x.dtype != q_THD.dtype:
+            raise ValueError(
+                f"q, k and v must have one dtype, got {q_THD.dtype} and {x.dtype} for {name}; cast "
+                "one."
+            )
+    if k_THD.shape != v_THD.shape or k_THD.shape[2] != q_THD.shape[2]:
+        raise ValueError(
+            f"k and v must have shape [tokens, kv_heads, {q_THD.shape[2]}], got "
+            f"{tuple(k_THD.shape)} and {tuple(v_THD.shape)}; head_dim must be q's."
+        )
+    if k_THD.shape[1] == 0 or q_THD.shape[1] % k_THD.shape[1]:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {q_THD.shape[1]} and "
+            f"{k_THD.shape[1]}; check how the heads were split."
+        )
+    if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != device):
+        raise ValueError(
+            f"sinks must have shape [{q_THD.shape[1]}] on {device}, got {tuple(sinks.shape)} on "
+            f"{sinks.device}; pass one logit a head."
+        )

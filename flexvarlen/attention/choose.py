@@ -1,0 +1,157 @@
+"""Which backend serves a call: the one that is named, if it can, or the one that "auto" takes.
+
+Answers are kept in one table, for the length of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from operator import index
+from typing import Any
+
+import torch
+
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto.decide import Decision
+from flexvarlen.attention.auto.keys import Sizes, bucket, describe, sizes, sizes_in_graph
+from flexvarlen.attention.backends.registry import refusal
+from flexvarlen.attention.call import AttentionCall
+from flexvarlen.env import torch_state
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.mask.spec import MaskSpec
+
+_MOST_ENTRIES = 4096
+
+_table: dict[tuple[object, ...], Decision] = {}
+"""By backend as asked for, call, bucket of sizes (for "auto"), and torch's own switches."""
+
+_measuring = threading.Lock()
+_log = logging.getLogger("flexvarlen")
+
+
+def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
+    """The backend's name, once it is known to serve such calls.
+
+    Args:
+        backend: a name of `BACKENDS`, or "auto", which may measure at the first call of a kind.
+        call: the call.
+        mask: its documents.
+
+    Raises:
+        ValueError: no backend has that name.
+        NotImplementedError: the backend, or every candidate of "auto", cannot serve the call.
+
+    A few microseconds once known. Traces under `fullgraph=True`, as a constant; nothing is measured
+    there.
+    """
+    if torch.compiler.is_compiling():
+        return _choose_in_graph(backend, call, mask)
+    if backend != "auto":
+        key: tuple[object, ...] = (backend, call, None, torch_state())
+        if key not in _table:
+            _require_usable(backend, call)
+            _remember(key, Decision(backend, backend, "named"))
+        return backend
+    return decide(call, sizes(mask), mask).backend
+
+
+def decide(
+    call: AttentionCall,
+    sizes: Sizes,
+    mask: DocumentMask | None,
+    why_no_mask: str = "nothing is timed inside a compiled graph; call flexvarlen.explain() ahead",
+    *,
+    only_look: bool = False,
+) -> Decision:
+    """What "auto" takes and why; timed on `mask`, if not known; nothing is timed without it.
+
+    Args:
+        call: the call.
+        sizes: of the mask's layouts; 0 where a compiled graph does not know one.
+        mask: the documents to time on, or None.
+        why_no_mask: why there is none.
+        only_look: leave no decision behind, and wait for none of another rank.
+
+    Raises:
+        NotImplementedError: no backend can serve the call.
+    """
+    if auto.renew_run():
+        _table.clear()
+    if 0 in sizes:
+        return auto.static_decision(
+            call.kind(), None, "a size is 0, or not known inside the compiled graph"
+        )
+    sizes_bucket, state = bucket(sizes), torch_state()
+    key = ("auto", call, sizes_bucket, state)
+    known = _table.get(key)
+    if known is not None:
+        return known
+    kind = call.kind()
+    kind_key = ("auto", kind, sizes_bucket, state)
+    obstacle = why_no_mask if mask is None else auto.why_not_now(mask)
+    if obstacle is None and mask is not None:
+        with _measuring:
+            known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask, only_look)
+    else:
+        # Without the lock: this may be inside Dynamo, for whose own a measurement may wait.
+        why = obstacle or why_no_mask
+        known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, why, only_look)
+    if known.lasting and not only_look:
+        if kind_key not in _table:
+            _log.info("auto takes %s for %s: %s", known.backend, describe(call), known.why)
+        _remember(kind_key, known)
+        _remember(key, known)
+    return known
+
+
+def forget() -> None:
+    """Forget what this process knows; the file of "auto" stays."""
+    _table.clear()
+    auto.forget()
+
+
+def _remember(key: tuple[object, ...], decision: Decision) -> None:
+    if len(_table) >= _MOST_ENTRIES:
+        _table.clear()
+    _table[key] = decision
+
+
+def _require_usable(backend: str, call: AttentionCall) -> None:
+    reason = refusal(backend, call)
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
+def _choose_in_graph(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
+    # Heads that vary (dynamic=True) are fixed by index(), with a guard.
+    heads = (index(call.num_heads), index(call.num_kv_heads), index(call.head_dim))
+    sizes = sizes_in_graph(mask) if backend == "auto" else ()
+    softcap = None if call.softcap is None else 1.0  # how large it is decides nothing
+    device, flags = call.device, tuple(call[8:])
+    name: str = _choose_constant(
+        *(backend, device.type, device.index, call.dtype, heads),
+        *(tuple(call.spec.as_ints()), softcap, flags, sizes),
+    )
+    return name
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _choose_constant(
+    backend: str,
+    device_type: str,
+    device_index: int | None,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    spec: tuple[int, ...],
+    softcap: float | None,
+    flags: tuple[Any, ...],
+    sizes: Sizes,
+) -> str:
+    """As `choose`, of constants only: Dynamo runs it while tracing."""
+    device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
+    call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
+    if backend == "auto":
+        return decide(call, sizes, None).compiled
+    _require_usable(backend, call)
+    return backend

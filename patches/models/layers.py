@@ -1,0 +1,212 @@
+"""Where a model keeps its attention layers, and what each kind of them asks of attention.
+
+They lie in the model itself, or in a text and a vision tower. Gemma 3 has a vision tower too, but
+its images come in batches: that one is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from flexvarlen.attention.call import AttentionCall
+from flexvarlen.mask.spec import MaskSpec
+
+# As in transformers' config.layer_types.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+VISION = "vision_attention"
+"""The layer type of a vision tower's layers, for mappings of backends."""
+
+_LISTS = ("layers", "blocks", "layer")  # Llama, Qwen-VL's vision tower, BERT
+_ATTENTION = ("self_attn", "attn", "attention")  # Llama, ModernBERT, BERT
+
+
+# ---- where the layers are ----
+
+
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """The model without a head: the one that holds the layers, and RoPE's tables."""
+    base: nn.Module = model.base_model
+    holds_layers = "layers" in model._modules or text_tower(model) is not model
+    if base is not model or holds_layers:
+        return base
+    found = (part for part in model.children() if isinstance(part, PreTrainedModel))
+    return next(found, model)  # Llama4ForCausalLM names another prefix than its attribute
+
+
+def text_tower(base: nn.Module) -> nn.Module:
+    """The part of a base model that runs over the tokens: most often all of it."""
+    tower = base._modules.get("language_model")
+    return base if tower is None else tower
+
+
+def vision_tower(base: nn.Module) -> PreTrainedModel | None:
+    """The part that runs over packed images, if there is one that gets their sizes."""
+    tower = base._modules.get("visual")
+    return tower if isinstance(tower, PreTrainedModel) else None
+
+
+def text_config_of(config: Any) -> Any:
+    """The config of the text tower, or of all of the model."""
+    return config.__dict__.get("text_config") or config
+
+
+def first_layer(tower: nn.Module) -> nn.Module | None:
+    """The first of a tower's layers, if it has any where they are looked for."""
+    holder = tower._modules.get("encoder") or tower  # BERT
+    for name in _LISTS:
+        layers: Any = holder._modules.get(name)
+        if layers:
+            first: nn.Module = layers[0]
+            return first
+    return None
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that call the attention function, in order."""
+    return [layer for layer in model.modules() if "is_causal" in layer.__dict__]
+
+
+_COMPUTED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def dtype_of_queries(module: nn.Module) -> tuple[torch.dtype, bool]:
+    """The dtype of the first attention projection, and whether anything in that layer learns.
+
+    A guess where weights are quantized or cast on the way; a layer that gets other queries finds
+    another route.
+    """
+    tower = text_tower(base_of(module))  # type: ignore[arg-type]
+    layer = first_layer(tower)
+    parts = () if layer is None else (layer._modules.get(name) for name in _ATTENTION)
+    attention = next((part for part in parts if part), None)
+    dtype = None
+    learns = False
+    for part in (tower,) if attention is None else (attention, tower):
+        for parameter in part.parameters():
+            learns = learns or (part is attention and parameter.requires_grad)
+            if dtype is None and parameter.dtype in _COMPUTED_IN:  # not what weights are packed in
+                dtype = parameter.dtype
+        if dtype is not None:
+            break
+    return dtype or torch.get_default_dtype(), learns
+
+
+# ---- what they ask for ----
+
+
+class LayerKind(NamedTuple):
+    """What a layer's attention asks for; a key, so of constants only.
+
+    Attributes:
+        layer_type: transformers' name, as in `config.layer_types`.
+        causal, window, chunk: as in `MaskSpec.of`.
+        head_dim: the larger one, where values have their own.
+        scale: factor on the scores.
+        sinks: whether the layer has attention sinks.
+    """
+
+    layer_type: str
+    causal: bool
+    window: int | None
+    chunk: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def spec(self) -> MaskSpec:
+        """Its mask."""
+        return MaskSpec.of(causal=self.causal, window=self.window, chunk=self.chunk)
+
+    def call(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        needs_grad: bool,
+        deterministic: bool = False,
+        batch_invariant: bool = False,
+        past_int32: bool = False,
+    ) -> AttentionCall:
+        """What such a layer asks of a backend."""
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        numbers = (self.scale, self.softcap, self.sinks)
+        guarantees = (deterministic, batch_invariant)
+        return AttentionCall(
+            device, dtype, *heads, self.spec, *numbers, needs_grad, *guarantees, False, past_int32
+        )
+
+
+def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """The kinds of the attention layers that run over tokens, each once, in their order."""
+    return _kinds_in(text_tower(base_of(model)), text_config_of(model.config))
+
+
+def vision_kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
+    """The kinds of the vision tower's attention layers, if there is one."""
+    tower = vision_tower(base_of(model))
+    if tower is None:
+        return ()
+    kinds = (kind._replace(layer_type=VISION) for kind in _kinds_in(tower, tower.config))
+    return tuple(dict.fromkeys(kinds))
+
+
+def layer_type_of(layer: nn.Module, window: int | None, chunk: int | None = None) -> str:
+    """transformers' name for the type of an attention layer with this window or chunk."""
+    # Not getattr: an attribute that a module does not have costs a microsecond.
+    named: str | None = layer.__dict__.get("layer_type")
+    if named is not None:
+        return named
+    if chunk is not None:
+        return CHUNKED
+    return FULL if window is None else SLIDING
+
+
+def chunk_size_of(config: Any) -> int | None:
+    """Tokens of a chunk in the layers that have chunks (Llama 4), or None."""
+    size: int | None = text_config_of(config).__dict__.get("attention_chunk_size")
+    return size
+
+
+def chunk_of(layer: nn.Module, chunk_size: int | None) -> int | None:
+    """Tokens of a chunk, which attention of this layer does not cross, or None."""
+    if chunk_size is None:
+        return None
+    types: list[str] = layer.config.layer_types  # type: ignore[union-attr, assignment]
+    return chunk_size if types[layer.layer_idx] == CHUNKED else None  # type: ignore[index]
+
+
+def _kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
+    heads: int = getattr(config, "num_attention_heads", None) or config.num_heads
+    kinds: dict[LayerKind, None] = {}
+    for layer in attention_layers(tower):
+        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        head_dim: int = getattr(layer, "head_dim", None) or config.hidden_size // heads
+        own_dim = head_dim
+        if hasattr(layer, "kv_lora_rank"):  # multi-head latent attention: keys of all heads
+            dims: list[Any] = [layer.qk_head_dim, layer.v_head_dim]
+            kv_heads, own_dim, head_dim = heads, dims[0], max(dims)
+        scale: float | None = getattr(layer, "scaling", None)
+        window = getattr(layer, "sliding_window", None)
+        chunk = chunk_of(layer, chunk_size_of(config))
+        kind = LayerKind(
+            layer_type=layer_type_of(layer, window, chunk),
+            causal=bool(layer.is_causal),
+            window=window,
+            chunk=chunk,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=own_dim**-0.5 if scale is None else scale,
+            softcap=getattr(layer, "attn_logit_softcapping", None),
+            sinks="sinks" in layer._parameters,
+        )
+        kinds[kind] = None
+    return tuple(kinds)

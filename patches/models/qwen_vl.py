@@ -1,0 +1,87 @@
+"""Rotary positions in time, height and width: the text towers of Qwen2-VL and similar.
+
+Shapes: B rows of S tokens; N documents of at most L tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from flexvarlen.layout.packed_layout import PackedLayout
+
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+
+
+def has_axes(text_config: Any) -> bool:
+    """Whether rotary positions have rows for time, height and width."""
+    parameters: dict[str, Any] = text_config.__dict__.get("rope_parameters") or {}
+    return "mrope_section" in parameters
+
+
+def has_images(inputs: dict[str, Any]) -> bool:
+    """Whether a forward's keyword arguments bring images or videos."""
+    return any(inputs.get(name) is not None for name in _GRIDS)
+
+
+def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:
+    """Rotary positions of a batch with images: as given, or `[3, B, S]` by document, 0 at padding.
+
+    Made with the model's own `get_rope_index`, of which each document is a row: it takes the images
+    in the order of the tokens.
+
+    Raises:
+        ValueError: positions are given that could not be right there, or there is nothing to make
+            them of.
+    """
+    given: Tensor | None = inputs.get("position_ids")
+    if given is not None:
+        return _checked(given)
+    input_ids, types = inputs.get("input_ids"), inputs.get("mm_token_type_ids")
+    if input_ids is None or types is None:
+        raise ValueError(
+            "input_ids and mm_token_type_ids (the processor returns it) must be there where a "
+            "batch has images and no position_ids; pass them, or position_ids of 4 rows."
+        )
+    if torch.compiler.is_compiling() or layout.lengths is None:
+        raise ValueError(
+            "position_ids of 4 rows must be passed to a compiled model where a batch has images: "
+            "get_rope_index does not trace; call it by document, before."
+        )
+    tokens_NL = _tokens_by_document(layout, layout.lengths).to(input_ids.device)
+    is_token_NL = tokens_NL >= 0
+    about = {name: inputs.get(name) for name in (*_GRIDS, "second_per_grid_ts")}
+    rope_3NL, deltas = base.get_rope_index(
+        input_ids=input_ids.reshape(-1)[tokens_NL.clamp(min=0)],
+        mm_token_type_ids=types.reshape(-1)[tokens_NL.clamp(min=0)],
+        attention_mask=is_token_NL,
+        **{name: x for name, x in about.items() if x is not None},
+    )
+    positions = rope_3NL.new_zeros(3, layout.total_tokens)
+    positions[:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
+    if len(tokens_NL) == len(input_ids):  # decoding goes on from one document a row
+        base.rope_deltas = deltas
+    by_row: Tensor = positions.view(3, *input_ids.shape)
+    return by_row
+
+
+def _checked(given: Tensor) -> Tensor:
+    if given.ndim == 2:
+        raise ValueError(
+            "position_ids must have 4 rows (text, time, height, width) where a batch has images, "
+            f"got {tuple(given.shape)}; leave them out and pass packed_layout= or cu_seq_lens_q=, "
+            "to have them made."
+        )
+    return given
+
+
+def _tokens_by_document(layout: PackedLayout, lengths: tuple[int, ...]) -> Tensor:
+    """int64 `[N, L]` on the host: the row's tokens of each document that is no padding, else -1."""
+    rest = layout.total_tokens - sum(lengths)
+    real = layout.real_tokens().cpu()
+    runs = torch.arange(layout.total_tokens, device="cpu").split([*lengths, rest])
+    documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
+    return pad_sequence(documents, batch_first=True, padding_value=-1)
