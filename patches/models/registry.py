@@ -1,7 +1,7 @@
 """The families of models that are verified, and what each needs here.
 
 Verified: a packed batch gives what its documents give one by one, in outputs and gradients, on
-every backend that can serve the layers (tests/test_families.py, test_encoders.py and
+every backend that can serve the layers (tests/patches/models/test_families.py, test_encoders.py and
 test_vision_families.py; `python -m flexvarlen.bench.contract.families` makes the matrix).
 """
 
