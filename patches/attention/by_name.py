@@ -167,7 +167,7 @@ def _shared_between_layers(
     do.
     """
     _begin_layer(layer)
-    given = vars(documents)
+    given = documents._asdict()
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     # Tensors made under inference_mode carry no version.
     versions = ((name, None if x.is_inference() else x._version) for name, x in tensors.items())

@@ -67,7 +67,7 @@ class PackedForward:
             compiled graph a bool tensor. None: it fills none.
         drops_pooled: whether a pooler's output, of whole rows, is left out.
         packs: whether a row may hold several documents, or padding.
-        reached_base: whether the base model got this from its head.
+        in_base: whether the base model got this very object from its head.
     """
 
     def __init__(
@@ -90,9 +90,8 @@ class PackedForward:
         self.routes: dict[LayerKind, Route] = {}
         self.one_a_row: Tensor | bool | None = None
         self.drops_pooled = False
-        self.packs, self.reached_base = True, False
+        self.packs, self.in_base = True, False
         self._copies: dict[str, PackedForward] = {}
-        self._original = self
 
     @property
     def tokens_here(self) -> int:
@@ -116,9 +115,10 @@ class PackedForward:
             self._copies[name] = copy
         return self._copies[name]
 
-    def note_base(self) -> None:
-        """Note that the base model got this, or a copy on another device."""
-        self._original.reached_base = True
+    @property
+    def reached_base(self) -> bool:
+        """Whether the base model got this, or a copy on another device, from its head."""
+        return self.in_base or any(copy.reached_base for copy in self._copies.values())
 
     def prepare(self, dtype: torch.dtype, *, needs_grad: bool) -> None:
         """Make the routes of all kinds, before the first layer: no layer's graph builds a plan."""

@@ -9,7 +9,7 @@ Shapes: B rows of S tokens, packed one after another: T = B·S.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,10 @@ BOUNDARIES = (*EXPLICIT, "seq_idx")
 """The keywords that only give documents: no model needs them for anything else."""
 
 
-@dataclass
-class GivenDocuments:
+class GivenDocuments(NamedTuple):
     """What a forward's arguments say of its documents.
+
+    No dataclass: Dynamo would guard on the lengths that it stores.
 
     Attributes:
         batch, row_tokens, device: B, S and where the tokens are.

@@ -220,7 +220,7 @@ def _from_head(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """A base model's keyword arguments, whose head has found the documents."""
     packed = inputs.get(CONTEXT)
     if isinstance(packed, PackedForward):
-        packed.note_base()
+        packed.in_base = True
         if base_of(module) is module:  # type: ignore[arg-type]
             inputs["attention_mask"] = _placeholder(packed.layout.device)
     return inputs

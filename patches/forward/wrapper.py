@@ -174,8 +174,15 @@ def unwrap_forward(module: nn.Module) -> None:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether a call of the module's `forward` comes to our wrapper.
+    """Whether a call of the module's `forward` comes to our wrapper, or needs none.
 
-    It does not after a pickle, nor where somebody set another `forward` without functools.wraps.
+    It does not come after a pickle, nor where somebody set another `forward` without
+    functools.wraps. TRL's, known by its own keyword, needs none: it calls ours or the base model,
+    with labels that TRL's collators have masked.
     """
-    return hasattr(module.forward, OURS)
+    forward: Any = module.forward
+    while forward is not None and not hasattr(forward, OURS):
+        if "fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or {}):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None

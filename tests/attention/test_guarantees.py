@@ -234,5 +234,5 @@ def test_plan_made_without_the_promise_is_refused():
     mask = DocumentMask.of(layout)
     for promised in (True, False):
         plan = get_backend("flex").plan(mask, batch_invariant=not promised)
-        with pytest.raises(ValueError, match=f"plan\\(mask, batch_invariant={promised}\\)"):
+        with pytest.raises(ValueError, match=f"got one for batch_invariant={not promised}"):
             run("flex", made, layout, grads=False, batch_invariant=promised, plan=plan)

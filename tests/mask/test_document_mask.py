@@ -210,7 +210,7 @@ def test_a_backend_is_asked_about_the_mask_of_the_call(monkeypatch):
     asked = []
 
     def why_not(self, request):
-        asked.append(request.mask)
+        asked.append(request.spec)
         return "never."
 
     monkeypatch.setattr(SdpaBackend, "why_not", why_not)

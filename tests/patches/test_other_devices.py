@@ -16,7 +16,7 @@ from flexvarlen.equivalence.isolation_run import _State
 from flexvarlen.equivalence.models import build_model
 from flexvarlen.measure import time_interleaved
 from flexvarlen.patches.attention.context import PackedForward
-from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
 from tests import forms
 
 LENGTHS = (9, 16, 15)
@@ -62,15 +62,21 @@ def test_masks_under_another_default_device():
 def test_a_layout_that_a_wrapper_left_behind_follows_the_tokens():
     """DDP and FSDP move the tensors of a batch, and nothing else."""
     layout = fv.PackedLayout.from_lengths(LENGTHS)
-    found = find_layout(1, 40, torch.device("meta"), packed_layout=layout)
+    meta = torch.device("meta")
+    found = find_layout(GivenDocuments(1, 40, meta, packed_layout=layout))
     assert found.device.type == "meta"
     with pytest.raises(ValueError, match="packed_layout must cover"):
-        find_layout(1, 48, torch.device("meta"), packed_layout=layout)
+        find_layout(GivenDocuments(1, 48, meta, packed_layout=layout))
+
+
+def packed_forward():
+    layout = fv.PackedLayout.from_lengths(LENGTHS)
+    return PackedForward(layout, "sdpa", deterministic=False, batch_invariant=False)
 
 
 def test_layers_elsewhere_share_a_copy():
     """What accelerate does with the keyword arguments of a layer that lies on another device."""
-    packed = PackedForward(fv.PackedLayout.from_lengths(LENGTHS), "sdpa")
+    packed = packed_forward()
     first, second = (send_to_device({"packed": packed}, "meta")["packed"] for _ in range(2))
     assert first is second
     assert first.layout.device.type == "meta"
@@ -80,7 +86,7 @@ def test_layers_elsewhere_share_a_copy():
 
 
 def test_a_copy_goes_with_its_forward():
-    packed = PackedForward(fv.PackedLayout.from_lengths(LENGTHS), "sdpa")
+    packed = packed_forward()
     moved = weakref.ref(packed.to("meta").layout)
     gc.disable()
     try:
@@ -108,16 +114,6 @@ def test_random_states_of_all_gpus_are_kept(monkeypatch):
         patch.setattr(torch, "get_device_module", lambda device: fake)
         _State(build_model("llama")[0]).restore()
     assert set(kept) == set(given) == {torch.device("cuda:0"), torch.device("cuda:1")}
-
-
-def test_a_replica_of_data_parallel_is_refused():
-    model = build_model("llama")[0].eval()
-    model.set_attn_implementation("flexvarlen_doc")
-    model(input_ids=IDS, use_cache=False, **FORMS["cu_seq_lens"])
-    for module in model.modules():
-        module._is_replica = True
-    with pytest.raises(NotImplementedError, match="cannot come through DataParallel"):
-        model(input_ids=IDS, use_cache=False, **FORMS["cu_seq_lens"])
 
 
 # ---- two GPUs ----

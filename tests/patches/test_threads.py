@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexvarlen as fv
-from flexvarlen.attention.backends import flex
+from flexvarlen.attention.backends import compiled_flex
 from flexvarlen.patches.attention.by_name import _is_first_unpacked
 from tests import forms
 from tests.oracle import assert_as_accurate
@@ -123,7 +123,7 @@ def test_flex_calls_its_compiled_kernel_in_one_thread_at_a_time(monkeypatch):
         inside.pop()
         return q, None
 
-    monkeypatch.setattr(flex, "_compiled", lambda *args: kernel)
+    monkeypatch.setattr(compiled_flex, "_compiled", lambda *args: kernel)
     layout, q = fv.PackedLayout.from_lengths([9, 7]), torch.randn(16, 1, 16)
     with torch.no_grad():
         at_once(3, lambda i: fv.packed_attention(q, q, q, layout, backend="flex"))

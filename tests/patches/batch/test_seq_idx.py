@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 import flexvarlen as fv
-from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
 from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, documents, exact_and_peer, new_model, one_row, two_rows
@@ -106,11 +106,11 @@ def test_padding_is_not_cut():
     """Its tokens may bear any number."""
     mask = (torch.arange(12) < 8).long()[None]
     seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 4]])
-    layout = find_layout(1, 12, mask.device, seq_idx=seq_idx, attention_mask=mask)
+    layout = find_layout(GivenDocuments(1, 12, mask.device, seq_idx=seq_idx, attention_mask=mask))
     assert layout.lengths == (3, 5, 4)
     assert layout.real_tokens().tolist() == mask[0].bool().tolist()
     explicit = fv.PackedLayout.from_lengths([3, 5], total_tokens=12)
-    found = find_layout(1, 12, mask.device, seq_idx=seq_idx, packed_layout=explicit)
+    found = find_layout(GivenDocuments(1, 12, mask.device, seq_idx=seq_idx, packed_layout=explicit))
     assert found is explicit
 
 

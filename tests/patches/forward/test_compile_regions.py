@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import warnings
@@ -152,35 +151,6 @@ def test_regions_of_a_model_with_a_method_of_the_instance_are_compiled():
     model = new_model("llama")
     model.forward = MethodType(type(model).forward, model)
     compiled, counter = compiled_model("patch_then_regions", model)
-    check_right("llama", compiled, compiled(**inputs_of("position_ids")))
-    assert counter.frame_count == PARTS + 1
-
-
-def regions_of_old(model, **settings):
-    """As accelerate before 1.15: the copy's `forward` stays bound to the original."""
-    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
-    compiled = compile_regions(model, **settings)
-    for made, original in ((compiled, model), (compiled.model, model.model)):
-        if forwards[id(original)] is not None:
-            made.forward = forwards[id(original)]
-    return compiled
-
-
-def test_regions_that_run_the_uncompiled_model_raise():
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = regions_of_old(model, backend=counter, fullgraph=True)
-    for part in (compiled, compiled.model):
-        with pytest.raises(
-            RuntimeError, match=r"install accelerate>=1\.15, or call compile_regions"
-        ):
-            part(BATCH.ids)
-    assert counter.frame_count == 0
-    model(**inputs_of("position_ids"))  # the original is as it was
-    shallow = copy.copy(model)  # runs the same layers as it
-    assert shallow(**inputs_of("position_ids")).logits.isfinite().all()
-    before = new_model("llama")
-    compiled = fv.patch_model(regions_of_old(before, backend=counter, fullgraph=True), "sdpa")
     check_right("llama", compiled, compiled(**inputs_of("position_ids")))
     assert counter.frame_count == PARTS + 1
 

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import flexvarlen as fv
-from flexvarlen.patches.attention import functions as interface
+from flexvarlen.patches.attention.context import PackedForward
 from tests.oracle import assert_as_accurate
 from tests.patches.models.test_vision_families import (
     KINDS,
@@ -71,17 +71,17 @@ def test_one_call_a_layer(name, monkeypatch):
     """A loop over images, each with a read of the device."""
     model = fv.patch_model(new_model(name), "sdpa")
     calls, reads = [], []
-    attend, tolist = interface._attend, torch.Tensor.tolist
+    route, tolist = PackedForward.route, torch.Tensor.tolist
 
-    def counted(*args, **kwargs):
-        calls.append(kwargs["flexvarlen"].layout.num_docs)
-        return attend(*args, **kwargs)
+    def counted(packed, *args):
+        calls.append(packed.layout.num_docs)
+        return route(packed, *args)
 
     def noted(tensor):
         reads.append(tensor)
         return tolist(tensor)
 
-    monkeypatch.setattr(interface, "_attend", counted)
+    monkeypatch.setattr(PackedForward, "route", counted)
     monkeypatch.setattr(torch.Tensor, "tolist", noted)
     with torch.no_grad():
         model.model.visual(PATCHES, grid_thw=GRID)
@@ -160,13 +160,14 @@ def test_a_copy_runs_its_own_tower():
 
 def test_backends_of_towers(monkeypatch):
     """A mapping names the vision tower's layers too."""
-    used, attend = [], interface.packed_attention
+    used, route = [], PackedForward.route
 
-    def noted(*args, **kwargs):
-        used.append(kwargs["backend"])
-        return attend(*args, **kwargs)
+    def noted(packed, *args):
+        found = route(packed, *args)
+        used.append(found.backend.name)
+        return found
 
-    monkeypatch.setattr(interface, "packed_attention", noted)
+    monkeypatch.setattr(PackedForward, "route", noted)
     model = new_model("qwen2_5_vl")
     with pytest.raises(ValueError, match="vision_attention"):
         fv.patch_model(model, {"full_attention": "sdpa"})
