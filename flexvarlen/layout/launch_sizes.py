@@ -64,9 +64,9 @@ class LaunchSizes:
             self._shape = torch.empty_strided(shape, strides, dtype=torch.bool, device=device)
             torch._dynamo.maybe_mark_dynamic(self._shape, list(range(1, len(shape))))
 
-    def read(self) -> tuple[int, int, int]:
+    def read(self, *, compiling: bool) -> tuple[int, int, int]:
         """Documents, tokens of the longest one, and 0 if no tail has to be zeroed, else 1."""
-        if self._shape is None or not torch.compiler.is_compiling():
+        if not compiling or self._shape is None:
             return self._sizes
         if not self.own:
             return *self._sizes[:2], self._shape.shape[1] - _SHIFT

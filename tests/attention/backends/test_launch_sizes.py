@@ -254,4 +254,4 @@ def test_a_row_of_millions_of_tokens_has_sizes_too():
     """Their product would not fit a stride."""
     tokens = 2**26
     layout = PackedLayout.from_lengths([1] * 5000 + [tokens - 5000], device="cpu")
-    assert layout.launch.read() == (5001, tokens - 5000, 0)
+    assert layout.launch.read(compiling=False) == (5001, tokens - 5000, 0)

@@ -144,10 +144,14 @@ class CuSeqlensBackend:
         plan: Boundaries,
     ) -> tuple[Tensor, Tensor | None]:
         """One call for all documents."""
-        sizes = self._sizes(mask, plan)
-        boundaries = (plan.cu_seqlens_q, plan.cu_seqlens_k)
-        out_THD, lse_HT = attend(self.name, q_THD, k_THD, v_THD, sinks_H, *boundaries, sizes, call)
-        masked_T = plan.masked_T
+        compiling = torch.compiler.is_compiling()
+        traced = compiling or torch._C._len_torch_dispatch_stack() > 0
+        cu_seqlens_q, cu_seqlens_k, _, _, masked_T = plan
+        sizes = self._sizes(mask, plan, compiling=compiling)
+        if _outlives_the_call(cu_seqlens_q, compiling=compiling, traced=traced):
+            sizes = sizes.of_any_row(cu_seqlens_q.shape[0] - 1)
+        tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
+        out_THD, lse_HT = attend(self.name, *tensors, sizes, call, traced=traced)
         if masked_T is not None:
             out_THD = torch.where(masked_T[:, None, None], 0, out_THD)
         if not call.return_lse or lse_HT is None:
@@ -158,22 +162,19 @@ class CuSeqlensBackend:
             lse_HT = torch.where(masked_T, float("-inf"), lse_HT)
         return out_THD, lse_HT
 
-    def _sizes(self, mask: DocumentMask, plan: Boundaries) -> Sizes:
+    def _sizes(self, mask: DocumentMask, plan: Boundaries, *, compiling: bool) -> Sizes:
         """What to launch for.
 
         Not in the plan: a compiled layer that is handed it would take its numbers for constants.
         """
         cu_seqlens_q, _, bound_q, bound_k, _ = plan
-        slots = cu_seqlens_q.shape[0] - 1
-        if _outlives_the_call(cu_seqlens_q):
-            return Sizes(slots, bound_q, bound_k, bound_q, bound_k, 1)
-        documents, longest_q, tail = mask.layout.launch.read()
+        documents, longest_q, tail = mask.layout.launch.read(compiling=compiling)
         longest_k = longest_q
         if mask.spec.cross:
-            documents_k, longest_k, tail_k = mask.layout_k.launch.read()
+            documents_k, longest_k, tail_k = mask.layout_k.launch.read(compiling=compiling)
             documents, tail = max(documents, documents_k), tail + tail_k
         if _is_chunked(mask) or not self.launches_own_sizes:
-            return Sizes(slots, bound_q, bound_k, bound_q, bound_k, tail)
+            documents, longest_q, longest_k = cu_seqlens_q.shape[0] - 1, bound_q, bound_k
         return Sizes(documents, longest_q, longest_k, bound_q, bound_k, tail)
 
 
@@ -181,15 +182,14 @@ def _is_chunked(mask: DocumentMask) -> bool:
     return 0 < mask.spec.chunk < mask.layout.max_seqlen_bound
 
 
-def _outlives_the_call(x: Tensor) -> bool:
+def _outlives_the_call(x: Tensor, *, compiling: bool, traced: bool) -> bool:
     """Whether what is traced, or captured, keeps numbers and is run on other documents later."""
-    if torch.compiler.is_compiling():
+    if compiling:
         # Not is_exporting(): Dynamo of torch 2.11 takes it for True in every graph.
         return bool(getattr(torch.compiler, "_is_exporting_flag", True))
     # Inductor's own CUDA graphs call the operator, not this; so whoever captures here, another
     # operator inside inductor's graph too, replays these very numbers.
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return traced and torch._C._get_dispatch_mode(proxy) is not None

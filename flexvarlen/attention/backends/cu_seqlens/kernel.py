@@ -22,7 +22,6 @@ from torch import Tensor
 
 from flexvarlen.attention.backends.sinks import finite_sinks, share_without_sink
 from flexvarlen.attention.call import AttentionCall
-from flexvarlen.layout.launch_sizes import is_replayed
 
 MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
 
@@ -33,8 +32,7 @@ class Sizes(NamedTuple):
     Attributes:
         documents: how many slots are used.
         longest_q, longest_k: no document, and no document's keys, have more tokens.
-        bound_q, bound_k: none ever has: what a CUDA graph that a user captures is made for, and for
-            all slots.
+        bound_q, bound_k: none ever has, in any row.
         tail: 0 if no row lies past the last boundary.
     """
 
@@ -44,6 +42,10 @@ class Sizes(NamedTuple):
     bound_q: int
     bound_k: int
     tail: int
+
+    def of_any_row(self, slots: int) -> Sizes:
+        """Those of a call that is replayed on other rows."""
+        return Sizes(slots, self.bound_q, self.bound_k, self.bound_q, self.bound_k, 1)
 
 
 class Segments(NamedTuple):
@@ -95,14 +97,13 @@ def forward(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE, rows past the last boundary zeroed and sinks counted."""
-    replayed = is_replayed(q)
-    segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call, replayed)
+    segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
     out_THD, lse_HT = KERNELS[kernel].forward(q, k, v, segments, call)
     if not out_THD.is_contiguous():
         out_THD = out_THD.contiguous()
     if not lse_HT.is_contiguous():
         lse_HT = lse_HT.contiguous()
-    may_have_tail = sizes.tail > 0 or replayed or _is_first(q)
+    may_have_tail = sizes.tail > 0 or _is_first(q)
     if sinks_H is not None or call.return_lse:
         # FA2 gives a query that sees no key +inf.
         lse_HT.masked_fill_(lse_HT == float("inf"), float("-inf"))
@@ -130,9 +131,8 @@ def backward(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks."""
-    replayed = is_replayed(q)
-    segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call, replayed)
-    may_have_tail = sizes.tail > 0 or replayed
+    segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
+    may_have_tail = sizes.tail > 0
     if not grad_THD.is_contiguous():
         grad_THD = grad_THD.contiguous()
     dsinks_H = None
@@ -178,13 +178,11 @@ def one_split(segments: Segments, heads: int) -> Segments:
 
 
 def _segments(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: Sizes, call: AttentionCall, replayed: bool
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: Sizes, call: AttentionCall
 ) -> Segments:
-    """The row's own documents, or in a CUDA graph that is replayed on others, any."""
+    """The slots that are used, and the longest documents as kernels take them."""
     ends, longest_q, longest_k = sizes.documents + 1, sizes.longest_q, sizes.longest_k
-    if replayed:
-        longest_q, longest_k = sizes.bound_q, sizes.bound_k
-    elif ends < cu_seqlens_q.shape[0]:
+    if ends < cu_seqlens_q.shape[0]:
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[:ends], cu_seqlens_k[:ends]
     if call.batch_invariant:
         # Kernels take a window that no document fills for none, by the longest document, and sum

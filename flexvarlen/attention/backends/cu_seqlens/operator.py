@@ -19,6 +19,7 @@ from torch import Tensor
 from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
 from flexvarlen.attention.backends.cu_seqlens.kernel import Sizes
 from flexvarlen.attention.call import AttentionCall
+from flexvarlen.layout.launch_sizes import is_replayed
 from flexvarlen.mask.spec import MaskSpec
 
 
@@ -32,13 +33,16 @@ def attend(
     cu_seqlens_k: Tensor,
     sizes: Sizes,
     call: AttentionCall,
+    *,
+    traced: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, with `call.return_lse`, the LSE; differentiable, but for the LSE.
 
-    The LSE is that of the scores, without the sinks.
+    The LSE is that of the scores, without the sinks. `traced`: in a compiled graph, or where
+    something watches operators.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if traced:
         out_THD, lse_HT = cu_seqlens_forward(kernel, *tensors, *sizes, *_settings(call))
         return out_THD, lse_HT
     if call.needs_grad:
@@ -81,18 +85,24 @@ def _call(q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...
     )
 
 
+def _sizes(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> Sizes:
+    """The sizes as an operator got them; those of any row where a user's CUDA graph captures it."""
+    sizes = Sizes(*numbers)
+    return sizes.of_any_row(cu_seqlens_q.shape[0] - 1) if is_replayed(q) else sizes
+
+
 _N = len(Sizes._fields)
 
 
 def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sinks_H, cu_q, cu_k = rest[:6]
-    call = _call(q, k, sinks_H, rest[6 + _N :])
-    return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, Sizes(*rest[6 : 6 + _N]), call)
+    call, sizes = _call(q, k, sinks_H, rest[6 + _N :]), _sizes(q, cu_q, rest[6 : 6 + _N])
+    return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, sizes, call)
 
 
 def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, sinks_H, out, lse, cu_q, cu_k = rest[:8]
-    call, sizes = _call(q, k, sinks_H, rest[8 + _N :]), Sizes(*rest[8 : 8 + _N])
+    call, sizes = _call(q, k, sinks_H, rest[8 + _N :]), _sizes(q, cu_q, rest[8 : 8 + _N])
     *grads, dsinks_H = kernels.backward(
         kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, sizes, call
     )
