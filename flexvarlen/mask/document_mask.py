@@ -17,8 +17,13 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.validate import host_int32, is_int
 from flexvarlen.mask.spec import Align, MaskSpec
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables, block_pair, table_widths
-from flexvarlen.mask.tables import build_tables, document_tables
-from flexvarlen.mask.vectors import dense_mask, query_bounds, traced_query_bounds
+from flexvarlen.mask.tables import build_tables, build_tables_operator
+from flexvarlen.mask.vectors import (
+    MaskInputs,
+    dense_mask,
+    query_bounds,
+    query_bounds_operator,
+)
 
 Prefix = int | Sequence[int] | Tensor
 
@@ -135,14 +140,15 @@ class DocumentMask:
 
     # ---- what it is made of ----
 
-    def _tensors(
-        self,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, list[int], list[int]]:
-        """The arguments that `query_bounds` and `build_tables` share."""
+    @property
+    def inputs(self) -> MaskInputs:
+        """What its bounds and tables are computed from."""
         q, k = self.layout, self.layout_k
-        sizes = [q.total_tokens, k.total_tokens]
-        spec = self.spec.as_ints()
-        return q.cu_seqlens, k.cu_seqlens, q.padding, k.padding, self.prefix, sizes, spec
+        return MaskInputs(
+            *(q.cu_seqlens, k.cu_seqlens, q.padding, k.padding, self.prefix),
+            [q.total_tokens, k.total_tokens],
+            self.spec.as_ints(),
+        )
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """The keys that each query sees, `lo[q] <= kv < hi[q]`: int32 `[Tq]`, never decreasing.
@@ -150,8 +156,9 @@ class DocumentMask:
         A padding query sees nothing: `lo` is the end of its run and `hi` the start. No sync; traces
         under `fullgraph=True`.
         """
-        compute = traced_query_bounds if torch.compiler.is_compiling() else query_bounds
-        lo, hi = compute(*self._tensors())
+        if not torch.compiler.is_compiling():
+            return query_bounds(self.inputs)
+        lo, hi = query_bounds_operator(*self.inputs)
         return lo, hi
 
     def tables(self, block_size: tuple[int, int], *, compact: bool) -> Tables:
@@ -164,8 +171,10 @@ class DocumentMask:
             width = widths(self.spec, tokens, longest, q.capacity, block_size)
         else:
             width = -(-tokens[1] // block_size[1]), -(-tokens[0] // block_size[0])
-        build = document_tables if torch.compiler.is_compiling() else build_tables
-        return Tables._make(build(*self._tensors(), list(block_size), list(width)))
+        sizes = list(block_size), list(width)
+        if torch.compiler.is_compiling():
+            return Tables._make(build_tables_operator(*self.inputs, *sizes))
+        return Tables._make(build_tables(self.inputs, *sizes))
 
     # ---- looking at it; each of these reads the device back ----
 

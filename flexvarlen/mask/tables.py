@@ -12,31 +12,23 @@ Shapes: Tq, Tk = tokens; BQ, BK = block sizes; NQ = ceil(Tq / BQ), NK = ceil(Tk 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.validate import HAS_TRITON
 from flexvarlen.mask.table_shapes import table_shapes
-from flexvarlen.mask.vectors import key_bounds, query_bounds
+from flexvarlen.mask.vectors import SCHEMA, MaskInputs, key_bounds, query_bounds
 
 
 def build_tables(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: list[int],
-    spec: list[int],
-    block_size: list[int],
-    width: list[int],
-    one_storage: bool = True,
+    given: MaskInputs, block_size: list[int], width: list[int], one_storage: bool = True
 ) -> list[Tensor]:
     """`Tables`, as a list.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec: as in
-            `flexvarlen.mask.vectors.query_bounds`.
+        given: the mask.
         block_size: `[BQ, BK]`.
         width: columns of the kv and of the q tables: enough for any row; if they are not, an
             assertion fails, on a GPU one of the device.
@@ -44,29 +36,19 @@ def build_tables(
 
     No sync.
     """
-    arguments = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec)
-    if cu_seqlens_q.device.type == "cuda" and HAS_TRITON:
+    if given.cu_seqlens_q.device.type == "cuda" and HAS_TRITON:
         from flexvarlen.mask.triton.tables import build_tables_in_one_launch
 
-        return build_tables_in_one_launch(*arguments, block_size, width, one_storage)
-    return build_tables_in_torch(*arguments, block_size, width)
+        return build_tables_in_one_launch(given, block_size, width, one_storage)
+    return build_tables_in_torch(given, block_size, width)
 
 
 def build_tables_in_torch(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: list[int],
-    spec: list[int],
-    block_size: list[int],
-    width: list[int],
+    given: MaskInputs, block_size: list[int], width: list[int]
 ) -> list[Tensor]:
     """`build_tables` in plain torch, on any device."""
-    arguments = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec)
-    lo, hi = query_bounds(*arguments)
-    first, last = key_bounds(*arguments)
+    lo, hi = query_bounds(given)
+    first, last = key_bounds(given)
     block_q, block_k = block_size
     seen = _any_in_block(first < last, block_k)
     seeing = _any_in_block(lo < hi, block_q)
@@ -139,34 +121,23 @@ def _list_blocks(
 # Inside a compiled graph one operator: traced through, inductor fuses the tables into views that
 # FlexAttention's templates misread (torch 2.11 on CUDA: silently wrong attention) or reject (torch
 # 2.13 on the CPU).
-@torch.library.custom_op("flexvarlen::document_tables", mutates_args=())
-def document_tables(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: list[int],
-    spec: list[int],
-    block_size: list[int],
-    width: list[int],
-) -> list[Tensor]:
-    """`build_tables`, for compiled graphs; what an operator returns may share no storage."""
-    arguments = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec)
-    return build_tables(*arguments, block_size, width, one_storage=False)
+@torch.library.custom_op(
+    "flexvarlen::build_tables",
+    mutates_args=(),
+    schema=f"({SCHEMA}, SymInt[] block_size, SymInt[] width) -> Tensor[]",
+)
+def build_tables_operator(*given: Any) -> list[Tensor]:
+    """`build_tables` of the fields of `MaskInputs` and the two sizes, for compiled graphs.
+
+    What an operator returns may share no storage.
+    """
+    *mask, block_size, width = given
+    return build_tables(MaskInputs(*mask), block_size, width, one_storage=False)
 
 
-@document_tables.register_fake
-def _(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: list[int],
-    spec: list[int],
-    block_size: list[int],
-    width: list[int],
-) -> list[Tensor]:
-    shapes = table_shapes(total_tokens, block_size, width)
-    return [cu_seqlens_q.new_empty(shape) for shape in shapes]
+@build_tables_operator.register_fake
+def _(*given: Any) -> list[Tensor]:
+    *mask, block_size, width = given
+    inputs = MaskInputs(*mask)
+    shapes = table_shapes(inputs.total_tokens, block_size, width)
+    return [inputs.cu_seqlens_q.new_empty(shape) for shape in shapes]

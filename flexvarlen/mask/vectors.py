@@ -9,6 +9,7 @@ Shapes: Tq, Tk = tokens of the query and the key row (equal in self-attention), 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,26 +17,39 @@ from torch import Tensor
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
 
-def query_bounds(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: list[int],
-    spec: list[int],
-) -> tuple[Tensor, Tensor]:
-    """The keys that each query sees: `lo`, `hi`, int32 `[Tq]`.
+class MaskInputs(NamedTuple):
+    """A mask as plain tensors and integers, which operators take.
 
-    Args:
+    Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`; the same tensor in self-attention.
         padding_q, padding_k: bool `[Tq]` and `[Tk]`, True in slots that are padding runs, or None.
         prefix: int32 `[N]`, tokens of each document's prefix, or None.
         total_tokens: `[Tq, Tk]`.
         spec: `MaskSpec.as_ints()`.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    padding_q: Tensor | None
+    padding_k: Tensor | None
+    prefix: Tensor | None
+    total_tokens: list[int]
+    spec: list[int]
+
+
+SCHEMA = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? padding_q, Tensor? padding_k, "
+    "Tensor? prefix, SymInt[] total_tokens, SymInt[] spec"
+)
+"""`MaskInputs` as arguments of an operator."""
+
+
+def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
+    """The keys that each query sees: `lo`, `hi`, int32 `[Tq]`.
 
     A query of a padding run sees nothing: `lo` is the end of the run and `hi` its start. No sync.
     """
+    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
     at = _place(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
     position = at.position + _shift(mask, at.own_length, at.other_length)
@@ -55,19 +69,9 @@ def query_bounds(
     return at.in_other_row(low, high)
 
 
-def key_bounds(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: list[int],
-    spec: list[int],
-) -> tuple[Tensor, Tensor]:
-    """The queries that see each key: first and one past the last, int32 `[Tk]`; the transpose.
-
-    Arguments as in `query_bounds`.
-    """
+def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
+    """The queries that see each key: first and one past the last, int32 `[Tk]`; the transpose."""
+    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
     tokens_q, tokens_k = total_tokens
     at = _place(cu_seqlens_k, cu_seqlens_q, padding_k, padding_q, tokens_k, tokens_q)
@@ -148,22 +152,18 @@ def _shift(mask: MaskSpec, length_q: Tensor, length_k: Tensor) -> Tensor:
 
 # Inside a compiled graph one operator: inductor of torch 2.11 on CUDA, fusing the search into what
 # uses it, gave a reference attention with wrong gradients.
-traced_query_bounds = torch.library.custom_op(
-    "flexvarlen::query_bounds", query_bounds, mutates_args=()
+@torch.library.custom_op(
+    "flexvarlen::query_bounds", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)"
 )
+def query_bounds_operator(*given: Any) -> tuple[Tensor, Tensor]:
+    """`query_bounds` of the fields of `MaskInputs`, for compiled graphs."""
+    return query_bounds(MaskInputs(*given))
 
 
-@traced_query_bounds.register_fake
-def _(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: list[int],
-    spec: list[int],
-) -> tuple[Tensor, Tensor]:
-    return cu_seqlens_q.new_empty(total_tokens[:1]), cu_seqlens_q.new_empty(total_tokens[:1])
+@query_bounds_operator.register_fake
+def _(*given: Any) -> tuple[Tensor, Tensor]:
+    cu_seqlens, tokens_q = given[0], given[5][:1]
+    return cu_seqlens.new_empty(tokens_q), cu_seqlens.new_empty(tokens_q)
 
 
 def dense_mask(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:

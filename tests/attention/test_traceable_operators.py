@@ -37,10 +37,10 @@ def test_mask_operators(kind, device):
     @settings(max_examples=2, phases=[Phase.generate])
     @given(cases(kind))
     def check(case):
-        arguments = case.mask(device)._tensors()
+        arguments = case.mask(device).inputs
         torch.library.opcheck(torch.ops.flexvarlen.query_bounds.default, arguments)
         sizes = ([128, 64], [40, 80])
-        torch.library.opcheck(torch.ops.flexvarlen.document_tables.default, (*arguments, *sizes))
+        torch.library.opcheck(torch.ops.flexvarlen.build_tables.default, (*arguments, *sizes))
 
     check()
 

@@ -27,7 +27,7 @@ def test_interval_is_the_mask(case):
 
 @given(any_case)
 def test_interval_of_a_key_is_the_transposed_mask(case):
-    first, last = key_bounds(*case.mask()._tensors())
+    first, last = key_bounds(case.mask().inputs)
     dense = case.dense()
     assert torch.equal(dense_mask(first, last, dense.shape[0]), dense.T)
 
@@ -38,7 +38,7 @@ def test_bounds_never_decrease(case):
     mask = case.mask()
     for bounds, tokens in (
         (mask.bounds(), mask.layout_k.total_tokens),
-        (key_bounds(*mask._tensors()), mask.layout.total_tokens),
+        (key_bounds(mask.inputs), mask.layout.total_tokens),
     ):
         for bound in bounds:
             assert (bound.diff() >= 0).all()

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
-from flexvarlen.mask.vectors import dense_mask, query_bounds
+from flexvarlen.mask.vectors import MaskInputs, dense_mask, query_bounds
 
 
 class SdpaBackend:
@@ -155,9 +155,8 @@ def _seen(
         return None, None
     sizes = [[0, length_q], [0, length_k], [prefix, 0]]
     cu_q, cu_k, prefixes = torch.tensor(sizes, dtype=torch.int32, device="cpu")
-    lo, hi = query_bounds(
-        cu_q, cu_k, None, None, prefixes[:1] if mask.prefix else None, [length_q, length_k], spec
-    )
+    prefix_1 = prefixes[:1] if mask.prefix else None
+    lo, hi = query_bounds(MaskInputs(cu_q, cu_k, None, None, prefix_1, [length_q, length_k], spec))
     seen = dense_mask(lo, hi, length_k).to(device)
     if not mask.cross:  # each query sees at least itself
         return seen, None

@@ -24,6 +24,7 @@ from flexvarlen.layout.triton.launcher import Launcher
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 from flexvarlen.mask.table_shapes import table_shapes
 from flexvarlen.mask.triton.vectors import token_bounds
+from flexvarlen.mask.vectors import MaskInputs
 
 COLUMNS = tl.constexpr(128)
 """Indices that a program writes at once."""
@@ -278,35 +279,26 @@ def _launch(
 
 
 def build_tables_in_one_launch(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    padding_q: Tensor | None,
-    padding_k: Tensor | None,
-    prefix: Tensor | None,
-    total_tokens: Sequence[int],
-    spec: Sequence[int],
-    block_size: Sequence[int],
-    width: Sequence[int],
-    one_storage: bool,
+    given: MaskInputs, block_size: Sequence[int], width: Sequence[int], one_storage: bool
 ) -> list[Tensor]:
     """`flexvarlen.mask.tables.build_tables` on a CUDA device; arguments and answer as there.
 
     No sync; may be captured in a CUDA graph.
     """
+    cu_seqlens = given.cu_seqlens_q
     launch = _launch(
-        cu_seqlens_q.shape[0] - 1,
-        (padding_q is not None, padding_k is not None),
-        tuple(total_tokens),
-        tuple(spec),
+        cu_seqlens.shape[0] - 1,
+        (given.padding_q is not None, given.padding_k is not None),
+        tuple(given.total_tokens),
+        tuple(given.spec),
         tuple(block_size),
         tuple(width),
     )
     if one_storage:  # the host time of one allocation
-        storage = cu_seqlens_q.new_empty(launch.storage)
+        storage = cu_seqlens.new_empty(launch.storage)
         tables = [storage.as_strided(*view) for view in launch.views]
     else:
-        tables = [cu_seqlens_q.new_empty(shape) for shape, _, _ in launch.views]
+        tables = [cu_seqlens.new_empty(shape) for shape, _, _ in launch.views]
     if launch.programs > 0:
-        inputs = (cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix)
-        launch.launcher(launch.programs, inputs, tables, launch.numbers)
+        launch.launcher(launch.programs, given[:5], tables, launch.numbers)
     return tables
