@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 
 from flexvarlen.attention.api import packed_attention
@@ -120,16 +121,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: Any)
 
 def _heads_for_tokens(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
     """`[T/P, H, D]` -> `[T, H/P, D]`: block r of the heads goes to rank r."""
-    tokens, heads, dim = x.shape
-    blocks = x.view(tokens, size, heads // size, dim).transpose(0, 1)
-    return _exchanged(blocks, group).view(size * tokens, heads // size, dim)
+    blocks = _exchanged(rearrange(x, "t (p h) d -> p t h d", p=size), group)
+    return rearrange(blocks, "p t h d -> (p t) h d")
 
 
 def _tokens_for_heads(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
     """`[T, H/P, D]` -> `[T/P, H, D]`: block r of the tokens goes to rank r."""
-    tokens, heads, dim = x.shape
-    blocks = _arrived(_exchanged(x.view(size, tokens // size, heads, dim), group))
-    return blocks.transpose(0, 1).reshape(tokens // size, size * heads, dim)
+    blocks = _exchanged(rearrange(x, "(p t) h d -> p t h d", p=size), group)
+    return rearrange(_arrived(blocks), "p t h d -> t (p h) d")
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -91,10 +91,10 @@ MUTATIONS = (
         "tests/mask/test_block_mask.py",
     ),
     Mutation(
-        "chunks: one too many",
+        "chunks: counted from the start of the row",
         f"{MASK}/chunks.py",
-        "chunks = (lengths + chunk - 1).div",
-        "chunks = (lengths + chunk).div",
+        "start = cu_seqlens[document] + number * chunk",
+        "start = number * chunk",
         f"{MASK}/chunks.py",
     ),
     Mutation(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 Window = int | tuple[int, int] | None
@@ -159,10 +160,12 @@ def attend(
             continue
         skip_to(start)
         done = end
-        q_HLD = q_THD[start:end].transpose(0, 1)
-        k_HLD, v_HLD = (x[start_k:end_k, own_kv_head].transpose(0, 1) for x in (k_THD, v_THD))
+        q_HLD = rearrange(q_THD[start:end], "l h d -> h l d")
+        k_HLD, v_HLD = (
+            rearrange(x[start_k:end_k, own_kv_head], "l h d -> h l d") for x in (k_THD, v_THD)
+        )
         mask = seen(end - start, end_k - start_k, prefix=own, device=q_THD.device, **options)
-        scores = (q_HLD @ k_HLD.transpose(1, 2)).to(wide) * scale
+        scores = (q_HLD @ rearrange(k_HLD, "h k d -> h d k")).to(wide) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         # A query that sees nothing: finite scores, and then probabilities of zero.
@@ -173,7 +176,7 @@ def attend(
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(wide)[:, None])
         probabilities = (scores - lse[..., None]).exp() * sees[:, None]
-        outs.append((probabilities.to(q_THD.dtype) @ v_HLD).transpose(0, 1))
+        outs.append(rearrange(probabilities.to(q_THD.dtype) @ v_HLD, "h l d -> l h d"))
     skip_to(documents.total_tokens)
     return torch.cat(outs), torch.cat(lses, dim=1)
 

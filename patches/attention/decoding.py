@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -58,11 +59,12 @@ def _dense(
     sinks_H: Tensor | None,
 ) -> Tensor:
     """`[B, S, H, D]`; a boolean mask keeps what is True, another is added."""
-    batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
-    q = query.view(batch, kv_heads, heads // kv_heads, tokens, dim)
-    q = q * (dim**-0.5 if scaling is None else scaling)  # first: the product may overflow in fp16
-    scores = torch.einsum("bgrsd,bgkd->bgrsk", q, key).reshape(batch, heads, tokens, -1).float()
+    q = rearrange(query, "b (g r) s d -> b g r s d", g=kv_heads)
+    # First: the product may overflow in fp16.
+    q = q * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = rearrange(torch.einsum("bgrsd,bgkd->bgrsk", q, key), "b g r s k -> b (g r) s k")
+    scores = scores.float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -70,9 +72,8 @@ def _dense(
         hidden = torch.finfo(torch.float32).min
         scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
     if sinks_H is not None:
-        sinks = sinks_H.float().view(1, heads, 1, 1).expand(batch, heads, tokens, 1)
+        sinks = repeat(sinks_H.float(), "h -> b h s 1", b=scores.shape[0], s=scores.shape[2])
         scores = torch.cat([scores, sinks], dim=-1)
     probabilities = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    p = probabilities.view(batch, kv_heads, heads // kv_heads, tokens, -1)
-    out = torch.einsum("bgrsk,bgkd->bsgrd", p, value)
-    return out.reshape(batch, tokens, heads, value.shape[-1])
+    p = rearrange(probabilities, "b (g r) s k -> b g r s k", g=kv_heads)
+    return rearrange(torch.einsum("bgrsk,bgkd->bsgrd", p, value), "b s g r d -> b s (g r) d")

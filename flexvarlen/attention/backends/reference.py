@@ -6,6 +6,7 @@ Half precision is computed in fp32 and rounded once, at the end: scores in fp16 
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from flexvarlen.attention.call import AttentionCall
@@ -64,11 +65,11 @@ def dense_attention(
 
     `seen` is bool `[T, Tk]`.
     """
-    tokens, heads, dim = q_THD.shape
-    groups = k_THD.shape[1]
-    q_GRTD = q_THD.reshape(tokens, groups, heads // groups, dim).permute(1, 2, 0, 3)
-    k_GDT, v_GTD = k_THD.permute(1, 2, 0), v_THD.permute(1, 0, 2)
-    scores = (q_GRTD * call.scale) @ k_GDT[:, None]
+    # G = Hkv groups of R query heads each
+    q_GRTD = rearrange(q_THD, "t (g r) d -> g r t d", g=k_THD.shape[1])
+    k_G1DT = rearrange(k_THD, "t g d -> g 1 d t")
+    v_G1TD = rearrange(v_THD, "t g d -> g 1 t d")
+    scores = (q_GRTD * call.scale) @ k_G1DT
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     # Not -inf: the softmax of a row of -inf is NaN. The product with the mask makes such rows zero.
@@ -76,11 +77,11 @@ def dense_attention(
     lse = scores.logsumexp(-1)
     probabilities = torch.softmax(scores, -1) * seen
     if sinks_H is not None:
-        sinks = sinks_H.to(scores.dtype).view(groups, heads // groups, 1)
-        probabilities = probabilities * torch.sigmoid(lse - sinks)[..., None]
-    out_GRTD = probabilities @ v_GTD[:, None]
-    out_THD = out_GRTD.permute(2, 0, 1, 3).reshape(tokens, heads, v_THD.shape[-1])
-    return out_THD, lse.masked_fill(~seen.any(-1), float("-inf")).reshape(heads, tokens)
+        sinks_GR1 = rearrange(sinks_H.to(scores.dtype), "(g r) -> g r 1", g=k_THD.shape[1])
+        probabilities = probabilities * torch.sigmoid(lse - sinks_GR1)[..., None]
+    out_THD = rearrange(probabilities @ v_G1TD, "g r t d -> t (g r) d")
+    lse_HT = rearrange(lse.masked_fill(~seen.any(-1), float("-inf")), "g r t -> (g r) t")
+    return out_THD, lse_HT
 
 
 BACKEND = ReferenceBackend()

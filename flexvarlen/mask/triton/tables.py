@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -24,7 +25,9 @@ from flexvarlen.layout.triton.launcher import Launcher
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 from flexvarlen.mask.table_shapes import table_shapes
 from flexvarlen.mask.triton.vectors import token_bounds
-from flexvarlen.mask.vectors import MaskInputs
+
+if TYPE_CHECKING:
+    from flexvarlen.mask.vectors import MaskInputs
 
 COLUMNS = tl.constexpr(128)
 """Indices that a program writes at once."""
