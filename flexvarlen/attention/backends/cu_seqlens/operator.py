@@ -11,7 +11,7 @@ D = head_dim, N = document slots.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ def attend(
                 f"{kernel} is not made for the transforms of torch.func; use backend='reference', "
                 "or torch.autograd.grad."
             )
-        found = _apply_eagerly(kernel, *tensors, sizes, call)  # type: ignore[no-untyped-call]
+        constants = _Constants(kernel, cu_seqlens_q, cu_seqlens_k, sizes, call)
+        found = _apply_eagerly(*tensors[:4], constants)  # type: ignore[no-untyped-call]
         return found if call.return_lse else (found, None)
     return kernels.forward(kernel, *tensors, sizes, call)
 
@@ -163,16 +164,16 @@ def _(
 def _differentiate(
     backward: Any, ctx: Any, grad_THD: Tensor | None, *numbers: Any
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, sinks and both cu_seqlens."""
+    """Gradients of q, k, v and the sinks."""
     if torch.is_grad_enabled():  # create_graph=True
         raise NotImplementedError(
             f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
         )
     if grad_THD is None:
-        return (None,) * 6
+        return (None,) * 4
     saved = ctx.saved_tensors  # once: checkpointing hands each out once
     dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *numbers)
-    return dq, dk, dv, None if saved[3] is None else dsinks_H, None, None
+    return dq, dk, dv, None if saved[3] is None else dsinks_H
 
 
 class _TracedAttention(torch.autograd.Function):
@@ -192,7 +193,7 @@ class _TracedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = _differentiate(cu_seqlens_backward, ctx, grad_THD, *ctx.numbers)
-        return None, None, *grads, *(None for _ in ctx.numbers)
+        return None, None, *grads, None, None, *(None for _ in ctx.numbers)
 
 
 def _below_autograd(below: torch._C.DispatchKeySet, *inputs: Any) -> Any:
@@ -222,6 +223,16 @@ def _autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
 _library.impl("cu_seqlens_forward", _autograd, "Autograd", with_keyset=True)
 
 
+class _Constants(NamedTuple):
+    """What has no gradient: one argument, as each costs the host time."""
+
+    kernel: str
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    sizes: Sizes
+    call: AttentionCall
+
+
 class _EagerAttention(torch.autograd.Function):
     """The same forward and backward, called plainly.
 
@@ -232,21 +243,17 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kernel: str,
         q_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
         sinks_H: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        sizes: Sizes,
-        call: AttentionCall,
+        constants: _Constants,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        kernel, cu_q, cu_k, sizes, call = constants
         tensors = (q_THD, k_THD, v_THD, sinks_H)
-        boundaries = (cu_seqlens_q, cu_seqlens_k)
-        out_THD, lse_HT = kernels.forward(kernel, *tensors, *boundaries, sizes, call)
+        out_THD, lse_HT = kernels.forward(kernel, *tensors, cu_q, cu_k, sizes, call)
         ctx.kernel, ctx.numbers = kernel, (sizes, call)
-        ctx.save_for_backward(*tensors, out_THD, lse_HT, *boundaries)
+        ctx.save_for_backward(*tensors, out_THD, lse_HT, cu_q, cu_k)
         if not call.return_lse:
             return out_THD
         ctx.mark_non_differentiable(lse_HT)
@@ -255,8 +262,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor | None, *grad_lse: None) -> tuple[Tensor | None, ...]:
-        grads = _differentiate(kernels.backward, ctx, grad_THD, *ctx.numbers)
-        return None, *grads, None, None
+        return *_differentiate(kernels.backward, ctx, grad_THD, *ctx.numbers), None
 
 
 # Without the Python around it, which looks for a setup_context and for transforms of torch.func:
