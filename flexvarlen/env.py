@@ -1,4 +1,4 @@
-"""The environment variables that flexvarlen reads. Each is read when it is first needed."""
+"""Environment variables of flexvarlen, each read when it is first needed."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 import torch
 
 DETERMINISTIC = "FLEXVARLEN_DETERMINISTIC"
-"""`deterministic=` where a call does not say: 1 or 0 (the default). Read once a process."""
+"""Default of `deterministic=`: 1 or 0 (default 0). Read once per process."""
 
 BATCH_INVARIANT = "FLEXVARLEN_BATCH_INVARIANT"
-"""`batch_invariant=` where a call does not say: 1 or 0 (the default). Read once a process."""
+"""Default of `batch_invariant=`: 1 or 0 (default 0). Read once per process."""
 
 AUTO = "FLEXVARLEN_AUTO"
 """How `backend="auto"` chooses: "measure" (the default) or "static", the documented order."""
 
 CACHE = "FLEXVARLEN_CACHE"
-"""The folder in which "auto" keeps what it measured, and FA4 the kernels that it compiled."""
+"""Folder where "auto" caches its measurements and FA4 its compiled kernels."""
 
 FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""FA4's own: whether it keeps compiled kernels, 1 or 0. Where neither is set, they are kept."""
+"""FA4's own variable: cache compiled kernels, 1 or 0. flexvarlen enables it if it is not set."""
 
 FA4_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-"""FA4's own: the folder that it keeps them in; else one in flexvarlen's, for each kind of GPU."""
+"""FA4's own variable: its cache folder. Default: one per GPU architecture in flexvarlen's."""
 
 
 def promised(variable: str, asked: bool | None = None) -> bool:
-    """What a call asked for or, where it did not say, what `variable` says. Traces.
+    """Return the argument of a call or, if it is None, the value of `variable`. Traces.
 
     Args:
         variable: `DETERMINISTIC` or `BATCH_INVARIANT`.
-        asked: the argument as the call gave it.
+        asked: the argument of the call, or None.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -58,7 +58,7 @@ def _flag(variable: str) -> bool:
 
 
 def auto_is_static() -> bool:
-    """Whether `AUTO` switches measuring off.
+    """Whether `AUTO` disables measuring.
 
     Raises:
         ValueError: a value that is neither "measure" nor "static".
@@ -72,7 +72,7 @@ def auto_is_static() -> bool:
 
 
 def cache_folder() -> Path:
-    """`CACHE`, else flexvarlen in XDG_CACHE_HOME, ~/.cache or, without a home, the temporary."""
+    """`CACHE`, or `flexvarlen` in XDG_CACHE_HOME, in ~/.cache or in the temporary folder."""
     own = os.environ.get(CACHE)
     if own:
         return Path(own).expanduser()
@@ -92,5 +92,5 @@ def flash_attention_impl() -> str | None:
 
 
 def torch_state() -> tuple[object, ...]:
-    """torch's own switches that decide what kernels can serve, and which one `varlen` runs."""
+    """torch's global settings that affect which calls kernels support and what `varlen` runs."""
     return torch.are_deterministic_algorithms_enabled(), flash_attention_impl()

@@ -1,10 +1,10 @@
-"""Ulysses sequence parallelism: documents longer than one GPU holds, over any backend.
+"""Ulysses sequence parallelism, for rows too long for one GPU, on any backend.
 
-Each of P ranks holds T/P tokens of one packed row, with all heads. Around attention the ranks
-exchange: each gets all T tokens of H/P heads, attends over the whole row's documents as one GPU
-would, and gives the outputs back. All else of a model works token by token, and needs no exchange:
-`patch_model(..., sequence_parallel_group=)` puts this around a model's layers, `shard_row` cuts a
-batch for it.
+Each of P ranks holds T/P tokens of one packed row, with all heads. For attention the ranks
+exchange data: each gets all T tokens of H/P heads, attends over the whole row as one GPU
+would, and sends the outputs back. The rest of the model works on single tokens, without exchange.
+`patch_model(..., sequence_parallel_group=)` applies this to a model's layers, and `shard_row`
+shards a batch.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509).
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from flexvarlen.attention.api import packed_attention
 from flexvarlen.layout.packed_layout import PackedLayout
 
-if TYPE_CHECKING:  # a torch without distributed has none
+if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
 
 
@@ -40,27 +40,27 @@ def ulysses_attention(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Tensor:
-    """`packed_attention` of a row whose tokens lie on the ranks of a group, in order.
+    """`packed_attention` of a row whose tokens are sharded over the ranks of a group, in order.
 
     Args:
         q: `[T/P, H, D]`: rank r holds tokens r·T/P to (r+1)·T/P.
         k, v: `[T/P, Hkv, D]`.
         layout: the documents of all T tokens, the same on each rank.
         group: the ranks; None: all.
-        options: as for `packed_attention`, but `layout_k` and `return_lse`; `sinks` of all heads.
+        options: as in `packed_attention`, except `layout_k` and `return_lse`; `sinks` of all heads.
 
     Returns:
-        `[T/P, H, D]`. Differentiable; gradients of what all ranks share, sinks among them, are this
-        rank's part, to be summed over the ranks. No sync but the exchange, four all-to-alls a
-        forward and as many a backward; traces under `fullgraph=True`.
+        `[T/P, H, D]`. Differentiable; gradients of replicated parameters, including sinks, are this
+        rank's part, to be summed over the ranks. No sync except the exchange, four all-to-alls per
+        forward and four per backward; traces under `fullgraph=True`.
 
-    H must be a multiple of P. Where Hkv is none, K and V go to the ranks as often as their heads
-    are needed there: where Hkv divides P, each rank gets the one that its queries share, else one a
+    H must be a multiple of P. If Hkv is not, K and V heads are replicated: if Hkv divides P, each
+    rank gets the one KV head that its query heads share; otherwise it gets one KV head per
     query head.
 
     Raises:
-        ValueError: T is not P times the tokens here; H is no multiple of P.
-        NotImplementedError: an option that cannot be split by heads.
+        ValueError: T is not P times the local tokens, or H is not a multiple of P.
+        NotImplementedError: an option that cannot be sharded by heads.
     """
     size = dist.get_world_size(group)
     refused = [name for name in ("layout_k", "return_lse") if options.get(name)]
@@ -88,10 +88,10 @@ def ulysses_attention(
 
 
 def heads_a_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
-    """The heads and KV heads that each of so many ranks attends with.
+    """The numbers of query heads and KV heads of each of `size` ranks.
 
     Raises:
-        ValueError: `num_heads` is no multiple of the ranks.
+        ValueError: `num_heads` is not a multiple of `size`.
 
     >>> heads_a_rank(32, 8, 4), heads_a_rank(32, 2, 4), heads_a_rank(12, 3, 4)
     ((8, 2), (8, 1), (3, 3))
@@ -107,7 +107,7 @@ def heads_a_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int
 
 
 def own_tokens(x_T: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`[T, …]` -> `[T/P, …]`: those of this rank, a view. Traces, as constants."""
+    """`[T, …]` -> `[T/P, …]`: this rank's tokens, as a view. Traces with constant slices."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     tokens = x_T.shape[0] // size
     return x_T[rank * tokens : (rank + 1) * tokens]
@@ -132,7 +132,7 @@ def _tokens_for_heads(x: Tensor, size: int, group: ProcessGroup | None) -> Tenso
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Of `[P, …]`, block r goes to rank r; block r of what comes, perhaps later, is rank r's."""
+    """All-to-all of `[P, …]`: block r is sent to rank r and received from rank r, maybe async."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     where = dist.group.WORLD if group is None else group
@@ -141,8 +141,8 @@ def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _arrived(x: Tensor) -> Tensor:
-    """What was exchanged, as a plain tensor: FlexAttention takes no AsyncCollectiveTensor."""
-    if torch.compiler.is_compiling():  # a graph waits by itself
+    """Wait for the exchange: FlexAttention does not accept an AsyncCollectiveTensor."""
+    if torch.compiler.is_compiling():  # compiled graphs insert the wait themselves
         return x
     arrived: Tensor = _Wait.apply(x)  # type: ignore[no-untyped-call]
     return arrived
@@ -167,30 +167,30 @@ def shard_row(
     *,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
-    """This rank's share of a batch of one packed row, which each rank holds whole.
+    """Shard a batch of one packed row, of which every rank has a full copy.
 
     Args:
-        batch: `packed_layout` over T tokens, T a multiple of P; `input_ids`, and whatever else has
-            a value a token (`labels`, `position_ids`), `[1, T]`; numbers.
+        batch: `packed_layout` over T tokens, T a multiple of P; `input_ids` and other columns with
+            one value per token (`labels`, `position_ids`), `[1, T]`; numbers.
         group: the ranks; None: all.
-        ignore_index: of labels.
+        ignore_index: the label that the loss ignores.
 
     Returns:
-        For a model patched with `sequence_parallel_group=group`: the tensors `[1, T/P]`; beside
-        `labels` also `shift_labels`, the labels of the next tokens, the last of which lies on the
-        next rank, or those given, without those of documents' first tokens; and
-        `num_items_in_batch` (unless given), an integer tensor: how many these are in the whole row.
-        `packed_layout` and numbers as they are.
+        For a model patched with `sequence_parallel_group=group`: the tensors as `[1, T/P]`; with
+        `labels` also `shift_labels`, the labels of the next tokens, the last one coming from the
+        next rank, or the given ones, masked at the first tokens of documents; and
+        `num_items_in_batch` (unless given), an integer tensor: their number in the whole row.
+        `packed_layout` and numbers are unchanged.
 
-    The losses of the ranks then sum to the mean over the whole row, and so do their gradients: each
-    rank has its part. DDP takes the mean over ranks: multiply the loss by their number.
+    The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
+    too. DDP takes the mean over ranks, so multiply the loss by the number of ranks.
 
     Raises:
-        ValueError: no layout, a tensor that is not one row of T tokens, T no multiple of P, or
+        ValueError: no layout, a tensor that is not one row of T tokens, T not a multiple of P, or
             ranks that hold different rows or documents (each on every rank: a collective compares
             them); this process is not in the group.
 
-    One collective, and a sync for what is on a device.
+    One collective; syncs if tensors are on a device.
     """
     size = dist.get_world_size(group)
     if size < 1:
@@ -206,7 +206,7 @@ def shard_row(
     if "labels" in batch:
         given = batch.get("shift_labels")
         shifted = batch["labels"][0].roll(-1) if given is None else given[0]
-        # The first token of a row begins a document or is padding, so the last label is in no loss.
+        # The first token of a row starts a document or is padding, so the last label is masked too.
         in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
         shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
         found["shift_labels"] = own_tokens(shifted, group)[None]
@@ -215,12 +215,12 @@ def shard_row(
 
 
 def _is_whole(x: Any) -> bool:
-    """Whether all ranks get it as it is: the layout, or a number."""
+    """Whether all ranks get it unchanged: the layout, or a number."""
     return isinstance(x, (PackedLayout, int, float)) or (isinstance(x, Tensor) and x.ndim == 0)
 
 
 def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
-    """Why a batch is no row for so many ranks, or None."""
+    """Why a batch cannot be sharded over `size` ranks, or None."""
     layout = batch.get("packed_layout")
     if not isinstance(layout, PackedLayout):
         return (
@@ -245,9 +245,9 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
 def _require_one_row(
     batch: Mapping[str, Any], refusal: str | None, group: ProcessGroup | None
 ) -> None:
-    """A data loader that deals rows to the ranks would mix them in silence. Syncs.
+    """Check that all ranks have the same row, as a data loader may silently mix rows. Syncs.
 
-    A rank whose batch is refused says so to the others, which would wait for it.
+    A rank whose batch is refused still takes part in the collective, so the others do not hang.
     """
     mine: Any = refusal
     if refusal is None:
@@ -263,7 +263,7 @@ def _require_one_row(
         if theirs != mine:
             raise ValueError(
                 "batch must be the same row on every rank of the group, got another on rank "
-                f"{rank}; give all ranks of a group the same data: let its sampler deal rows to "
+                f"{rank}; give all ranks of a group the same data: let its sampler assign rows to "
                 "groups (num_replicas=, rank=)."
             )
 

@@ -5,11 +5,11 @@
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
 | `forward/` | a patched model's forward, step by step, and the wrapper around it |
 | `attention/` | the functions that transformers calls, and which backend serves which layers |
-| `state.py` | what a patched model keeps; the names that transformers knows us by |
-| `models/` | the verified families, as data, and what single ones need |
-| `batch/` | what a batch says: documents, positions, labels, cache |
+| `state.py` | the state of a patched model; our attn_implementation names |
+| `models/` | the verified families, as data, and model-specific code |
+| `batch/` | reads a batch: documents, positions, labels, cache |
 
-Each imports those below it in this table alone.
+Each imports only those below it in this table.
 """
 
 if __name__ == "patches":
@@ -21,7 +21,7 @@ if __name__ == "patches":
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# First: at its end our functions are registered, which imports most of this folder.
+# Must be first: it registers our functions at its end, which imports most of this folder.
 import transformers.modeling_utils  # noqa: F401
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`patch_model`: give a transformers model packed attention under the full contract, or undo it.
+"""`patch_model` and `unpatch_model`: add packed attention to a transformers model, or remove it.
 
 The `forward` of the model and of its base model are wrapped on the instance: see `forward/`.
 """
@@ -69,41 +69,41 @@ def patch_model(
     max_seqlen_bound: int | None = None,
     sequence_parallel_group: ProcessGroup | None = None,
 ) -> Model:
-    """Make a transformers model run on packed batches, no document seeing another.
+    """Make a transformers model run on packed batches, in which no document attends to another.
 
-    The documents of a forward are found, in this order, in `packed_layout=` (a `PackedLayout` over
+    The documents of a forward are taken, in this order, from `packed_layout=` (a `PackedLayout` of
     all B·S tokens), `cu_seq_lens_q=`, or the union of restarts in `position_ids` and changes of
     value in a 2D `attention_mask` (padding, document ids) and in `seq_idx`; else each row is one
-    document. Missing position_ids are made from the documents. Labels at the first token of each
+    document. Missing position_ids are built from the documents. Labels at the first token of each
     document are masked. Padding outputs of attention are zero.
 
-    Bidirectional encoders (BERT) keep all their labels, which are the tokens' own; where a row may
+    Bidirectional encoders (BERT) keep all labels, which belong to their own tokens; if a row may
     hold several documents, and in a compiled graph always, their pooler_output is None. RoBERTa's
-    positions begin at padding_idx + 1: given ones are taken as they are, so leave out those of a
+    positions begin at padding_idx + 1: given ones are used unchanged, so drop those of a
     collator that counts from 0.
 
     Models of text and images (Qwen2-VL) take position_ids `[4, B, S]`, the text's own first, or
     `[3, B, S]` beside explicit documents; missing ones are made from the documents, the images and
     mm_token_type_ids, eagerly only. Each frame of an image is a document of the vision tower.
 
-    Labels that never reach the model are not: Trainer takes them out with `label_smoothing_factor`
-    or `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
+    Labels that do not reach the model are not masked: Trainer removes labels for label smoothing
+    and `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
 
-    Nor is `num_items_in_batch` corrected, which Trainer counts over the batches of a step before
-    any model sees them: where it counts labels that are masked here, the loss is too small by their
-    share. The first batch with borders tells, by a warning; the same collator is right.
+    `num_items_in_batch` is not corrected. Trainer counts it over the batches of a step before the
+    model sees them, so if it counts labels that are masked here, the loss is too small by their
+    share. The first batch with boundaries then warns; the same collator avoids this.
 
     A mixture of experts keeps its auxiliary loss (`output_router_logits=True`), over all tokens
-    that are no padding.
+    that are not padding.
 
-    Decoding (a non-empty cache) goes to transformers' own sdpa; from a cache that a packed batch
-    filled it raises, and so do several documents in the new tokens of a row. Training, and a
-    compiled model in any mode (also one compiled layer by layer: with a cache each layer would get
-    a graph of its own), makes no cache unless `use_cache=True` is passed.
+    Decoding (a non-empty cache) uses transformers' own sdpa. It raises if a packed batch filled the
+    cache, or if the new tokens of a row hold several documents. In training, and in a
+    compiled model in any mode (also if compiled layer by layer, as a cache would give each layer
+    its own graph), no cache is built unless `use_cache=True` is passed.
 
-    A deep copy is patched as the model is. A pickle (torch.save of the model, a spawned process)
-    leaves the wrapper out, and so does who sets another `forward` afterwards (Liger on a model,
-    accelerate as it takes hooks off): the model raises until `patch_model` is called on it again.
+    A deep copy of a patched model is patched too. A pickle (torch.save of the model, a spawned
+    process) drops the wrapper, and so does replacing `forward` afterwards (Liger on a model,
+    accelerate when it removes hooks): the model then raises until `patch_model` is called again.
 
     Args:
         model: a transformers model of a verified family (docs/families.md), also inside PEFT, DDP
@@ -112,46 +112,46 @@ def patch_model(
             types ("full_attention", "sliding_attention", as in `config.layer_types`; in vision
             towers "vision_attention") to such names. "auto" is resolved by kind of layer: mask,
             heads, head_dim.
-        deterministic, batch_invariant: as in `packed_attention`; None: what the environment
-            variables FLEXVARLEN_DETERMINISTIC and FLEXVARLEN_BATCH_INVARIANT say.
+        deterministic, batch_invariant: as in `packed_attention`; None: use the environment
+            variables FLEXVARLEN_DETERMINISTIC and FLEXVARLEN_BATCH_INVARIANT.
         capacity: document slots a row may hold when only a compiled graph sees them (position_ids
             or masks on the device); default `default_capacity(T)`. Also the slots of boundaries
             found eagerly, if given.
-        max_seqlen_bound: longest document that kernels are made for; default inside a compiled
+        max_seqlen_bound: upper bound on document length; default inside a compiled
             graph: all T tokens; eagerly: the longest, rounded up to a power of two.
-        sequence_parallel_group: ranks over which each row is cut (Ulysses), see below.
+        sequence_parallel_group: ranks over which each row is sharded (Ulysses), see below.
 
     Returns:
         The same model. Patching again changes the arguments above, nothing else.
 
     Raises:
-        ValueError: no transformers model inside, or a second one that is no part of the first; a
+        ValueError: no transformers model inside, or a second one that is not part of the first; a
             `forward` that takes no `**kwargs`, an unknown backend, a mapping that misses one of the
             model's layer types or names another, or a group whose ranks do not divide the heads.
         NotImplementedError: the model type is not verified, it keeps state beyond attention, its
-            head pools rows, PEFT adds virtual tokens (prompt tuning and its kin; not seen if added
-            later), a backend cannot run the layers it is for on this machine, or the model is an
+            head pools rows, PEFT adds virtual tokens (prompt tuning and similar; not seen if added
+            later), a backend cannot run its layers on this machine, or the model is an
             encoder, takes images or has longrope, and a group is given.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
-    patched model or before it is patched; what it returns keeps its own promises and mapping, so to
-    patch again, patch that), other documents compile nothing anew as long as `capacity` and
-    `max_seqlen_bound` stay. Where they do not (a layout has those it was made with, by default
-    powers of two), Dynamo compiles once more when the one first changes and once more when the
-    other does, and then for any; under dynamic=False for each pair, of which a warning tells. Each
-    form of a batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and gradients on
-    and off have a graph of their own.
+    patched model or before it is patched; its result keeps its own guarantees and mapping, so to
+    patch again, patch that), other documents do not recompile as long as `capacity` and
+    `max_seqlen_bound` stay the same. If they change (by default a layout rounds them to
+    powers of two), Dynamo compiles once more when the first of them changes and once when the
+    second does, then for any value; under dynamic=False for each pair, with a warning. Each
+    kind of batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and gradients on
+    and off have separate graphs.
 
-    With a `sequence_parallel_group` of P ranks, which all call the model at once, each gets what
-    `shard_row(batch, group)` gives it: `input_ids`, `position_ids`, `labels`, `shift_labels`
+    With a `sequence_parallel_group` of P ranks, all ranks call the model together, each with what
+    `shard_row(batch, group)` returns: `input_ids`, `position_ids`, `labels`, `shift_labels`
     `[1, T/P]`, `packed_layout` of all T tokens, `num_items_in_batch`. Attention exchanges heads for
     tokens and runs on the whole row; logits `[1, T/P, vocabulary]` are of the shard. Losses and
     gradients are each rank's part, to be summed over the group: all-reduce the gradients, or wrap
     the model in DDP or FSDP and multiply the loss by their number of ranks, as they take a mean.
-    All else that tells documents, caches, `generate` and auxiliary losses of experts are refused.
-    Traces under `fullgraph=True`; a pickle leaves the group out.
+    Other document boundaries, caches, `generate` and auxiliary losses of experts are refused.
+    Traces under `fullgraph=True`; a pickle drops the group.
 
-    Gradient checkpointing runs attention again in the backward. To keep its outputs, name its
+    Gradient checkpointing reruns attention in the backward. To keep its outputs instead, name its
     operator: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
     functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts,
     [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`).
@@ -203,10 +203,10 @@ def patch_model(
 
 @one_at_a_time
 def unpatch_model(model: Model) -> Model:
-    """Restore a patched model exactly; a model that is not patched stays as it is.
+    """Restore a patched model exactly; an unpatched model is unchanged.
 
     Models that share one config object share its attn_implementation, which is restored with the
-    last of them: until then the others that are not patched attend by the plugin name alone.
+    last of them. Until then unpatched models among them use flexvarlen by its name alone.
 
     Returns:
         The same model.
@@ -229,14 +229,14 @@ def unpatch_model(model: Model) -> Model:
     leave_sharers(inner, patch)
     tower = vision_tower(base_of(inner))
     if tower is not None and ATTRIBUTE in tower.__dict__:
-        unpatch_tower(tower)  # after what sets the implementation of all parts
+        unpatch_tower(tower)  # last, as leave_sharers sets the implementation of all parts
     return model
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether `patch_model` holds for the transformers model inside.
+    """Whether the transformers model inside is patched.
 
-    Not where a pickle left the wrapper out, or a library set another `forward` since: such a model
+    False if a pickle dropped the wrapper or a library replaced `forward`: such a model
     raises until `patch_model` is called on it again.
 
     Raises:
@@ -257,7 +257,7 @@ def patched(
     max_seqlen_bound: int | None = None,
     sequence_parallel_group: ProcessGroup | None = None,
 ) -> Iterator[Model]:
-    """`patch_model` for the length of a `with` block; then as before, patched or not.
+    """`patch_model` for the duration of a `with` block; restores the previous state afterwards.
 
     Arguments as there.
     """
@@ -285,14 +285,14 @@ def patched(
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The one that is inside: what is part of it (its base model, a tower) goes with it."""
+    """The outermost transformers model inside, which contains all the others (base, towers)."""
     found = [(n, part) for n, part in model.named_modules() if isinstance(part, PreTrainedModel)]
     if not found:
         raise ValueError(
             f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; "
             "load it with AutoModel."
         )
-    # Not always the first: a wrapper may name a base model before the model that it is part of.
+    # Not always the first: a wrapper may list a base model before the model that contains it.
     for _, inner in found:
         if {part for _, part in found} <= {*inner.modules()}:
             return inner
@@ -300,6 +300,6 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
     name, part = next((name, part) for name, part in found if part not in {*inner.modules()})
     raise ValueError(
         f"model must hold one transformers model, got {type(inner).__name__} as {first!r} and "
-        f"{type(part).__name__} as {name!r}, which is no part of it and would leak unpatched; "
-        "patch each by itself."
+        f"{type(part).__name__} as {name!r}, which is not part of it and would leak; "
+        "patch each one separately."
     )

@@ -1,6 +1,6 @@
-"""What a patched model keeps, and the names under which transformers knows us.
+"""The state of a patched model, and our attn_implementation names.
 
-Patched models of one config object share its attn_implementation: the name of any of their
+Patched models that share a config object share its attn_implementation, the name of any of their
 backends.
 """
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ATTRIBUTE = "_flexvarlen_patch"
-"""Where a patched model and its base model keep their `Patch`."""
+"""The attribute that holds the `Patch` of a patched model and its base model."""
 
 LAYER_MARK = "_flexvarlen_patched"
-"""On the attention layers of a patched model."""
+"""The attribute that marks the attention layers of a patched model."""
 
 CONTEXT = "flexvarlen"
-"""The keyword under which the layers of a patched model get what they share in a forward."""
+"""The keyword that passes a forward's shared `PackedForward` to the layers of a patched model."""
 
 BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""
 
 IMPLEMENTATIONS = {
-    # transformers takes any name with "sdpa" or "flash" in it for its own
+    # transformers treats any name that contains "sdpa" or "flash" as its own
     "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
     for backend in (*BACKENDS, "auto")
 }
-"""`attn_implementation` names, and the backend behind each."""
+"""The backend of each `attn_implementation` name."""
 
 VISION_IMPLEMENTATION = "flexvarlen_flash_vision"
 """The name on the config of a patched vision tower.
@@ -54,14 +54,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Patch:
-    """What a patched model keeps, to work and to be restored.
+    """The settings of a patched model, and what is needed to restore it.
 
     Attributes:
         backend, capacity, max_seqlen_bound, sequence_parallel_group: as given to `patch_model`.
-        deterministic, batch_invariant: the guarantees, as the environment resolved them.
+        deterministic, batch_invariant: as given, or from the environment variables.
         named: the backend whose attn_implementation it set.
-        backends: those that its config may name: of all patched models that share it.
-        kinds: of its attention layers; under a group with the heads that each rank has.
+        backends: those that its config may name: of all patched models that share the config.
+        kinds: of its attention layers; with a group, with the number of heads per rank.
     """
 
     backend: BackendChoice
@@ -76,19 +76,19 @@ class Patch:
     sequence_parallel_group: ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        return self  # nothing in it changes; no group of processes can be copied
+        return self  # immutable, and a process group cannot be copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"sequence_parallel_group": None}  # nor pickled
+        return vars(self) | {"sequence_parallel_group": None}  # a group cannot be pickled
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `patch_model` that make this patch again."""
+        """The arguments of `patch_model` that recreate this patch."""
         names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
         return {name: getattr(self, name) for name in (*names, "sequence_parallel_group")}
 
 
 def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
-    """The modules of a model that bear its patch: itself and its base model."""
+    """The modules whose forward is wrapped: the model and its base model."""
     base = base_of(inner)
     return [inner] if base is inner else [inner, base]
 
@@ -100,7 +100,7 @@ _lock = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that changes which models are patched, for threads that do so at once."""
+    """Decorator that runs patching and unpatching under a lock, for use from several threads."""
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -111,13 +111,13 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def join_sharers(inner: PreTrainedModel) -> None:
-    """Let a model just patched and those that share its config know of one another."""
+    """Register a newly patched model with the models that share its config."""
     _patched_models.add(inner)
     _update_sharers(inner)
 
 
 def leave_sharers(inner: PreTrainedModel, patch: Patch) -> None:
-    """Restore the attn_implementation of a model just unpatched; a name of those left, if any."""
+    """Restore attn_implementation after unpatching, unless other patched models share it."""
     _patched_models.discard(inner)
     others = _update_sharers(inner)
     named = IMPLEMENTATIONS.get(text_config_of(inner.config)._attn_implementation)
@@ -146,7 +146,7 @@ def implementation_before(inner: PreTrainedModel) -> str | dict[str, str]:
     """
     for module in (inner, *_sharing(inner)):
         patch: Patch | None = module.__dict__.get(ATTRIBUTE)
-        if patch is not None:  # the first patched one knows
+        if patch is not None:  # the first one that was patched has recorded it
             return patch.implementation_before
     config: Any = inner.config
     whole: str = config._attn_implementation

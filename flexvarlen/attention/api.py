@@ -45,29 +45,29 @@ def packed_attention(
     return_lse: bool = False,
     plan: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of every document of a packed row to itself alone, or to its own keys elsewhere.
+    """Attention in which each document of a packed row attends only to its own keys.
 
     Args:
         q_THD: `[T, H, D]`, float, on the layout's device.
         k_THD, v_THD: `[Tk, Hkv, D]`, same dtype and device; H a multiple of Hkv (grouped-query
-            attention; K and V are not repeated). V may have a head_dim of its own, Dv: the smaller
+            attention; K and V are not repeated). V may have another head_dim, Dv: the smaller
             of the two is padded with zeros for the kernel.
         layout: the documents.
         layout_k, causal, window, chunk, prefix, align: which keys of its document a query sees; as
             in `DocumentMask.of`.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        sinks: `[H]`, one logit a head that joins the softmax's denominator.
+        sinks: `[H]`, one logit per head that is added to the softmax's denominator.
         scale: factor on the scores; default `D ** -0.5`.
-        backend: a name of `flexvarlen.BACKENDS`, or "auto": the fastest here for such calls, timed
+        backend: a name in `flexvarlen.BACKENDS`, or "auto": the fastest one for such calls, timed
             at the first of them (see `flexvarlen.explain`); on the CPU `sdpa`, or
-            `reference` for what that lacks.
-        deterministic: the backward must give the same bits every time. None: as the environment
-            variable FLEXVARLEN_DETERMINISTIC says (1 or 0), read once a process; default no.
-        batch_invariant: a document must give the same bits whatever else is in the row. None: as
-            FLEXVARLEN_BATCH_INVARIANT says.
+            `reference` for what `sdpa` does not support.
+        deterministic: require a bitwise deterministic backward. None: use the environment
+            variable FLEXVARLEN_DETERMINISTIC (1 or 0), read once per process; default 0.
+        batch_invariant: require results that do not depend, bit for bit, on the other documents
+            of the row. None: use FLEXVARLEN_BATCH_INVARIANT.
         return_lse: also return the log-sum-exp of the scores.
-        plan: what `get_backend(name).plan(mask, batch_invariant=...)` gave for this very mask (a
-            BlockMask, for flex), to share it among layers.
+        plan: the result of `get_backend(name).plan(mask, batch_invariant=...)` for this mask (a
+            BlockMask, for flex), to share it between layers.
 
     Returns:
         The output `[T, H, Dv]`, zero at padding; with `return_lse` also the LSE, fp32 `[H, T]`,
@@ -75,11 +75,11 @@ def packed_attention(
         compiled graph on a GPU by a device-side assertion).
 
     Raises:
-        ValueError: tensors that do not fit one another or the layout.
-        NotImplementedError: the named backend cannot serve the call; the sentence says why, and
-            what to do. Forward-mode gradients (`torch.func.jvp`) have `reference` alone.
+        ValueError: tensors that do not match one another or the layout.
+        NotImplementedError: the named backend does not support the call; the message says why and
+            what to do. Only `reference` supports forward-mode AD (`torch.func.jvp`).
 
-    No host sync on the GPU backends but `sdpa`; traces under `fullgraph=True`.
+    No host sync on GPU backends other than `sdpa`; traces under `fullgraph=True`.
 
     >>> layout = PackedLayout.from_lengths([3, 2])
     >>> q = torch.randn(5, 4, 8); k = torch.randn(5, 2, 8)
@@ -121,7 +121,7 @@ def packed_attention(
     )
     chosen = get_backend(choose(backend, call, mask))
     if layout.total_tokens == 0 or mask.layout_k.total_tokens == 0:
-        chosen, plan = get_backend("reference"), None  # kernels fail on a row of no tokens
+        chosen, plan = get_backend("reference"), None  # kernels fail on an empty row
     if forward_ad._current_level >= 0:
         refuse_forward_mode(chosen.name, q_THD, k_THD, v_THD, sinks)
     if plan is None:
@@ -143,7 +143,7 @@ def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bo
 
 
 def to_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The smaller head_dim, of q and k or of v, padded: zeros change neither scores nor sums."""
+    """Zero-pad the smaller head_dim, that of q and k or that of v; results do not change."""
     missing = q.shape[-1] - v.shape[-1]
     if missing > 0:
         return q, k, pad(v, (0, missing))
@@ -151,10 +151,10 @@ def to_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
-    """Raise for a tangent, but on `reference`: through a kernel it would be lost."""
+    """Raise for forward-mode AD, except on `reference`: kernels would drop the tangents."""
     if name == "reference":
         return
-    # Of a tensor that Dynamo traces nobody can tell whether it has one.
+    # While Dynamo traces, nothing tells whether a tensor has a tangent.
     if torch.compiler.is_compiling() or _may_have_tangents(*tensors):
         raise NotImplementedError(
             f"{name} has no forward-mode gradient (torch.func.jvp, dual tensors); use "
@@ -164,7 +164,7 @@ def refuse_forward_mode(name: str, *tensors: Tensor | None) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _may_have_tangents(*tensors: Tensor | None) -> bool:
-    """Whether any has one, or is a transform's own tensor, which may have one further in."""
+    """Whether any tensor has a tangent, or is a functorch wrapper, which may hold one."""
     return any(
         torch._C._functorch.is_functorch_wrapped_tensor(x)
         or forward_ad.unpack_dual(x).tangent is not None

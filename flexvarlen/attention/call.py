@@ -1,4 +1,4 @@
-"""`AttentionCall`: what one attention call asks of a kernel; and `Backend`, what answers it.
+"""`AttentionCall`, the static arguments of one attention call, and the `Backend` protocol.
 
 Shape legend of all backends: T = tokens of the query row, Tk = of the key row (equal in
 self-attention), H = num_heads, Hkv = num_kv_heads, D = head_dim.
@@ -19,7 +19,7 @@ INT32_ELEMENTS = 2**31
 
 
 class AttentionCall(NamedTuple):
-    """All of a call but its tensors and its documents: constants, so a key.
+    """The static arguments of a call: all except its tensors and documents. Used as a cache key.
 
     Attributes:
         device, dtype: of the tensors.
@@ -27,10 +27,10 @@ class AttentionCall(NamedTuple):
         spec: the kind of mask.
         scale: factor on the scores before the softmax.
         softcap: scores become `softcap * tanh(score / softcap)`, or None.
-        sinks: whether each head has a logit that joins the softmax's denominator.
-        needs_grad: whether a backward may follow; eagerly that is known of the very tensors.
-        deterministic: the backward gives the same bits every time.
-        batch_invariant: a document gives the same bits, in the backward too, whatever else is in
+        sinks: whether each head has a logit that is added to the softmax's denominator.
+        needs_grad: whether a backward may follow; in eager mode read from the tensors.
+        deterministic: the backward is bitwise deterministic.
+        batch_invariant: a document's results, in the backward too, do not depend on the rest of
             the row.
         return_lse: the log-sum-exp of the scores is returned too.
         past_int32: the queries, or the keys repeated for each query head, have `INT32_ELEMENTS` or
@@ -54,18 +54,18 @@ class AttentionCall(NamedTuple):
 
     @property
     def same_bits(self) -> bool:
-        """Whether the backward must sum in one order."""
+        """Whether the backward must sum in a fixed order."""
         return self.deterministic or self.batch_invariant
 
     def kind(self) -> AttentionCall:
-        """The call with the default scale: no choice of a backend depends on how large it is."""
+        """The call with the default scale, as the choice of a backend does not depend on it."""
         return self._replace(scale=self.head_dim**-0.5)
 
 
 def is_past_int32(layout: PackedLayout, layout_k: PackedLayout, heads: int, head_dim: int) -> bool:
     """`AttentionCall.past_int32` of calls on these rows."""
     tokens = max(layout.total_tokens, layout_k.total_tokens)
-    # A plain bool, also of sizes that vary in a compiled graph.
+    # A plain bool, also for dynamic sizes in a compiled graph.
     return True if tokens * heads * head_dim >= INT32_ELEMENTS else False  # noqa: SIM210
 
 
@@ -75,11 +75,11 @@ class Backend(Protocol):
     name: str
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """One sentence: why it cannot serve the call and what to do; None if it can."""
+        """Return why the backend cannot serve the call and what to do, or None if it can."""
         ...
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Any:
-        """What it derives from the mask, once a forward for all layers with this mask; or None."""
+        """Build what all layers with this mask share in a forward, such as a BlockMask, or None."""
         ...
 
     def attend(
@@ -92,8 +92,8 @@ class Backend(Protocol):
         mask: DocumentMask,
         plan: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of validated tensors, k and v `[Tk, Hkv, D]`.
+        """Compute attention on validated tensors; k and v are `[Tk, Hkv, D]`.
 
-        The output `[T, H, D]`, zero at padding, and the LSE `[H, T]` or None.
+        Returns the output `[T, H, D]`, zero at padding, and the LSE `[H, T]` or None.
         """
         ...

@@ -1,4 +1,4 @@
-"""Whether the arguments of `packed_attention` fit one another: sentences for those that do not."""
+"""Validate the arguments of `packed_attention` against one another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexvarlen.mask.document_mask import DocumentMask
 
 
 def check_numbers(softcap: float | None, scale: float | None) -> None:
-    """Raise a sentence unless both are numbers that scores can be scaled by."""
+    """Raise ValueError unless softcap is positive and finite and scale is finite."""
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(
             f"softcap must be above 0 and finite, got {softcap}; pass None for no softcap."
@@ -22,12 +22,12 @@ def check_numbers(softcap: float | None, scale: float | None) -> None:
 def check_tensors(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
 ) -> None:
-    """Raise a sentence unless the tensors fit one another and the layouts.
+    """Raise ValueError unless the tensors match one another and the layouts.
 
     Reads shapes only, no values.
     """
     device, dtype, q_shape, k_shape = q_THD.device, q_THD.dtype, q_THD.shape, k_THD.shape
-    fit = (  # in one go, for the host's time; what does not is looked for below
+    fit = (  # one expression, to save host time; `_raise_misfit` finds what is wrong
         len(q_shape) == 3
         and len(k_shape) == 3
         and k_shape == v_THD.shape
@@ -47,7 +47,7 @@ def check_tensors(
 def _raise_misfit(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
 ) -> None:
-    """The sentence for tensors that do not fit."""
+    """Raise the error for tensors that do not match."""
     device = mask.layout.device
     of_keys = "layout_k" if mask.spec.cross else "layout"
     for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
@@ -84,5 +84,5 @@ def _raise_misfit(
     if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != device):
         raise ValueError(
             f"sinks must have shape [{q_THD.shape[1]}] on {device}, got {tuple(sinks.shape)} on "
-            f"{sinks.device}; pass one logit a head."
+            f"{sinks.device}; pass one logit per head."
         )

@@ -1,6 +1,6 @@
-"""Which backend serves a call: the one that is named, if it can, or the one that "auto" takes.
+"""Choose the backend of a call: the named one, if it can serve it, or the choice of "auto".
 
-Answers are kept in one table, for the length of the process.
+Choices are cached for the life of the process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flexvarlen.mask.spec import MaskSpec
 _MOST_ENTRIES = 4096
 
 _table: dict[tuple[object, ...], Decision] = {}
-"""By backend as asked for, call, bucket of sizes (for "auto"), and torch's own switches."""
+"""Keys: requested backend, call, bucket of sizes (for "auto"), and torch's global settings."""
 
 _measuring = threading.Lock()
 _log = logging.getLogger("flexvarlen")
 
 
 def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
-    """The backend's name, once it is known to serve such calls.
+    """Return the name of a backend that can serve the call.
 
     Args:
         backend: a name of `BACKENDS`, or "auto", which may measure at the first call of a kind.
@@ -42,8 +42,8 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
         ValueError: no backend has that name.
         NotImplementedError: the backend, or every candidate of "auto", cannot serve the call.
 
-    A few microseconds once known. Traces under `fullgraph=True`, as a constant; nothing is measured
-    there.
+    A cached choice takes a few microseconds. Traces under `fullgraph=True` as a constant, without
+    measuring anything.
     """
     if torch.compiler.is_compiling():
         return _choose_in_graph(backend, call, mask)
@@ -64,14 +64,14 @@ def decide(
     *,
     only_look: bool = False,
 ) -> Decision:
-    """What "auto" takes and why; timed on `mask`, if not known; nothing is timed without it.
+    """What "auto" chooses and why; candidates are timed on `mask`, if given and not cached.
 
     Args:
         call: the call.
         sizes: of the mask's layouts; 0 where a compiled graph does not know one.
         mask: the documents to time on, or None.
         why_no_mask: why there is none.
-        only_look: leave no decision behind, and wait for none of another rank.
+        only_look: store no decision for other ranks, and wait for none from them.
 
     Raises:
         NotImplementedError: no backend can serve the call.
@@ -94,7 +94,7 @@ def decide(
         with _measuring:
             known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask, only_look)
     else:
-        # Without the lock: this may be inside Dynamo, for whose own a measurement may wait.
+        # Without the lock: this may run inside Dynamo, whose lock a measurement may be waiting for.
         why = obstacle or why_no_mask
         known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, why, only_look)
     if known.lasting and not only_look:
@@ -106,7 +106,7 @@ def decide(
 
 
 def forget() -> None:
-    """Forget what this process knows; the file of "auto" stays."""
+    """Clear the choices of this process; the cache file of "auto" is kept."""
     _table.clear()
     auto.forget()
 
@@ -124,10 +124,10 @@ def _require_usable(backend: str, call: AttentionCall) -> None:
 
 
 def _choose_in_graph(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
-    # Heads that vary (dynamic=True) are fixed by index(), with a guard.
+    # index() specializes dynamic head counts (dynamic=True) and adds a guard.
     heads = (index(call.num_heads), index(call.num_kv_heads), index(call.head_dim))
     sizes = sizes_in_graph(mask) if backend == "auto" else ()
-    softcap = None if call.softcap is None else 1.0  # how large it is decides nothing
+    softcap = None if call.softcap is None else 1.0  # its value does not affect the choice
     device, flags = call.device, tuple(call[8:])
     name: str = _choose_constant(
         *(backend, device.type, device.index, call.dtype, heads),
@@ -148,7 +148,7 @@ def _choose_constant(
     flags: tuple[Any, ...],
     sizes: Sizes,
 ) -> str:
-    """As `choose`, of constants only: Dynamo runs it while tracing."""
+    """As `choose`, but takes only constants: Dynamo runs it while tracing."""
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
     if backend == "auto":

@@ -1,4 +1,4 @@
-"""`explain`: what "auto" takes for a kind of call, and why, as data; measured ahead if need be."""
+"""`explain`: which backend "auto" chooses for a kind of call, and why; measured if needed."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Explanation:
         compiled: for calls inside a compiled graph.
         why: "measured", "from the cache file ...", "static order, because ...", and the like.
         candidates: every backend: first those that were timed, by device time.
-        layer: milliseconds of host and device that a decoder layer of this width takes besides,
-            about, which decide between candidates in eager calls; None if it was not timed.
+        layer: approximate host and device ms of the rest of a decoder layer of this width,
+            used to compare candidates in eager calls; None if it was not timed.
     """
 
     call: str
@@ -70,9 +70,9 @@ class Explanation:
             lines.append(f"{mark} {candidate.name:{width}}  {text}")
         if self.layer is not None:
             lines.append(
-                "Eagerly the slower of host and device decides, in a layer that takes the device "
-                f"{self.layer.device_ms:.3f} ms and the host {self.layer.host_ms:.3f} ms besides "
-                "(one as wide as these heads, timed)."
+                "In eager mode the slower of host and device counts. The rest of a layer as wide "
+                f"as these heads took {self.layer.device_ms:.3f} ms on the device and "
+                f"{self.layer.host_ms:.3f} ms on the host."
             )
         return "\n".join(lines)
 
@@ -107,24 +107,24 @@ def explain(
     batch_invariant: bool | None = None,
     measure: bool = True,
 ) -> Explanation:
-    """What `backend="auto"` takes for such calls, each candidate's time, and each other's reason.
+    """Explain what `backend="auto"` chooses: the time of each candidate, or why it has none.
 
-    Also the way to measure ahead of a compiled run: inside a compiled graph nothing is timed, so
-    the first compilation takes the static order unless the answer is in the cache. Call this first,
-    with a layout of the run's total_tokens, capacity and max_seqlen_bound (their powers of two are
-    what an answer holds for), once for training and once with `needs_grad=False`. Where the graph
-    alone sees the documents of a long row (position_ids, document ids), call `fix_launch_sizes()`
-    on the layout first: kernels are launched for its bounds there. In a run of
-    several ranks on every rank, as rank 0 decides for all.
+    Also used to measure before a compiled run: nothing is timed inside a compiled graph, so
+    the first compilation uses the static order unless the choice is cached. Call this first,
+    with a layout of the run's total_tokens, capacity and max_seqlen_bound (a choice holds for
+    their powers of two), once for training and once with `needs_grad=False`. If only the graph
+    sees the documents of a long row (position_ids, document ids), call `fix_launch_sizes()`
+    on the layout first, as kernels are then launched with its bounds. In a run of
+    several ranks call it on every rank, as rank 0 decides for all.
 
     Args:
         layout: the documents, on the device of the calls.
         dtype, num_heads, num_kv_heads, head_dim, sinks: of the calls' tensors.
         causal, window, chunk, softcap, return_lse, deterministic, batch_invariant: as in
-            `packed_attention`, whose prefixes and `layout_k` are measured at their first eager call
-            alone.
-        needs_grad: whether a backward follows; timed with it, then.
-        measure: False takes what is known already, else the static order.
+            `packed_attention`; calls with a prefix or `layout_k` are measured only at their first
+            eager call.
+        needs_grad: whether a backward follows and is timed too.
+        measure: False uses a cached choice or the static order, and times nothing.
 
     Returns:
         An `Explanation`: print it, or read its fields.
@@ -133,8 +133,8 @@ def explain(
         ValueError: a bad window.
         NotImplementedError: no backend can serve the call.
 
-    The first call of a kind takes a second or two, and what each candidate takes to load and
-    compile; it syncs. The peak of torch's memory statistics may rise. Nothing is timed on the CPU,
+    The first call of a kind takes a second or two, plus the time to load and compile each
+    candidate; it syncs. It may raise torch's peak memory statistics. Nothing is timed on the CPU,
     nor with the environment variable FLEXVARLEN_AUTO=static.
 
     >>> layout = PackedLayout.from_lengths([3, 2])
@@ -184,7 +184,7 @@ def _candidate(name: str, call: AttentionCall, decision: Decision) -> Candidate:
         if name in decision.failed:
             reason = f"failed: {decision.failed[name]}"
         elif call.device.type in CANDIDATES and name not in candidates(call):
-            reason = "can serve it, but is slow by design: never timed."
+            reason = "supported, but slow by design: never timed."
         else:
-            reason = "can serve it; not timed."
+            reason = "supported; not timed."
     return Candidate(name, timing, reason, can)

@@ -1,4 +1,4 @@
-"""A warning where Dynamo has given up on a function, of which else one line in a log tells.
+"""Warn when Dynamo has stopped compiling a function, which it only reports in a log line.
 
 Imports: torch alone.
 """
@@ -14,7 +14,7 @@ import torch
 _told: set[str] = set()
 _SINCE_RESET = "flexvarlen: fallen back"
 
-# Private: another torch may have none, and then nothing is known of Dynamo.
+# Private API: if this torch lacks it, no warning is given.
 _callback: Callable[[], Any] = getattr(
     torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
 )
@@ -23,12 +23,12 @@ _callback: Callable[[], Any] = getattr(
 def warn_if_fallen_back(whose: str = "") -> None:
     """Warn if this eager call should have been in a compiled graph.
 
-    Past its recompile limit Dynamo runs a function, and all that it calls, eagerly where no graph
-    fits. Costs 0.1 µs. Not for use inside a compiled graph.
+    Past its recompile limit Dynamo runs a function and its callees eagerly if no compiled graph
+    matches. Takes 0.1 µs. Not for use inside a compiled graph.
 
     Args:
-        whose: whose attention it is. Each is told of once until `torch._dynamo.reset()`; "", which
-            nobody knows more of, not where another was.
+        whose: name of the caller. Each name is warned about once until `torch._dynamo.reset()`;
+            an empty name only if no other name has been.
     """
     if _callback() is not False:
         return
@@ -43,7 +43,7 @@ def warn_if_fallen_back(whose: str = "") -> None:
     warnings.warn(
         f"flexvarlen: attention{f' of {whose}' * bool(whose)} runs eagerly inside torch.compile: "
         f"Dynamo has made {torch._dynamo.config.recompile_limit} graphs of one function (its "
-        "recompile_limit) and stopped compiling. Give all batches one form and one size "
+        "recompile_limit) and stopped compiling. Give all batches the same inputs and sizes "
         "(capacity= and max_seqlen_bound= of patch_model or the PackedLayout), pass "
         "fullgraph=True to have this raised, see TORCH_LOGS=recompiles for what varied, or raise "
         "torch._dynamo.config.recompile_limit.",
@@ -52,10 +52,10 @@ def warn_if_fallen_back(whose: str = "") -> None:
 
 
 def reset_since(word: str) -> bool:
-    """Whether `torch._dynamo.reset()` came since this was last asked; True when first asked.
+    """Whether `torch._dynamo.reset()` ran since the last call; True at the first call.
 
     Args:
-        word: the asker's own, kept in what the reset clears.
+        word: the caller's own key, stored in a cache that the reset clears.
     """
     cleared: set[str] | None = getattr(torch._dynamo.utils, "warn_once_cache", None)
     if cleared is None or word in cleared:  # private: another torch may have none

@@ -1,8 +1,8 @@
-"""What kernels over cu_seqlens are launched for: the documents of the row, or of any row.
+"""The sizes that cu_seqlens kernels are launched with: the row's own, or upper bounds.
 
-FlashAttention launches blocks for each slot up to the longest document, used or not, and its
-backward takes up to twice as long for a bound that is a power of two. So it is told what the row
-holds, where the host knows it.
+FlashAttention launches blocks for every slot up to the longest document, used or not, and its
+backward can take twice as long with a power-of-two bound. So it gets the row's own sizes where
+the host knows them.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 
 SHORT_ROW = 2048
-"""Rows of at most so many tokens are launched for their bounds: their time is the host's."""
+"""Rows of at most this many tokens are launched with the bounds: there, host time dominates."""
 
-_SHIFT = 2**20  # Dynamo makes graphs of their own for sizes 0 and 1, and for equal ones
+_SHIFT = 2**20  # Dynamo specializes on sizes 0 and 1, and on sizes that are equal
 
 
 class LaunchSizes:
-    """Documents, longest document and tail of a row, as kernels are told them.
+    """The number of documents, longest document and tail flag that kernels are launched with.
 
-    In a compiled graph those that differ between documents are numbers that vary from the start,
-    so that other documents recompile nothing: there they are read off the shape of an empty tensor
-    that is marked for it. Dynamo reads each anew in every call, for ten microseconds.
+    In a compiled graph the sizes that vary between batches are dynamic from the start, so that
+    other documents cause no recompilation: they are read from the shape of an empty tensor whose
+    dimensions are marked dynamic. Dynamo reads them at every call, which takes ten microseconds.
 
     Args:
-        documents, longest: of the row; None where only the device knows.
-        capacity, bound: of any row.
+        documents, longest: the row's own sizes; None where only the device knows them.
+        capacity, bound: the layout's `capacity` and `max_seqlen_bound`.
         total_tokens: T.
-        may_have_tail: whether rows may lie past the last boundary.
-        fixed: whether they are to be those of any row.
-        device: of the row.
+        may_have_tail: whether there may be tokens past the last boundary.
+        fixed: whether to use `capacity` and `bound` for every row.
+        device: the layout's device.
 
     Attributes:
-        own: whether kernels are launched for the row's own documents, not for any.
+        own: whether kernels are launched with the row's own sizes, not with the bounds.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LaunchSizes:
         self.own = not fixed and total_tokens > SHORT_ROW
         if documents is None or longest is None or not self.own:
             documents, longest = capacity, bound
-        documents = max(documents, 1)  # kernels refuse a batch of none
+        documents = max(documents, 1)  # kernels reject an empty batch
         self._sizes = (documents, longest, 1 if fixed else int(may_have_tail))
         self._shape: Tensor | None = None
         if not fixed and not torch.compiler.is_compiling():
@@ -65,7 +65,7 @@ class LaunchSizes:
             torch._dynamo.maybe_mark_dynamic(self._shape, list(range(1, len(shape))))
 
     def read(self, *, compiling: bool) -> tuple[int, int, int]:
-        """Documents, tokens of the longest one, and 0 if no tail has to be zeroed, else 1."""
+        """Return the number of documents, the longest length, and 1 if a tail must be zeroed."""
         if not compiling or self._shape is None:
             return self._sizes
         if not self.own:
@@ -77,9 +77,9 @@ class LaunchSizes:
 def is_replayed(x: Tensor) -> bool:
     """Whether a call on x is captured into a CUDA graph that may be replayed on other documents.
 
-    Not in inductor's own graphs (`mode="reduce-overhead"`): it records one for each combination of
-    the numbers that it hands our operators, these sizes among them. Nothing else tells who captures
-    than the Python frames that the call came through.
+    False for Inductor's own graphs (`mode="reduce-overhead"`): it records one per combination of
+    the integers passed to our operators, these sizes included. Only the Python stack shows who is
+    capturing.
     """
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return False

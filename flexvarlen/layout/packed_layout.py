@@ -1,4 +1,4 @@
-"""`PackedLayout`: where the documents of a packed row begin and end. Nothing else carries that.
+"""`PackedLayout`, the only object that carries the document boundaries of a packed row.
 
 Shapes: T = total_tokens (padding included), N = number of document slots (`capacity`).
 """
@@ -30,8 +30,8 @@ class PackedLayout:
     """The documents of one packed row of T tokens; `cu_seqlens[i]:cu_seqlens[i + 1]` is document i.
 
     Make one with `from_lengths`, `from_cu_seqlens` or `from_position_ids`: they validate. Kernels,
-    table widths and compiled graphs see only `total_tokens`, `capacity` and `max_seqlen_bound`, so
-    that other documents of the same three recompile nothing.
+    table widths and compiled graphs depend only on `total_tokens`, `capacity` and
+    `max_seqlen_bound`: other documents with the same three sizes cause no recompilation.
 
     Attributes:
         cu_seqlens: int32 `[capacity + 1]`, on the device of the tokens; starts at 0, never
@@ -39,13 +39,13 @@ class PackedLayout:
             are padding.
         cu_seqlens_host: the same values on the CPU, or None when only the device knows them.
         total_tokens: T, padding included.
-        max_seqlen_bound: the longest document that kernels and tables are made for, in tokens.
+        max_seqlen_bound: upper bound on document length that kernels and tables are sized for.
         num_docs: number of documents (empty ones count), or None when only the device knows.
         max_seqlen: tokens of the longest document, or None when only the device knows.
         padding: bool `[T]`, True at tokens of padding runs inside the row, or None when there are
             none. Each run is a slot of its own in `cu_seqlens`; its tokens attend to nothing, and
             their outputs are zero.
-        launch: what kernels over cu_seqlens are launched for.
+        launch: the sizes that cu_seqlens kernels are launched with.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class PackedLayout:
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
     ) -> PackedLayout:
-        """A layout of documents that follow one another from token 0.
+        """Build a layout of consecutive documents, starting at token 0.
 
         Args:
             lengths: tokens of each document, each at least 0.
-            total_tokens: T; default: their sum. What is left over at the end is padding.
+            total_tokens: T; default: the sum. Tokens past the last document are padding.
             device: where `cu_seqlens` goes.
-            capacity: document slots that shapes are made for; default: the number of documents,
+            capacity: number of document slots to allocate; default: the number of documents,
                 rounded up to a power of two.
-            max_seqlen_bound: longest document that shapes are made for; default: the longest,
+            max_seqlen_bound: upper bound on document length; default: the longest document,
                 rounded up to a power of two, at most T.
 
         Raises:
@@ -118,7 +118,7 @@ class PackedLayout:
                 )
             if length < 0:
                 raise ValueError(
-                    f"lengths must be at least 0, got {length} at index {i}; drop or mend that "
+                    f"lengths must be at least 0, got {length} at index {i}; drop or fix that "
                     "document."
                 )
         boundaries = [0]
@@ -138,7 +138,7 @@ class PackedLayout:
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
     ) -> PackedLayout:
-        """A layout of `batch` rows of `row_tokens` tokens, T = B·S, each one document.
+        """Build a layout of `batch` rows of `row_tokens` tokens (T = B·S), one document per row.
 
         Args:
             batch, row_tokens: B and S.
@@ -148,7 +148,7 @@ class PackedLayout:
         Raises:
             ValueError: more rows than `capacity`, or longer ones than `max_seqlen_bound`.
 
-        No sync; traces, with B and S that may vary.
+        Does not sync; traces under `fullgraph=True`, also with dynamic B and S.
         """
         if not torch.compiler.is_compiling():
             lengths = [row_tokens] * batch
@@ -185,20 +185,20 @@ class PackedLayout:
         max_seqlen_bound: int | None = None,
         checks: Literal["host", "device"] = "host",
     ) -> PackedLayout:
-        """A layout from cumulative lengths, as FlashAttention and transformers write them.
+        """Build a layout from cumulative lengths, as used by FlashAttention and transformers.
 
         Args:
             cu_seqlens: int32 `[num_docs + 1]`, on the device of the tokens; starts at 0, never
                 decreases.
-            total_tokens: T; default: the last boundary. Needed where nothing is read back.
-            capacity, max_seqlen_bound: as in `from_lengths`. Where nothing is read back, the
-                defaults are the slots given and T: give a bound, as tables grow with it.
-            checks: "host": read boundaries on a device back, once, and raise a sentence. "device":
-                read nothing; boundaries that break the contract fail an assertion on the GPU, which
-                the process can then use no more. Inside a compiled graph always "device".
+            total_tokens: T; default: the last boundary. Required where nothing is read back.
+            capacity, max_seqlen_bound: as in `from_lengths`. Without a read-back, the
+                defaults are the slots of `cu_seqlens` and T; pass a bound, as tables grow with it.
+            checks: "host" copies device boundaries to the host once and raises ValueError. "device"
+                reads nothing: invalid boundaries fail a device-side assertion, after which the
+                process cannot use the GPU. Inside a compiled graph it is always "device".
 
         Raises:
-            ValueError: any boundary that breaks the contract.
+            ValueError: the boundaries are not valid.
 
         One sync, if the boundaries are on a device and `checks` is "host".
         """
@@ -237,8 +237,8 @@ class PackedLayout:
     ) -> PackedLayout:
         """A layout from positions that restart at each document; rows follow one another, T = B·S.
 
-        A document begins at each row's start and wherever a position is not the last one plus 1. A
-        document that begins exactly where the last one's positions end cannot be seen: pass lengths
+        A document begins at each row's start and wherever a position is not the previous one + 1. A
+        document whose positions continue the previous document's cannot be detected: pass lengths
         or cu_seqlens for such data.
 
         Args:
@@ -246,7 +246,7 @@ class PackedLayout:
             capacity, max_seqlen_bound: as in `from_lengths`.
 
         Raises:
-            ValueError: a wrong shape or dtype, or more than the capacity or bound holds.
+            ValueError: wrong shape or dtype, or documents that exceed the capacity or the bound.
 
         A device tensor is read back once (one sync).
         """
@@ -291,7 +291,7 @@ class PackedLayout:
                 "flexvarlen: more documents in the row than capacity; pass a larger capacity= to "
                 "patch_model.",
             )
-            # A fill_value of T would fix a T that varies.
+            # fill_value=T would specialize a dynamic T.
             first = torch.nonzero_static(starts_T, size=slots, fill_value=INT32_MAX)[:, 0]
             first = first.clamp(max=total)
             cu_seqlens = torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
@@ -356,7 +356,7 @@ class PackedLayout:
 
     @property
     def capacity(self) -> int:
-        """Document slots that shapes are made for; spare ones are empty documents."""
+        """Number of document slots; spare slots are empty documents."""
         return self.cu_seqlens.shape[0] - 1
 
     @property
@@ -380,7 +380,7 @@ class PackedLayout:
         return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True, out_int32=True)
 
     def position_ids(self) -> Tensor:
-        """int64 `[T]`: each token's place in its document, from 0. No sync; traces."""
+        """int64 `[T]`: each token's position in its document, from 0. No sync; traces."""
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         compute = traced_position_ids if traced else compute_position_ids
         return compute(self.cu_seqlens, self.total_tokens)
@@ -397,9 +397,9 @@ class PackedLayout:
         return real if self.padding is None else real & ~self.padding
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
-        """The same layout with its tensors on `device`; itself, if they are there.
+        """Return the layout with its tensors on `device`, or `self` if they are already there.
 
-        `non_blocking`: from pinned memory the host does not wait, as for `Tensor.to`.
+        `non_blocking` is as for `Tensor.to`: copies from pinned memory do not block the host.
         """
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         if cu_seqlens is self.cu_seqlens:
@@ -428,7 +428,7 @@ class PackedLayout:
         return made.fix_launch_sizes() if self._fixed_launch else made
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
-        """Take over the documents of `other` in the same storage, as a CUDA graph needs. No sync.
+        """Copy the documents of `other` into this layout's tensors, for CUDA graphs. No sync.
 
         Raises:
             ValueError: `other` has another T or capacity, or a document longer than this layout's
@@ -456,7 +456,7 @@ class PackedLayout:
             self.padding.copy_(other.padding, non_blocking=True)
         host = other.cu_seqlens_host
         if host is not None:
-            # On the CPU both are one tensor, before and after: compiled graphs guard on that.
+            # On the CPU both must stay the same tensor: compiled graphs guard on the aliasing.
             host = self.cu_seqlens if self.device.type == "cpu" else host.clone()
         self.cu_seqlens_host = host
         self.num_docs, self.max_seqlen, self.has_padding = (
@@ -470,11 +470,11 @@ class PackedLayout:
     # ---- what kernels are launched for ----
 
     def fix_launch_sizes(self) -> PackedLayout:
-        """Launch kernels for `capacity`, `max_seqlen_bound` and a tail, whatever the documents.
+        """Always launch kernels for `capacity`, `max_seqlen_bound` and a padded tail.
 
-        For `torch.compile(mode="reduce-overhead")`, which else records a CUDA graph for a row with
-        and one without padding, and, above 2,048 tokens, for each number of documents and longest
-        one. Other captured graphs are made for any documents anyway. Returns itself.
+        For `torch.compile(mode="reduce-overhead")`, which otherwise records separate CUDA graphs
+        for rows with and without padding and, above 2,048 tokens, for each number of documents
+        and longest length. Other CUDA graph captures always do this. Returns `self`.
         """
         self._fixed_launch = True
         self._note_launch_sizes()
@@ -494,7 +494,7 @@ class PackedLayout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._note_launch_sizes()  # a pickled tensor may have lost Dynamo's mark
+        self._note_launch_sizes()  # an unpickled tensor may have lost Dynamo's mark
 
     def __repr__(self) -> str:
         docs = "?" if self.num_docs is None else self.num_docs

@@ -1,4 +1,4 @@
-"""Each token's place in its document."""
+"""Each token's position in its document."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flexvarlen.layout.validate import HAS_TRITON
 
 
 def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    """int64 `[T]` of the boundaries int32 `[N + 1]`: from 0 in each document. No sync."""
-    if cu_seqlens.is_cuda and HAS_TRITON and type(cu_seqlens) is Tensor:  # no fake one
+    """Positions int64 `[T]`, from 0 in each document; boundaries int32 `[N + 1]`. No sync."""
+    if cu_seqlens.is_cuda and HAS_TRITON and type(cu_seqlens) is Tensor:  # not a FakeTensor
         from flexvarlen.layout.triton.position_ids import position_ids
 
         return position_ids(cu_seqlens.contiguous(), total_tokens)
@@ -19,7 +19,7 @@ def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     return tokens - cu_seqlens[slot]
 
 
-# One operator: traced through, inductor would repeat the search at every use of the positions.
+# A custom operator: Inductor would otherwise repeat the search at every use of the positions.
 traced_position_ids = torch.library.custom_op(
     "flexvarlen::position_ids", compute_position_ids, mutates_args=()
 )

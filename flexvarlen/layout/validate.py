@@ -1,4 +1,4 @@
-"""What makes boundaries valid: on the host a sentence, inside a compiled graph a device assertion.
+"""Validation of boundaries: ValueError on the host, a device assertion in a compiled graph.
 
 Shapes: T = total_tokens; B rows of S tokens, one after another, are T = B·S.
 """
@@ -19,32 +19,32 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def is_int(value: object) -> bool:
-    """Whether it is an integer, and no bool."""
+    """Whether `value` is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def round_up_to_power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n` (and at least 1).
 
-    Of a size that varies, inside a compiled graph, it is a number: one graph a power of two.
+    For a dynamic size in a compiled graph it is a constant, with one graph per power of two.
     """
     if not torch.compiler.is_compiling():
         return 1 << max(n - 1, 0).bit_length()
     power = 1
-    while power < n:  # bit_length() would fix n itself
+    while power < n:  # bit_length() would specialize n
         power *= 2
     return power
 
 
 def host_int32(values: list[int], device: torch.device) -> Tensor:
-    """int32 on the host; pinned if it is to be copied to a GPU, so that the copy need not sync."""
+    """Make an int32 host tensor, pinned if `device` is a GPU so that the copy need not sync."""
     pin = device.type == "cuda" and not torch.compiler.is_compiling()
     return torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=pin)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Sizes of boundaries that keep the contract; as the attributes of `PackedLayout`."""
+    """The sizes of validated boundaries, named as in `PackedLayout`."""
 
     total_tokens: int
     num_docs: int
@@ -56,7 +56,7 @@ class Checked:
 def check_sizes(
     total_tokens: int | None, capacity: int | None, max_seqlen_bound: int | None
 ) -> None:
-    """Raise unless each is None or an integer that int32 holds, the first two from 0."""
+    """Raise ValueError unless each size is None or a nonnegative integer that fits in int32."""
     _check_size("total_tokens", total_tokens)
     _check_size("capacity", capacity)
     _check_size("max_seqlen_bound", max_seqlen_bound)
@@ -76,7 +76,7 @@ def check_boundaries(
     capacity: int | None,
     max_seqlen_bound: int | None,
 ) -> Checked:
-    """The sizes of boundaries known on the host; arguments as in `PackedLayout.from_lengths`.
+    """Check boundaries known on the host; arguments as in `PackedLayout.from_lengths`.
 
     Raises:
         ValueError: they do not start at 0, decrease, end past the row, or do not fit the sizes.
@@ -98,7 +98,7 @@ def check_boundaries(
             f"cu_seqlens must end at or before total_tokens={total}, got {boundaries[-1]}; "
             "shorten the documents or pass the row's real number of tokens."
         )
-    longest = max(lengths) if lengths else 0  # with default= it does not trace
+    longest = max(lengths) if lengths else 0  # max(..., default=0) does not trace
     return check_fit(len(lengths), longest, total, capacity, max_seqlen_bound)
 
 
@@ -109,7 +109,7 @@ def check_fit(
     capacity: int | None,
     max_seqlen_bound: int | None,
 ) -> Checked:
-    """The sizes of so many documents in `total` tokens; the last two as in `PackedLayout`.
+    """Check that documents fit the sizes, and return the sizes with the defaults filled in.
 
     Raises:
         ValueError: they do not fit the sizes.
@@ -129,7 +129,7 @@ def check_fit(
     if bound < max(longest, 1):
         raise ValueError(
             f"max_seqlen_bound must be at least the longest document, {longest} tokens, got "
-            f"{bound}; raise the bound (kernels would leave out what is past it)."
+            f"{bound}; raise the bound (kernels would skip the tokens past it)."
         )
     return Checked(total, num_docs, slots, longest, bound)
 
@@ -178,12 +178,12 @@ def safe_boundaries(
 
 
 def default_capacity(total_tokens: int) -> int:
-    """Document slots of a row whose documents only a compiled graph sees.
+    """Default number of document slots where boundaries are known only inside a compiled graph.
 
     One per 128 tokens, at least 64, at most T. Not T itself: slots are not free (FA2's backward
-    takes 128 fp32 rows a slot and head).
+    allocates 128 fp32 rows per slot and head).
     """
-    if total_tokens <= 64 * 128:  # one graph for all these sizes, not one a power of two
+    if total_tokens <= 64 * 128:  # one graph for all these sizes, not one per power of two
         return min(total_tokens, 64)
     return round_up_to_power_of_two(total_tokens // 128)
 
@@ -199,9 +199,9 @@ def document_starts(
 ) -> Tensor:
     """bool `[B·S]`: True where a document, or a run of padding, begins. No sync; traces.
 
-    A document begins at each row's start, where `position_ids` do not go on by 1 (unless
+    A document begins at each row's start, where `position_ids` do not increase by 1 (unless
     `cu_seqlens` is given, which wins over positions), and where a 2D mask (padding, or document
-    ids) changes its value. The positions of padding tokens (mask 0) are not looked at, so that a
+    ids) changes its value. The positions of padding tokens (mask 0) are ignored, so that a
     run of padding stays one run.
     """
     starts = torch.zeros(batch, row_tokens, dtype=torch.bool, device=device)

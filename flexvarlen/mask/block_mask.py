@@ -1,4 +1,4 @@
-"""FlexAttention's BlockMask of a packed row, from its tables in closed form, without a host sync.
+"""Build FlexAttention's BlockMask of a packed row in closed form, without a host sync.
 
 Shapes: Tq, Tk = tokens; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK) of the block sizes BQ and BK.
 """
@@ -15,7 +15,7 @@ from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
 
-_TILE = 128  # what FlexAttention's templates call divisible
+_TILE = 128  # FlexAttention's templates skip bounds checks for multiples of this
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -31,15 +31,15 @@ def document_block_mask(
     align: Align = "bottom_right",
     block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
 ) -> BlockMask:
-    """The BlockMask `[1, 1, Tq, Tk]` under which each query sees only keys of its own document.
+    """Build a BlockMask `[1, 1, Tq, Tk]` in which a query sees only keys of its own document.
 
-    Equal to `create_block_mask` of the same mask, block for block. The mask is what all arguments
-    keep: a window inside a causal document, a prefix cut to a window.
+    It equals `create_block_mask` of the same mask, block by block. The arguments are combined by
+    intersection: for example a window inside a causal document, or a prefix cut to a window.
 
     Args:
         layout: the documents; its `max_seqlen_bound` and `capacity` give the tables' width.
         causal, window, chunk, prefix, layout_k, align: as in `DocumentMask.of`.
-        block_size: BlockMask granularity in tokens, or (query, key). Kernels want multiples of
+        block_size: BlockMask granularity in tokens, or (query, key). Kernels need multiples of
             their own tile: 128, or (256, 128), suits all.
 
     Returns:
@@ -50,12 +50,12 @@ def document_block_mask(
         CPU, whose compiled kernel needs it, there is one column for every block.
 
     Raises:
-        ValueError: a bad window, chunk, prefix or block size, or layouts that do not fit each
-            other; on a GPU, a row that FlexAttention's kernels read past the end of: a multiple of
-            128 tokens that is no multiple of a larger `block_size`.
+        ValueError: an invalid window, chunk, prefix or block size, layouts that do not match each
+            other, or, on a GPU, a row that FlexAttention's kernels would read past: a multiple of
+            128 tokens that is not a multiple of a larger `block_size`.
 
-    No sync; traces under `fullgraph=True`; may be captured in a CUDA graph, and built again there
-    by a replay after `layout.copy_(other)`. Memory O(NQ · width).
+    No sync; traces under `fullgraph=True`; may be captured in a CUDA graph, whose replay after
+    `layout.copy_(other)` rebuilds it. Memory O(NQ · width).
     """
     mask = DocumentMask.of(
         layout,
@@ -75,7 +75,7 @@ def block_mask_of(
     block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
     compact: bool | None = None,
 ) -> BlockMask:
-    """`document_block_mask` of a `DocumentMask`; `compact` overrides what the device needs."""
+    """Build the BlockMask of a `DocumentMask`; `compact` overrides the device's default."""
     pair = block_pair(block_size)
     on_gpu = mask.layout.device.type != "cpu"
     tokens = (mask.layout.total_tokens, mask.layout_k.total_tokens)
@@ -92,12 +92,12 @@ def block_mask_of(
 
 
 def _check_ends(tokens: tuple[int, int], block_size: tuple[int, int]) -> None:
-    """Raise where torch's kernels read past the end of the row.
+    """Raise ValueError if torch's kernels would read past the end of the row.
 
-    They check the ends of a row only if its tokens are no multiple of 128, and run over whole
-    blocks of the mask: wrong gradients of K and V, under `create_block_mask` too (seen in torch
-    2.11; the templates of 2.13 are the same). The forward reads there too, if masked out: what lies
-    there may be NaN.
+    They check bounds only if the row's length is not a multiple of 128, and run over whole
+    blocks of the mask, so gradients of K and V are wrong, with `create_block_mask` too (torch
+    2.11; the templates of 2.13 are the same). The forward reads there too, though masked out: the
+    memory may hold NaN.
     """
     if all(_TILE % block == 0 for block in block_size) or any(t % _TILE for t in tokens):
         return
@@ -112,7 +112,7 @@ def _check_ends(tokens: tuple[int, int], block_size: tuple[int, int]) -> None:
 
 
 def causal_mask_mod(lo: Tensor) -> MaskMod:
-    """`lo[q] <= kv <= q`: compiles to a loop as long as plain causal's, and needs no `hi`."""
+    """`lo[q] <= kv <= q`: as many loop iterations as plain causal attention, and no `hi`."""
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv >= lo[q]) & (kv <= q)

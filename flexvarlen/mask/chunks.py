@@ -1,4 +1,4 @@
-"""Boundaries of the chunks that documents fall into: a chunked mask is a mask of more documents."""
+"""Chunk boundaries inside documents: a chunked mask is a mask over more, shorter documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def chunk_boundaries(cu_seqlens: Tensor, chunk: int, total_tokens: int) -> Tenso
     Returns:
         int32 `[N + T // chunk + 1]` on the same device; spare slots are empty, at the end.
 
-    No sync; traces under `fullgraph=True`, as an operator: its shape depends on the shapes alone.
+    No sync; traces under `fullgraph=True`: the output shape depends only on the input shapes.
 
     >>> chunk_boundaries(torch.tensor([0, 5, 6], dtype=torch.int32), 2, 6).tolist()
     [0, 2, 4, 5, 6, 6]

@@ -31,7 +31,7 @@ _MOST_DENSE_PAIRS = 2**30
 
 
 class BlockCounts(NamedTuple):
-    """Blocks of a BlockMask: evaluated pair by pair, kept whole, and all that there are."""
+    """Number of partial (masked), full (unmasked) and all blocks of a BlockMask."""
 
     partial: int
     full: int
@@ -41,12 +41,12 @@ class BlockCounts(NamedTuple):
 class DocumentMask:
     """The documents of a row (of queries, and of keys) and the kind of mask inside each.
 
-    Make one with `DocumentMask.of`. It holds no mask: bounds, tables, dense mask, counts and
-    picture are derived from it when asked for. Equal to another, with an equal hash, if the layouts
+    Make one with `DocumentMask.of`. It stores no mask: bounds, tables, dense mask, counts and
+    picture are computed on request. Two masks are equal, with equal hashes, if the layouts
     and the prefix are the same objects and the kinds are equal.
 
-    After `layout.copy_(other)` it is the mask of the other documents, slot for slot: `prefix` stays
-    as it is, and `layout_k` must take over as many documents.
+    After `layout.copy_(other)` it describes the new documents, slot by slot: `prefix` is kept
+    unchanged, and `layout_k` must be updated to the same number of documents.
 
     Attributes:
         layout: the documents of the queries.
@@ -90,7 +90,7 @@ class DocumentMask:
         layout_k: PackedLayout | None = None,
         align: Align = "bottom_right",
     ) -> DocumentMask:
-        """The mask that keeps what all of these keep, inside each document.
+        """Build the intersection of all the given masks, inside each document.
 
         Args:
             layout: the documents.
@@ -110,7 +110,7 @@ class DocumentMask:
                 the first ("top_left").
 
         Raises:
-            ValueError: a bad window, chunk or prefix, or layouts that do not fit each other.
+            ValueError: an invalid window, chunk or prefix, or layouts that do not match.
 
         No sync; traces under `fullgraph=True`.
 
@@ -142,7 +142,7 @@ class DocumentMask:
 
     @property
     def inputs(self) -> MaskInputs:
-        """What its bounds and tables are computed from."""
+        """The tensors and integers that the bounds and tables are computed from."""
         q, k = self.layout, self.layout_k
         return MaskInputs(
             *(q.cu_seqlens, k.cu_seqlens, q.padding, k.padding, self.prefix),
@@ -231,11 +231,11 @@ class DocumentMask:
     def save_picture(
         self, path: str | Path, *, block_size: int | tuple[int, int] | None = None
     ) -> Path:
-        """A PNG of its blocks: full, partial, empty, and the borders of the documents. Syncs.
+        """Save a PNG of the full, partial and empty blocks and the document boundaries. Syncs.
 
         Args:
             path: where to write it.
-            block_size: tokens of a block, or (query, key); default: 128, or as much as it takes to
+            block_size: tokens per block, or (query, key); default: 128, or more if needed to
                 show at most 512 blocks a side.
 
         Returns:
@@ -266,16 +266,16 @@ class DocumentMask:
         return f"DocumentMask({kind}, {where})"
 
 
-# For the host's time: masks are made in each call, and BlockMasks at each step.
+# Cached to save host time: masks are made at every call, and BlockMasks at every step.
 _remembered_widths = lru_cache(maxsize=1024)(table_widths)
 
 
 def _plain_spec(causal: bool, window: int | None, chunk: int | None, align: Align) -> MaskSpec:
-    """The spec of self-attention without a prefix; eagerly each is made once."""
+    """The spec of self-attention without a prefix; cached in eager mode."""
     if not torch.compiler.is_compiling():
         try:
             return _remembered_spec(causal, window, chunk, align)
-        except TypeError:  # what has no hash is no kind of mask: let it say so
+        except TypeError:  # an argument is not hashable: MaskSpec.of raises the right error
             pass
     return MaskSpec.of(causal=causal, window=window, chunk=chunk, align=align)
 

@@ -1,4 +1,4 @@
-"""The picture of a `DocumentMask`: its blocks full, partial or empty, and the documents' borders.
+"""Draw a `DocumentMask`: its full, partial and empty blocks, and the document boundaries.
 
 Shapes: Tq, Tk = tokens of the query and the key row; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK).
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 COLORS = ("#FFFFFF", STYLES["flex_fa4"].color, STYLES["fa2"].color)
-"""Of empty, partial and full blocks."""
+"""Colors of empty, partial and full blocks."""
 BORDER = STYLES["reference"].color
 
 BLOCKS_A_SIDE = 512
-"""What the default block size leaves: each block is then at least one dot of the picture."""
+"""Maximum number of blocks per side with the default block size: at least one pixel each."""
 MOST_BLOCKS_A_SIDE = 8192  # the picture's array then takes 64 MiB
 _MOST_BORDERS = 400  # a side; more would cover the blocks
 _PANEL_INCHES = 6.5
@@ -36,11 +36,11 @@ _PANEL_INCHES = 6.5
 def save_picture(
     mask: DocumentMask, path: Path, block_size: int | tuple[int, int] | None = None
 ) -> Path:
-    """Write the PNG; `DocumentMask.save_picture` says what is on it. Syncs.
+    """Write the PNG; see `DocumentMask.save_picture`. Syncs.
 
     Args:
         mask: what to draw.
-        path: a name that ends in .png; missing folders are made.
+        path: output file ending in .png; missing folders are created.
         block_size: tokens of a block, or (query, key); default: `default_block_size(mask)`.
 
     Returns:
@@ -135,7 +135,7 @@ def _figure(mask: DocumentMask, blocks: tuple[int, int]) -> Figure:
 
 
 def borders(layout: PackedLayout) -> list[int]:
-    """Tokens inside the row at which a document, or padding, begins. Syncs."""
+    """Offsets inside the row at which a document or padding begins. Syncs."""
     inside = layout.cu_seqlens.unique().tolist()
     return [token for token in inside if 0 < token < layout.total_tokens]
 
@@ -160,7 +160,7 @@ def _legend(figure: Figure, drawn: bool, count: int) -> None:
         Patch(facecolor=color, edgecolor="#A0A0A0", label=name)
         for color, name in zip(COLORS, names, strict=True)
     ]
-    said = "border of documents" if drawn else f"{count:,} borders, too many to draw"
+    said = "document boundary" if drawn else f"{count:,} boundaries, too many to draw"
     handles.append(Line2D([], [], color=BORDER, linewidth=0.8 if drawn else 0.0, label=said))
     figure.legend(
         handles=handles,

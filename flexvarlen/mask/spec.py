@@ -1,4 +1,4 @@
-"""`MaskSpec`: the kind of a document mask, all of it but the documents."""
+"""`MaskSpec`: the mask inside each document (causal, window, chunk, ...), without boundaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexvarlen.layout.validate import is_int
 UNLIMITED = -1
 
 
-# Sides of a window, and chunks, past this are as good as none, and sums of positions stay in int32.
+# Larger windows and chunks are clamped to this: no limit in practice, and sums stay in int32.
 _LONGEST_SIDE = 2**30
 
 
@@ -20,20 +20,20 @@ Align = Literal["bottom_right", "top_left"]
 
 @dataclass(frozen=True, repr=False)
 class MaskSpec:
-    """The kind of a document mask: all of it but the documents. Hashable.
+    """The mask inside each document, without the document boundaries. Hashable.
 
     A query at position p of its document sees the key at position k of the same document if all of
-    these hold. Plans and compiled kernels are kept by it; make one with `MaskSpec.of`.
+    these hold. It is the cache key of plans and compiled kernels; make one with `MaskSpec.of`.
 
     Attributes:
         causal: k <= p (with `prefix`: or k lies in the document's prefix).
         left, right: k >= p - left and k <= p + right; -1 means no limit. Causal without a prefix
             has right = 0.
-        chunk: p and k lie in the same chunk of so many tokens of the document; 0: no chunks.
+        chunk: p and k lie in the same chunk of this many tokens; 0: no chunks.
         prefix: each document has a prefix, which all its queries see.
         cross: the keys have a layout of their own.
-        top_left: with `cross`, p counts from the document's first key; else from that key which
-            makes the last query meet the last key (bottom-right, as FlashAttention aligns).
+        top_left: with `cross`, the first query is aligned with the first key; otherwise the last
+            query is aligned with the last key (bottom-right, as in FlashAttention).
     """
 
     causal: bool = True
@@ -65,21 +65,21 @@ class MaskSpec:
         cross: bool = False,
         align: Align = "bottom_right",
     ) -> MaskSpec:
-        """The spec of a mask in the words of `document_block_mask`; equal masks are equal.
+        """Build the spec from the arguments of `document_block_mask`; equal masks give equal specs.
 
         Args:
             causal: no key after the query.
             window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
                 counts keys on each side (FlashAttention's meaning), -1 for no limit.
-            chunk: keys of the query's own chunk of so many tokens only, counted from the start of
+            chunk: only keys of the query's own chunk of this many tokens, counted from the start of
                 the document (Llama 4).
             prefix: whether documents have prefixes.
             cross: whether the keys have a layout of their own.
             align: where the diagonal of such documents lies.
 
         Raises:
-            ValueError: `causal` that is no bool, W or chunk below 1, a pair with a value below -1,
-                an unknown `align`, or a prefix without `causal`.
+            ValueError: `causal` is not a bool, W or chunk is below 1, a pair has a value below -1,
+                `align` is unknown, or `prefix` is set without `causal`.
 
         >>> MaskSpec.of(window=4)
         MaskSpec(causal, window=(3, 0))
@@ -117,17 +117,17 @@ class MaskSpec:
 
     @property
     def ends_at_query(self) -> bool:
-        """Whether the last key that a query sees is the one at its own place in the row."""
+        """Whether the last key a query sees is the one at its own index in the row."""
         return self.right == 0 and not self.cross
 
     def as_ints(self) -> list[int]:
-        """Its fields in order, as an operator takes them; `MaskSpec.from_ints` undoes it."""
+        """Return the fields as integers for a custom operator; the inverse of `from_ints`."""
         flags = [int(flag) for flag in (self.prefix, self.cross, self.top_left)]
         return [int(self.causal), self.left, self.right, self.chunk, *flags]
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> MaskSpec:
-        """The spec of which `as_ints` gave these."""
+        """Rebuild the spec from the output of `as_ints`."""
         causal, left, right, chunk, prefix, cross, top_left = values
         return cls(bool(causal), left, right, chunk, bool(prefix), bool(cross), bool(top_left))
 

@@ -1,4 +1,4 @@
-"""The tables of a BlockMask by name, and the shapes that suffice for any documents.
+"""The tables of a BlockMask, and the largest shapes they need for any documents.
 
 Shapes: Tq, Tk = tokens; BQ, BK = block sizes; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK).
 """
@@ -19,8 +19,8 @@ DEFAULT_BLOCK_SIZE = 128
 class Tables(NamedTuple):
     """Row bounds and block lists, int32; the names are BlockMask's.
 
-    `*_num_blocks` `[1, 1, R]` count what `*_indices` `[1, 1, R, width]` list, ascending, zeros
-    behind; R = NQ for kv, NK for q. `lo`, `hi` `[Tq]` are the keys that each query sees.
+    `*_num_blocks` `[1, 1, R]` count the blocks in `*_indices` `[1, 1, R, width]`, ascending, padded
+    with zeros; R = NQ for kv, NK for q. `lo`, `hi` `[Tq]` bound the keys that each query sees.
     """
 
     lo: Tensor
@@ -53,10 +53,10 @@ def table_widths(
     capacity: int,
     block_size: tuple[int, int],
 ) -> tuple[int, int]:
-    """Columns that suffice for any documents up to `longest` (of queries, of keys)."""
+    """Columns needed for any documents of up to `longest` (query, key) tokens."""
     (block_q, block_k), (longest_q, longest_k) = block_size, longest
     num_q, num_k = (-(-t // b) for t, b in zip(total_tokens, block_size, strict=True))
-    # How far a query may see each way: no further than its window, its chunk, its document.
+    # How far a query can see on each side: limited by its window, chunk and document.
     furthest = max(longest) - 1 if mask.chunk == 0 else min(max(longest), mask.chunk) - 1
     before = furthest if mask.left == UNLIMITED else min(mask.left, furthest)
     after = furthest if mask.right == UNLIMITED else min(mask.right, furthest)
@@ -71,14 +71,14 @@ def table_widths(
 
 
 def _most_blocks(before: int, after: int, block: int, other: int) -> int:
-    """The most blocks of `other` tokens that one of `block` touches, reaching so far each way."""
-    if block % other == 0:  # the block's borders are borders of the other grid
+    """Maximum number of `other`-token blocks that a block of `block` tokens can see."""
+    if block % other == 0:  # the block's edges are aligned with the other grid
         return block // other + -(-before // other) + -(-after // other)
     return (before + block + after - 1) // other + 2
 
 
 def _most_cross_blocks(capacity: int, block: int, sees: int, longest: int, other: int) -> int:
-    """The same where every document of the block has a document of up to `longest` elsewhere."""
+    """As `_most_blocks`, for cross-attention: each document has its own range of keys."""
     documents = min(capacity, block)
     tokens = min(longest, sees + block - 1)  # of one document
     return documents * (-(-tokens // other) + 1)
@@ -88,7 +88,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """`(query, key)` block sizes.
 
     Raises:
-        ValueError: not one or two integers of at least 1.
+        ValueError: `block_size` is not one or two integers of at least 1.
     """
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(pair) != 2 or not all(is_int(n) and n >= 1 for n in pair):

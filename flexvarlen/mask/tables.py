@@ -1,8 +1,8 @@
-"""The eight tables of a BlockMask in closed form: no pair of tokens is ever evaluated.
+"""Compute the eight tables of a BlockMask in closed form, without evaluating token pairs.
 
-The vectors of `vectors.py` never decrease. So the key blocks that a query block touches are one
-run of those that any query sees at all, and the ones it keeps whole are a run inside it. The
-vectors of the keys give the transposed tables in the same way.
+The bounds of `vectors.py` never decrease. So the key blocks that a query block touches form one
+run among the blocks that any query sees, and its full blocks are a run inside that run. The
+bounds of the keys give the transposed tables in the same way.
 
 On CUDA one Triton kernel writes everything (`triton/tables.py`); elsewhere, and as its
 reference, plain torch.
@@ -30,8 +30,8 @@ def build_tables(
     Args:
         given: the mask.
         block_size: `[BQ, BK]`.
-        width: columns of the kv and of the q tables: enough for any row; if they are not, an
-            assertion fails, on a GPU one of the device.
+        width: columns of the kv and the q tables; they must be enough for any row, or an
+            assertion fails (device-side on a GPU).
         one_storage: whether the Triton kernel's tables may be views of one tensor.
 
     No sync.
@@ -66,17 +66,17 @@ def _any_in_block(flags: Tensor, block: int) -> Tensor:
 def _list_blocks(
     lo: Tensor, hi: Tensor, block: int, other_block: int, live: Tensor, width: int
 ) -> list[Tensor]:
-    """Partial, then full other blocks of each block of rows: counts and indices.
+    """For each block of rows, counts and indices of its partial, then its full blocks.
 
-    `live` bool `[other blocks]` says which of them any row touches. Between the first and the last
-    that a block of rows touches, it touches all that are live.
+    `live`, bool `[other blocks]`, marks blocks that any row touches. A block of rows touches all
+    live blocks between its first and its last one.
     """
     tokens, device = lo.shape[0], lo.device
     rows = torch.arange(-(-tokens // block), device=device)
     top, bottom = rows * block, ((rows + 1) * block).clamp(max=tokens) - 1
 
-    # Rows that see nothing have bounds too: for what a block touches, those of the next row that
-    # does, and of the last one before.
+    # Rows that see nothing have bounds too. To find what a block touches, replace them by the lo of
+    # the next row that sees something, and by the hi of the previous one.
     sees = lo < hi
     next_lo = lo.masked_fill(~sees, torch.iinfo(lo.dtype).max).flip(0).cummin(0).values.flip(0)
     last_hi = hi.masked_fill(~sees, 0).cummax(0).values
@@ -84,13 +84,13 @@ def _list_blocks(
     first = torch.where(any_sees, next_lo[top] // other_block, 0)
     end = torch.where(any_sees, -(-last_hi[bottom] // other_block), 0)
 
-    # Kept whole: by all rows of the block. The last block of a ragged row keeps none whole, as in
+    # Full blocks: seen whole by all rows of the block. An incomplete last block has none, as in
     # create_block_mask.
     full_first = -(-lo[bottom] // other_block)
     kept = (hi[top] // other_block - full_first).clamp(min=0)
     kept = torch.where(rows < tokens // block, kept, 0)
 
-    # As ranks among the live blocks.
+    # Indices among the live blocks.
     live_blocks = (~live).to(torch.int8).argsort(stable=True)
     rank = torch.nn.functional.pad(live.cumsum(0), (1, 0))
     touched_rank, touched = rank[first], rank[end] - rank[first]
@@ -118,7 +118,7 @@ def _list_blocks(
     ]
 
 
-# Inside a compiled graph one operator: traced through, inductor fuses the tables into views that
+# A custom operator in compiled graphs: Inductor would otherwise fuse the tables into views that
 # FlexAttention's templates misread (torch 2.11 on CUDA: silently wrong attention) or reject (torch
 # 2.13 on the CPU).
 @torch.library.custom_op(
@@ -129,7 +129,7 @@ def _list_blocks(
 def build_tables_operator(*given: Any) -> list[Tensor]:
     """`build_tables` of the fields of `MaskInputs` and the two sizes, for compiled graphs.
 
-    What an operator returns may share no storage.
+    The outputs of a custom operator must not share storage.
     """
     *mask, block_size, width = given
     return build_tables(MaskInputs(*mask), block_size, width, one_storage=False)

@@ -1,6 +1,6 @@
-"""Which keys each query keeps: one interval, `lo[q] <= kv < hi[q]`; all masks come from it.
+"""The interval of keys that each query sees, `lo[q] <= kv < hi[q]`. All masks are built from it.
 
-The transpose is of the same form: the queries that see a key are one interval too. Both pairs of
+The transpose has the same form: the queries that see a key are one interval too. Both pairs of
 bounds never decrease.
 
 Shapes: Tq, Tk = tokens of the query and the key row (equal in self-attention), N = document slots.
@@ -18,7 +18,7 @@ from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
 
 class MaskInputs(NamedTuple):
-    """A mask as plain tensors and integers, which operators take.
+    """A mask as tensors and integers, the argument types that custom operators accept.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`; the same tensor in self-attention.
@@ -96,7 +96,7 @@ def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where each token of a row lies, and its document in the other row; int32 `[T]` each."""
+    """Each token's slot and position, and its document in the other row; int32 `[T]` each."""
 
     slot: Tensor
     position: Tensor
@@ -106,7 +106,7 @@ class _Place:
     dead: Tensor
 
     def in_other_row(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds inside the other document, as bounds in the other row; none where dead."""
+        """Convert bounds inside the other document to row offsets; empty where `dead`."""
         low = torch.minimum(low.clamp(min=0), self.other_length)
         high = torch.minimum(high.clamp(min=0), self.other_length)
         low = torch.where(self.dead, self.other_length, low)
@@ -144,14 +144,14 @@ def _place(
 
 
 def _shift(mask: MaskSpec, length_q: Tensor, length_k: Tensor) -> Tensor:
-    """What to add to a query's position to give that of the key on its diagonal."""
+    """Offset from a query's position to the position of the key on its diagonal."""
     if mask.cross and not mask.top_left:
         return length_k - length_q
     return torch.zeros_like(length_q)
 
 
-# Inside a compiled graph one operator: inductor of torch 2.11 on CUDA, fusing the search into what
-# uses it, gave a reference attention with wrong gradients.
+# A custom operator in compiled graphs: Inductor of torch 2.11 on CUDA fused the search into its
+# consumers, and the gradients of the reference attention were wrong.
 @torch.library.custom_op(
     "flexvarlen::query_bounds", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)"
 )

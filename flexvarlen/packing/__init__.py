@@ -1,12 +1,12 @@
-"""Packing: documents into rows of a fixed number of tokens, and rows into batches.
+"""Packing of documents into rows of a fixed number of tokens, and of rows into batches.
 
 | module | holds |
 |---|---|
-| `bins.py` | `pack`: which documents share a row; `split_long`; `efficiency` |
-| `stream.py` | `StreamPacker`: the same for documents that come one after another |
+| `pack.py` | `pack`: which documents share a row; `split_long`; `efficiency` |
+| `stream.py` | `StreamPacker`: packing of a stream of documents |
 | `collator.py` | `PackedCollator`: documents as one row of fixed shapes |
-| `sampler.py` | `BalancedSampler`: rows in an order in which no rank waits |
-| `loader_pass.py` | what accelerate's loader does with a sampler, and does not tell it |
+| `sampler.py` | `BalancedSampler`: an order of rows that balances attention cost over ranks |
+| `loader_pass.py` | the state of accelerate's data loader that the sampler needs |
 """
 
 from flexvarlen.packing.collator import PackedCollator

@@ -1,4 +1,4 @@
-"""`PackedCollator`: documents into one row of fixed shapes, with their boundaries.
+"""`PackedCollator`: packs documents into one row of fixed shape, with their boundaries.
 
 Shapes: T = total_tokens.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 
 IGNORED = -100
-"""Of labels: no loss there, as torch's cross_entropy and transformers have it."""
+"""The label that torch's cross_entropy and transformers ignore."""
 
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
@@ -30,56 +30,56 @@ _LOSS_MASKS = ("completion_mask", "assistant_masks")
 
 @dataclass
 class PackedCollator:
-    """Puts documents into one row whose shapes never change, for a `DataLoader` or `Trainer`.
+    """Packs documents into one row of a fixed shape, for a `DataLoader` or `Trainer`.
 
-    Called with what a data set yields, it gives a batch that a patched model takes as it is:
+    Called on the examples of a dataset, it returns a batch for a patched model:
 
-        input_ids     int64 `[1, T]`, `pad_token_id` behind the last document
-        labels        int64 `[1, T]`; -100 at the first token of each document (which nothing before
-                      it may predict) and at padding
-        position_ids  int64 `[1, T]`, from `position_ids_start` in each document; in the padding the
-                      same, again and again, none above those of the longest document
-        packed_layout the `PackedLayout`, whose boundaries and longest document the host knows: no
+        input_ids     int64 `[1, T]`, `pad_token_id` after the last document
+        labels        int64 `[1, T]`; -100 at padding and at each document's first token (which no
+                      token before it may predict)
+        position_ids  int64 `[1, T]`, from `position_ids_start` in each document; at padding they
+                      repeat, and never exceed those of the longest document
+        packed_layout the `PackedLayout`, with boundaries and longest document on the host, so no
                       forward reads the device back
-        use_cache     False: with a cache, a model that is not patched would not look for documents
-                      in position_ids
+        use_cache     False: with a cache, an unpatched model would not detect documents in
+                      position_ids
 
-    or, with `boundaries="cu_seq_lens"`, in place of the layout the names that transformers' own
-    FlashAttention takes: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, the last value
-    repeated in the spare slots, and `max_length_q`, `max_length_k`, the bound. There the padding is
-    a document too, or several (FlashAttention leaves rows of none unwritten): give slots for it.
+    or, with `boundaries="cu_seq_lens"`, instead of the layout the keywords of transformers' own
+    FlashAttention: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, the last value
+    repeated in the spare slots, and `max_length_q`, `max_length_k`, the bound. Then the padding is
+    one or more documents too (FlashAttention does not write other rows): leave slots for it.
 
-    What is taken, alone, in a list, or in a list of lists (documents that `pack` put together):
+    Input, alone, in a list, or in a list of lists (documents grouped by `pack`):
 
-        a document       `input_ids`, and `labels` or not; `attention_mask`: its zeros are dropped,
-                         and the tokens around them are neighbours then;
+        a document       `input_ids`, optionally `labels`; `attention_mask`: its zeros are dropped,
+                         which makes the tokens around them adjacent;
                          `completion_mask`, `assistant_masks`: no loss where they are zero
-        several in one   the same with `seq_lengths` (TRL's packing), or `position_ids`, `seq_idx`
-                         or document ids in `attention_mask` that tell them apart
+        several in one   also `seq_lengths` (TRL's packing), or `position_ids`, `seq_idx`
+                         or document ids in `attention_mask` that separate them
         a batch          of `DataCollatorWithFlattening` or TRL's padding-free collator: the same
                          with rows, and `cu_seq_lens_q`
 
-    Tokens beside which nothing tells documents apart are one document: that they were several
-    cannot be seen. A mapping with `input_ids` `[1, T]` and none of those columns is refused, as
-    `DataCollatorWithFlattening(return_position_ids=False)` makes it of several.
+    Tokens without any such column are one document, even if they were several, which cannot be
+    detected. A mapping with `input_ids` `[1, T]` and none of those columns is refused, because
+    `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
     Args:
-        total_tokens: T; what the documents leave over is padding. None: the documents' tokens, so
+        total_tokens: T; the rest of the row is padding. None: the documents' tokens, so
             that each batch has its own shape.
         capacity: document slots; None: the documents, rounded up to a power of two.
-        max_seqlen_bound: the longest document that shapes are made for; None: rounded up likewise.
-        pad_token_id: of padding.
+        max_seqlen_bound: upper bound on document length; None: the longest, rounded up likewise.
+        pad_token_id: the token id of padding.
         boundaries: "packed_layout" or "cu_seq_lens".
-        position_ids_start: of the first token of a document; RoBERTa and its kin count from
+        position_ids_start: position of a document's first token; RoBERTa and similar count from
             `padding_idx + 1`.
-        extra: names of other columns with one value a token, and what fills their padding; a
-            feature with a column that is not known raises.
+        extra: names of other columns with one value per token, and their padding values; a
+            feature with an unknown column raises.
 
     Raises, when called:
         ValueError: more tokens than `total_tokens`, more documents than `capacity`, a longer one
             than `max_seqlen_bound`; a column that is missing, unknown, of another length or no
             integers; boundaries that contradict one another, or leave tokens out; a batch of one
-            row that tells of no boundaries.
+            row without boundaries.
 
     A `DataLoader(pin_memory=True)` pins the layout too.
     """
@@ -158,7 +158,7 @@ class PackedCollator:
         )
 
     def _documents(self, row: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
-        """The documents of one row, without padding; labels made where there are none."""
+        """The documents of one row, without padding; labels default to the input_ids."""
         names = (*_KNOWN, *_BOUNDARIES, *_LOSS_MASKS, *self.extra)
         for name in row:
             if name not in names:
@@ -201,7 +201,7 @@ class PackedCollator:
 
 
 def _features(given: Any) -> Iterator[Any]:
-    """Documents, or lists of them as a data set of packed rows yields, one by one."""
+    """Flatten documents, or lists of documents as a dataset of packed rows yields."""
     if isinstance(given, Mapping):
         yield given
         return
@@ -239,15 +239,15 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
         )
     if len(tokens) == 1 and not alone and not any(name in arrays for name in _TELLING):
         raise ValueError(
-            f"input_ids [1, T] must come with one of {', '.join(_TELLING)}, got "
-            f"{', '.join(arrays)}; have the collator that made the row tell where documents begin "
+            f"input_ids [1, T] must be given with one of {', '.join(_TELLING)}, got "
+            f"{', '.join(arrays)}; have the collator that made the row return the boundaries "
             "(return_position_ids=True), or pass one document's tokens as [T]."
         )
     for name, values in arrays.items():
         shared = name == "position_ids" and len(values) == 1
         if name not in _BOUNDARIES and len(values) != len(tokens) and not shared:
             raise ValueError(
-                f"{name} must have a row for each of {len(tokens)}, got {len(values)}; mend that "
+                f"{name} must have a row for each of {len(tokens)}, got {len(values)}; fix that "
                 "column."
             )
     for index in range(len(tokens)):
@@ -273,20 +273,20 @@ def _array(name: str, value: Any) -> NDArray[Any]:
 
 
 def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]:
-    """Where the documents of a row begin, and the end of the last."""
+    """The boundaries of a row: the start of each document, and the end of the last."""
     tokens = row["input_ids"].size
     starts = np.zeros(tokens, bool)
     for name in ("position_ids", "seq_idx", "attention_mask"):
         steps = np.diff(row.get(name, starts[:0]).astype(np.int64))
         if name == "attention_mask" and not (row.get(name, starts) > 1).any():
-            continue  # zeros and ones number no documents
+            continue  # a mask of zeros and ones does not hold document ids
         starts[1 : 1 + steps.size] |= steps != 1 if name == "position_ids" else steps != 0
     told = [row[name].tolist() for name in _CUMULATIVE if name in row]
     if "seq_lengths" in row:
         told.append([0, *np.cumsum(row["seq_lengths"]).tolist()])
         if told[-1][-1] != tokens:
             raise ValueError(
-                f"seq_lengths must sum to the row's {tokens} tokens, got {told[-1][-1]}; mend them."
+                f"seq_lengths must sum to the row's {tokens} tokens, got {told[-1][-1]}; fix them."
             )
     if not told:
         return [0, *np.flatnonzero(starts).tolist(), tokens]
@@ -294,7 +294,7 @@ def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]
         if ends[0] != 0 or ends[-1] > tokens or any(b < a for a, b in pairwise(ends)):
             raise ValueError(
                 f"boundaries must rise from 0 to the row's {tokens} tokens, got {ends[:8]}; make "
-                "seq_lengths or cu_seq_lens_q anew."
+                "seq_lengths or cu_seq_lens_q again."
             )
     first: list[int] = told[0]
     inside = np.setdiff1d(np.flatnonzero(starts & kept), first)
@@ -302,8 +302,8 @@ def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]
     if inside.size or any(set(other) != set(first) for other in told):
         where = int(inside[0]) if inside.size else told[1][:8]
         raise ValueError(
-            "position_ids, seq_idx, attention_mask, seq_lengths and cu_seq_lens must tell of the "
-            f"same documents, got another boundary at {where}; drop what is wrong."
+            "position_ids, seq_idx, attention_mask, seq_lengths and cu_seq_lens must describe the "
+            f"same documents, got another boundary at {where}; drop the wrong one."
         )
     return first
 
@@ -311,12 +311,12 @@ def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]
 def _require_no_loss_after(
     end: int, kept: NDArray[np.bool_], row: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Tokens past the last boundary are padding, or they would be lost in silence."""
+    """Raise if tokens past the last boundary are not padding, as they would be dropped."""
     labels = row.get("labels", row["input_ids"])
     if (kept[end:] & (labels[end:] != IGNORED)).any():
         raise ValueError(
             f"boundaries must cover the row's tokens, got {end} of {kept.size}; end them at the "
-            "last token, or mask what lies behind it (attention_mask 0 or labels -100)."
+            "last token, or mask the tokens after it (attention_mask 0 or labels -100)."
         )
 
 
@@ -324,5 +324,5 @@ def _check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:
     if values.shape != tokens.shape:
         raise ValueError(
             f"{name} must have a value for each of {tokens.size} tokens, got "
-            f"{list(values.shape)}; mend that column."
+            f"{list(values.shape)}; fix that column."
         )

@@ -1,6 +1,6 @@
-"""First fit: each document into the first row that it fits; the cost knows nothing of `capacity`.
+"""First fit: each document goes into the first row with room. Time is independent of `capacity`.
 
-Two structures share the rows that can still take the shortest document:
+Rows that still have room for the shortest document are kept in two structures:
 
 - *Steps*: rows with more space than any row before them, from the first row on. Spaces rise along
   them, so the first row that a document fits is found by bisection. Most documents leave their row
@@ -8,7 +8,7 @@ Two structures share the rows that can still take the shortest document:
 - *Tree*: all other rows, and the steps past `STEPS`; a leaf for each row holds its space, an inner
   node the largest of its leaves.
 
-Rows only ever fill, so a row that stands in no other's shadow does so until it is given a document:
+Space in rows only shrinks, so a row with more space than all before it stays so until it is used:
 it is taken out of the tree once for each of its documents, but for steps that `STEPS` turns away,
 each because another became one. So the time is O(n log n) for n documents, the memory O(n).
 """
@@ -21,19 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEPS = 2048
-"""So many that lengths drawn at random have fewer (100 of a million log-normal ones), and so few
-that an insertion between them moves 32 KiB."""
+"""Large enough for random lengths (a million log-normal ones need about 100), and small enough
+that an insertion moves at most 32 KiB."""
 
 
 def first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Rows of indices into `lengths`, which has one at least, each from 1 to `capacity`."""
+    """Return rows of indices into `lengths`, which are from 1 to `capacity` and not empty."""
     documents = lengths.tolist()
     shortest = min(documents)
     rows: list[list[int]] = []
-    # No two rows fit into one: the later's first document would be in the earlier.
+    # No two rows would fit into one: the later row's first document would be in the earlier row.
     waiting = _Spaces(min(len(documents), 2 * (sum(documents) // (capacity + 1)) + 1))
     tree = waiting.tree  # tree[1] is the largest space there; a call would be a tenth of the time
-    spaces, at = [shortest - 1], [-1]  # the first is no row, and takes no document
+    spaces, at = [shortest - 1], [-1]  # the first entry is a sentinel, not a row
 
     for index, length in enumerate(documents):
         step = bisect_left(spaces, length)

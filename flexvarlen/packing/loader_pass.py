@@ -1,8 +1,8 @@
-"""What accelerate's loader, which is `Trainer`'s too, does with a sampler, and tells it in part.
+"""The state of accelerate's data loader (also used by `Trainer`) that the sampler needs.
 
-Its counter of passes is the epoch, but a loader that passes over batches (`skip_first_batches`, a
-resumed `Trainer`) on several processes does not hand it on; and it draws one batch ahead. Read from
-accelerate's list of loaders that are in a pass; accelerate itself is never imported.
+Its iteration counter is the epoch, but a loader that skips batches (`skip_first_batches`, a
+resumed `Trainer`) on several processes does not pass it on, and it prefetches one batch. Read from
+accelerate's list of active loaders; accelerate itself is never imported.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class LoaderPass:
 
     Attributes:
         loader: the loader.
-        processes: that its batches are dealt to in turn.
-        rows: of what they get at a time, together.
-        skipped: batches that a process passes over.
-        dispatches: one process draws for all.
-        draws: this process draws.
+        processes: number of processes that its batches are assigned to in turn.
+        rows: number of rows that all processes get per step.
+        skipped: number of batches that each process skips.
+        dispatches: whether one process loads for all.
+        draws: whether this process draws from the sampler.
     """
 
     loader: Any
@@ -42,14 +42,14 @@ class LoaderPass:
         self.loader.iteration = epoch
 
     def ahead(self, drawn: int) -> int:
-        """Of the rows that the pass drew: those of the batch that it looks ahead to."""
+        """The number of drawn rows that belong to the prefetched batch."""
         if drawn == 0 or self.loader.end_of_dataloader:
             return 0
         return (drawn - 1) % self.rows + 1
 
 
 def pass_over(sampler: object, of: object = None) -> LoaderPass | None:
-    """The pass that began last, and was not finished; None without accelerate.
+    """The most recent unfinished pass over the sampler; None without accelerate.
 
     Args:
         sampler: that it draws from.
@@ -74,7 +74,7 @@ def pass_over(sampler: object, of: object = None) -> LoaderPass | None:
 
 
 def _batch_samplers(loader: Any, sampler: object) -> list[Any]:
-    """From the loader's own down to the one that draws from the sampler; none if none does."""
+    """The chain of batch samplers from the loader to `sampler`; empty if there is none."""
     chain = []
     each = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while each is not None:

@@ -1,4 +1,4 @@
-"""`pack`: documents put together into rows of a fixed number of tokens."""
+"""`pack`: bin packing of documents into rows of a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Piece(NamedTuple):
 def pack(
     lengths: Lengths, capacity: int, *, strategy: Strategy = "best_fit_decreasing"
 ) -> list[list[int]]:
-    """Put documents together into rows of at most `capacity` tokens; no document is cut.
+    """Pack documents into rows of at most `capacity` tokens, without cutting any document.
 
     Args:
         lengths: tokens of each document, from 1 to `capacity`; a sequence of integers or an integer
             array `[num_docs]`. Cut longer documents with `split_long` first.
         capacity: tokens of a row.
         strategy: "best_fit_decreasing", longest documents first, each into the fullest row that it
-            fits: the fewest rows of the three, long documents in the first rows, so shuffle the
+            fits: gives the fewest rows, with long documents in the first ones, so shuffle the
             rows; "first_fit", in the order given, each into the first row that it fits;
             "in_order", in the order given, a new row wherever a document does not fit the last.
 
     Returns:
-        The rows: lists of indices into `lengths`, each index once, in each row in the order in
-        which they were put there.
+        The rows, as lists of indices into `lengths`. Each index occurs once, in the order in
+        which the documents were added.
 
     Raises:
-        ValueError: a length is below 1, above `capacity`, or no integer; an unknown strategy.
+        ValueError: a length is below 1, above `capacity` or not an integer; an unknown strategy.
 
-    A row is begun only where no open row can take the document. Time: O(n log n), whatever
+    A new row is opened only if no open row has room. Time: O(n log n), independent of
     `capacity`; documents of one length are placed together by "best_fit_decreasing", one by one by
     "first_fit".
 
@@ -74,15 +74,15 @@ def pack(
 def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
     """Cut documents of more than `capacity` tokens into pieces of `capacity`, and what is left.
 
-    Pack the pieces, `pack([stop - start for _, start, stop in pieces], capacity)`: each then is a
-    document of its own, which sees nothing of the piece before.
+    Pack the pieces with `pack([stop - start for _, start, stop in pieces], capacity)`. Each is then
+    a separate document, which does not attend to the previous piece.
 
     Args:
         lengths: tokens of each document, at least 1.
         capacity: tokens of the longest piece.
 
     Raises:
-        ValueError: as `pack`, but for long documents.
+        ValueError: as `pack`, except that long documents are allowed.
 
     >>> split_long([3, 9], 8)  # doctest: +ELLIPSIS
     [Piece(document=0, start=0, stop=3), Piece(document=1, start=0, stop=8), ...]
@@ -111,7 +111,7 @@ def efficiency(lengths: Lengths, rows: Sequence[Sequence[int]], capacity: int) -
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: each would look at all the lists made so far."""
+    """Disable garbage collection, which would traverse all the lists made so far."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -129,7 +129,7 @@ def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArra
     values = np.asarray(lengths)
     if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
         raise ValueError(
-            "lengths must be one integer a document, got "
+            "lengths must be one integer per document, got "
             f"{values.dtype} of shape {list(values.shape)}; pass the tokens of each document."
         )
     found = values.astype(np.int64)
@@ -144,14 +144,14 @@ def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArra
 
 
 def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Documents of one length at a time, and of those as many at a time as take rows alike.
+    """Place all documents of one length at a time, in groups that fill equal rows.
 
-    The tightest row with `space` left takes `space // length` of them before the next tightest row
-    takes any: what is left of it stays the tightest.
+    The tightest row with `space` left gets `space // length` of them before the next row gets
+    any, as it remains the tightest.
     """
     order = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
-    row_of = np.empty(lengths.size, np.int64)  # by place in `order`
+    row_of = np.empty(lengths.size, np.int64)  # indexed as `order`
     rows_with: dict[int, list[NDArray[np.int64]]] = {}
     spaces: list[int] = []  # the keys, sorted
     num_rows = placed = 0
@@ -190,7 +190,7 @@ def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list
 
 
 def _taken(chunks: list[NDArray[np.int64]], wanted: int) -> NDArray[np.int64]:
-    """So many rows, or all there are; what is not taken is not touched."""
+    """Take `wanted` rows, or all if there are fewer; the other chunks stay."""
     found: list[NDArray[np.int64]] = []
     while chunks and wanted:
         chunk = chunks.pop()

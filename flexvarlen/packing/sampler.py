@@ -1,4 +1,4 @@
-"""`BalancedSampler`: an order of rows in which no rank waits for another's attention."""
+"""`BalancedSampler`: shuffles rows so that the attention cost of each step is balanced."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flexvarlen.packing.loader_pass import LoaderPass, pass_over
 
 
 class BalancedSampler(Sampler[int]):
-    """Shuffled rows, such that those of one step, one a rank, cost about the same attention.
+    """Shuffles rows so that the rows of a step, one per rank, have about equal attention cost.
 
-    Rows of equal tokens cost the same but for attention, which grows with the sum of the squares of
+    Rows of equal length differ only in attention, whose cost grows with the sum of the squares of
     their documents' lengths; a step takes as long as its slowest rank. Rows are shuffled, and
     within each `window` of them sorted by cost; neighbours go to the ranks as one step, in random
     order, and the steps of a window are shuffled.
@@ -25,18 +25,18 @@ class BalancedSampler(Sampler[int]):
     Args:
         rows: the lengths of each row's documents, in tokens.
         num_replicas: ranks that share each step.
-        rank: yield this rank's rows. None: all, those of a step one after another, as accelerate
-            and `Trainer` want it, which deal batches of one row to the ranks in turn.
-        seed: of the order, together with the epoch; at least 0.
-        window: rows that are sorted together, per rank: more balance better, fewer shuffle better.
-        drop_last: leave out rows that fill no last step; else rows are repeated to fill it.
+        rank: yield only this rank's rows. None: yield all rows, step by step, for accelerate and
+            `Trainer`, which distribute batches of one row to the ranks in turn.
+        seed: seeds the order together with the epoch; at least 0.
+        window: rows per rank that are sorted together; more balance better, fewer shuffle better.
+        drop_last: drop an incomplete last step; otherwise rows are repeated to fill it.
 
     Raises:
-        ValueError: no rows, a rank or a number that cannot be.
+        ValueError: no rows, or an invalid rank or number.
 
-    `set_epoch` gives each epoch an order of its own; `state_dict` and `load_state_dict` go on in
-    the middle of one. accelerate's loader counts epochs by itself, from 0: what was set or loaded
-    last before a pass goes on counting there.
+    `set_epoch` reshuffles for an epoch; `state_dict` and `load_state_dict` resume in
+    the middle of one. accelerate's loader counts epochs itself, from 0: the epoch that was set or
+    loaded last before a pass replaces its counter.
 
     >>> list(BalancedSampler([[4], [2, 2], [4], [2, 2]], num_replicas=2, rank=0, seed=1))
     [3, 2]
@@ -60,7 +60,7 @@ class BalancedSampler(Sampler[int]):
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"{name} must be an integer of at least {least}, got {value!r}; mend it."
+                    f"{name} must be an integer of at least {least}, got {value!r}; fix it."
                 )
         if rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(
@@ -74,21 +74,21 @@ class BalancedSampler(Sampler[int]):
         self.costs = np.array([sum(int(n) ** 2 for n in row) for row in rows], np.float64)
         self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         self.window, self.drop_last = window, drop_last
-        # Rows that were yielded, where the pass over them began, and where the next one does.
+        # The number of rows yielded, and the offsets at which this pass and the next one begin.
         self.epoch = self._taken = self._start = self._begin = 0
-        self._asked: int | None = None  # the epoch that no pass of accelerate's loader knows yet
-        self._drawer: weakref.ref[Any] | None = None  # accelerate's loader whose pass this is
+        self._asked: int | None = None  # an epoch not yet passed to accelerate's loader
+        self._drawer: weakref.ref[Any] | None = None  # accelerate's loader of this pass
 
     def __len__(self) -> int:
-        """Rows of an epoch: of this rank, or of all."""
+        """Number of rows in an epoch, of this rank or of all ranks."""
         steps = self._steps()
         return steps if self.rank is not None else steps * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Rows from where a state left off, else from the start of the epoch.
+        """Yield row indices from the loaded state, or from the start of the epoch.
 
         Raises:
-            ValueError: accelerate's loader would lose rows, or give some twice.
+            ValueError: accelerate's loader would skip rows, or repeat some.
         """
         loader = pass_over(self)
         self._drawer = None if loader is None else weakref.ref(loader.loader)
@@ -106,7 +106,7 @@ class BalancedSampler(Sampler[int]):
             yield row
 
     def steps(self) -> list[list[int]]:
-        """The epoch's steps: the row of each rank."""
+        """The steps of the epoch, each a list with one row index per rank."""
         generator = np.random.default_rng([self.seed, self.epoch])
         order = np.resize(generator.permutation(len(self.costs)), self._steps() * self.num_replicas)
         found: list[list[int]] = []
@@ -117,21 +117,21 @@ class BalancedSampler(Sampler[int]):
         return found
 
     def imbalance(self) -> float:
-        """Of this epoch: the slowest ranks' cost, summed over the steps, over the mean rank's.
+        """Cost of each step's slowest rank, summed over the epoch, relative to the mean rank.
 
-        1 is perfect; an attention-bound run takes so many times as long as it must.
+        1 is perfect; an attention-bound run is slower than optimal by this factor.
         """
         costs = self.costs[np.array(self.steps())]
         return float(costs.max(1).sum() / costs.mean(1).sum())
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order; the place that a state of this very epoch restored stays.
+        """Set the epoch; the offset that a state of the same epoch restored is kept.
 
         accelerate's loader calls it as a pass begins, with its own counter. It gets the epoch that
         was set or loaded since the last pass began, and counts on from there.
 
         Raises:
-            ValueError: a state restored a place in another epoch, whose rows would be lost.
+            ValueError: a state restored an offset in another epoch, whose rows would be skipped.
         """
         loader = pass_over(self)
         if loader is not None and loader.epoch == epoch:
@@ -148,9 +148,9 @@ class BalancedSampler(Sampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """The epoch and how many of its rows were yielded.
 
-        A `DataLoader` with workers asks for rows ahead of the batches that it gives: set "taken" to
-        the rows of the batches that were trained on, on all ranks if `rank` is None. The one batch
-        that accelerate's loader looks ahead to is not counted.
+        A `DataLoader` with workers prefetches rows: set "taken" to
+        the number of rows trained on, on all ranks if `rank` is None. The one batch
+        that accelerate's loader prefetches is not counted.
         """
         drawer = None if self._drawer is None else self._drawer()
         loader = None if drawer is None else pass_over(self, drawer)
@@ -159,20 +159,20 @@ class BalancedSampler(Sampler[int]):
         return state | self._order()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after these rows; a state of a whole pass goes on with an empty one.
+        """Resume after these rows; after a state at the end of an epoch the next pass is empty.
 
         Raises:
-            ValueError: it is of other rows, ranks or options: the order would be another.
+            ValueError: the state is of other rows, ranks or options, so the order would differ.
         """
         for name, mine in self._order().items():
             if state[name] != mine:
                 raise ValueError(
                     f"state must be of the same {name}, {mine}, got {state[name]}; make it "
-                    "as it was, or begin the epoch anew."
+                    "as it was, or restart the epoch."
                 )
         if not 0 <= state["taken"] <= len(self):
             raise ValueError(
-                f"taken must be from 0 to {len(self)} rows, got {state['taken']}; mend the state."
+                f"taken must be from 0 to {len(self)} rows, got {state['taken']}; fix the state."
             )
         self.epoch, self.seed = state["epoch"], state["seed"]
         self._taken = self._start = self._begin = state["taken"]
@@ -183,23 +183,23 @@ class BalancedSampler(Sampler[int]):
             return
         if 0 < self._begin < len(self):
             raise ValueError(
-                f"epoch must be {self.epoch}, which load_state_dict went into the middle of, got "
-                f"{epoch}; begin the loop over epochs at sampler.epoch."
+                f"epoch must be {self.epoch}, which load_state_dict resumed in the middle, got "
+                f"{epoch}; start the loop over epochs at sampler.epoch."
             )
         self.epoch, self._taken, self._start, self._begin = epoch, 0, 0, 0
 
     def _follow(self, loader: LoaderPass) -> None:
-        """One epoch for both: what was asked of this sampler, else the loader's."""
+        """Synchronize epochs: use the one set on this sampler, or the loader's."""
         if self._asked is None:
             self._go_to(loader.epoch)
         else:
             loader.set_epoch(self._asked)
 
     def _check(self, loader: LoaderPass) -> None:
-        """Nobody else deals the rows, or passes over some."""
+        """Raise if the loader also shards or skips rows."""
         if self.rank is not None and loader.processes > 1:
             raise ValueError(
-                f"rank must be None where accelerate deals rows to {loader.processes} processes, "
+                f"rank must be None if accelerate shards rows over {loader.processes} processes, "
                 f"got {self.rank}; leave it out."
             )
         if self._begin and loader.skipped:
@@ -212,7 +212,7 @@ class BalancedSampler(Sampler[int]):
             warnings.warn(
                 "skip_first_batches counts batches of one process under dispatch_batches=True, "
                 f"got {loader.skipped} for {loader.processes} processes; skip {loader.processes} "
-                "times those of a process, or rows come again (Trainer: dispatch_batches=False).",
+                "times those of a process, or rows repeat (Trainer: dispatch_batches=False).",
                 stacklevel=2,
             )
         if self._begin % loader.rows and self._begin < len(self):
@@ -222,7 +222,7 @@ class BalancedSampler(Sampler[int]):
             )
 
     def _order(self) -> dict[str, Any]:
-        """What the order depends on, besides the seed and the epoch."""
+        """Everything that the order depends on except the seed and the epoch."""
         return {
             "num_replicas": self.num_replicas,
             "window": self.window,

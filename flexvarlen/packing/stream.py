@@ -1,4 +1,4 @@
-"""`StreamPacker`: documents packed as they come, within a bounded buffer."""
+"""`StreamPacker`: packs a stream of documents with a bounded buffer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Document = TypeVar("Document")
 
 
 class StreamPacker(Generic[Document]):
-    """Packs documents of a stream into rows, a buffer at a time.
+    """Packs a stream of documents into rows, using a bounded buffer.
 
     Documents wait in a buffer. When it is full they are packed best fit decreasing; the row of the
-    document that waited longest and the fullest others, half of all, are handed out, and what is
-    left waits on among the documents that come.
+    oldest document and the fullest other rows, half of all rows, are yielded, and the other
+    documents stay in the buffer.
 
     Args:
         capacity: tokens of a row.
-        buffer: documents that wait at most; more fill the rows better.
-        length: gives the tokens of a document, from 1 to `capacity`.
+        buffer: maximum number of buffered documents; more fill the rows better.
+        length: returns the number of tokens of a document, from 1 to `capacity`.
 
     Attributes:
-        num_given: documents given so far: where a stream that is resumed goes on. 0 again once all
-            of the stream is out.
+        num_given: number of documents consumed, from which a stream is resumed. Reset to 0 when
+            the whole stream has been yielded.
 
     >>> packer = StreamPacker(8, buffer=4, length=len)
     >>> ["".join(row) for row in packer.pack(["abcde", "fgh", "ijkl", "mn", "opqr"])]
@@ -38,33 +38,33 @@ class StreamPacker(Generic[Document]):
     ) -> None:
         if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
             raise ValueError(
-                f"buffer must be an integer of at least 1, got {buffer!r}; pass the documents that "
-                "may wait."
+                f"buffer must be an integer of at least 1, got {buffer!r}; pass the number of "
+                "documents to buffer."
             )
-        pack([], capacity)  # checks it
+        pack([], capacity)  # validates capacity
         self.capacity, self.buffer, self._length = capacity, buffer, length
         self.num_given = 0
         self._waiting: list[Document] = []  # the oldest first
-        self._ready: list[list[Document]] = []  # rows to be handed out before anything else
+        self._ready: list[list[Document]] = []  # rows to yield next
 
     def pack(
         self, documents: Iterable[Document], *, worker_share: bool = False
     ) -> Iterator[list[Document]]:
-        """The rows of a whole stream as they get full, each document in one of them.
+        """Yield the packed rows of a stream; each document is in exactly one row.
 
         Args:
             documents: the stream.
-            worker_share: it is the share of this worker of a `DataLoader`; each has a copy of the
-                data set, and would pack every document once more.
+            worker_share: the stream is already sharded for this `DataLoader` worker; otherwise each
+                worker would pack its own copy of the whole dataset.
 
         Raises:
-            ValueError: a document's length is below 1 or above `capacity`; those before it wait on.
-                Or one of several workers packs what is not said to be its share.
+            ValueError: a document's length is below 1 or above `capacity` (earlier ones stay
+                buffered), or there are several workers without `worker_share=True`.
         """
         worker = None if worker_share else get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise ValueError(
-                "documents must be a share of the stream where several loader workers pack, got "
+                "documents must be a shard of the stream if several loader workers pack, got "
                 f"no worker_share=True in {worker.num_workers} of them; pass "
                 f"islice(documents, get_worker_info().id, None, {worker.num_workers}) and "
                 "worker_share=True, or take one worker."
@@ -72,7 +72,7 @@ class StreamPacker(Generic[Document]):
         yield from self._hand_out()
         for document in documents:
             if not 1 <= (length := self._length(document)) <= self.capacity:
-                pack([length], self.capacity)  # raises, before the document counts as given
+                pack([length], self.capacity)  # raises, before the document is counted
             self.num_given += 1
             self._waiting.append(document)
             if len(self._waiting) >= self.buffer:
@@ -84,10 +84,10 @@ class StreamPacker(Generic[Document]):
         self.num_given = 0
 
     def skip(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """What of a stream that begins anew was not given yet.
+        """Skip the documents of a restarted stream that were already consumed.
 
         Raises:
-            ValueError: the stream is shorter than what was given.
+            ValueError: the stream has fewer documents than were consumed.
         """
         iterator = iter(documents)
         for done in range(self.num_given):
@@ -101,10 +101,10 @@ class StreamPacker(Generic[Document]):
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """What a stream that is resumed needs, for rows equal to those of one that was not stopped.
+        """State to resume a stream so that its rows equal those of an uninterrupted one.
 
-        To be taken between any two rows. It holds the documents that wait as they were given: make
-        them indices, and it is small.
+        May be called between any two rows. It holds the buffered documents themselves: pass indices
+        as documents to keep it small.
         """
         return {
             "capacity": self.capacity,
@@ -115,7 +115,7 @@ class StreamPacker(Generic[Document]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: `packer.pack(packer.skip(documents))`.
+        """Load a state; then resume with `packer.pack(packer.skip(documents))`.
 
         Raises:
             ValueError: it is of another capacity or buffer.
@@ -131,7 +131,7 @@ class StreamPacker(Generic[Document]):
         self._ready = [list(row) for row in state["ready"]]
 
     def _make_ready(self) -> None:
-        """Half of the rows of what waits, the oldest document's first; the others wait on."""
+        """Pack the buffer and move half of its rows to `_ready`, the oldest document's first."""
         lengths = [self._length(document) for document in self._waiting]
         rows = pack(lengths, self.capacity)
         rows.sort(key=lambda row: (0 not in row, -sum(lengths[index] for index in row)))

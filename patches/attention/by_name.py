@@ -1,14 +1,14 @@
-"""A layer's documents where nobody hands them to it: by an attn_implementation's name alone.
+"""Find a layer's documents without `patch_model`, from the attention function's arguments.
 
-Found in what reaches the layer: position_ids, cu_seq_lens, seq_idx and 2D padding masks, but not
-masks of document ids, which transformers turns to booleans, nor labels. A layer knows its index,
-and no more of the forward than what reaches its attention function. The indices grow through a
-forward: one that does not begins the next.
+It uses what reaches the layer: position_ids, cu_seq_lens, seq_idx and 2D padding masks, but not
+masks of document ids, which transformers converts to bool, nor labels. Layers of a forward are
+recognized by their index, which increases through a forward: a layer whose index does not
+increase starts the next forward.
 
 With several documents in a row, in the new tokens or in the cache, decoding raises; but a cache of
-several is not noticed if a compiled forward filled it, if all its layers have a sliding window, or
-if it keeps no keys as they came (quantized). A patched model notices these too, but on its own
-cache only, not on one rebuilt from its tensors.
+several is not detected if a compiled forward filled it, if all its layers have a sliding window, or
+if it does not keep the original keys (quantized). A patched model detects these too, but only on
+its own cache, not on one rebuilt from its tensors.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from flexvarlen.patches.state import CONTEXT
 
 
 def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what no layer can honour by itself.
+    """Refuse inputs that a layer cannot handle without `patch_model`.
 
     Raises:
-        ValueError: documents under a name or in a form that nobody reads.
-        NotImplementedError: the tokens of a row are sharded by somebody else.
+        ValueError: documents are given under an unsupported name or in an unsupported form.
+        NotImplementedError: another library shards the tokens of a row.
     """
     refuse_context_parallel()
     refuse_other_names(kwargs)
@@ -50,7 +50,7 @@ def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
 
 
 def is_unpacked(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether a layer's keys are not just its own tokens under a 2D mask: it is decoding."""
+    """Whether a layer is decoding: other keys than its own tokens, or a 4D mask."""
     return query.shape[2] != key.shape[2] or (
         attention_mask is not None and attention_mask.ndim == 4
     )
@@ -59,7 +59,7 @@ def is_unpacked(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bo
 def check_unpacked(
     layer: nn.Module, row_tokens: int, attention_mask: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Raise for several documents in a row; looked at by the first layer of a forward."""
+    """Raise for several documents in a row; checked only by the first layer of a forward."""
     if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "packed_layout", "seq_idx")):
         raise ValueError(
             f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
@@ -81,20 +81,20 @@ def packed_by_name(
     backend: str,
     kwargs: dict[str, Any],
 ) -> PackedForward:
-    """The documents that a layer finds for itself.
+    """Find the documents from a layer's own arguments.
 
     Args:
         layer: the attention layer.
         query: `[B, H, S, D]`.
         attention_mask: as `_mask_function` made it.
         backend: the name behind the attn_implementation.
-        kwargs: all else that reached the attention function.
+        kwargs: all other arguments of the attention function.
 
     Raises:
         ValueError: boundaries that break the contract.
-        NotImplementedError: the model's documents cannot be seen by its layers.
+        NotImplementedError: this model's documents do not reach its layers.
     """
-    if kwargs.get(CONTEXT) is None:  # nobody has looked at what no layer sees
+    if kwargs.get(CONTEXT) is None:  # no model-level check has run
         require_verified_alone(layer.config.model_type)  # type: ignore[union-attr, arg-type]
         refuse_dynamic_rope(layer.config)
         refuse_unpatched_longrope(layer.config)
@@ -126,7 +126,7 @@ def _packed_forward(layer: nn.Module, backend: str, documents: GivenDocuments) -
 
 
 class _LastLayer(threading.local):
-    """The last layer of this thread that asked, and what was found for it."""
+    """The last layer of this thread that looked for documents, and the result."""
 
     index: int | None = None
     key: tuple[object, ...] = ()
@@ -139,9 +139,9 @@ _last = _LastLayer()
 
 
 def _begin_layer(layer: nn.Module) -> None:
-    """Forget what an earlier forward found, if this is the first layer of one that asks.
+    """Clear the result of an earlier forward if this is the first layer of a new one.
 
-    So is any that has no index.
+    A layer without an index counts as first.
     """
     index = getattr(layer, "layer_idx", None)
     goes_on = isinstance(index, int) and _last.index is not None and index > _last.index
@@ -151,7 +151,7 @@ def _begin_layer(layer: nn.Module) -> None:
 
 
 def _is_first_unpacked(layer: nn.Module) -> bool:
-    """Whether this is the first layer of a forward that asks so; layers before it may be packed."""
+    """Whether this is the first decoding layer of a forward; earlier layers may be packed."""
     _begin_layer(layer)
     first = not _last.checked_unpacked
     _last.checked_unpacked = True
@@ -161,9 +161,9 @@ def _is_first_unpacked(layer: nn.Module) -> bool:
 def _shared_between_layers(
     layer: nn.Module, backend: str, documents: GivenDocuments
 ) -> PackedForward:
-    """What the forward's first layer found.
+    """Return the result of the forward's first layer.
 
-    A later one finds its own only if it gets other tensors, as layers of two interleaved forwards
+    A later layer looks again only if it gets other tensors, as layers of two interleaved forwards
     do.
     """
     _begin_layer(layer)

@@ -1,4 +1,4 @@
-"""A warning where compilation goes wrong in silence: graphs for too many sizes."""
+"""Warn when torch.compile builds graphs for too many batch sizes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 from flexvarlen.attention.recompile_limit import reset_since
 
 SIZES_BEFORE_WARNING = 5
-"""Graphs of one kind of layer for so many sizes of a batch: Dynamo's limit is 8 by default."""
+"""Number of sizes with graphs for one kind of layer; Dynamo's default limit is 8."""
 
 SIZELESS = ("sdpa", "reference")
-"""Backends whose graphs depend on no bound: to look at it would make them depend on it."""
+"""Backends whose graphs do not depend on the sizes; reading these would add guards on them."""
 
 _sizes: dict[tuple[int, Hashable, int], set[tuple[int, int]]] = {}  # by config's id, kind, total
 _told: set[Hashable] = set()
@@ -26,10 +26,10 @@ _SINCE_RESET = "flexvarlen: graphs noted"
 def note_sizes(
     module: nn.Module, layer: Hashable, total_tokens: int, capacity: int, max_seqlen_bound: int
 ) -> None:
-    """Remember, while a graph is traced, what sizes it is made for; warn at the fifth of a model.
+    """Record, while a graph is traced, the sizes it is specialized on; warn at a model's fifth.
 
-    Sizes that the graph leaves open (Dynamo does so once they have changed) do not count. Does
-    nothing at run time. The graph is guarded on the sizes that it does not leave open.
+    Dynamic sizes do not count (Dynamo makes a size dynamic after its first change). Does
+    nothing at run time. Adds guards on the sizes that are not dynamic.
     """
     from torch._dynamo.comptime import comptime
 
@@ -39,15 +39,15 @@ def note_sizes(
 def _note(context: Any) -> None:
     """Runs inside Dynamo, on the arguments of `note_sizes`."""
     names = ("layer", "total_tokens", "capacity", "max_seqlen_bound")
-    # comptime and what it hands out are private to torch, and change with it. A warning that cannot
-    # be given must not break the compilation that it is about.
+    # comptime's API is private to torch and may change. A failure to warn must not break the
+    # compilation.
     try:
         layer, total, capacity, bound = (context.get_local(x).as_python_constant() for x in names)
         module = context.get_local("module")._i_will_not_complain_if_bc_breaks_VariableTracker()
         config = module.realize().value.config
-    except NotImplementedError:  # a size that is left open
+    except NotImplementedError:  # a dynamic size
         return
-    except (AttributeError, LookupError, TypeError):  # another torch
+    except (AttributeError, LookupError, TypeError):  # another torch version
         return
     if reset_since(_SINCE_RESET):
         _forget()
@@ -70,7 +70,7 @@ def _note(context: Any) -> None:
 
 
 def _forget(owner: int | None = None) -> None:
-    """Forget the graphs of the model whose config had this id; without one, of all models."""
+    """Clear the records of the model whose config has this id, or of all models."""
     for key in [key for key in _sizes if owner is None or key[0] == owner]:
         del _sizes[key]
         _told.discard(key)

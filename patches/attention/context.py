@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 class Unpacked(Enum):
-    """What a patched model hands its layers in place of a `PackedForward` where it packs nothing.
+    """Passed to the layers of a patched model instead of a `PackedForward` if nothing is packed.
 
-    Its rows were found to hold one document each, also by what no layer sees.
+    The model has checked that each row holds one document, using inputs that layers do not see.
     """
 
     CHECKED = "checked"
 
 
 class Route(NamedTuple):
-    """Where the layers of one kind go.
+    """The backend, call, mask and plan of the layers of one kind.
 
     Attributes:
         backend: the kernel.
-        call: what they ask of it.
+        call: the static arguments of their calls.
         mask: of this forward's documents.
-        plan: the backend's, made of this mask.
+        plan: the backend's plan for this mask.
     """
 
     backend: Backend
@@ -48,26 +48,26 @@ class Route(NamedTuple):
 
 
 class PackedForward:
-    """The documents of one forward, and where the layers of each kind go.
+    """The documents of one forward, and the route of each kind of layer.
 
-    No dataclass, of which FSDP would hand each layer a copy.
+    Not a dataclass, as FSDP would pass each layer its own copy.
 
     Attributes:
         layout: the documents.
         backend: a backend's name, or one for each type of layers; "auto" is resolved by kind.
         deterministic, batch_invariant: as in `packed_attention`.
-        training: "auto" chooses for a backward, also where there are no gradients: a reentrant
+        training: let "auto" assume a backward even if gradients are disabled: a reentrant
             checkpoint runs a training forward without them first.
         kinds: of the model's layers, as far as they are known.
-        group: the ranks over which the row is cut; None: it is not.
+        group: the ranks over which the row is sharded; None if it is not.
         has_temperature: whether layers scale queries by their position in the row.
         chunk_size: tokens of a chunk, in the layers that have chunks.
-        routes: by kind; made before the first layer, or where a layer of another kind asks.
-        one_a_row: whether no row holds several documents, of a forward that may fill a cache; in a
-            compiled graph a bool tensor. None: it fills none.
-        drops_pooled: whether a pooler's output, of whole rows, is left out.
+        routes: by kind; built before the first layer, or on request of a layer of another kind.
+        one_a_row: whether each row holds at most one document, for a forward that may fill a
+            cache; a bool tensor in a compiled graph. None: it fills no cache.
+        drops_pooled: whether the pooler_output, which pools whole rows, is set to None.
         packs: whether a row may hold several documents, or padding.
-        in_base: whether the base model got this very object from its head.
+        in_base: whether the base model received this object from its head.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PackedForward:
     def to(
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
     ) -> PackedForward:
-        """The same on a device, made once: accelerate asks before layers, and None is anywhere."""
+        """Return a cached copy on `device`; accelerate calls this before layers. None: no move."""
         if device is None or torch.device(device) == self.layout.device:
             return self
         name = str(device)
@@ -121,14 +121,14 @@ class PackedForward:
         return self.in_base or any(copy.reached_base for copy in self._copies.values())
 
     def prepare(self, dtype: torch.dtype, *, needs_grad: bool) -> None:
-        """Make the routes of all kinds, before the first layer: no layer's graph builds a plan."""
+        """Build the routes of all kinds before the first layer, so that no layer builds a plan."""
         for kind in self.kinds:
             self.routes[kind] = self._make_route(kind, dtype, needs_grad)
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
-        """Where the layers of a kind go; its plan is that of another kind with an equal mask.
+        """The route of a kind of layer; kinds with equal masks share a plan.
 
-        What is made inside a compiled graph is not kept: it lives in that graph.
+        A route built inside a compiled graph is not stored: its tensors belong to that graph.
 
         Raises:
             NotImplementedError: the backend cannot serve the kind.
@@ -175,12 +175,12 @@ class PackedForward:
             else:
                 raise
             raise NotImplementedError(sentence) from refusal
-        # Kernels fail on a row of no tokens.
+        # Kernels fail on an empty row.
         return get_backend(name if self.layout.total_tokens else "reference")
 
 
 class PackedVision(NamedTuple):
-    """What the layers of a vision tower share in one forward.
+    """The documents of one forward of a vision tower, shared by its layers.
 
     Attributes:
         frames: documents are frames of images and videos.
@@ -191,10 +191,10 @@ class PackedVision(NamedTuple):
     windows: PackedForward | None = None
 
     def packed(self, cu_seqlens: Tensor | None) -> PackedForward:
-        """The documents of the layer that got these very boundaries.
+        """The `PackedForward` whose `cu_seqlens` is this tensor.
 
         Raises:
-            ValueError: they are others.
+            ValueError: `cu_seqlens` is another tensor.
         """
         for packed in (self.frames, self.windows):
             if packed is not None and cu_seqlens is packed.layout.cu_seqlens:

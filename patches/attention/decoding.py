@@ -1,7 +1,7 @@
-"""Attention of a forward that is not packed: decoding, a prefill beside other keys, a 4D mask.
+"""Attention for forwards that are not packed: decoding, prefill onto a cache, or a 4D mask.
 
-transformers' own sdpa with transformers' own mask; with softcap or sinks, which sdpa lacks, the
-same in plain torch.
+It uses transformers' own sdpa and mask; with softcap or sinks, which sdpa lacks, the same is
+computed in plain torch.
 
 Shapes: B rows of S queries and K keys; H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
@@ -58,10 +58,10 @@ def _dense(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """`[B, S, H, D]`; a boolean mask keeps what is True, another is added."""
+    """Return `[B, S, H, D]`; a bool mask keeps True positions, any other mask is added."""
     kv_heads = key.shape[1]
     q = rearrange(query, "b (g r) s d -> b g r s d", g=kv_heads)
-    # First: the product may overflow in fp16.
+    # Scale before the product, which may overflow in fp16.
     q = q * (query.shape[3] ** -0.5 if scaling is None else scaling)
     scores = rearrange(torch.einsum("bgrsd,bgkd->bgrsk", q, key), "b g r s k -> b (g r) s k")
     scores = scores.float()

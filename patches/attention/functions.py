@@ -1,9 +1,9 @@
-"""The functions that transformers calls by the names `flexvarlen_*`: attention and its mask.
+"""The attention and mask functions registered with transformers as `flexvarlen_*`.
 
-A patched model hands each layer a `PackedForward`. Without it (the name alone, no `patch_model`) a
-layer finds the boundaries in what reaches it: see `by_name.py`.
+A patched model passes each layer a `PackedForward`. Without `patch_model` (attn_implementation
+only) a layer reads the boundaries from its arguments: see `by_name.py`.
 
-Fewer queries than keys, or a 4D mask, is decoding, which is not packed: it goes to `decoding.py`.
+Fewer queries than keys, or a 4D mask, means decoding, which is not packed: see `decoding.py`.
 
 Shapes: B rows of S tokens; H = num_heads, Hkv = num_kv_heads, D = head_dim; T = B·S.
 """
@@ -49,7 +49,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 def register() -> None:
     """Register every implementation's attention and mask function with transformers.
 
-    Twice does no harm.
+    Safe to call twice.
     """
     for name, backend in IMPLEMENTATIONS.items():
         AttentionInterface.register(name, _attention_function(backend))
@@ -88,9 +88,9 @@ def _attention_function(backend: str) -> Attention:
                     module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
                 )
             context = packed_by_name(module, query, attention_mask, backend, kwargs)
-        # First whether it compiles: nothing that varies with the documents may be guarded on.
+        # Test `compiling` first: compiled graphs must not guard on values that depend on documents.
         if not compiling and context.one_a_row is False:
-            key = set_apart(key)  # first: the cache has these keys already
+            key = set_apart(key)  # before anything can fail: the cache already has these keys
         _refuse(module, dropout, kwargs)
         batch, heads, row_tokens, head_dim = query.shape
         _check_tokens(context, batch, row_tokens, key.shape[2])
@@ -130,7 +130,7 @@ def _attention_function(backend: str) -> Attention:
 
 
 def _note_sizes(module: nn.Module, context: PackedForward, route: Route, kind: LayerKind) -> None:
-    """Warn, while a graph is traced, where graphs are made for too many sizes."""
+    """While a graph is traced, warn if graphs are built for too many sizes."""
     if route.backend.name not in SIZELESS:
         layout = context.layout
         sizes = (layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
@@ -146,7 +146,7 @@ def _attend_over_ranks(
     context: PackedForward,
     kind: LayerKind,
 ) -> Tensor:
-    """The same of a shard of the row, whose heads are exchanged for tokens."""
+    """Ulysses attention on a shard of the row, exchanging heads for tokens."""
     size = dist.get_world_size(context.group)
     heads, kv_heads = heads_a_rank(kind.num_heads, kind.num_kv_heads, size)
     route = context.route(
@@ -196,13 +196,13 @@ def _vision_attention(
 
 
 def _as_THD(x_BHSD: Tensor) -> Tensor:
-    """`[T, H, D]`: a view, as most models make their heads from `[B, S, H, D]` memory."""
+    """`[T, H, D]`, usually a view, as most models compute heads as `[B, S, H, D]`."""
     batch, heads, row_tokens, head_dim = x_BHSD.shape
     return x_BHSD.transpose(1, 2).reshape(batch * row_tokens, heads, head_dim)
 
 
 def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in autocast's dtype, as torch's own SDPA does; rotations leave q and k in fp32."""
+    """Cast all three to autocast's dtype, as torch's SDPA does; RoPE leaves q and k in fp32."""
     device_type = q.device.type
     if not torch.is_autocast_enabled(device_type):
         return q, k, v
@@ -210,7 +210,7 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-# ---- what is refused ----
+# ---- unsupported arguments ----
 
 
 _LOST_DOCUMENTS = (
@@ -236,17 +236,17 @@ def _check_tokens(context: PackedForward, batch: int, row_tokens: int, keys: int
         )
 
 
-_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")  # of BERT, of all others
+_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")  # BERT's name, all others'
 
 
 def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise a sentence for what cannot be honoured."""
+    """Raise for unsupported options."""
     if dropout:
         config = getattr(module, "config", None)
         option = next((name for name in _DROPOUTS if hasattr(config, name)), _DROPOUTS[-1])
         own = "dropout.p" if "dropout" in module._modules else "attention_dropout"
         raise NotImplementedError(
-            f"attention dropout must be 0, got {dropout}: no packed kernel here drops; set "
+            f"attention dropout must be 0, got {dropout}: no kernel here supports dropout; set "
             f"config.{option}=0.0 before the model is built (from_pretrained takes {option}=0.0), "
             f"or {own} = 0.0 on its attention modules."
         )
@@ -256,7 +256,7 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
-            "output_attentions=True is not supported, no kernel here keeps the weights; use "
+            "output_attentions=True is not supported, as no kernel returns the weights; use "
             "attn_implementation='eager'."
         )
     if kwargs.get("cache") is not None:
@@ -281,8 +281,8 @@ def _mask_function(
 ) -> Tensor | None:
     """The mask for a model that is not patched, or for decoding.
 
-    Whole rows keep their 2D mask: the attention function reads padding from it. All else, and what
-    a model draws over images, is transformers' sdpa mask, beside which packed documents are
+    Whole rows keep their 2D mask, from which the attention function reads padding. Everything else,
+    and masks that a model adds for images, gets transformers' sdpa mask; packed documents are then
     refused.
     """
     whole_rows = (
@@ -312,8 +312,8 @@ def _mask_function(
 def _check_mask_length(columns: int, q_length: int, q_offset: int | Tensor) -> None:
     """Refuse a 2D mask that ends before the new tokens do.
 
-    transformers fills it up with zeros, and a layer that sees the filled-up mask alone would take
-    the documents behind its end for padding.
+    transformers pads it with zeros, and a layer that sees only the padded mask would treat
+    the documents after its end as padding.
     """
     seen = 0 if isinstance(q_offset, Tensor) and torch.compiler.is_compiling() else int(q_offset)
     if columns < seen + q_length:

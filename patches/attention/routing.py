@@ -1,7 +1,7 @@
-"""Which backend serves which attention layers of a model: by layer kind, not once a model.
+"""Choose the backend for each kind of attention layer of a model.
 
-Layers of one kind share their documents' mask, their heads and what the kernel is asked for, so
-they share one backend and one plan a forward.
+Layers of one kind have the same mask, heads and kernel options, so
+they share one backend and one plan per forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexvarlen.patches.state import BackendChoice
 
 
 def check_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> None:
-    """Raise unless the choice names a backend for each of the layer types, and for no other.
+    """Check that the choice names a backend for exactly the model's layer types.
 
     Raises:
         ValueError: an unknown backend, or layer types that are not the model's.
@@ -49,7 +49,7 @@ def _check_name(name: object) -> None:
 
 
 def chosen_for(choice: BackendChoice, layer_type: str) -> str:
-    """The name chosen for layers of this type, "auto" not resolved.
+    """The backend name chosen for this layer type; "auto" is not resolved.
 
     Raises:
         ValueError: the choice has none: the layer was not there, or of another type, when patched.
@@ -65,7 +65,7 @@ def chosen_for(choice: BackendChoice, layer_type: str) -> str:
 
 
 def names_in(choice: BackendChoice) -> list[str]:
-    """The names chosen, each once; the first stands for the model's attn_implementation."""
+    """The distinct chosen names; the first is used for the model's attn_implementation."""
     return [choice] if isinstance(choice, str) else list(dict.fromkeys(choice.values()))
 
 
@@ -77,14 +77,14 @@ def check_machine(
     deterministic: bool,
     batch_invariant: bool,
 ) -> None:
-    """Refuse now what no later device or dtype of the model could change (a missing package).
+    """Refuse backends that cannot work with any later device or dtype, e.g. a missing package.
 
     Raises:
         NotImplementedError: a backend cannot serve the layers it was chosen for.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda")
-    elif device.type == "meta":  # to be loaded anywhere
+    elif device.type == "meta":  # weights may be loaded on any device
         device = torch.device("cpu")
     for kind in kinds:
         backend = chosen_for(choice, kind.layer_type)
@@ -106,7 +106,7 @@ def check_machine(
 
 
 def refusal_of_layers(reason: str, backend: str, kind: LayerKind, call: AttentionCall) -> str:
-    """A kernel's refusal of a call, with the layers it was made for and what could serve them."""
+    """The error for layers that a backend does not support, with alternatives."""
     could = [name for name in BACKENDS if name != backend and refusal(name, call) is None]
     others = (
         f"For these layers {', '.join(could)} could: pass "

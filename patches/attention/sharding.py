@@ -1,4 +1,4 @@
-"""Sharding of tokens by accelerate or torch, under which attention would see one shard alone."""
+"""Detect token sharding by accelerate or torch, where attention would see only one shard."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 
 def refuse_context_parallel() -> None:
-    """Raise where the tokens of a row are sharded over ranks by somebody else.
+    """Raise if accelerate or torch shards the tokens of a row over ranks.
 
     Context parallelism, of accelerate or of torch itself, exchanges keys inside
     `scaled_dot_product_attention`; accelerate's sequence parallelism (DeepSpeed's) heads inside
-    transformers' own attention functions. Our backends call neither, or call it a document at a
-    time: each rank's documents would end at its shard, in silence. In a compiled graph asked while
+    transformers' own attention functions. Our backends call neither, or call SDPA per document,
+    so documents would silently be cut at shard boundaries. In a compiled graph checked while
     tracing.
 
     Raises:
-        NotImplementedError: accelerate was configured so, or torch's `context_parallel` is around.
+        NotImplementedError: accelerate is configured for it, or torch's `context_parallel` is on.
     """
     if _is_sharded_by_accelerate():
         raise NotImplementedError(
@@ -34,7 +34,7 @@ def refuse_context_parallel() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_sharded_by_accelerate() -> bool:
-    state = sys.modules.get("accelerate.state")  # not imported: then it shards nothing
+    state = sys.modules.get("accelerate.state")  # if not imported, it cannot be sharding
     if state is None:
         return False
     config = state.AcceleratorState._shared_state.get("parallelism_config")
@@ -43,6 +43,6 @@ def _is_sharded_by_accelerate() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_sharded_by_torch() -> bool:
-    # It puts a function of its own in the place of torch's, which is no Python function.
+    # It replaces torch's builtin function by a Python function of its own.
     found = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
     return found.startswith("torch.distributed.")

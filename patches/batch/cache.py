@@ -1,10 +1,10 @@
-"""Caches that a packed forward filled: decoding from them is refused.
+"""Refuse decoding from a cache that a packed forward filled.
 
-A new token would see every document of its row. Each layer marks its keys, the very tensor that the
-cache keeps, so that no model can append to them, nor to what is made of them. A patched model also
-notes on the cache what it holds, which reaches further: its caches of sliding layers (these keep a
-slice of the keys), and what a compiled forward filled (no graph marks a tensor); the note is lost
-where a new cache is made of the old one's tensors.
+A new token would see every document of its row. Each layer marks the key tensor that the cache
+keeps, so that appending to it, or to tensors derived from it, raises. A patched model also sets a
+flag on the cache, which also covers sliding layers (whose cache keeps a slice of
+the keys) and compiled forwards (which cannot mark a tensor); the flag is lost
+if a new cache is built from the old one's tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ONE_DOCUMENT_A_ROW = (
 
 
 def note_documents(cache: Any, one_a_row: Tensor | bool) -> None:
-    """Note on a cache whether a forward gives, or gave, each of its rows one document at most.
+    """Set a flag on a cache: whether a forward has at most one document in each row.
 
     Args:
         cache: a transformers `Cache`; anything else is left alone.
@@ -39,7 +39,7 @@ def note_documents(cache: Any, one_a_row: Tensor | bool) -> None:
 
 
 def mark_cache(outputs: Any, one_a_row: Tensor | bool) -> None:
-    """Note on the cache among a forward's outputs what it holds now, and mark the keys it kept."""
+    """Set the flag on the cache in a forward's outputs, and mark its keys."""
     for output in outputs if isinstance(outputs, tuple) else outputs.values():
         if isinstance(output, Cache):
             note_documents(output, one_a_row)
@@ -48,12 +48,12 @@ def mark_cache(outputs: Any, one_a_row: Tensor | bool) -> None:
 
 
 def refuse_packed_documents(cache: Any) -> None:
-    """Raise if a row of the cache holds more than one document, as far as it was noted.
+    """Raise if the cache's flag says that a row holds more than one document.
 
     Raises:
         ValueError: it does. Inside a compiled graph the device asserts that it does not.
 
-    Reads the device once a cache, if a compiled forward filled it.
+    Reads the device once per cache, if a compiled forward filled it.
     """
     one_a_row: Tensor | bool = getattr(cache, ONE_A_ROW, True)
     if one_a_row is True:
@@ -68,7 +68,7 @@ def refuse_packed_documents(cache: Any) -> None:
 
 
 class PackedKeys(Tensor):
-    """The keys of several documents in a row: to append to them, as decoding does, is refused."""
+    """Keys of several documents in a row; appending to them, as decoding does, raises."""
 
     @classmethod
     def __torch_function__(
@@ -78,7 +78,7 @@ class PackedKeys(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """What is made of such keys (a cache reordered, copied, cropped) are such keys too."""
+        """Keep the mark on derived tensors (a reordered, copied or cropped cache)."""
         # Nothing is appended where a new cache is made of them, which starts with an empty tensor.
         if func in _CONCATENATIONS and _appends(*args, **kwargs or {}):
             check(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_A_ROW)
@@ -88,7 +88,7 @@ class PackedKeys(Tensor):
         made = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling():  # does not trace
             return made
-        if isinstance(made, PackedKeys) and made.ndim != _KEYS_NDIM:  # a sum, a norm: keys no more
+        if isinstance(made, PackedKeys) and made.ndim != _KEYS_NDIM:  # a sum or a norm, not keys
             return made.as_subclass(Tensor)
         return made
 
@@ -108,22 +108,22 @@ _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 def _appends(
     tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None, **kwargs: Any
 ) -> bool:
-    """Whether a concatenation puts tokens behind tokens; arguments of `torch.cat`."""
+    """Whether a concatenation appends tokens to tokens; arguments of `torch.cat`."""
     along = dim if axis is None else axis
     of_tokens = any(x.ndim == _KEYS_NDIM and along % x.ndim == _KEYS_NDIM - 2 for x in tensors)
     return of_tokens and sum(x.numel() > 0 for x in tensors) > 1
 
 
 def mark_keys(keys: Tensor | None) -> None:
-    """Turn the keys of a layer, in place, as a cache may keep them, into `PackedKeys`."""
+    """Turn a layer's keys into `PackedKeys`, in place, as a cache may hold the same tensor."""
     if type(keys) is Tensor:
         keys.__class__ = PackedKeys
 
 
 def set_apart(keys: Tensor) -> Tensor:
-    """Mark the keys of a layer, as a cache may keep them; the same, unmarked, to compute with.
+    """Mark the keys of a layer, which a cache may hold, and return an unmarked alias of them.
 
-    Before anything else, as the cache has them already, and what follows may fail.
+    Called first, as the cache already has the keys and later steps may fail.
     """
     unmarked = keys.as_subclass(Tensor)
     mark_keys(keys)
@@ -131,7 +131,7 @@ def set_apart(keys: Tensor) -> Tensor:
 
 
 def refuse_packed_keys(keys: Tensor) -> None:
-    """Raise if a cache that does not append (a static one, sliding) kept the keys.
+    """Raise for marked keys in a cache that does not append (static or sliding).
 
     Raises:
         ValueError: it did. Inside a compiled graph the device asserts that it did not.

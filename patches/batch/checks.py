@@ -1,4 +1,4 @@
-"""What boundaries from several places must agree on: eagerly a sentence, in a graph an assertion.
+"""Consistency checks of boundaries: ValueError in eager mode, device assertions in graphs.
 
 Shapes: B rows of S tokens, one after another: T = B·S.
 """
@@ -14,13 +14,13 @@ from flexvarlen.layout.packed_layout import PackedLayout
 def check_packed_layout(
     packed_layout: object, total_tokens: int, device: torch.device
 ) -> PackedLayout:
-    """The layout, on the tokens' device, if it is one over all of them."""
+    """Check that the layout covers all tokens, and return it on their device."""
     if not isinstance(packed_layout, PackedLayout):
         raise ValueError(
             f"packed_layout must be a PackedLayout, got {type(packed_layout).__name__}; make it "
             "with PackedLayout.from_lengths(lengths, total_tokens=, device=)."
         )
-    if not torch.compiler.is_compiling():  # DDP and FSDP move a batch's tensors alone
+    if not torch.compiler.is_compiling():  # DDP and FSDP move only the tensors of a batch
         packed_layout = packed_layout.to(device)
     if packed_layout.total_tokens != total_tokens or packed_layout.device != device:
         raise ValueError(
@@ -34,7 +34,7 @@ def check_packed_layout(
 def refuse_without_cu_seq_lens_q(
     cu_seq_lens_k: Tensor | None, max_length_q: int | None, max_length_k: int | None
 ) -> None:
-    """Refuse what gives documents only beside `cu_seq_lens_q`, where that is missing."""
+    """Refuse arguments that need `cu_seq_lens_q` if it is missing."""
     alone = {
         "cu_seq_lens_k": cu_seq_lens_k,
         "max_length_q": max_length_q,
@@ -43,7 +43,7 @@ def refuse_without_cu_seq_lens_q(
     for name, given in alone.items():
         if given is not None:
             raise ValueError(
-                f"{name} must come with cu_seq_lens_q, which gives the documents, got {name} "
+                f"{name} must be passed together with cu_seq_lens_q, got {name} "
                 "without it; pass cu_seq_lens_q (in self-attention equal to cu_seq_lens_k), or "
                 f"leave {name} out."
             )
@@ -53,7 +53,7 @@ def changes_of(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.devic
     """bool `[T]`: True where the numbers of `seq_idx` change inside a row.
 
     Raises:
-        ValueError: it is not a number for each token, on the tokens' device.
+        ValueError: it is not one integer per token on the tokens' device.
     """
     if not isinstance(seq_idx, Tensor):
         raise ValueError(
@@ -86,8 +86,8 @@ def check_same_documents(
 ) -> None:
     """Raise unless `seq_idx` changes where documents of the layout begin, and nowhere else.
 
-    What it says at padding, and from one row to the next, is not looked at. A device that must not
-    be read asserts it.
+    Padding and changes from one row to the next are ignored. If the device must not be read, it
+    asserts this instead.
     """
     flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
     begins = flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1]
@@ -110,7 +110,7 @@ def check_same_documents(
 def check_cu_seq_lens(
     cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, device: torch.device
 ) -> None:
-    """Raise unless both are equal, int32, on the tokens' device, and hold a document."""
+    """Check that both are equal, int32, on the tokens' device, and hold a document."""
     for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         if given is not None and not isinstance(given, Tensor):
             raise ValueError(
@@ -148,7 +148,7 @@ def check_cu_seq_lens(
 def layout_of(
     cu_seq_lens_q: Tensor, total_tokens: int, capacity: int | None, max_seqlen_bound: int | None
 ) -> PackedLayout:
-    """The layout of these boundaries, which are refused by the name that the caller gave them."""
+    """Build the layout; error messages use the caller's name, `cu_seq_lens_q`."""
     try:
         return PackedLayout.from_cu_seqlens(
             cu_seq_lens_q,
@@ -162,7 +162,7 @@ def layout_of(
 
 
 def check_positions(position_ids: Tensor, batch: int, row_tokens: int) -> None:
-    """Raise unless there is a position for each token, of all rows alike or of each."""
+    """Check that position_ids have shape `[B, S]` or `[1, S]`."""
     if (
         position_ids.ndim != 2
         or position_ids.shape[0] not in (1, batch)
@@ -170,12 +170,12 @@ def check_positions(position_ids: Tensor, batch: int, row_tokens: int) -> None:
     ):
         raise ValueError(
             f"position_ids must have shape {(batch, row_tokens)}, as the tokens, got "
-            f"{tuple(position_ids.shape)}; give one position a token, or leave them out."
+            f"{tuple(position_ids.shape)}; give one position per token, or leave them out."
         )
 
 
 def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
-    """Raise unless a document, or padding, begins at each row's start."""
+    """Check that a document or padding begins at each row's start."""
     boundaries = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
     rows = torch.arange(1, batch, device=boundaries.device, dtype=torch.int32) * row_tokens
     inside_padding = rows >= boundaries[-1]
@@ -187,7 +187,7 @@ def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
 
 
 def check(holds: Tensor, message: str) -> None:
-    """Raise eagerly; assert on the device inside a compiled graph."""
+    """Raise ValueError in eager mode; assert on the device inside a compiled graph."""
     if torch.compiler.is_compiling():
         torch._assert_async(holds, f"flexvarlen: {message}")
     elif not bool(holds):

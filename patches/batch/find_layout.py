@@ -1,8 +1,8 @@
-"""The documents of a forward, found in the arguments that a transformers model is called with.
+"""Find the documents of a forward from the arguments of a transformers model.
 
-Order: an explicit `packed_layout`; else `cu_seq_lens_q`; else the union of restarts in
+Priority: an explicit `packed_layout`; else `cu_seq_lens_q`; else the union of restarts in
 `position_ids` and changes of value in a 2D `attention_mask` and in `seq_idx`, so that a mask of
-ones changes nothing; else one document a row.
+ones changes nothing; else one document per row.
 
 Shapes: B rows of S tokens, packed one after another: T = B·S.
 """
@@ -28,16 +28,16 @@ from flexvarlen.patches.batch.checks import (
 )
 
 EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""The keywords of a forward that give its documents outright."""
+"""The keywords of a forward that give its documents explicitly."""
 
 BOUNDARIES = (*EXPLICIT, "seq_idx")
-"""The keywords that only give documents: no model needs them for anything else."""
+"""The keywords that only describe documents; no model uses them for anything else."""
 
 
 class GivenDocuments(NamedTuple):
-    """What a forward's arguments say of its documents.
+    """The arguments of a forward that describe its documents.
 
-    No dataclass: Dynamo would guard on the lengths that it stores.
+    Not a dataclass, as Dynamo would guard on the lengths it stores.
 
     Attributes:
         batch, row_tokens, device: B, S and where the tokens are.
@@ -47,8 +47,8 @@ class GivenDocuments(NamedTuple):
             eagerly.
         position_ids: integer `[B, S]` or `[1, S]`.
         attention_mask: `[B, S]`, 0 at padding; other values may number documents.
-        seq_idx: integer `[B, S]` or `[1, S]`, the number of each token's document; beside
-            `packed_layout` or `cu_seq_lens_q` it must say the same.
+        seq_idx: integer `[B, S]` or `[1, S]`, the index of each token's document; together with
+            `packed_layout` or `cu_seq_lens_q` it must agree with them.
         capacity, max_seqlen_bound: as in `PackedLayout.from_lengths`; default: those of
             `packed_layout`, more slots if a mask beside it makes more documents.
     """
@@ -74,7 +74,7 @@ class GivenDocuments(NamedTuple):
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the documents are given outright."""
+        """Whether the documents are given explicitly."""
         return self.packed_layout is not None or self.cu_seq_lens_q is not None
 
 
@@ -82,10 +82,10 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
     """The layout of a forward's T tokens.
 
     Raises:
-        ValueError: boundaries that break the contract, or contradict one another.
+        ValueError: boundaries that are not valid, or contradict one another.
 
-    Eagerly at most one read of the device, one more if `seq_idx` comes beside `cu_seq_lens_q`;
-    inside a compiled graph none, and the boundaries are asserted on the device.
+    In eager mode it reads the device at most once, or twice if `seq_idx` is given with
+    `cu_seq_lens_q`. In a compiled graph it asserts the boundaries on the device instead.
     """
     _check_shapes(given)
     changes = None
@@ -112,7 +112,7 @@ def _check_shapes(given: GivenDocuments) -> None:
     if mask is not None and mask.shape != shape:
         raise ValueError(
             f"attention_mask must have shape {shape}, as the tokens, got {tuple(mask.shape)}; give "
-            "one value a token."
+            "one value per token."
         )
     if given.position_ids is not None:
         check_positions(given.position_ids, *shape)
@@ -129,7 +129,7 @@ def _explicit_layout(given: GivenDocuments) -> PackedLayout:
     layout = layout_of(
         given.cu_seq_lens_q, given.total_tokens, given.capacity, given.max_seqlen_bound
     )
-    if layout.max_seqlen is None:  # a graph, in which the lengths given would be guarded on
+    if layout.max_seqlen is None:  # in a graph, comparing the lengths would add guards
         return layout
     for longest in (given.max_length_q, given.max_length_k):
         if longest is not None and longest < layout.max_seqlen:
@@ -142,7 +142,7 @@ def _explicit_layout(given: GivenDocuments) -> PackedLayout:
 
 
 def _from_values(given: GivenDocuments, changes: Tensor | None) -> PackedLayout:
-    """The layout that positions, a mask and `seq_idx` say together; else a document a row."""
+    """The layout from positions, mask and `seq_idx` combined, or else one document per row."""
     capacity, bound, mask = given.capacity, given.max_seqlen_bound, given.attention_mask
     shape = (given.batch, given.row_tokens)
     if given.position_ids is None and mask is None and changes is None:
@@ -153,7 +153,7 @@ def _from_values(given: GivenDocuments, changes: Tensor | None) -> PackedLayout:
         *shape, given.device, position_ids_BT=given.position_ids, attention_mask_BT=mask
     )
     padding = None if mask is None else (mask == 0).reshape(-1)
-    if changes is not None:  # but no run of padding is cut
+    if changes is not None:  # seq_idx must not cut a run of padding
         starts = starts | (changes if padding is None else changes & ~padding)
     if padding is not None:
         starts = _cut_padding(starts, padding, bound)
@@ -163,7 +163,7 @@ def _from_values(given: GivenDocuments, changes: Tensor | None) -> PackedLayout:
 
 
 def _with_padding(explicit: PackedLayout, given: GivenDocuments) -> PackedLayout:
-    """The documents of an explicit layout, without what a mask beside it says is padding."""
+    """The documents of an explicit layout, without the padding given by a mask."""
     assert given.attention_mask is not None
     starts = document_starts(
         given.batch,
@@ -184,17 +184,17 @@ def _with_padding(explicit: PackedLayout, given: GivenDocuments) -> PackedLayout
 
     if given.capacity is not None:
         return layout(given.capacity)
-    if torch.compiler.is_compiling():  # room for the runs of padding
+    if torch.compiler.is_compiling():  # add slots for the runs of padding
         runs = -(-given.total_tokens // bound)
         return layout(max(explicit.capacity + runs, default_capacity(given.total_tokens)))
     try:
         return layout(explicit.capacity)
-    except ValueError:  # the runs of padding take more slots; another reason is raised again
+    except ValueError:  # runs of padding may need more slots; any other error is raised again
         return layout(None)
 
 
 def _cut_padding(starts: Tensor, padding: Tensor, bound: int | None) -> Tensor:
-    """Starts at which no run of padding is longer than documents may be: it takes slots too."""
+    """Split runs of padding so that none is longer than `bound`, as they use slots too."""
     if bound is None:
         return starts
     return starts | (padding & (torch.arange(len(starts), device=starts.device) % bound == 0))

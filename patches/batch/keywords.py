@@ -1,6 +1,6 @@
-"""Arguments of a forward that would tell documents to nobody: by another name, or of another kind.
+"""Refuse arguments that describe documents in a name or type that no model reads.
 
-A keyword that no model knows is carried to the layers and lost there, and with it the documents.
+An unknown keyword would be passed to the layers and ignored there, and documents would leak.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ COLUMNS = (
     "max_length_q",
     "max_length_k",
 )
-"""What `PackedCollator` reads of a data set beside parameters that models have.
+"""Dataset columns that `PackedCollator` reads in addition to the parameters of models.
 
-Trainer takes the columns away that the model's `forward` has no parameter for, before its collator
-is called: so ours names them.
+Trainer removes columns for which the model's `forward` has no parameter before it calls the
+collator, so the patched `forward` lists them.
 """
 
 _NUMBERS = "attention_mask [B, S], of document numbers"
@@ -57,14 +57,14 @@ _REFUSED = frozenset((*_OURS_BY_OTHER_NAMES, *_LOSS_MASKS))
 
 
 def refuse_other_names(inputs: dict[str, Any], model_class: type | None = None) -> None:
-    """Refuse boundaries under a name that nobody reads, and masks of the loss, which no model does.
+    """Refuse boundaries under names that are not read, and loss masks, which no model reads.
 
     Args:
         inputs: a forward's keyword arguments.
         model_class: whose `forward` is called; it may have parameters of such names for itself.
 
     Raises:
-        ValueError: there is one, with the name it must have.
+        ValueError: there is one; the message gives the correct name.
     """
     for name in inputs:
         if name in _REFUSED and inputs[name] is not None and not _is_parameter(name, model_class):
@@ -79,13 +79,13 @@ def _refuse(name: str) -> NoReturn:
             "make the batch, or set the labels to -100 where it is 0 and drop the column."
         )
     raise ValueError(
-        "documents must be given by a name that is read (packed_layout, cu_seq_lens_q, "
+        "documents must be passed as a supported keyword (packed_layout, cu_seq_lens_q, "
         f"position_ids, attention_mask, seq_idx), got {name}=, which is not: they would see one "
         f"another; pass {_OURS_BY_OTHER_NAMES[name]} instead."
     )
 
 
-# Inside a compiled graph asked while tracing.
+# In a compiled graph this is evaluated while tracing.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_parameter(name: str, model_class: Any) -> bool:
     """Whether a model's class takes an argument of this name for itself."""
@@ -93,7 +93,7 @@ def _is_parameter(name: str, model_class: Any) -> bool:
 
 
 def with_keywords(signature: inspect.Signature, names: Iterable[str]) -> inspect.Signature:
-    """The signature of a function that takes `**kwargs`, with some of these by name."""
+    """Add keyword-only parameters to the signature of a function that takes `**kwargs`."""
     *parameters, rest = signature.parameters.values()
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -104,7 +104,7 @@ def with_keywords(signature: inspect.Signature, names: Iterable[str]) -> inspect
 
 
 def refuse_mask_of_another_kind(attention_mask: Any) -> None:
-    """Refuse a mask that is no tensor (a BlockMask), nor a dict of such by type of layer.
+    """Refuse a mask that is neither a tensor nor a dict of tensors by layer type.
 
     Raises:
         ValueError: it is something else.

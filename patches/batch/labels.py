@@ -1,4 +1,4 @@
-"""The labels of a forward: none crosses the border of two documents.
+"""Mask labels at document boundaries.
 
 Shapes: B rows of S tokens, T = B·S.
 """
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
-_LABELS = ("shift_labels", "labels")  # the first that is given is the one that counts
+_LABELS = ("shift_labels", "labels")  # in order of priority
 
 _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models of whose labels it is known whether the caller's number of them is right."""
+"""Models whose `num_items_in_batch` was already checked."""
 
 
 def mask_labels(
@@ -31,10 +31,10 @@ def mask_labels(
     layout: PackedLayout,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Put -100 where a label would cross a border: what a last token would have to foresee.
+    """Set labels to -100 where a document's last token would predict the next document.
 
-    Replaces them among the forward's keyword arguments; the caller's tensors stay. With a group the
-    labels are those of this rank's tokens.
+    Replaces them in the forward's keyword arguments; the caller's tensors are not modified. With a
+    group the labels are those of this rank's tokens.
     """
     given = {name: inputs[name] for name in _LABELS if inputs.get(name) is not None}
     for name, labels in given.items():
@@ -48,7 +48,7 @@ def _masked(
     labels: Tensor, layout: PackedLayout, group: ProcessGroup | None, *, shifted: bool
 ) -> Tensor:
     first = first_tokens(layout)
-    if shifted:  # the label of token t stands at t, and is the token t + 1
+    if shifted:  # shift_labels[t] is token t + 1
         first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
     if group is not None:
         first = own_tokens(first, group)
@@ -58,7 +58,7 @@ def _masked(
 def _warn_if_counted(
     model: nn.Module, labels: Tensor, masked: Tensor, layout: PackedLayout, *, shifted: bool
 ) -> None:
-    """Warn if `num_items_in_batch` counts labels that were just masked. One read a model.
+    """Warn if `num_items_in_batch` counts labels that were just masked. One read per model.
 
     Only the caller knows what it counted, over all the batches of a step.
     """
@@ -66,11 +66,11 @@ def _warn_if_counted(
     if model in _counted or not borders:
         return
     _counted.add(model)
-    if not shifted:  # the first label of a row is in no loss, so nobody counts it
+    if not shifted:  # the loss ignores the first label of a row, so it is not counted
         labels, masked = labels[..., 1:], masked[..., 1:]
     if bool((labels != masked).any()):
         warnings.warn(
-            "num_items_in_batch counts labels that are in no loss: those at the first token of a "
+            "num_items_in_batch counts labels that the loss ignores: those at the first token of a "
             "document, or at padding, which a patched model masks. The loss is too small by their "
             "share; set these labels to -100 in the collator (DataCollatorWithFlattening does).",
             UserWarning,
@@ -81,7 +81,7 @@ def _warn_if_counted(
 def first_tokens(layout: PackedLayout) -> Tensor:
     """bool `[T]`: True at each document's first token and at all padding.
 
-    Labels there must not be learned.
+    Labels at these tokens are masked.
     """
     flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
     return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()

@@ -1,6 +1,6 @@
-"""Whether each row holds one document at most, and the refusal of forwards that need it.
+"""Check that each row holds at most one document, for forwards without a document mask.
 
-A forward that makes no document mask (decoding, a prefill beside other keys, a 4D mask) goes to
+Such a forward (decoding, prefill onto a cache, a 4D mask) uses
 transformers' own sdpa, where documents of one row would see one another.
 """
 
@@ -15,11 +15,11 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import check
 
 OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
-"""What a layer sees of a forward that is not packed."""
+"""Describes a forward that is not packed, in error messages of layers."""
 
 
 def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
-    """bool 0-dim: whether no row holds more than one document (padding is none).
+    """bool 0-dim: whether each row holds at most one document (padding does not count).
 
     On the host, if it knows. No sync; traces.
     """
@@ -46,7 +46,7 @@ def check_one_document(
     with_what: str,
     seen: int | Tensor | None = None,
 ) -> None:
-    """Refuse rows of several documents in a forward that makes no document mask.
+    """Refuse rows of several documents in a forward without a document mask.
 
     Args:
         row_tokens: S, the new tokens of a row.
@@ -55,13 +55,13 @@ def check_one_document(
             cache, then for each new one, then perhaps for the room left; or a bool `[B, H, S,
             keys]`, where nobody sees padding; or a dict of such by kind of layer. Anything else is
             taken to hide no token.
-        with_what: what makes the forward so, for the sentence.
-        seen: tokens that the cache holds; None if only a 4D mask tells.
+        with_what: why the forward is not packed, for the error message.
+        seen: number of tokens in the cache; None if only a 4D mask shows it.
 
     Raises:
-        ValueError: positions that do not go on by 1 between two tokens that are no padding, or
-            that begin at 0 behind cached tokens, padding between two such tokens, or a mask that
-            numbers documents. Inside a compiled graph the device asserts it.
+        ValueError: positions that do not increase by 1 between two tokens that are not padding, or
+            that begin at 0 after cached tokens, padding between two such tokens, or a mask that
+            holds document ids. Inside a compiled graph the device asserts this.
 
     Reads the device once, if there is anything to look at.
     """
@@ -88,9 +88,9 @@ def check_one_document(
     if wrong:
         check(
             ~torch.stack(wrong).any(),
-            f"a packed batch must not come with {with_what}, got position_ids that do not go on by "
-            "1 in a row or begin at 0 behind cached tokens, or an attention_mask that numbers "
-            "documents or has padding between tokens; pass an empty cache or use_cache=False, and "
+            f"a packed batch must not have {with_what}, got position_ids that do not increase by "
+            "1 in a row or begin at 0 after cached tokens, or an attention_mask that holds "
+            "document ids or padding between tokens; pass an empty cache or use_cache=False, and "
             "no 4D attention_mask.",
         )
 
@@ -134,20 +134,20 @@ def _real_tokens(mask: Tensor, row_tokens: int, seen: int | Tensor | None) -> Te
     if seen is not None:
         first = seen.clamp(max=most) if isinstance(seen, Tensor) else min(seen, most)
         return seen_BK.index_select(1, tokens + first)
-    # Under a causal mask no token sees past its own column, and one that is no padding sees that.
+    # Under a causal mask a token sees no later column, and a real token sees its own column.
     last = mask.shape[-1] - 1 - sees_BSK.flip(-1).to(torch.uint8).argmax(dim=-1)
     last = torch.where(sees_BSK.any(dim=-1), last, -1)
     first = (last - torch.arange(last.shape[1], device=mask.device)).amax().clamp(0, most)
     real = seen_BK.index_select(1, tokens + first)
     if last.shape[1] < row_tokens:
         return real
-    # Padding never sees further than the tokens before it; if it does, the mask is another kind.
+    # Padding never sees further than the tokens before it, unless the mask is of another kind.
     further = last[:, 1:] > last.cummax(dim=-1).values[:, :-1]
     return real | torch.nn.functional.pad(further, (1, 0))
 
 
 def why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str | None:
-    """Why the forward's keys are not just its own tokens under a 2D mask, or None if they are."""
+    """Why the forward has keys other than its own tokens, or a 4D mask; None otherwise."""
     if attention_mask is not None and (
         not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2
     ):

@@ -1,4 +1,4 @@
-"""The position_ids of a forward: which of them give documents, and how missing ones are made.
+"""The position_ids of a forward: which ones mark documents, and how missing ones are built.
 
 Shapes: B rows of S tokens, T = B·S.
 """
@@ -12,26 +12,26 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import check
 from flexvarlen.patches.batch.one_document import one_document_a_row
 
-_WITH_TEXT = 4  # rows of positions of a model of images, of which the first is the text's
+_WITH_TEXT = 4  # rows of position_ids in vision-language models: text, time, height, width
 
 
 def text_positions(
     position_ids: Tensor | None, *, has_axes: bool, documents_elsewhere: bool
 ) -> Tensor | None:
-    """The positions `[B, S]` whose restarts begin documents, or None if none give them.
+    """The positions `[B, S]` whose restarts mark documents, or None if there are none.
 
     Rotary positions of time, height and width repeat and jump on an image, so no boundary can be
-    read from them. The form of 4 rows has the text's own first.
+    read from them. With 4 rows the first one is the text position.
 
     Args:
         position_ids: `[B, S]`; with `has_axes` also `[1, B, S]` or `[4, B, S]`, the text's first,
             or `[3, B, S]`: time, height and width.
         has_axes: whether the model's rotary positions have these rows.
-        documents_elsewhere: nobody needs positions for the documents: these are given outright, or
+        documents_elsewhere: positions are not needed, as documents are given explicitly or
             the forward is not packed.
 
     Raises:
-        ValueError: another shape, or 3 rows with nothing else to give documents.
+        ValueError: another shape, or 3 rows without any other source of documents.
     """
     if position_ids is None:
         return None
@@ -48,23 +48,23 @@ def text_positions(
     if rows != 3:
         raise ValueError(
             f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text "
-            "row, or in a model of images the text row in front of time, height and width."
+            "row, or in a vision-language model the text row before time, height and width."
         )
     if documents_elsewhere:
         return None
     raise ValueError(
-        "position_ids of time, height and width alone must come with the documents, whose "
-        "boundaries they do not give, got [3, B, S]; put the text's own positions in front, "
-        "[4, B, S], or pass packed_layout= or cu_seq_lens_q= beside them."
+        "position_ids of only time, height and width need the documents too, as their "
+        "boundaries cannot be read from them, got [3, B, S]; put the text positions first, "
+        "[4, B, S], or also pass packed_layout= or cu_seq_lens_q=."
     )
 
 
 def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
-    """int64 `[T]`: the positions that a causal model gives the tokens if it is given none.
+    """int64 `[T]`: default positions of a causal model.
 
-    Where a row holds several documents, from 0 in each. Where all rows hold one, from 0 in the row,
-    left padding included, as transformers counts: a cached step goes on from there. From 0 again in
-    the padding behind a document. No sync; traces.
+    If a row holds several documents, from 0 in each. If all rows hold one, from 0 in the row,
+    left padding included, as in transformers, so that decoding continues. From 0 again in
+    the padding after a document. No sync; traces.
     """
     in_document = layout.position_ids()
     if layout.padding is None:  # none before a document
@@ -75,12 +75,12 @@ def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
 
 
 def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int) -> Tensor:
-    """Given positions, of which each run that goes on by 1 is one document: for longrope.
+    """Check for longrope that each run of consecutive positions is one document.
 
-    Those of padding are replaced, which may go on from a document's.
+    Positions of padding are replaced, as they may continue those of a document.
 
     Raises:
-        ValueError: the rotary tables would take two documents for one. Inside a compiled graph the
+        ValueError: the rotary tables would treat two documents as one. Inside a compiled graph the
             device asserts it.
     """
     real_BS, in_document_BS = (
@@ -90,7 +90,7 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
     goes_on = positions_BS.diff(dim=1) == 1
     check(
         ~(goes_on & between_documents).any(),
-        "position_ids must not go on from one document to the next under rope_type 'longrope', "
+        "position_ids must not continue from one document to the next under rope_type 'longrope', "
         "whose frequencies depend on how long a document is; let each begin at 0, or leave "
         "position_ids out.",
     )

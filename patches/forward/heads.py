@@ -1,4 +1,4 @@
-"""What may stand on a base model: heads whose labels belong to tokens, and their losses."""
+"""Checks of the head on a base model, and of its loss: labels must belong to tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexvarlen.patches.models.layers import base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 POOLS = "flexvarlen_pools"
-"""The keyword by which a patched base model gets the name of a head that pools its rows."""
+"""The keyword that tells a patched base model the name of a head that pools its rows."""
 
 _POOLING_HEADS = (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -32,7 +32,7 @@ _POOLING_HEADS = (
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
 )
 
-_LOSS = "_loss_function"  # where a model keeps a loss of the user's own
+_LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
 
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # labels are next tokens
 _BIDIRECTIONAL = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
@@ -41,17 +41,17 @@ _HEADS = (*_CAUSAL, *_BIDIRECTIONAL, *_POOLED)
 
 
 def check_head(model: PreTrainedModel, *, causal: bool) -> None:
-    """Refuse a head that pools rows, or an encoder that is set to decode.
+    """Refuse a head that pools rows, or an encoder with `config.is_decoder=True`.
 
     Args:
         causal: whether attention is.
 
     Raises:
-        NotImplementedError: it is one.
+        NotImplementedError: the model has such a head, or is such an encoder.
     """
     if model.config.__dict__.get("is_decoder"):  # has caches, and may have cross-attention
         raise NotImplementedError(
-            f"an encoder must stay one, got a {model.config.model_type} model with "
+            f"an encoder must not be a decoder, got a {model.config.model_type} model with "
             "config.is_decoder=True; set it to False before the model is built."
         )
     if base_of(model) is model:
@@ -68,7 +68,7 @@ def check_head(model: PreTrainedModel, *, causal: bool) -> None:
 
 
 def require_keywords(modules: list[nn.Module]) -> None:
-    """Refuse a `forward` through which the documents cannot come to the layers.
+    """Refuse a `forward` that cannot pass the documents on to the layers.
 
     Raises:
         ValueError: a class's takes no `**kwargs`.
@@ -77,8 +77,8 @@ def require_keywords(modules: list[nn.Module]) -> None:
         parameters = inspect.signature(type(module).forward).parameters.values()
         if not any(x.kind is x.VAR_KEYWORD for x in parameters):
             raise ValueError(
-                f"{type(module).__name__}.forward must take **kwargs and hand them on to "
-                "super().forward, as the documents come to the layers by them, got "
+                f"{type(module).__name__}.forward must take **kwargs and pass them on to "
+                "super().forward, as they carry the documents to the layers, got "
                 f"one of ({', '.join(x.name for x in parameters)}) that does not; add **kwargs to "
                 "both."
             )
@@ -91,7 +91,7 @@ HEAD = "_flexvarlen_head"
 class HeadReference:
     """The patched head of a base model, held weakly.
 
-    A deep copy refers to the copy of the head, if it is copied too; a pickle refers to none.
+    A deep copy refers to the copy of the head, if that is copied too; a pickle drops it.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -99,13 +99,13 @@ class HeadReference:
 
     @property
     def module(self) -> nn.Module | None:
-        """None where there is none, or it is gone."""
+        """The head, or None if there is none or it was deleted."""
         return None if self._module is None else self._module()
 
-    # Inside a compiled graph asked while tracing, of the head as it is then.
+    # In a compiled graph this is evaluated while tracing.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def is_unwrapped(self) -> bool:
-        """Whether the head's `forward` does not come to our wrapper any more."""
+        """Whether the head's `forward` no longer calls our wrapper."""
         head = self.module
         return head is not None and not is_wrapped(head)
 
@@ -117,9 +117,9 @@ class HeadReference:
 
 
 def mark_pooling_heads(base: PreTrainedModel) -> None:
-    """Let the pooling heads of a patched base model's family hand it `POOLS`.
+    """Make the pooling heads of a base model's family pass `POOLS` to it.
 
-    patch_model refuses such a head, but its base model may be patched, and the head called. This
+    patch_model refuses such heads, but a user may patch only the base model and call the head. This
     wraps the `forward` of transformers' classes, once; without a patched base it changes nothing.
     """
     for mapping in _POOLING_HEADS:
@@ -158,14 +158,14 @@ def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
 
 
 class _OwnLoss:
-    """A user's `loss_function` without the keywords that a patched model adds for its layers."""
+    """Calls a user's `loss_function` without the keywords that a patched model adds."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(CONTEXT, None)
-        kwargs.pop("use_cache", None)  # a model of images has no parameter of this name
+        kwargs.pop("use_cache", None)  # vision-language heads pass it to the loss
         return self.loss(*args, **kwargs)
 
 
@@ -176,9 +176,9 @@ def own_loss(model: nn.Module) -> Any:
 
 
 def keep_from_loss(model: nn.Module) -> None:
-    """Let a loss that the user set take what it took before: heads hand it all their keywords.
+    """Keep our keywords from a user's loss, as heads pass it all their keyword arguments.
 
-    transformers' own losses take any keyword.
+    transformers' own losses accept any keyword.
     """
     loss = model.__dict__.get(_LOSS)
     if loss is not None and not isinstance(loss, _OwnLoss):
@@ -193,17 +193,17 @@ def give_back_loss(model: nn.Module) -> None:
 
 
 def refuse_prompt_learning(model: nn.Module) -> None:
-    """Refuse PEFT's prompt tuning and similar, in any module around or in a model.
+    """Refuse PEFT's prompt tuning and similar in any submodule.
 
     Raises:
-        NotImplementedError: an adapter puts virtual tokens in front of a row.
+        NotImplementedError: an adapter adds virtual tokens before a row.
     """
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         for adapter in adapters.values() if isinstance(adapters, dict) else ():
             if getattr(adapter, "is_prompt_learning", False):
                 raise NotImplementedError(
-                    "a PEFT adapter must not add virtual tokens, which stand once in front of a "
-                    f"row and not of each document, got {type(adapter).__name__}; use LoRA or "
+                    "a PEFT adapter must not add virtual tokens, which are added once before a "
+                    f"row and not before each document, got {type(adapter).__name__}; use LoRA or "
                     "another adapter of weights, or one document a row without patch_model."
                 )

@@ -1,8 +1,8 @@
-"""Rows cut over the ranks of a group: what a model may be, and what its forward is called with.
+"""Sequence parallelism in a patched model: supported models, and checks of the forward's inputs.
 
-Each rank runs the model on its shard of one row; attention alone exchanges heads for tokens, and
+Each rank runs the model on its shard of one row; only attention exchanges heads for tokens and
 sees the whole row (`flexvarlen.parallel`). So nothing else may depend on a token's position in the
-row, and all that gives documents is the layout of the whole row.
+row, and only the layout of the whole row gives the documents.
 
 Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
 """
@@ -33,8 +33,8 @@ def own_kinds(
     """The kinds of a model's layers, with the heads that each rank of the group attends with.
 
     Raises:
-        ValueError: this process is in no such group, or the heads cannot be dealt to its ranks.
-        NotImplementedError: something in the model but attention depends on more than the shard.
+        ValueError: this process is not in the group, or the heads cannot be divided by its ranks.
+        NotImplementedError: the model depends on more than the shard outside attention.
     """
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
@@ -47,13 +47,13 @@ def own_kinds(
     if not all(kind.causal for kind in kinds):
         reason = "is an encoder, whose losses are means over the tokens of a rank"
     elif text_tower(base_of(model)) is not base_of(model) or has_axes(config):
-        reason = "takes images, whose tokens cannot be cut"
+        reason = "takes images, whose tokens cannot be sharded"
     elif has_longrope(config):
         reason = "has rope_type 'longrope', whose frequencies depend on whole documents"
     if reason is not None:
         raise NotImplementedError(
             "a model with sequence_parallel_group must be causal, over text, with rotary tables "
-            f"that each token has by itself, got {model.config.model_type!r}, which {reason}; "
+            f"that do not depend on other tokens, got {model.config.model_type!r}, which {reason}; "
             "leave sequence_parallel_group out, and give each rank rows of its own."
         )
     size = dist.get_world_size(group)
@@ -75,18 +75,18 @@ def prepare_shard(
     config: Any,
     group: ProcessGroup,
 ) -> None:
-    """Check a forward's keyword arguments, and make missing position_ids: those of this shard.
+    """Check a forward's keyword arguments, and build missing position_ids of this shard.
 
     Args:
         module: the model.
         inputs: without the boundaries.
-        boundaries: the keywords that only give documents, None where not given.
+        boundaries: the keywords that only describe documents, None if not given.
         tokens: `[1, S]` ids or `[1, S, hidden]` embeddings.
 
     Raises:
-        ValueError: anything but the layout gives documents, or the layout is not that of P such
-            shards; other tensors are not those of the shard; labels that miss the next shard's
-            first, or a mean over this rank's alone, also in a loss function that the user set.
+        ValueError: documents are given by anything but the layout; the layout does not cover P such
+            shards; other tensors are not those of the shard; labels lack the next shard's
+            first one; or a loss is a mean over this rank only, also in a user's loss function.
         NotImplementedError: an auxiliary loss.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
@@ -145,7 +145,7 @@ def prepare_shard(
     if router_logits or (router_logits is None and getattr(config, "output_router_logits", False)):
         raise NotImplementedError(
             "output_router_logits must be False under sequence_parallel_group, got True: the "
-            "auxiliary loss of a shard is no part of the row's; set it to False in the config."
+            "auxiliary loss of a shard is not part of the row's; set it to False in the config."
         )
     if inputs.get("position_ids") is None:
         inputs["position_ids"] = own_tokens(layout.position_ids(), group)[None]

@@ -1,10 +1,10 @@
-"""A patched model's forward, step by step: from the arguments that it is called with to its layers.
+"""The steps of a patched model's forward, from its arguments to what its layers get.
 
 The documents are found once, the labels at their first tokens are masked, every layer gets the same
 `PackedForward`, and the base model's mask becomes a 4D placeholder, so that transformers builds
-none and reads nothing back. A head keeps a mask of padding, which it may need (auxiliary losses).
+none and does not sync. A head gets a padding mask, which it may need for auxiliary losses.
 
-Inside a compiled graph nothing that varies with the documents may be asked: it would be guarded on.
+Compiled code must not branch on values that depend on the documents, which would add guards.
 
 Shapes: B rows of S tokens, T = B·S.
 """
@@ -59,14 +59,14 @@ from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, IMPLEMENTATIONS, Patch
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """The keyword arguments to call a patched model's own forward with.
+    """Prepare the keyword arguments of a patched model's own forward.
 
     Raises:
-        ValueError: boundaries that break the contract, a packed batch with a non-empty cache, with
-            one that makes room for other tokens, or with a 4D mask, or another attn_implementation
-            set since (it would take our placeholder for a mask that hides nothing).
+        ValueError: invalid boundaries; a packed batch with a non-empty cache, with
+            a cache with room for other tokens, or with a 4D mask; or another attn_implementation
+            set since (which would read our placeholder as a mask that hides nothing).
 
-    Decoding reads the device once a forward, if there are positions or a mask to look at.
+    Decoding reads the device once per forward, if there are positions or a mask to check.
     """
     patch: Patch | None = module.__dict__.get(ATTRIBUTE)
     if patch is None:
@@ -85,7 +85,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     layout = forward.find_layout()
     refuse_pooling(pooling_head, layout, forward.batch)
     _set_positions(forward, layout)
-    if forward.causal:  # else a label is the token's own, not the next one
+    if forward.causal:  # otherwise labels belong to the tokens themselves
         mask_labels(module, inputs, layout, forward.group)
     _set_use_cache(forward)
     inputs[CONTEXT] = packed = packed_forward(module, patch, layout)
@@ -97,10 +97,10 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
 
 
 def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
-    """Look at what came of it.
+    """Check the outputs of a forward, and mark the cache it filled.
 
     Raises:
-        ValueError: a head did not hand the documents on to its base model.
+        ValueError: a head did not pass the documents on to its base model.
     """
     packed = inputs.get(CONTEXT)
     if not isinstance(packed, PackedForward):
@@ -116,14 +116,14 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
 
 
 _KEPT_BY_HEAD = (
-    "a patched head's forward must hand its **kwargs on to its base model, as the documents come "
-    "to the layers by them, got one that did not: its outputs may cross documents; call the base "
+    "a patched head's forward must pass its **kwargs on to its base model, as they carry the "
+    "documents to the layers, got one that did not: its outputs may mix documents; call the base "
     "model with **kwargs, and patch_model again if another forward was set on it since."
 )
 
 
 def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
-    """What the layers of a forward with these documents get.
+    """Build the `PackedForward` that the layers of a forward share.
 
     Args:
         module: the model, or its tower, whose `patch` has the kinds of layers.
@@ -153,7 +153,7 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
 
 
 class _Forward:
-    """One forward of a patched model, as far as it is known before the documents are found.
+    """The inputs of one forward of a patched model, before the documents are found.
 
     Attributes:
         module, base: the model that is called, and the one that holds the layers.
@@ -162,10 +162,10 @@ class _Forward:
         tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
         boundaries: the keywords that only give documents, None where not given.
         config: of the text tower.
-        causal: whether attention is.
-        cache: the `past_key_values` given.
-        why_unpacked: why the forward's keys are not its own tokens under a 2D mask, or None.
-        positions: those whose restarts begin documents, or None.
+        causal: whether attention is causal.
+        cache: `past_key_values`, or None.
+        why_unpacked: why the forward is not packed (a cache, a 4D mask), or None.
+        positions: the position_ids whose restarts mark documents, or None.
         packs: whether a row may hold several documents, or padding.
     """
 
@@ -192,11 +192,11 @@ class _Forward:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the documents are given outright."""
+        """Whether the documents are given explicitly."""
         return any(self.boundaries[name] is not None for name in ("packed_layout", "cu_seq_lens_q"))
 
     def find_layout(self) -> PackedLayout:
-        """The documents; under a group those of the whole row."""
+        """Find the documents; with a group, those of the whole row."""
         layout: PackedLayout | None = self.boundaries["packed_layout"]
         if self.group is None or layout is None:
             layout = find_layout(
@@ -217,7 +217,7 @@ class _Forward:
 
 
 def _from_head(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """A base model's keyword arguments, whose head has found the documents."""
+    """The arguments of a base model whose head has already found the documents."""
     packed = inputs.get(CONTEXT)
     if isinstance(packed, PackedForward):
         packed.in_base = True
@@ -227,7 +227,7 @@ def _from_head(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
-    """Refuse what would be lost, or taken for something else."""
+    """Refuse inputs that would be ignored or misread."""
     refuse_context_parallel()
     refuse_other_names(inputs, type(module))
     refuse_mask_of_another_kind(inputs.get("attention_mask"))
@@ -242,10 +242,10 @@ def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
 
 
 def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
-    """Raise if a base model that nobody handed documents has a head that should have.
+    """Raise if a base model gets no documents although its head is running with some.
 
-    A head whose wrapper is gone did not mask its labels either. One that has another batch for its
-    base model gives that batch's documents outright.
+    A head whose wrapper is gone did not mask its labels either. A head that calls its base model
+    with another batch must pass that batch's documents explicitly.
     """
     reference: HeadReference | None = base.__dict__.get(HEAD)
     if reference is None:
@@ -265,7 +265,7 @@ def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
 
 
 def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
-    """The arguments of a forward that packs nothing: decoding, or a 4D mask."""
+    """Prepare a forward that is not packed: decoding, or a 4D mask."""
     if any(boundaries is not None for boundaries in forward.boundaries.values()):
         raise ValueError(
             f"a packed batch must not come with {why}; pass an empty cache or "
@@ -284,10 +284,10 @@ def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
 
 
 def _set_positions(forward: _Forward, layout: PackedLayout) -> None:
-    """Set the position_ids: as given, or made by document; else the model makes them.
+    """Set the position_ids: given ones, or per document; otherwise the model builds them.
 
-    But a causal model whose rows hold one document each counts padding too, as the model's own
-    positions do, so that decoding goes on from them.
+    In a causal model whose rows hold one document each, padding is counted too, as the model's own
+    positions do, so that decoding continues from them.
     """
     inputs, base = forward.inputs, forward.base
     if forward.positions is not None and has_longrope(forward.config):
@@ -317,7 +317,7 @@ def _first_position(base: nn.Module) -> int:
 
 
 def _set_use_cache(forward: _Forward) -> None:
-    """Make no cache by default where a packed batch, training or a graph would fill one."""
+    """Disable the default cache for packed batches, in training and in compiled graphs."""
     inputs = forward.inputs
     if getattr(forward.config, "use_cache", None) is None:  # an encoder, which has no cache
         return
@@ -333,7 +333,7 @@ def _set_use_cache(forward: _Forward) -> None:
 
 
 def _note_cache(forward: _Forward, packed: PackedForward) -> None:
-    """Note what a cache that the forward may fill will hold, before any layer fills it."""
+    """Flag the cache that the forward may fill, before any layer fills it."""
     use_cache = forward.inputs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(forward.config, "use_cache", None)
@@ -344,10 +344,10 @@ def _note_cache(forward: _Forward, packed: PackedForward) -> None:
 
 
 def _set_pooler(forward: _Forward, packed: PackedForward) -> None:
-    """Leave the pooler's output out where it would be the first document's for all.
+    """Drop the pooler_output if it would pool only the first document of a row.
 
     Raises:
-        ValueError: then the outputs are asked for as a tuple, in which none can be left out.
+        ValueError: it must be dropped, but `return_dict=False` asks for a tuple.
     """
     if forward.base._modules.get("pooler") is None:
         return
@@ -365,14 +365,14 @@ def _set_pooler(forward: _Forward, packed: PackedForward) -> None:
 
 
 def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
-    """A placeholder for a base model; for a head a mask of padding, which losses may need."""
+    """Pass a placeholder to a base model, and a padding mask to a head, for its losses."""
     inputs, module, layout = forward.inputs, forward.module, packed.layout
     if forward.base is module:
         inputs["attention_mask"] = _placeholder(forward.tokens.device)
         return
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
     inputs["attention_mask"] = None
-    # What a graph knows of padding varies with the documents, and is not asked.
+    # In a graph, has_padding depends on the documents, so it must not be read.
     known_full = not torch.compiler.is_compiling() and layout.has_padding is False
     if forward.packs and may_pad and not known_full:
         inputs["attention_mask"] = layout.real_tokens().view(forward.tokens.shape[:2]).long()
@@ -380,7 +380,7 @@ def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
 
 
 def _placeholder(device: torch.device) -> Tensor:
-    """A mask beside which transformers makes none, and that nobody reads."""
+    """A 4D mask that keeps transformers from building one; it is never read."""
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
 
@@ -391,7 +391,7 @@ def _tokens(inputs: dict[str, Any]) -> Tensor | None:
 
 
 def _compiled_by_layer(base: Any) -> bool:
-    """Whether its layers are compiled one by one: with a cache each would get its own graph."""
+    """Whether the layers are compiled separately: with a cache each would get its own graph."""
     first = first_layer(text_tower(base))
     if first is None:
         return False

@@ -1,9 +1,9 @@
-"""The vision towers of Qwen2-VL and similar: every frame of an image or a video is a document.
+"""Patch the vision towers of Qwen2-VL and similar: each frame of an image or video is a document.
 
-The tower is handed all patches in one row and `grid_thw`, frames, height and width of each image.
+The tower gets all patches in one row and `grid_thw`, the frames, height and width of each image.
 These are read once, and all that the tower derives from them (boundaries, windows, positions) is
-derived on the host and handed over as the keywords that transformers' vision_utils looks for: the
-tower itself reads nothing back. Each layer calls attention once.
+computed on the host and passed as the keywords that transformers' vision_utils reads, so the
+tower itself does not sync. Each layer calls attention once.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import VISION, LayerKind, attention_layers
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, VISION_IMPLEMENTATION, Patch
 
-_LAYER_TYPE = "layer_type"  # what `layer_type_of` reads off a layer
+_LAYER_TYPE = "layer_type"  # the attribute that `layer_type_of` reads
 
 
 def patch_tower(tower: PreTrainedModel, patch: Patch, kinds: tuple[LayerKind, ...]) -> None:
-    """Let a tower's layers go to our attention function, once each.
+    """Make a tower's layers call our attention function, once per layer.
 
     Args:
         patch: of the whole model.
         kinds: of the tower's layers.
     """
     wrap_forward(tower, _before_forward)
-    before: Any = patch.implementation_before  # by tower; that of the config may be ours by now
+    before: Any = patch.implementation_before  # by tower; the config's may already be ours
     own = replace(patch, kinds=kinds, implementation_before=before["vision_config"])
     setattr(tower, ATTRIBUTE, own)
     for layer in attention_layers(tower):
@@ -57,7 +57,7 @@ def _before_forward(tower: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
 
 
 def _with_frames(tower: Any, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a tower's forward, and all that it would derive from `grid_thw`.
+    """Add to a tower's keyword arguments everything that it would compute from `grid_thw`.
 
     Reads the device once.
     """
@@ -95,4 +95,4 @@ def _with_frames(tower: Any, patch: Patch, inputs: dict[str, Any]) -> dict[str, 
         )
         made["interp_indices"], made["interp_weights"] = indices.to(device), weights.to(device)
     made[CONTEXT] = PackedVision(packed_forward(tower, patch, frames), windows)
-    return {**inputs, **made}  # not the text's, which the model hands on to the tower
+    return {**inputs, **made}  # `made` overrides the text's keywords, which the model passes on

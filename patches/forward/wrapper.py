@@ -1,7 +1,7 @@
-"""A module's `forward` wrapped on the instance, and unwrapped.
+"""Wrap and unwrap the `forward` of a module instance.
 
-Not a hook (PEFT's tuners call `model.forward`), and no closure over the module: a deep copy of it
-must run its own weights.
+Not a hook, as PEFT's tuners call `model.forward`, and not a closure over the module, as a deep
+copy must run its own weights.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import nn
 from flexvarlen.patches.batch.keywords import with_keywords
 
 OURS = "_flexvarlen_wraps"
-"""On our function, and on what functools.wraps puts around it: where its module keeps the `forward`
-that it wraps."""
+"""Attribute of our function (copied by functools.wraps): the name under which its module stores the
+wrapped `forward`."""
 
-_INNER = "_flexvarlen_forward_"  # and a number: somebody may wrap ours, and we that
-_NUMBERS = [str(number) for number in range(100)]  # nobody wraps more often
+_INNER = "_flexvarlen_forward_"  # plus a number, as wrappers may be nested
+_NUMBERS = [str(number) for number in range(100)]  # maximum nesting depth
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _OUR_CODE: set[CodeType] = set()  # of the functions that `wrap_forward` makes
 
 
 class _InstanceForward:
-    """The `forward` that a module had of its own, if any, kept on the module: accelerate sets one.
+    """The instance `forward` that a module had before, if any (accelerate sets one).
 
-    A method of the module is kept without it: accelerate's `compile_regions` makes a second module
-    of the same attributes, on which the method must run. A deep copy of the module gets a copy,
-    bound to itself. A pickle leaves it out, as pickle leaves out our own.
+    A bound method is stored unbound: accelerate's `compile_regions` creates a second module
+    with the same attributes, on which the method must run. A deep copy of the module gets a copy
+    bound to itself. A pickle drops it, as it drops our wrapper.
     """
 
     def __init__(self, forward: Callable[..., Any] | None = None, is_method: bool = False) -> None:
@@ -43,14 +43,14 @@ class _InstanceForward:
 
     @classmethod
     def of(cls, module: nn.Module) -> _InstanceForward:
-        """What the module has now."""
+        """Read the module's current instance `forward`."""
         forward = module.__dict__.get("forward")
         if isinstance(forward, MethodType) and forward.__self__ is module:
             return cls(forward.__func__, is_method=True)
         return cls(forward)
 
     def on(self, module: nn.Module) -> Callable[..., Any] | None:
-        """What it is on this module."""
+        """Return it bound to this module."""
         if self._is_method and self._forward is not None:
             return MethodType(self._forward, module)
         return self._forward
@@ -63,7 +63,7 @@ class _InstanceForward:
 
 
 class _Calls(threading.local):
-    """The calls of wrapped modules that a thread is in, eagerly, with their keyword arguments."""
+    """The stack of eager calls of wrapped modules in this thread, with their arguments."""
 
     def __init__(self) -> None:
         self.open: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -73,7 +73,7 @@ _calls = _Calls()
 
 
 class _Running:
-    """For the length of a `with` block, one of `_calls`."""
+    """Context manager that pushes a call onto `_calls`."""
 
     def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
         self._call = module, arguments
@@ -86,7 +86,7 @@ class _Running:
 
 
 def running_with(module: nn.Module) -> dict[str, Any]:
-    """The arguments that a wrapped module is running with, eagerly and in this thread."""
+    """The arguments of the running eager call of a wrapped module in this thread, or {}."""
     return next((given for called, given in reversed(_calls.open) if called is module), {})
 
 
@@ -96,14 +96,14 @@ def wrap_forward(
     after: Callable[[nn.Module, dict[str, Any], Any], None] | None = None,
     reads: tuple[str, ...] = (),
 ) -> None:
-    """Call `before` with the module and the arguments, `after` with both and the outputs.
+    """Wrap `forward`: `before` may change its arguments, `after` checks its outputs.
 
-    Nothing is done where ours is there already, also below another's that functools.wraps made.
+    Does nothing if it is already wrapped, also below another functools.wraps wrapper.
 
     Args:
-        before: gets all arguments by name; returns those to call with, or None to leave the call as
-            it is, without `after`.
-        reads: names that the signature shows beside those of the class, whose `forward` then must
+        before: gets all arguments by name; returns new arguments, or None to leave the call
+            unchanged and skip `after`.
+        reads: names to add to the signature of the class, whose `forward` must then
             take `**kwargs`.
     """
     if is_wrapped(module):
@@ -141,31 +141,31 @@ def wrap_forward(
     for ours in (forward, bare):
         functools.update_wrapper(ours, of_class)
         attributes = vars(ours)
-        # Which Trainer and generate look at.
+        # Trainer and generate inspect the signature.
         attributes["__signature__"] = with_keywords(signature, reads) if reads else signature
         attributes[OURS] = inner
         _OUR_CODE.add(ours.__code__)
         del attributes["__wrapped__"]
-    # What accelerate's unwrap_model finds below us: its own wrappers off, ours still on.
+    # For accelerate's unwrap_model, which follows __wrapped__: removes its wrappers and keeps ours.
     vars(forward)["__wrapped__"] = bare
     setattr(module, inner, _InstanceForward.of(module))
     module.forward = MethodType(forward, module)
 
 
 def _call(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The `forward` of the instance, or of the class as it is now: Liger may have set another."""
+    """Call the instance's `forward`, or the class's current one, which Liger may have replaced."""
     if own is not None:
         return own(*args, **kwargs)
     return type(module).forward(module, *args, **kwargs)
 
 
 def unwrap_forward(module: nn.Module) -> None:
-    """Undo the last `wrap_forward`, unless somebody has wrapped the wrapper since."""
+    """Undo the last `wrap_forward`, unless the wrapper itself was wrapped since."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, MethodType) and forward.__func__.__code__ in _OUR_CODE:
         del module.__dict__["forward"]
         own = module.__dict__.pop(getattr(forward, OURS)).on(module)
-        is_bare = not hasattr(forward, "__wrapped__")  # somebody took off what was below us
+        is_bare = not hasattr(forward, "__wrapped__")  # the inner wrapper was removed
         if own is not None and not is_bare:
             module.forward = own
     if module.forward == MethodType(type(module).forward, module):  # nobody can call what is kept
@@ -174,9 +174,9 @@ def unwrap_forward(module: nn.Module) -> None:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether a call of the module's `forward` comes to our wrapper, or needs none.
+    """Whether the module's `forward` calls our wrapper, or does not need it.
 
-    It does not come after a pickle, nor where somebody set another `forward` without
+    It does not after unpickling, or if another `forward` was set without
     functools.wraps. TRL's, known by its own keyword, needs none: it calls ours or the base model,
     with labels that TRL's collators have masked.
     """

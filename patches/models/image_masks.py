@@ -1,7 +1,7 @@
-"""Models that draw a mask of their own over images: attention both ways inside each.
+"""Refuse images in models whose attention is bidirectional inside an image.
 
-Such a mask is not drawn by documents and causality alone: the placeholder that a patched model
-passes would leave it out in silence, and transformers' own joins the images of several documents.
+Their mask does not follow from documents and causality alone: the placeholder that a patched model
+passes would silently drop it, and transformers' own mask would join images across documents.
 So batches that ask for it are refused; text alone is plain causal in Gemma 3.
 """
 
@@ -17,14 +17,14 @@ _IMAGES = ("token_type_ids", "pixel_values", "mm_encoder_outputs")  # `generate`
 
 
 def refuse_image_blocks(config: Any, inputs: dict[str, Any]) -> None:
-    """Refuse a forward that has images, in a model whose images see all of themselves.
+    """Refuse a forward with images, in a model with bidirectional attention inside images.
 
     Args:
         config: of the whole model.
         inputs: the forward's keyword arguments.
 
     Raises:
-        NotImplementedError: it has, or says by token_type_ids where they are.
+        NotImplementedError: it has images, or token_type_ids that mark them.
     """
     if config.model_type not in _IMAGE_BLOCKS:
         return
@@ -32,7 +32,7 @@ def refuse_image_blocks(config: Any, inputs: dict[str, Any]) -> None:
         given = inputs.get(name)
         if given is not None and (isinstance(given, Tensor) or any(given.values())):
             raise NotImplementedError(
-                "token_type_ids and images draw a mask of their own (attention both ways inside "
+                "token_type_ids and images need their own mask (bidirectional attention inside "
                 f"an image), which is not supported, got a {config.model_type} batch with {name}; "
                 "leave them out where a batch has no image, or call unpatch_model and use the "
                 "model's own attention, one document a row."

@@ -1,7 +1,7 @@
-"""Where a model keeps its attention layers, and what each kind of them asks of attention.
+"""Find a model's attention layers, and describe each kind of them (`LayerKind`).
 
-They lie in the model itself, or in a text and a vision tower. Gemma 3 has a vision tower too, but
-its images come in batches: that one is left alone.
+The layers are in the model itself, or in a text and a vision tower. Gemma 3's vision tower gets
+its images in batches and is not patched.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def base_of(model: PreTrainedModel) -> nn.Module:
 
 
 def text_tower(base: nn.Module) -> nn.Module:
-    """The part of a base model that runs over the tokens: most often all of it."""
+    """The part of a base model that processes text tokens; usually the whole model."""
     tower = base._modules.get("language_model")
     return base if tower is None else tower
 
 
 def vision_tower(base: nn.Module) -> PreTrainedModel | None:
-    """The part that runs over packed images, if there is one that gets their sizes."""
+    """The part that processes packed images, if there is one."""
     tower = base._modules.get("visual")
     return tower if isinstance(tower, PreTrainedModel) else None
 
@@ -55,7 +55,7 @@ def text_config_of(config: Any) -> Any:
 
 
 def first_layer(tower: nn.Module) -> nn.Module | None:
-    """The first of a tower's layers, if it has any where they are looked for."""
+    """The first layer of a tower, or None if its list of layers is not found."""
     holder = tower._modules.get("encoder") or tower  # BERT
     for name in _LISTS:
         layers: Any = holder._modules.get(name)
@@ -74,9 +74,9 @@ _COMPUTED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def dtype_of_queries(module: nn.Module) -> tuple[torch.dtype, bool]:
-    """The dtype of the first attention projection, and whether anything in that layer learns.
+    """The dtype of the first attention projection, and whether its parameters are trainable.
 
-    A guess where weights are quantized or cast on the way; a layer that gets other queries finds
+    A guess if weights are quantized or cast on the fly; a layer whose queries differ builds
     another route.
     """
     tower = text_tower(base_of(module))  # type: ignore[arg-type]
@@ -88,23 +88,23 @@ def dtype_of_queries(module: nn.Module) -> tuple[torch.dtype, bool]:
     for part in (tower,) if attention is None else (attention, tower):
         for parameter in part.parameters():
             learns = learns or (part is attention and parameter.requires_grad)
-            if dtype is None and parameter.dtype in _COMPUTED_IN:  # not what weights are packed in
+            if dtype is None and parameter.dtype in _COMPUTED_IN:  # skip quantized storage dtypes
                 dtype = parameter.dtype
         if dtype is not None:
             break
     return dtype or torch.get_default_dtype(), learns
 
 
-# ---- what they ask for ----
+# ---- kinds of layers ----
 
 
 class LayerKind(NamedTuple):
-    """What a layer's attention asks for; a key, so of constants only.
+    """The static properties of a layer's attention. Used as a dictionary key.
 
     Attributes:
         layer_type: transformers' name, as in `config.layer_types`.
         causal, window, chunk: as in `MaskSpec.of`.
-        head_dim: the larger one, where values have their own.
+        head_dim: the larger one, if values have a different head_dim.
         scale: factor on the scores.
         sinks: whether the layer has attention sinks.
     """
@@ -122,7 +122,7 @@ class LayerKind(NamedTuple):
 
     @property
     def spec(self) -> MaskSpec:
-        """Its mask."""
+        """The mask of these layers."""
         return MaskSpec.of(causal=self.causal, window=self.window, chunk=self.chunk)
 
     def call(
@@ -135,7 +135,7 @@ class LayerKind(NamedTuple):
         batch_invariant: bool = False,
         past_int32: bool = False,
     ) -> AttentionCall:
-        """What such a layer asks of a backend."""
+        """The `AttentionCall` of such a layer."""
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         numbers = (self.scale, self.softcap, self.sinks)
         guarantees = (deterministic, batch_invariant)
@@ -145,7 +145,7 @@ class LayerKind(NamedTuple):
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """The kinds of the attention layers that run over tokens, each once, in their order."""
+    """The distinct kinds of attention layers in the text tower, in order."""
     return _kinds_in(text_tower(base_of(model)), text_config_of(model.config))
 
 
@@ -170,13 +170,13 @@ def layer_type_of(layer: nn.Module, window: int | None, chunk: int | None = None
 
 
 def chunk_size_of(config: Any) -> int | None:
-    """Tokens of a chunk in the layers that have chunks (Llama 4), or None."""
+    """The chunk size of chunked layers (Llama 4), or None."""
     size: int | None = text_config_of(config).__dict__.get("attention_chunk_size")
     return size
 
 
 def chunk_of(layer: nn.Module, chunk_size: int | None) -> int | None:
-    """Tokens of a chunk, which attention of this layer does not cross, or None."""
+    """The chunk size of this layer, or None if it is not chunked."""
     if chunk_size is None:
         return None
     types: list[str] = layer.config.layer_types  # type: ignore[union-attr, assignment]

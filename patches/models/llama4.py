@@ -1,6 +1,6 @@
-"""Llama 4: layers without RoPE scale queries by the position of the token in the row.
+"""Llama 4: layers without RoPE scale queries by the token's position, past 8,192 tokens.
 
-Past 8,192 tokens. Here it must be the position in the document, where a row holds several.
+In a row of several documents this must be the position in the document, not in the row.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def own_temperature(
     row_tokens: int,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Queries that the layer scaled by their position in a row of S tokens, scaled as by position.
+    """Rescale queries from the scale of their position in the row to that in their document.
 
-    As they are, where no row is long enough for another scale, and in layers with RoPE. With a
+    Unchanged in short rows and in layers with RoPE. With a
     group these are the queries of a shard of S tokens, and the layout is that of the whole row.
     """
     floor_scale: Any = layer.floor_scale

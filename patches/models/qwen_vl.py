@@ -1,4 +1,4 @@
-"""Rotary positions in time, height and width: the text towers of Qwen2-VL and similar.
+"""Multimodal rotary positions (time, height, width) of Qwen2-VL and similar.
 
 Shapes: B rows of S tokens; N documents of at most L tokens.
 """
@@ -23,19 +23,19 @@ def has_axes(text_config: Any) -> bool:
 
 
 def has_images(inputs: dict[str, Any]) -> bool:
-    """Whether a forward's keyword arguments bring images or videos."""
+    """Whether a forward's keyword arguments include images or videos."""
     return any(inputs.get(name) is not None for name in _GRIDS)
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:
     """Rotary positions of a batch with images: as given, or `[3, B, S]` by document, 0 at padding.
 
-    Made with the model's own `get_rope_index`, of which each document is a row: it takes the images
+    Computed by the model's own `get_rope_index` with one document per row; it uses the images
     in the order of the tokens.
 
     Raises:
-        ValueError: positions are given that could not be right there, or there is nothing to make
-            them of.
+        ValueError: the given positions cannot be correct, or the inputs needed to compute them
+            are missing.
     """
     given: Tensor | None = inputs.get("position_ids")
     if given is not None:
@@ -43,7 +43,7 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
     input_ids, types = inputs.get("input_ids"), inputs.get("mm_token_type_ids")
     if input_ids is None or types is None:
         raise ValueError(
-            "input_ids and mm_token_type_ids (the processor returns it) must be there where a "
+            "input_ids and mm_token_type_ids (from the processor) must be given if a "
             "batch has images and no position_ids; pass them, or position_ids of 4 rows."
         )
     if torch.compiler.is_compiling() or layout.lengths is None:
@@ -62,7 +62,7 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
     )
     positions = rope_3NL.new_zeros(3, layout.total_tokens)
     positions[:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
-    if len(tokens_NL) == len(input_ids):  # decoding goes on from one document a row
+    if len(tokens_NL) == len(input_ids):  # one document per row, so decoding may follow
         base.rope_deltas = deltas
     by_row: Tensor = positions.view(3, *input_ids.shape)
     return by_row
@@ -79,7 +79,7 @@ def _checked(given: Tensor) -> Tensor:
 
 
 def _tokens_by_document(layout: PackedLayout, lengths: tuple[int, ...]) -> Tensor:
-    """int64 `[N, L]` on the host: the row's tokens of each document that is no padding, else -1."""
+    """int64 `[N, L]` on the host: token indices of each document, without padding; else -1."""
     rest = layout.total_tokens - sum(lengths)
     real = layout.real_tokens().cpu()
     runs = torch.arange(layout.total_tokens, device="cpu").split([*lengths, rest])

@@ -1,6 +1,6 @@
-"""The families of models that are verified, and what each needs here.
+"""The verified model families, and what each needs.
 
-Verified: a packed batch gives what its documents give one by one, in outputs and gradients, on
+Verified means that outputs and gradients of a packed batch equal those of single documents, on
 every backend that can serve the layers (tests/patches/models/test_families.py, test_encoders.py and
 test_vision_families.py; `python -m flexvarlen.bench.contract.families` makes the matrix).
 """
@@ -29,12 +29,12 @@ class Family:
     """Models of one architecture.
 
     Attributes:
-        name: as people call it.
+        name: the common name.
         model_type: transformers' name, `config.model_type`.
-        has: what its layers have beside causal attention with grouped queries.
-        needs: what is done for it, or must be known of it; empty if nothing.
-        by_name_alone: whether documents reach its layers without `patch_model`.
-        task: the class that it is verified in: transformers' `AutoModelFor` and this.
+        has: features of its layers beyond causal grouped-query attention.
+        needs: special handling or caveats; empty if there are none.
+        by_name_alone: whether attn_implementation works without `patch_model`.
+        task: suffix of the transformers `AutoModelFor...` class that it is verified with.
     """
 
     name: str
@@ -152,11 +152,11 @@ _VERIFIED = {**BY_TYPE, **_TEXT_TOWERS}
 
 
 def require_verified(model_type: str) -> None:
-    """Refuse a model whose packed outputs nobody has checked.
+    """Refuse a model type that is not verified.
 
     Raises:
-        NotImplementedError: the model type is not verified. It is known to keep state over the row,
-            or it may, or draw a mask of its own, which documents would leak through.
+        NotImplementedError: the model type is not verified. It keeps, or may keep, state across the
+            row or use its own mask, through which documents would leak.
     """
     refuse_unsupported(model_type)
     if model_type not in _VERIFIED:
@@ -168,10 +168,10 @@ def require_verified(model_type: str) -> None:
 
 
 def require_verified_alone(model_type: str) -> None:
-    """Refuse a model that attends by a plugin name alone, where documents could not be seen.
+    """Refuse a model that cannot be packed by attn_implementation without `patch_model`.
 
     Raises:
-        NotImplementedError: it is not verified, or its positions do not come to its layers.
+        NotImplementedError: it is not verified, or its positions do not reach its layers.
     """
     require_verified(model_type)
     if not _VERIFIED[model_type].by_name_alone:

@@ -1,12 +1,12 @@
-"""Rotary tables: of each document as if it were alone, and computed once a compiled forward.
+"""Rotary tables: per document, and computed once per compiled forward.
 
-`longrope` takes other frequencies for a row that is longer than the model was first trained on: the
-longest document would choose them for all. Here each document gets its own. `dynamic` recomputes
+`longrope` uses other frequencies for rows longer than the model's original context, so the
+longest document would decide for all. Here each document gets its own. `dynamic` recomputes
 them from the longest position seen so far, and is refused.
 
 Inductor would fuse `cos` and `sin` into every layer's rotation, forward and backward: the same
-trigonometry for each head, again and again. An operator it cannot see into keeps the tables. In
-short rows, whose time is that of launches, reading them takes longer than computing them.
+trigonometry for every head of every layer. An opaque operator materializes the tables. In
+short, launch-bound rows, reading them is slower than recomputing them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flexvarlen.layout.launch_sizes import SHORT_ROW
 
 @torch.library.custom_op("flexvarlen::materialize", mutates_args=())
 def materialize(x: Tensor) -> Tensor:
-    """A copy of `x` that inductor keeps in memory instead of computing it at each use."""
+    """A copy of `x` that Inductor stores instead of recomputing it at each use."""
     return x.clone()
 
 
@@ -33,10 +33,10 @@ def _(x: Tensor) -> Tensor:
 
 
 def refuse_unpatched_longrope(config: Any) -> None:
-    """Refuse longrope by a plugin name alone: the rotary tables are made before any layer asks.
+    """Refuse longrope without `patch_model`, as rotary tables are built before any layer runs.
 
     Raises:
-        NotImplementedError: the frequencies would be those of the longest document for all.
+        NotImplementedError: all documents would get the frequencies of the longest one.
     """
     if has_longrope(config):
         raise NotImplementedError(
@@ -46,7 +46,7 @@ def refuse_unpatched_longrope(config: Any) -> None:
 
 
 def refuse_dynamic_rope(config: Any) -> None:
-    """Refuse rotary embeddings whose frequencies no document could have for itself.
+    """Refuse rotary embeddings whose frequencies cannot be computed per document.
 
     Raises:
         NotImplementedError: `dynamic`, or `longrope` by layer type.
@@ -70,7 +70,7 @@ def has_longrope(config: Any) -> bool:
 
 
 def own_tables(base: nn.Module) -> None:
-    """From now on compute what `base.rotary_emb` returns by document, once a compiled forward."""
+    """Make `base.rotary_emb` compute its tables per document, once per compiled forward."""
     shared_tables(base)
     rotary = getattr(base, "rotary_emb", None)
     if rotary is None:
@@ -100,26 +100,26 @@ LONG = "_flexvarlen_long_inv_freq"
 
 
 def _place(rotary: nn.Module) -> str:
-    """Where an instance keeps its forward: accelerate's hooks call it by another name."""
+    """The attribute that holds the instance's forward; accelerate's hooks rename it."""
     return "_old_forward" if "_old_forward" in vars(rotary) else "forward"
 
 
 def _short_length(rotary: nn.Module) -> int:
-    """Tokens up to which a document has the short frequencies."""
+    """Longest document, in tokens, that uses the short frequencies."""
     parameters: dict[str, Any] = rotary.config.rope_parameters  # type: ignore[union-attr, assignment]
     length: int = parameters["original_max_position_embeddings"]
     return length
 
 
 def _long_frequencies(rotary: nn.Module, device: Any) -> Tensor:
-    """fp32 `[head_dim / 2]`: those of documents longer than `_short_length`."""
+    """fp32 `[head_dim / 2]`: frequencies of documents longer than `_short_length`."""
     init = ROPE_INIT_FUNCTIONS["longrope"]
     long: Tensor = init(rotary.config, device, seq_len=_short_length(rotary) + 1)[0]
     return long
 
 
 class _Frequencies:
-    """What a rotary embedding's forward looks at; of a type that stays as it is."""
+    """The attributes that a rotary embedding's forward reads, with a static rope_type."""
 
     rope_type = "default"
 
@@ -127,12 +127,12 @@ class _Frequencies:
         self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
 
 
-# By this name a pickle finds the class's own.
+# Named `forward` so that unpickling resolves to the class's own forward.
 def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
-    """cos and sin `[B, S, head_dim]` of longrope, by how long the token's own document is.
+    """cos and sin `[B, S, head_dim]` of longrope, chosen by the length of each token's document.
 
-    A document is a run of positions that go on by 1. transformers would choose one set of
-    frequencies for the batch (5.17: by a read of the device).
+    A document is a run of positions that increase by 1. transformers would choose one set of
+    frequencies for the whole batch (in 5.17 with a device sync).
     """
     begins_BS = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
     run_BS = begins_BS.cumsum(1)
@@ -140,7 +140,7 @@ def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, .
     is_long_BS = last_BR.gather(1, run_BS) >= _short_length(self)
     dtype: Any = self.inv_freq.dtype
     tables, long = [], getattr(self, LONG)
-    if long.device != x.device:  # no buffer, which `to_empty` would fill with garbage: made anew
+    if long.device != x.device:  # not a buffer, as `to_empty` would fill it with garbage
         long = _long_frequencies(self, x.device)
         if not torch.compiler.is_compiling():
             setattr(self, LONG, long)
@@ -153,7 +153,7 @@ def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, .
 def _materialize_outputs(rotary: nn.Module, args: Any, output: Any) -> Any:
     """`output`: cos and sin `[B, S, head_dim]`, or one table for both.
 
-    A graph of any S guards whether B·S is short.
+    A graph with a dynamic S guards on whether B·S is short.
     """
     if not torch.compiler.is_compiling():
         return output

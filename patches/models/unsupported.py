@@ -1,12 +1,12 @@
-"""Model types that are refused: with state over the row, or a mask of their own in every batch.
+"""Model types that are refused because of state across the row or their own mask in every batch.
 
-A state, a convolution or a transform runs over the whole row, whatever attention may see: there
-packed documents leak into one another, and no attention function can help. Some of these models
+A state, a convolution or a transform runs over the whole row, independent of the attention mask,
+so packed documents leak, which no attention function can prevent. Some of these models
 take `seq_idx` or `cu_seq_lens_q` for kernels of other packages, which keep documents apart; none
 of that is verified here.
 
-Which do was found in two ways, on transformers 5.23: a tiny model was run with another first
-document, and the later ones moved; or its modeling file runs such a layer over the sequence.
+They were identified on transformers 5.23 in two ways: changing the first document of a tiny model
+changed the later ones; or its modeling file runs such a layer over the sequence.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ _TYPES_BY_STATE: dict[str, tuple[str, ...]] = {
 STATEFUL: dict[str, str] = {
     model_type: state for state, types in _TYPES_BY_STATE.items() for model_type in types
 }
-"""What each such model type runs over the row, beside attention."""
+"""For each of these model types, what runs over the row besides attention."""
 
 
 _PREFIXES = ("paligemma",)  # image and prompt see one another; no use without an image
 
 
 def refuse_unsupported(model_type: str) -> None:
-    """Refuse a model in which documents would leak past attention, or that draws its own mask.
+    """Refuse a model in which documents leak outside attention, or that uses its own mask.
 
     Raises:
-        NotImplementedError: it is one.
+        NotImplementedError: the model type is one of these.
     """
     state = STATEFUL.get(model_type)
     if state is not None:
         raise NotImplementedError(
-            f"model_type must be one whose layers mix tokens in attention alone, got "
+            f"model_type must be one whose layers mix tokens only in attention, got "
             f"{model_type!r}, which runs {state} over the whole row, through which packed "
             "documents leak into one another; use the model's own implementation, one document a "
             "row."
@@ -91,6 +91,6 @@ def refuse_unsupported(model_type: str) -> None:
     if model_type in _PREFIXES:
         raise NotImplementedError(
             f"model_type must be one of causal or bidirectional documents, got {model_type!r}, "
-            "whose token_type_ids draw a mask of their own over image and prefix (attention both "
-            "ways), which is not supported; use the model's own attention, one document a row."
+            "whose token_type_ids define their own mask over image and prefix (bidirectional "
+            "attention), which is not supported; use the model's own attention, one document a row."
         )

@@ -1,7 +1,7 @@
-"""The file in which measured answers outlive the process: `auto.json` in the cache folder.
+"""`auto.json` in the cache folder: the measurements of "auto", kept between processes.
 
-A file that cannot be read, or a folder that cannot be written, costs a warning and a measurement,
-never a failure. Writers of several processes are merged.
+If the file cannot be read or the folder cannot be written, there is a warning and a measurement,
+but no error. Entries of several processes are merged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexvarlen.env import CACHE, cache_folder
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: two writers at once may lose one's answer
+except ImportError:  # not a POSIX system: of two concurrent writes one may be lost
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 5
@@ -32,14 +32,14 @@ _unwritable: set[Path] = set()
 
 
 def cache_path() -> Path:
-    """Where the answers are, or will be."""
+    """The path of the cache file, which need not exist."""
     return cache_folder() / "auto.json"
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Every answer of the file by its key; none, with a warning, if it cannot be read.
+    """All entries of the file by key; empty, with a warning, if it cannot be read.
 
-    A file that has not changed is not read again: some callers ask in each forward.
+    The file is read again only if it has changed, as some callers ask in each forward.
     """
     try:
         state = path.stat()
@@ -61,22 +61,22 @@ def _read(path: Path) -> dict[str, Entry]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        _warn(f"{path} cannot be read ({error}); kernels are measured anew. Mend or delete it.")
+        _warn(f"{path} cannot be read ({error}); kernels are measured again. Fix or delete it.")
         return {}
     try:
         found = json.loads(text)
     except ValueError as error:
-        _warn(f"{path} is no JSON ({error}); kernels are measured anew, and it is written anew.")
+        _warn(f"{path} is not JSON ({error}); kernels are measured again and it is overwritten.")
         return {}
     entries = found.get("entries") if isinstance(found, dict) else None
     if not isinstance(entries, dict) or found.get("format") != FORMAT:
-        _warn(f"{path} is not of format {FORMAT}; kernels are measured anew, and it is replaced.")
+        _warn(f"{path} is not format {FORMAT}; kernels are measured again and it is overwritten.")
         return {}
     return entries
 
 
 def write_entry(path: Path, key: str, entry: Entry) -> None:
-    """Add one answer to the file, beside those that others wrote meanwhile."""
+    """Add one entry to the file, keeping those that other processes wrote in the meantime."""
     if path in _unwritable:
         return
     try:
@@ -88,12 +88,12 @@ def write_entry(path: Path, key: str, entry: Entry) -> None:
         _unwritable.add(path)
         _warn(
             f"{path} cannot be written ({error}); what is measured is kept in this process only. "
-            f"Point {CACHE} at a folder of yours."
+            f"Set {CACHE} to a writable folder."
         )
 
 
 def _replace(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never half of it."""
+    """Replace the file atomically, so that readers never see a partial file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     temporary = Path(name)
     try:
@@ -107,7 +107,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one writer at a time; after `_LOCK_S` seconds by more than one."""
+    """Lock for one writer at a time; after waiting `_LOCK_S` seconds, go on without it."""
     if fcntl is None:
         yield
         return
@@ -118,7 +118,7 @@ def _locked(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:  # stopped, or a file system that forgets locks
+                if time.monotonic() > deadline:  # the holder hangs, or the file system is broken
                     break
                 time.sleep(0.01)
         yield  # closing the file gives the lock back

@@ -1,4 +1,4 @@
-"""One candidate's call on random tensors, forward and backward, apart from what a user's call does.
+"""Run a candidate backend on random tensors, forward and backward, isolated from the user's call.
 
 Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim.
@@ -32,7 +32,7 @@ class RandomTensors(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, mask: DocumentMask) -> RandomTensors:
-        """Always the same for a call and the mask's numbers of tokens."""
+        """Make the tensors, deterministic for a call and the mask's numbers of tokens."""
         generator = torch.Generator(call.device).manual_seed(0)
 
         def random(*shape: int, requires_grad: bool = call.needs_grad) -> Tensor:
@@ -51,12 +51,12 @@ class RandomTensors(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What gradients are taken of."""
+        """The tensors that gradients are computed for."""
         return [x for x in self[:4] if x is not None]
 
 
 class CandidateCall:
-    """A candidate's call on these tensors; its plan is made at the first, and kept."""
+    """A candidate's call on these tensors; its plan is made at the first call and reused."""
 
     def __init__(
         self, name: str, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors
@@ -70,7 +70,7 @@ class CandidateCall:
         self.results(self.tensors.grad_THD)
 
     def results(self, grad_THD: Tensor) -> dict[str, Tensor]:
-        """Output, LSE and gradients, by name; without those that the call does not ask for."""
+        """Output, LSE and gradients by name, as far as the call requests them."""
         if not self.planned:
             invariant = self.call.batch_invariant
             self.plan = self.backend.plan(self.mask, batch_invariant=invariant)
@@ -92,12 +92,12 @@ GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
 
 def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
-    """Run `work` apart from what the calling thread has set, and leave no trace.
+    """Run `work` in a new thread, isolated from the calling thread's state.
 
     Grad mode, autocast, dispatch modes and hooks on saved tensors (as in gradient checkpointing)
-    neither reach the calls nor see them. They run on the caller's stream; cuBLAS's workspaces of
-    the thread and of the backward's stay. Random states are as before. Must not be called while a
-    CUDA graph is captured, nor inside a backward, whose thread it would wait for.
+    do not affect these calls. They run on the caller's stream; the cuBLAS workspaces of this and
+    the backward's thread stay allocated. RNG states are restored. Must not be called while a
+    CUDA graph is captured, nor inside a backward, where it would deadlock.
     """
     device = call.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -118,4 +118,4 @@ def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
             return thread.submit(in_context).result()
     finally:
         if stream is not None:
-            torch.cuda.empty_cache()  # what it used goes back to where the caller found it
+            torch.cuda.empty_cache()  # return the memory it used to the device

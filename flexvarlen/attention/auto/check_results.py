@@ -1,9 +1,9 @@
-"""Compare a kernel's results with dense attention, before "auto" may take the kernel.
+"""Compare a kernel's results with dense attention, before "auto" may choose the kernel.
 
-A kernel may compute garbage and raise nothing: a build of FlashAttention-2 without a head_dim, an
-index that overflows in a long row. A candidate runs on the call's own documents; its output, LSE
-and gradients are compared at a sample of the queries. The output's gradient is zero at all others,
-so that dense attention of the sample alone gives all gradients.
+A kernel may return garbage without an error: a FlashAttention-2 build without this head_dim, an
+index overflow in a long row. A candidate runs on the call's own documents; its output, LSE
+and gradients are compared at a sample of the queries. The grad_output of all others is zero,
+so dense attention of the sample alone gives all gradients.
 
 Shape legend: S = sampled queries, T, Tk = tokens of the query and the key row, H = num_heads,
 Hkv = num_kv_heads, D = head_dim.
@@ -34,15 +34,15 @@ _MOST_QUERIES = 256
 
 TOLERANCE = {torch.bfloat16: 2**-4, torch.float16: 2**-7, torch.float32: 2**-7}
 """The largest relative error, ‖result − reference‖ / ‖reference‖: eight times the inputs' machine
-epsilon, that of TF32 for fp32, which a GPU may multiply so."""
+epsilon. For fp32 it is that of TF32, which GPU matrix products may use."""
 
 _LEAST = 2**-7
-"""A smaller ‖reference‖ counts as this share of the norm of the output's gradient: dq and dk of
-queries that see one key are 0, but for rounding."""
+"""Lower limit for ‖reference‖, relative to the norm of grad_output: dq and dk of queries that see
+only one key are 0 up to rounding."""
 
 
 class WrongResultError(Exception):
-    """A kernel's result is not what `reference` computes."""
+    """A kernel's result differs from that of `reference`."""
 
 
 class Expected(NamedTuple):
@@ -60,7 +60,7 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors) -> Expected:
-        """By dense attention, in fp32, or fp64 for fp32. Syncs."""
+        """Compute them by dense attention in fp32, or in fp64 for fp32 inputs. Syncs."""
         lo, hi = mask.bounds()
         seeing = (lo < hi).nonzero()[:, 0]
         keys = mask.layout_k.total_tokens
@@ -89,10 +89,10 @@ class Expected(NamedTuple):
         return cls(queries, grad_THD, results)
 
     def check(self, candidate: CandidateCall) -> None:
-        """Raise if the candidate's results are others.
+        """Raise if the candidate's results differ.
 
         Raises:
-            WrongResultError: they are, or some are not finite.
+            WrongResultError: they differ by more than `TOLERANCE`, or some are not finite.
         """
         least = _LEAST * float(self.grad_THD.float().norm())
         for name, result in candidate.results(self.grad_THD).items():
@@ -113,10 +113,10 @@ class Expected(NamedTuple):
 
 
 def why_wrong(name: str, call: AttentionCall) -> str | None:
-    """Why a backend's results may not be taken, found on a small row; None if they are right.
+    """Check a backend's results on a small row; say what is wrong, or None if they are correct.
 
-    For a call whose own documents are not at hand. Compiles nothing with Dynamo, so not for the
-    backends that do.
+    For calls whose own documents are not available. It does not compile with Dynamo, so it is not
+    for the backends that need it.
     """
 
     def work() -> None:

@@ -1,13 +1,13 @@
-"""`backend="auto"`: the kernel that is fastest on the user's own shapes, measured once and kept.
+"""`backend="auto"`: choose the fastest kernel on the user's own shapes; measured once, then cached.
 
-The first eager call of a kind on a GPU times every candidate that can serve it, on random tensors
-and the call's own documents; the answer is kept in the process, and in a file for the next one. A
-call inside a compiled graph, or where nothing may be timed, takes an answer that is known already;
-else the static order, `AUTO_ORDER` of the registry. `flexvarlen.explain` measures ahead.
+The first eager call of a kind on a GPU times every backend that supports it, on random tensors
+and the call's own documents; the choice is cached in the process and in a file. A call in a
+compiled graph, or one that nothing may be timed for, uses a cached choice if there is one, and
+otherwise the static `AUTO_ORDER` of the registry. `flexvarlen.explain` measures in advance.
 
-Whatever is taken, its results were compared with the reference's before, and a backend that
-computes something else is left out with a warning. Two are not compared: flex by the static order,
-as it cannot be compiled while a graph is traced, and what a backward or a CUDA graph calls first.
+Before a backend is chosen its results are compared with the reference's, and a backend that
+computes something else is skipped with a warning. Not compared: flex in the static order, as it
+cannot be compiled while a graph is traced, and first calls in a backward or a CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from flexvarlen.measure import HostAndDevice, Timing
 CANDIDATES: dict[str, tuple[str, ...]] = {
     "cuda": ("fa3", "fa4", "flex_fa4", "fa2", "flex", "varlen", "cudnn")
 }
-"""What is timed, by device type: no backend that is slow by design. Elsewhere nothing is timed."""
+"""Backends to time, by device type, without those slow by design. Other devices time nothing."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What "auto" takes for a kind of call.
+    """The choice of "auto" for a kind of call.
 
     Attributes:
-        backend: its name, for eager calls.
-        compiled: for those inside a compiled graph, where the host's time counts for nothing.
-        why: how it came to be chosen: "measured", "from the cache file ...", "static order, ...".
+        backend: the backend for eager calls.
+        compiled: the backend inside compiled graphs, where host time does not matter.
+        why: how it was chosen: "measured", "from the cache file ...", "static order, ...".
         timings: of the candidates that ran, if any were timed.
-        failed: why each other one that was tried did not run.
-        layer: what was taken to be around an eager call, if it was timed.
-        lasting: whether later calls of the kind may take it too.
+        failed: why each of the other tried candidates failed.
+        layer: time of the rest of a decoder layer, assumed for eager calls, if it was timed.
+        lasting: whether later calls of the kind may reuse it.
     """
 
     backend: str
@@ -63,7 +63,7 @@ class Decision:
 
 
 class _State:
-    """What is known as long as the run of ranks lasts that this process belongs to."""
+    """Cached results, valid while the current process group exists."""
 
     def __init__(self, group: Any) -> None:
         self.run = ranks.Run(group)
@@ -74,13 +74,13 @@ _state = _State(None)
 
 
 def forget() -> None:
-    """Forget what this process knows; the file stays."""
+    """Clear the cached results of this process; the cache file is kept."""
     global _state
     _state = _State(ranks.world())
 
 
 def renew_run() -> bool:
-    """Whether another run of ranks has begun, in which nothing is known."""
+    """Whether the process group has changed; if so, clear the cached results."""
     if _state.run.is_of(ranks.world()):
         return False
     forget()
@@ -88,7 +88,7 @@ def renew_run() -> bool:
 
 
 def candidates(call: AttentionCall) -> tuple[str, ...]:
-    """The backends to be timed for such calls: none that cannot serve them."""
+    """The backends to time for such calls: those of `CANDIDATES` that support them."""
     names = CANDIDATES.get(call.device.type, ())
     return tuple(n for n in names if n in BACKENDS and refusal(n, call) is None)
 
@@ -96,13 +96,13 @@ def candidates(call: AttentionCall) -> tuple[str, ...]:
 def decide(
     call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask | str, only_look: bool = False
 ) -> Decision:
-    """What "auto" takes for a kind of call, and why; nothing is remembered here.
+    """Choose a backend for a kind of call, and say why; the caller caches the decision.
 
     Args:
         call: the kind of call.
         bucket: of its sizes.
-        mask: the documents to time candidates on, or a string: why nothing may be timed.
-        only_look: leave no decision behind for other ranks, and wait for none.
+        mask: the documents to time candidates on, or a string that says why nothing may be timed.
+        only_look: publish no decision for other ranks, and wait for none.
 
     Raises:
         NotImplementedError: no backend can serve the call.
@@ -129,7 +129,7 @@ def _among_ranks(
     mask: DocumentMask | str,
     only_look: bool,
 ) -> Decision:
-    """Rank 0 decides for all; the others take what it left for them."""
+    """Rank 0 decides for all ranks; the others use its decision."""
     run, kind = _state.run, keys.kind_key(call, bucket)
     if only_look:
         seen = run.given(kind)
@@ -154,14 +154,14 @@ def _among_ranks(
 def _given_by_rank_0(
     call: AttentionCall, names: tuple[str, ...], bucket: keys.Bucket, kind: str
 ) -> Decision:
-    """Rank 0's decision, or the static order where it gives none that can be used here."""
+    """Rank 0's decision, or the static order if there is none or it cannot be used here."""
     given = _state.run.ask(kind)
     problem = None if given is None else _why_not_both(given, call, names)
     if given is not None and problem is None:
         return _published(given, "decided by rank 0")
     if problem is not None:
         warnings.warn(
-            f"flexvarlen: rank 0 takes what cannot serve the call here ({problem}); "
+            f"flexvarlen: rank 0's choice does not support the call on this rank ({problem}); "
             "install the same kernels on all.",
             stacklevel=2,
         )
@@ -170,13 +170,13 @@ def _given_by_rank_0(
 
 
 def _published(names: str, why: str) -> Decision:
-    """The decision that rank 0 left: its choices, for eager and for compiled calls."""
+    """The decision that rank 0 published, for eager and for compiled calls."""
     eager, compiled = names.split()
     return Decision(eager, compiled, why)
 
 
 def _why_not_both(published: str, call: AttentionCall, candidates: tuple[str, ...]) -> str | None:
-    """Why this rank cannot take what rank 0 left, or None."""
+    """Why this rank cannot use the decision that rank 0 published, or None."""
     for name in dict.fromkeys(published.split()):
         if name not in candidates and (reason := refusal(name, call)) is not None:
             return f"{name}: {reason}"
@@ -189,7 +189,7 @@ def _alone(
     bucket: keys.Bucket,
     mask: DocumentMask | str,
 ) -> Decision:
-    """The decision of a process that asks no other."""
+    """The decision of this process without asking other ranks."""
     path = cache_path()
     key = keys.answer_key(call, names, bucket)
     entries = read_entries(path)
@@ -204,17 +204,17 @@ def _alone(
     if not race.finalists:
         still = static_decision(call, bucket, "every candidate failed when timed", race.failed)
         return replace(still, lasting=True)
-    # Else the next process may have the memory.
+    # Not saved after an OOM: the next process may have enough memory.
     if OUT_OF_MEMORY not in race.failed.values() and race.layer is not None:
         write_entry(path, key, _as_entry(race, race.layer))
     return Decision(*_fastest(race), "measured", race.timings, race.failed, race.layer)
 
 
-_TIE = 1.02  # eager calls this near the fastest: the host's time is no surer; the device's decides
+_TIE = 1.02  # eager calls this close to the fastest: host time is noisy, so device time decides
 
 
 def _fastest(race: Race) -> tuple[str, str]:
-    """Eagerly, and in a compiled graph."""
+    """The fastest backend in eager mode, and in a compiled graph."""
     compiled = {name: race.timings[name].compiled_ms for name in race.finalists}
     around = race.layer or NO_LAYER
     eager = {name: around.added_by(race.timings[name]) for name in race.finalists}
@@ -225,7 +225,7 @@ def _fastest(race: Race) -> tuple[str, str]:
 
 def _warn_of_failure(name: str, reason: str, call: AttentionCall) -> None:
     warnings.warn(
-        f"flexvarlen: {name} failed when auto tried it ({reason}), so auto leaves it out for "
+        f"flexvarlen: {name} failed when auto tried it ({reason}), so auto skips it for "
         f"{keys.describe(call)}; run it by name to see for yourself.",
         stacklevel=2,
     )
@@ -239,7 +239,7 @@ def static_decision(
     *,
     lasting: bool = False,
 ) -> Decision:
-    """The first of the static order whose results are right.
+    """The first backend of the static order whose results are correct.
 
     Args:
         call: the kind of call.
@@ -249,7 +249,7 @@ def static_decision(
         lasting: as in `Decision`.
     """
     why = f"static order, because {because}"
-    # FlashAttention's backward alone: its forward finds its work on the device.
+    # Only FlashAttention's backward: its forward schedules its work on the device.
     wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
     found = dict(failed or {})
     while True:
@@ -262,12 +262,12 @@ def static_decision(
 
 
 _UNCOMPARED = ("flex", "flex_fa4", "sdpa")
-"""In the static order: what Dynamo compiles, which it cannot while it traces, and torch's own
-operator, one call a document."""
+"""Not compared in the static order: backends that Dynamo compiles, which is impossible while it
+traces, and torch's own operator, called once per document."""
 
 
 def _why_wrong(name: str, call: AttentionCall) -> str | None:
-    """Why a backend of the static order is not to be taken; asked once a process."""
+    """Why a backend of the static order must not be chosen; checked once per process."""
     if call.device.type not in CANDIDATES or name in _UNCOMPARED:
         return None
     key = (name, call, torch_state())
@@ -291,7 +291,7 @@ def why_not_now(mask: DocumentMask) -> str | None:
 
 
 def _why_nothing_runs(device: torch.device) -> str | None:
-    """Why no kernel can be run here and now beside what the caller does."""
+    """Why no kernel can be run at this point of the caller's program."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
@@ -299,7 +299,7 @@ def _why_nothing_runs(device: torch.device) -> str | None:
     return None
 
 
-# ---- answers as the file holds them ----
+# ---- entries of the cache file ----
 
 
 def _as_entry(race: Race, layer: Layer) -> Entry:
@@ -333,8 +333,8 @@ def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | 
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         warnings.warn(
-            f"flexvarlen: an answer in {path} is no answer ({problem}); kernels are measured anew. "
-            "Delete the file if this comes back.",
+            f"flexvarlen: an entry of {path} is not valid ({problem}); kernels are measured again. "
+            "Delete the file if this happens again.",
             stacklevel=2,
         )
         return None

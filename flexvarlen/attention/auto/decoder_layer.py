@@ -1,4 +1,4 @@
-"""`Layer`: what a decoder layer takes besides its attention, found by running one like it.
+"""`Layer`: time of a decoder layer without its attention, measured on a similar layer.
 
 Shape legend: T = tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim, C = H*D.
 """
@@ -18,43 +18,43 @@ from flexvarlen.measure import HostAndDevice, time_host_and_device
 
 _MOST_WIDTH = 4096
 _MOST_ELEMENTS = 4096 * _MOST_WIDTH
-"""C, and T times C, of the layer that is run; above, its device time is taken to grow with C
-squared and with T. With a backward it then holds about 1.7 GB in 16 bits, twice that in 32; of one
-token half, its weights and their gradients."""
+"""Maximum C and T·C of the layer that is run; above, its device time is scaled with C squared
+and with T. With a backward it uses about 1.7 GB in 16-bit dtypes and twice that in 32-bit; for one
+token half of that, for weights and their gradients."""
 
 _BUSY_MS = 10.0
-"""Before each timed layer: twice what an H200's host takes for one, forward and backward."""
+"""Device busy time before each timed layer: twice the host time of a layer on an H200 machine."""
 
 
 class Layer(NamedTuple):
-    """Milliseconds that a decoder layer takes besides its attention, about, eagerly."""
+    """Approximate eager time of a decoder layer without its attention, in milliseconds."""
 
     host_ms: float
     device_ms: float
 
     def added_ms(self, host_ms: float, device_ms: float) -> float:
-        """How much longer the layer takes with a call of these times, where the host runs ahead.
+        """Time that a call with these times adds to the layer, if the host runs ahead.
 
-        The slower of host and device decides: a kernel's host time counts as far as the device
-        would wait for it. Forward and backward are taken together, as if the host waited for
-        the device nowhere between them.
+        The slower of host and device counts: a kernel's host time matters only as far as the device
+        would wait for it. Forward and backward are added, as if the host did not wait for the
+        device between them.
         """
         return max(self.host_ms + host_ms, self.device_ms + device_ms) - max(self)
 
     def added_by(self, timing: HostAndDevice) -> float:
-        """The same of medians."""
+        """`added_ms` of the median host and device times."""
         return self.added_ms(timing.host.ms_p50, timing.device.ms_p50)
 
 
 NO_LAYER = Layer(0.0, 0.0)
-"""Nothing around a call: where nobody knows what is."""
+"""Used when the time of the layer around a call is not known."""
 
 
 def time_layer(call: AttentionCall, tokens: int) -> Layer:
-    """Time a dense layer, as Llama's, of the width of the call's heads; syncs.
+    """Time a dense Llama layer as wide as the call's heads. Syncs.
 
-    Its MLP is three times as wide. A hidden size apart from H*D (half of it in Qwen3-0.6B) or a few
-    active experts make a real layer's device time another, norms of queries and keys its host time.
+    Its MLP is three times as wide. Real layers differ: a hidden size other than H*D (half of it in
+    Qwen3-0.6B) or experts change the device time, norms of queries and keys the host time.
 
     Args:
         call: the kind of call; its heads, dtype, device, and whether a backward follows.
@@ -71,7 +71,7 @@ def time_layer(call: AttentionCall, tokens: int) -> Layer:
 
 
 class _DecoderLayer:
-    """Each operation that transformers' eager Llama layer calls, without modules and attention.
+    """The operations of transformers' eager Llama layer, without modules and attention.
 
     A call runs it forward, and backward if the call needs it.
     """
@@ -109,7 +109,7 @@ class _DecoderLayer:
             torch.autograd.grad(outs, self.leaves(), self.grads)
 
     def forward(self) -> list[Tensor]:
-        """The layer's output `[1, T, C]`, and keys and values `[1, T, Hkv*D]`, which none reads."""
+        """The layer's output `[1, T, C]`, and the unused keys and values `[1, T, Hkv*D]`."""
         normed = _rms_norm(self.hidden_1TC, self.norms[0])
         q, k, v = (linear(normed, weight) for weight in self.qkv)
         q, k = self.rotated(q), self.rotated(k)

@@ -1,8 +1,8 @@
-"""What an answer of "auto" holds for: the kind of call, the machine, and a bucket of sizes.
+"""Cache keys of "auto": the kind of call, the machine, and a bucket of sizes.
 
-A bucket knows only what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound, and
-what kernels are launched for), so that eager and compiled calls on a layout share answers, and
-other documents of the same sizes ask nothing anew.
+A bucket depends only on what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound
+and the launch sizes), so eager and compiled calls on a layout share choices, and other documents
+of the same sizes reuse them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ for the documents that there are. In cross-attention those of the keys too."""
 
 _OWN, _BOUNDS = 1, 2
 _FIELDS = 4
-_WASTEFUL = 7  # measured at 32,768 tokens: 256 times the launch took fa3 from 3.8 ms a layer to 11
+_WASTEFUL = 7  # at 32,768 tokens a 256 times larger launch took fa3 from 3.8 to 11 ms a layer
 
 Bucket = tuple[int, ...]
-"""Powers of two (their exponents) of tokens, tokens a slot and bound, and what is launched for."""
+"""log2 (rounded up) of total_tokens, of tokens per slot and of the bound; and the launch."""
 
 
 def sizes(mask: DocumentMask) -> Sizes:
-    """The sizes of the mask's layouts. Reads nothing that varies with the documents; traces."""
+    """The sizes of the mask's layouts, which do not depend on the documents. Traces."""
     q, k = mask.layout, mask.layout_k
     return (*_of_layout(q), *_of_layout(k)) if mask.spec.cross else _of_layout(q)
 
@@ -57,7 +57,7 @@ def _of_layout(layout: PackedLayout) -> Sizes:
 def sizes_in_graph(mask: DocumentMask) -> Sizes:
     """The sizes inside a compiled graph, as plain ints, with no guard on them.
 
-    Those that vary (symbolic): the ones that it is being compiled with, or 0 if torch cannot tell.
+    For symbolic sizes: the values that it is being compiled with, or 0 if torch cannot tell.
     """
     from torch.fx.experimental import symbolic_shapes  # brings sympy, which only compiling needs
 
@@ -82,9 +82,9 @@ def bucket(sizes: Sizes) -> Bucket:
 
 
 def is_wasteful(bucket: Bucket) -> bool:
-    """Whether kernels over cu_seqlens would be launched for far more than the row holds.
+    """Whether cu_seqlens kernels would be launched for far more tokens than the row holds.
 
-    So it is where only a compiled graph sees the documents of a long row: any may be the longest.
+    This happens if only a compiled graph sees the documents of a long row.
     """
     return any(
         bucket[i + 3] == _BOUNDS and bucket[i + 2] - bucket[i + 1] >= _WASTEFUL
@@ -93,7 +93,7 @@ def is_wasteful(bucket: Bucket) -> bool:
 
 
 def describe(call: AttentionCall) -> str:
-    """The kind of call in words; whether there is a softcap, not how large it is."""
+    """Describe the kind of call; says whether there is a softcap, but not its value."""
     words = [
         str(call.dtype).removeprefix("torch."),
         f"{call.num_heads}/{call.num_kv_heads} heads of {call.head_dim}",
@@ -107,7 +107,7 @@ def describe(call: AttentionCall) -> str:
 
 
 def answer_key(call: AttentionCall, candidates: Iterable[str], bucket: Sequence[int]) -> str:
-    """The name of an answer in the cache file; one that differs in anything is another answer."""
+    """The key of an entry in the cache file."""
     parts = [
         _hardware(call.device),
         ", ".join(f"{name} {version}" for name, version in versions()),
@@ -120,7 +120,7 @@ def answer_key(call: AttentionCall, candidates: Iterable[str], bucket: Sequence[
 
 
 def kind_key(call: AttentionCall, bucket: Sequence[int]) -> str:
-    """What all ranks of a run ask alike: the kind of call, the power of two of T, the launch."""
+    """The key that all ranks use for a decision: kind of call, log2 of T, and the launch."""
     tokens, *_, launch = bucket[:_FIELDS]
     state = " ".join(map(str, torch_state()))
     return f"{describe(call)}, {state}, tokens 2^{tokens}, launch {launch}"
@@ -132,7 +132,7 @@ def _hardware(device: torch.device) -> str:
 
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of torch, flexvarlen and each installed package that brings a kernel."""
+    """Versions of torch, flexvarlen and each installed kernel package."""
     found = [("torch", torch.__version__), ("flexvarlen", __version__)]
     for name in _KERNEL_PACKAGES:
         try:

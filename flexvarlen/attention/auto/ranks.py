@@ -1,7 +1,7 @@
 """In a run of several ranks, rank 0 decides for all: one decision for each kind of call.
 
-Without a collective: ranks may come to different kinds of calls in a different order, and a
-broadcast would wait for ever. Rank 0 leaves its decision in the run's store; the others look there.
+No collective is used: ranks may meet kinds of calls in a different order, and a broadcast
+would then hang. Rank 0 writes its decision to the process group's store; the others read it there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch.distributed as dist
 
 BEGIN_S = 60.0
-"""How long a rank waits for rank 0 to come to such a call at all."""
+"""How long a rank waits for rank 0 to start deciding."""
 
 AGAIN_S = 1.0
-"""The same for a rank that has waited in vain before: its calls are not those of rank 0."""
+"""As `BEGIN_S`, for a rank that has already timed out once: its calls differ from rank 0's."""
 
 FINISH_S = 600.0
-"""How long it waits once rank 0 has begun: it may have to compile every candidate."""
+"""How long it waits after rank 0 has started, which may compile every candidate."""
 
 _POLL_S = 0.02
 _NONE = "none"  # rank 0 found no kernel for the call, and raised
@@ -41,7 +41,7 @@ class Run:
         self._waited_in_vain = False
 
     def is_of(self, group: Any) -> bool:
-        """Whether this is still the run."""
+        """Whether `group` is still the process group of this run."""
         return self._group() is group
 
     @property
@@ -50,9 +50,9 @@ class Run:
         return not self.several or dist.get_rank() == 0
 
     def publish(self, kind: str, decide: Callable[[], str]) -> str:
-        """On rank 0: the decision for a kind of call, left where the others look.
+        """On rank 0: decide for a kind of call, and write the decision to the store.
 
-        Passes on what `decide` raises, after telling the others not to wait.
+        Reraises what `decide` raises, after telling the others not to wait.
         """
         store = _store()
         if store is None:
@@ -70,7 +70,7 @@ class Run:
         return chosen
 
     def given(self, kind: str) -> str | None:
-        """What rank 0 has decided already, or None; waits for nothing."""
+        """What rank 0 has already decided, or None; does not wait."""
         store = _store()
         if store is None or not store.check([_decided(kind)]):
             return None
@@ -78,7 +78,7 @@ class Run:
         return None if chosen == _NONE else chosen
 
     def ask(self, kind: str) -> str | None:
-        """On the other ranks: what rank 0 decided; None, with a warning, if it does not say."""
+        """On other ranks: wait for rank 0's decision; None, with a warning, after a timeout."""
         store = _store()
         if store is None:
             return None
@@ -90,7 +90,7 @@ class Run:
                 self._waited_in_vain = True
                 warnings.warn(
                     f"flexvarlen: rank 0 has not chosen a backend for {kind} within {waited:.0f} "
-                    "s, so this rank takes the static order's; call fv.explain() for such calls "
+                    "s, so this rank uses the static order; call fv.explain() for such calls "
                     "on all ranks first, or name a backend.",
                     stacklevel=2,
                 )
@@ -108,7 +108,7 @@ def _store() -> Any:
         found.check(["begun"])
     except (RuntimeError, TypeError) as error:  # the fake process group's, or MPI's None
         warnings.warn(
-            f"flexvarlen: the ranks share no store to agree in ({str(error).splitlines()[0]}), so "
+            f"flexvarlen: the ranks have no shared store ({str(error).splitlines()[0]}), so "
             "each chooses by itself; name a backend if all must take the same.",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Time kernels against each other on random tensors, on a user's documents; leave no trace."""
+"""Time candidate kernels against each other, on random tensors with the user's documents."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import BUSY_MS, HostAndDevice, time_host_and_device
 
 BUDGET_S = 1.5
-"""Timed calls of all candidates take about so long; loading and compiling them comes on top."""
+"""Approximate total time of the timed calls; loading and compiling candidates is extra."""
 
 _HEATS = ((1, math.inf), (3, 1.5), (5, 1.06))
-"""Heats: fewest rounds, and how many times slower than the fastest of the heat before one may be to
-take part. A third of the budget each."""
+"""For each heat, the minimum number of rounds, and how many times slower than the fastest of the
+previous heat a candidate may be to take part. Each heat gets a third of the budget."""
 
 _MOST_ROUNDS = 100
 
@@ -33,13 +33,13 @@ OUT_OF_MEMORY: Failure = "out of memory"
 
 
 class Race(NamedTuple):
-    """What came of timing candidates.
+    """The result of timing the candidates.
 
     Attributes:
-        timings: of each that ran, of the last heat that it took part in.
-        finalists: those of the last heat; only their times are of the same minute.
+        timings: of each candidate that ran, from its last heat.
+        finalists: candidates of the last heat, whose times were measured together.
         failed: why each other one failed.
-        layer: what is around such a call; None if it could not be timed.
+        layer: time of the rest of a decoder layer; None if it could not be measured.
     """
 
     timings: dict[str, HostAndDevice]
@@ -49,7 +49,7 @@ class Race(NamedTuple):
 
 
 def time_candidates(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race:
-    """Time each candidate once compiled: forward, and backward if the call needs it.
+    """Time each candidate after compilation: forward, and backward if the call needs it.
 
     Args:
         call: the kind of call.
@@ -59,8 +59,8 @@ def time_candidates(call: AttentionCall, mask: DocumentMask, names: Sequence[str
     Returns:
         The times of those that ran, interleaved, and why each other one failed.
 
-    A candidate whose results are not the reference's fails (`agreement.py`). Runs in a thread of
-    its own (`in_own_thread`). Syncs.
+    A candidate whose results differ from the reference fails (`check_results.py`). Runs in its
+    own thread (`in_own_thread`). Syncs.
     """
     try:
         return in_own_thread(call, lambda: _time(call, mask, names))
@@ -86,7 +86,7 @@ def _time(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race
     layer: Layer | None = None
     try:
         layer = time_layer(call, mask.layout.total_tokens)
-    except RuntimeError as error:  # of memory, of cuBLAS: not the kernels' failure
+    except RuntimeError as error:  # out of memory, or cuBLAS: the candidates are not at fault
         warnings.warn(
             f"flexvarlen: auto could not time a decoder layer beside the kernels "
             f"({_reason(error)}), so it takes the kernel that is fastest by itself; free some of "
@@ -130,7 +130,7 @@ def _time(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race
 
 
 def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, layer: Layer) -> bool:
-    """Whether a candidate may still turn out the fastest, eagerly or in a compiled graph."""
+    """Whether a candidate may still be the fastest, in eager mode or in a compiled graph."""
     if not timings:
         return True
     mine = timings[name]
@@ -150,7 +150,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _reason(error: Exception) -> Failure:
-    """One line: an error of a compiler may be a page."""
+    """The first line of the message, as compiler errors can be very long."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
     if isinstance(error, WrongResultError):

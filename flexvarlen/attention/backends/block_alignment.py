@@ -1,8 +1,8 @@
-"""Move documents to block boundaries, where FlexAttention gives each the same bits in any batch.
+"""Align documents to block boundaries, to make FlexAttention batch invariant.
 
-Its kernels go over a row block by block of 128 tokens: a document that begins inside a block is
-summed in other pieces than one that begins at its boundary. Aligned, each document begins at a
-border, and what is left of its last block is padding.
+Its kernels process a row in blocks of 128 tokens, so a document that begins inside a block is
+summed in other parts than one that begins at a block boundary. In the aligned row each document
+begins at a block boundary, and the rest of its last block is padding.
 
 Shape legend: T = tokens of the row, A = of the aligned row, H = num_heads, D = head_dim,
 N = document slots.
@@ -28,9 +28,9 @@ class AlignedRow(NamedTuple):
     Attributes:
         mask: of the aligned row.
         block_mask: the same for FlexAttention.
-        source_A: which token of the row is here, int64 `[A]`; T where none is.
-        target_T: where each token of the row goes, int64 `[T]`; A at padding after the last
-            document, which goes nowhere.
+        source_A: the row's token at each aligned position, int64 `[A]`; T if there is none.
+        target_T: aligned position of each token of the row, int64 `[T]`; A at padding after the
+            last document, which is dropped.
     """
 
     mask: DocumentMask
@@ -75,7 +75,7 @@ def align(mask: DocumentMask) -> AlignedRow:
 def _align(
     cu_seqlens: Tensor, padding_T: Tensor | None, total_tokens: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """cu_seqlens `[2N + 1]` of documents and the gaps behind them, source, target and padding."""
+    """cu_seqlens `[2N + 1]` of documents and the gaps after them, source, target and padding."""
     slots = cu_seqlens.shape[0] - 1
     aligned_tokens = (-(-total_tokens // block) + slots) * block
     lengths = cu_seqlens.diff()
@@ -113,7 +113,7 @@ def _(
 
 
 class _Move(torch.autograd.Function):
-    """Rows by index, zeros where the index is past the end; its gradient is the way back."""
+    """Gather rows, with zeros where the index is past the end; the backward uses `inverse`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

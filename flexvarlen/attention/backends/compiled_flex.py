@@ -1,4 +1,4 @@
-"""FlexAttention compiled, one function a kind of call: `flex`, what both flex backends run.
+"""Compiled FlexAttention, shared by both flex backends, with one function per kind of call.
 
 Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim.
@@ -24,14 +24,14 @@ from flexvarlen.mask.document_mask import DocumentMask
 
 
 class FlexOptions(NamedTuple):
-    """What FlexAttention is compiled for, beside its tensors.
+    """Static options that FlexAttention is compiled with.
 
     Attributes:
-        kernel: its own name of the kernel on a GPU, "TRITON" or "FLASH".
+        kernel: FlexAttention's `BACKEND` kernel option on a GPU, "TRITON" or "FLASH".
         scale, softcap: as in `AttentionCall`.
         with_lse: whether it returns the LSE.
-        tiles: which of `FORWARD_TILES` to take; None: those that torch chooses.
-        whole_blocks: whether the row is a whole number of blocks.
+        tiles: key of `FORWARD_TILES`, or None for torch's own choice.
+        whole_blocks: whether the row's length is a multiple of the block size.
     """
 
     kernel: str
@@ -53,7 +53,7 @@ def flex(
     *,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output `[T, H, D]` and, `with_lse`, LSE `[H, T]`; sinks are not counted."""
+    """Output `[T, H, D]` and, if `with_lse`, the LSE `[H, T]`; sinks are not included."""
     on_cpu = q_THD.device.type == "cpu"
     if on_cpu:  # torch refuses tensors that require grad there, under no_grad too
         q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
@@ -89,11 +89,11 @@ def flex(
 
 
 def _as_BHTD(x_THD: Tensor) -> Tensor:
-    """`[1, H, T, D]`, a view but in two cases."""
+    """`[1, H, T, D]`, a view except in two cases."""
     x_BHTD = x_THD.transpose(0, 1)[None]
     if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
         return x_BHTD.contiguous()
-    # The C++ template takes no views.
+    # The C++ template does not accept views.
     if x_THD.device.type == "cpu" and torch.compiler.is_compiling():
         return x_BHTD.clone(memory_format=torch.contiguous_format)
     return x_BHTD
@@ -104,8 +104,8 @@ def _flex(
 ) -> tuple[Tensor, Tensor | None]:
     kernel_options: Any = None
     if q.device.type == "cuda":
-        # Fewer than 128 queries would take the decoding kernel under AUTO, which knows other block
-        # sizes only.
+        # Under AUTO fewer than 128 queries would use the decoding kernel, which supports only other
+        # block sizes.
         kernel_options = {"BACKEND": options.kernel}
         if options.tiles is not None:
             kernel_options |= FORWARD_TILES[options.tiles]
@@ -144,29 +144,29 @@ FORWARD_TILES = {
 }
 """Tiles of the forward.
 
-On Hopper in half precision, less of a tile lies outside the documents than of torch's 128 queries,
-which at head_dim 64 leave little room in the registers. `flexvarlen bench kernels` times them: flex
-has these, raw:flex torch's. In float32, torch's tiles for most head dimensions above 128 do not fit
+On Hopper in half precision, less of a tile is masked out than with torch's 128 queries, which at
+head_dim 64 also need too many registers. `flexvarlen bench kernels` compares them: `flex` uses
+these, `raw:flex` torch's. In float32, torch's tiles for most head dims above 128 do not fit
 into an H200's shared memory.
 """
 
 TORCHS_WIDEST_FLOAT32 = 128
 
 WHOLE_BLOCKS = {"IS_DIVISIBLE": True}
-"""Of a row of documents at block borders, whose T is a multiple of 128.
+"""For a row of block-aligned documents, whose T is a multiple of 128.
 
-Left to itself inductor sees that of a T that it knows, and not of one that varies: two kernels for
-one document.
+By default Inductor detects this for a static T but not for a dynamic one, so the same document
+could run on two different kernels.
 """
 
 LONGEST_OF_TILES = 32768
-"""At head_dim 128 torch's tiles are the faster ones for documents of more tokens."""
+"""At head_dim 128 torch's tiles are faster for longer documents."""
 
 
 def forward_tiles(q_BHTD: Tensor, mask: DocumentMask, call: AttentionCall) -> str | None:
-    """Which of `FORWARD_TILES` the Triton kernel takes; None: those that torch chooses.
+    """The `FORWARD_TILES` key for the Triton kernel, or None for torch's own choice.
 
-    Batch invariant, this depends on nothing that varies with the row: other tiles, other bits.
+    With batch invariance it depends on nothing in the row, as other tiles give other bits.
     """
     if q_BHTD.device.type != "cuda":
         return None
@@ -181,10 +181,10 @@ def forward_tiles(q_BHTD: Tensor, mask: DocumentMask, call: AttentionCall) -> st
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the tiles for Hopper were measured for it.
+    """Whether the Hopper tiles were measured for this GPU, dtype and head_dim.
 
-    And inductor is not set to search, by `torch._inductor.config.max_autotune`; what the modes and
-    options of torch.compile say is not known while it traces.
+    False if Inductor autotunes (`torch._inductor.config.max_autotune`); the modes and options
+    of torch.compile are not known while it traces.
     """
     from torch._inductor import config
 
@@ -200,28 +200,28 @@ def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int
 # ---- compilation ----
 
 FIXED_CHOICES = "deterministic"
-"""Inductor's setting under which it chooses kernels by rule.
+"""Inductor's option that makes it choose kernels by fixed rules.
 
-Otherwise it chooses by timing: also that of the small kernel in FlexAttention's backward that sums
-`grad * out` over head_dim, in another order for another choice. Seen on an H200 with head_dim 128:
-two compilations of one call gave other bits of dq and dk.
+Otherwise it chooses by timing, also for the small kernel in FlexAttention's backward that sums
+`grad * out` over head_dim, and the order of the sum changes with the choice. On an H200 with
+head_dim 128, two compilations of one call gave different bits of dq and dk.
 """
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require_fixed_choices() -> bool:
-    """Refuse to promise equal bits in a graph that the user compiles, unless inductor's do too.
+    """Refuse to guarantee equal bits in a user's compiled graph unless Inductor is deterministic.
 
-    torch's own switch brings inductor's. That one alone does not last: Dynamo puts torch's back
-    after the first graph, and inductor's with it, before the backward is compiled.
+    torch's setting implies Inductor's. Inductor's alone does not last: Dynamo restores torch's
+    setting, and Inductor's with it, after the first graph and before the backward is compiled.
     """
     from torch._inductor import config
 
     if torch.are_deterministic_algorithms_enabled() and getattr(config, FIXED_CHOICES):
         return True
     raise NotImplementedError(
-        "flex gives the same bits in every compilation only while torch's deterministic switch is "
-        "on, and inductor's with it; call torch.use_deterministic_algorithms(True) and leave both "
+        "flex gives the same bits in every compilation only while torch's and Inductor's "
+        "deterministic modes are on; call torch.use_deterministic_algorithms(True) and leave both "
         "on, or use backend='fa3' or 'fa2'."
     )
 
@@ -229,10 +229,10 @@ def _require_fixed_choices() -> bool:
 def _call_compiled(
     kind: tuple[object, ...], same_bits: bool, args: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """The compiled kernel of one kind of call, past Dynamo's limit of graphs a function too.
+    """Call the compiled kernel of a kind of call, also past Dynamo's recompile limit.
 
-    A row of one token, one below a block, other strides: each may be one graph more. At the limit
-    the kind gets another function, whose count begins anew.
+    Rows of one token, rows shorter than a block and other strides may each add a graph. At the
+    limit the kind gets a new function, whose count starts at 0.
     """
     while True:
         generation = _generations.get(kind, 0)
@@ -242,29 +242,29 @@ def _call_compiled(
         except FailOnRecompileLimitHit:
             _generations[kind] = generation + 1
             warnings.warn(
-                "flexvarlen: flex has compiled as many graphs for one kind of call as Dynamo "
-                "allows (torch._dynamo.config.recompile_limit) and goes on with more; rows of one "
+                "flexvarlen: flex has compiled as many graphs for this kind of call as Dynamo "
+                "allows (torch._dynamo.config.recompile_limit) and will compile more; rows of one "
                 "size, padded to total_tokens, need one.",
                 stacklevel=2,
             )
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""torch 2.13 counts the compiled frames of `fullgraph=True` in one place for all threads: two calls
-at once, and one may raise that it found none (mended by pytorch's pull request 185138)."""
+"""torch 2.13 counts the compiled frames of `fullgraph=True` globally for all threads, so one of two
+concurrent calls may raise that it found none (fixed in pytorch pull request 185138)."""
 
 _generations: dict[tuple[object, ...], int] = {}
-"""Functions of a kind that are full."""
+"""For each kind of call, the number of functions that have reached the recompile limit."""
 
 
 @cache
 def _compiled(
     kind: tuple[object, ...], same_bits: bool, generation: int
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The compiled kernel of one kind of call, in which only T varies.
+    """Compile the kernel of one kind of call, in which only T is dynamic.
 
-    Dynamo counts recompilations, and remembers which sizes vary, by a function's code and name:
-    each kind gets its own.
+    Dynamo counts recompilations and tracks dynamic sizes per code object and name, so each kind
+    gets its own function.
     """
     name = "flex_" + "_".join(map(str, (*kind, same_bits, generation)))
     own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
@@ -279,7 +279,7 @@ def _compiled(
 def _inductor_keeping_buffers(
     graph: torch.fx.GraphModule, inputs: list[Tensor], *, options: dict[str, Any] | None
 ) -> Any:
-    """torch.compile's own backend, whose graphs may run their backward twice.
+    """Inductor without donated buffers, so that a backward may run twice.
 
     By default a backward overwrites what the forward saved for it, and raises under
     `retain_graph=True`.

@@ -1,6 +1,6 @@
-"""The package `flash_attn.cute`, FlashAttention-4: whether it can be used, and its import.
+"""Import FlashAttention-4 (`flash_attn.cute`), or say why it cannot be used.
 
-It compiles a kernel for each kind of call, which takes seconds, and keeps it in the cache folder.
+It compiles a kernel for each kind of call, which takes seconds, and caches it in the cache folder.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ REINSTALL = (
 )
 _HOPPER, _BLACKWELL = (9,), (10, 11)
 _NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
-"""Arguments of the backward that versions before 4.0.0b36 lack, some or all."""
+"""Arguments of the backward, some of which are missing in versions before 4.0.0b36."""
 
 
 def package_refusal(name: str, device: torch.device) -> str | None:
     """Why FlashAttention-4 cannot run on this machine, or None."""
-    # FA2's package brings an old copy of the folder: what FA4 is written in tells them apart.
+    # FA2's package ships an old copy of the folder; only FA4 installs cutlass.
     if find_spec("cutlass") is None or find_spec("flash_attn") is None:
         return f"{name} needs flash_attn.cute, FlashAttention-4, which is not installed; {INSTALL}"
     if torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
@@ -47,12 +47,12 @@ def is_hopper(device: torch.device) -> bool:
 
 
 _IMPORTING = threading.Lock()
-"""One thread at a time puts variables into the environment, and takes them out."""
+"""Only one thread at a time may set and unset the environment variables."""
 
 
 @cache
 def _import_problem(device: torch.device) -> str | None:
-    """Why the installed `flash_attn.cute` is not usable, without a full stop, or None."""
+    """Why the installed `flash_attn.cute` cannot be used, as part of a sentence, or None."""
     try:
         with _IMPORTING, _keeping_kernels(device):
             from flash_attn.cute.interface import _flash_attn_bwd
@@ -66,12 +66,12 @@ def _import_problem(device: torch.device) -> str | None:
 
 @contextmanager
 def _keeping_kernels(device: torch.device) -> Iterator[None]:
-    """Around the import of `flash_attn.cute`, which looks once: FA4 keeps compiled kernels.
+    """Enable FA4's kernel cache during the import of `flash_attn.cute`, which reads it once.
 
-    In the cache folder, as inductor and Triton do theirs, unless the environment says anything
-    about it, which it does not to other processes. Not in a folder that is another user's, or that
-    cannot be written or locked. A folder a kind of GPU, and none where there are two kinds: not all
-    of FA4's keys name it.
+    The kernels go to the cache folder, unless the environment already configures FA4's cache; the
+    variables are unset again afterwards. A folder that another user owns, or that cannot be written
+    or locked, is not used. There is one folder per GPU architecture, and no caching if the machine
+    has two, as not all of FA4's cache keys include it.
     """
     kinds = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if FA4_KEEPS in os.environ or FA4_FOLDER in os.environ or len(kinds) != 1:
@@ -91,7 +91,7 @@ def _keeping_kernels(device: torch.device) -> Iterator[None]:
 
 
 def _own_folder(name: str) -> str | None:
-    """A folder of this user's in the cache folder, made if need be; None if it cannot be locked."""
+    """Create a folder of this user in the cache folder; None if it cannot be used."""
     import fcntl  # POSIX alone, as FA4
 
     try:
@@ -100,5 +100,5 @@ def _own_folder(name: str) -> str | None:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return str(folder) if folder.stat().st_uid == os.geteuid() else None
-    except (OSError, RuntimeError):  # the latter of a folder of ~somebody who is nobody
+    except (OSError, RuntimeError):  # expanduser raises RuntimeError if there is no such user
         return None

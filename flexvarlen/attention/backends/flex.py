@@ -1,6 +1,6 @@
 """`flex`: FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask.
 
-The BlockMask is built once a forward.
+The BlockMask is built once per forward.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class FlexBackend:
             )
         if call.batch_invariant and (call.spec.prefix or call.spec.cross):
             return (
-                "flex has neither prefixes nor layout_k where it is batch invariant; use "
+                "flex does not support prefixes or layout_k with batch_invariant; use "
                 "backend='fa3' for layout_k, or, without gradients or softcap, 'sdpa'."
             )
         if call.batch_invariant and call.needs_grad:
             return (
-                "flex is batch invariant in its outputs alone: in its backward, inductor makes the "
-                "kernel that sums grad * out anew for other shapes, and it sums in another order; "
+                "flex is batch invariant only in its outputs: in its backward, Inductor compiles "
+                "the kernel that sums grad * out per shape, and the order of the sum changes; "
                 "use backend='fa3' or 'fa2', in half precision, or torch.no_grad()."
             )
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> BlockMask | AlignedRow:
-        """The document BlockMask; batch invariant, that of the row with its documents aligned."""
+        """The document BlockMask, or, if batch invariant, the aligned row and its BlockMask."""
         return align(mask) if batch_invariant else block_mask_of(mask)
 
     def attend(
@@ -76,7 +76,7 @@ class FlexBackend:
         """One call for all documents and heads; K and V are never repeated for GQA."""
         if call.batch_invariant is isinstance(plan, BlockMask):
             raise ValueError(
-                "plan must be made for the guarantee that the call asks for, got one for "
+                "plan must be made with the same batch_invariant as the call, got a plan with "
                 f"batch_invariant={not call.batch_invariant}; leave plan= out."
             )
         if isinstance(plan, BlockMask):

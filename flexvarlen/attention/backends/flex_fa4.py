@@ -1,4 +1,4 @@
-"""`flex_fa4`: FlexAttention with `BACKEND="FLASH"`, which is FlashAttention-4 under a BlockMask."""
+"""`flex_fa4`: FlexAttention with `BACKEND="FLASH"`, FlashAttention-4 kernels with a BlockMask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
 
 HEAD_DIMS = (32, 64, 96, 128)
-"""Measured on an H200: above 128 its blocks are not ours, below 32 and between these its gradients
-are wrong by their own size (see `limits.fa4_gradient_refusal`)."""
+"""Tested on an H200: above 128 it needs other block sizes; for other head dims up to 128 its
+gradients are wrong, with a relative error of about 1 (see `limits.fa4_gradient_refusal`)."""
 
 
 class FlexFlashBackend:
@@ -24,7 +24,7 @@ class FlexFlashBackend:
     name = "flex_fa4"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Needs FlashAttention-4; has no LSE, no guarantee and few head dimensions."""
+        """Needs FlashAttention-4; no LSE, no determinism, and only a few head dimensions."""
         if call.device.type != "cuda":
             return f"flex_fa4 needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
         missing = package_refusal(self.name, call.device) or half_refusal(self.name, call)
@@ -37,8 +37,8 @@ class FlexFlashBackend:
             )
         if call.sinks or call.return_lse:
             return (
-                "flex_fa4 has no LSE to rely on, and so no sinks (torch 2.11 and 2.12 give it off "
-                "by ln 2); use backend='flex' or 'fa4'."
+                "flex_fa4 supports neither LSE nor sinks (its LSE is off by ln 2 in torch 2.11 and "
+                "2.12); use backend='flex' or 'fa4'."
             )
         if call.needs_grad and torch.are_deterministic_algorithms_enabled():
             return (

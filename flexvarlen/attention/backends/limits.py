@@ -1,4 +1,4 @@
-"""What several kernels need or lack, as sentences: each belongs to one family of kernels."""
+"""Requirements and limits shared by several backends; each check returns a reason or None."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDEST_ORDERED_HEAD_DIM = 192
 
 
 def ampere_refusal(name: str, device: torch.device) -> str | None:
-    """What the FlashAttention-2 kernels, torch's and the package's, need of a GPU."""
+    """Refuse GPUs that the FlashAttention-2 kernels (torch's and the package's) do not support."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return (
             f"{name} needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 'sdpa'."
@@ -21,7 +21,7 @@ def ampere_refusal(name: str, device: torch.device) -> str | None:
 
 
 def half_refusal(name: str, call: AttentionCall) -> str | None:
-    """What kernels on the GPU's 16-bit matrix units need."""
+    """Refuse dtypes other than bfloat16 and float16."""
     if call.dtype not in HALF:
         return (
             f"{name} needs bfloat16 or float16, got {call.dtype}; convert the model or use "
@@ -31,7 +31,7 @@ def half_refusal(name: str, call: AttentionCall) -> str | None:
 
 
 def fa3_order_refusal(name: str, call: AttentionCall) -> str | None:
-    """Where FlashAttention-3 has no backward that sums in one order."""
+    """Refuse head dims for which FlashAttention-3 has no deterministic backward."""
     if call.same_bits and call.needs_grad and call.head_dim > _WIDEST_ORDERED_HEAD_DIM:
         return (
             f"{name} has no deterministic backward for head_dim above {_WIDEST_ORDERED_HEAD_DIM}, "
@@ -41,10 +41,10 @@ def fa3_order_refusal(name: str, call: AttentionCall) -> str | None:
 
 
 def fa4_gradient_refusal(name: str, call: AttentionCall) -> str | None:
-    """Where FlashAttention-4's gradients are wrong.
+    """Refuse head dims for which FlashAttention-4's gradients are wrong.
 
     Measured on an H200 with 4.0.0b36, packed: at head_dim 8, 16, 40 and 80 dq, dk and dv are wrong
-    by their own size, at 32, 64, 96, 128, 160, 192 and 256 they are right.
+    (relative error about 1); at 32, 64, 96, 128, 160, 192 and 256 they are correct.
     """
     if call.needs_grad and call.head_dim % 32:
         return (

@@ -1,9 +1,9 @@
 """`nested`: torch's SDPA on nested tensors of the jagged layout.
 
-Behind it runs the flash kernel of `varlen`, to which it is pinned: asked to choose, torch 2.11
-takes cuDNN for some, whose packed backward gives NaN.
+It is pinned to the flash kernel that `varlen` uses: left to choose, torch 2.11 uses cuDNN for
+some calls, whose packed backward gives NaN.
 
-Shape legend: as in `protocol.py`.
+Shape legend: as in `call.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NestedBackend:
     name = "nested"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """A CUDA GPU, half precision, plain causal or bidirectional documents, and no more."""
+        """Needs a CUDA GPU and half precision; only plain causal or bidirectional masks."""
         spec = call.spec
         if call.device.type != "cuda":
             return f"nested needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
@@ -55,7 +55,7 @@ class NestedBackend:
             )
         if call.past_int32:
             return (
-                "nested reads memory that is not its own for queries of 2**31 elements or more "
+                "nested reads out of bounds for queries of 2**31 elements or more "
                 "(tokens x heads x head_dim); pack shorter rows, or use backend='fa3' or 'flex'."
             )
         wrong = fa4_gradient_refusal(self.name, call)
@@ -64,7 +64,7 @@ class NestedBackend:
         return ampere_refusal(self.name, call.device)
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
-        """The offsets that nested tensors are made of, int64 `[N + 1]`."""
+        """The offsets of the nested tensors, int64 `[N + 1]`."""
         return mask.layout.cu_seqlens.long()
 
     def attend(
@@ -77,7 +77,7 @@ class NestedBackend:
         mask: DocumentMask,
         plan: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Eagerly torch's own autograd; in a compiled graph an operator with a backward."""
+        """Uses torch's autograd in eager mode, and a custom operator in compiled graphs."""
         settings = (
             max(mask.layout.max_seqlen_bound, MIN_BOUND),
             mask.spec.causal,
@@ -104,7 +104,7 @@ def _sdpa(
     repeats = q_THD.shape[1] // k_THD.shape[1]
     if repeats > 1:
         k_THD, v_THD = (x.repeat_interleave(repeats, 1) for x in (k_THD, v_THD))
-    # min_seqlen 1, though slots may be empty: at 0 torch shuns the flash kernel, which is right.
+    # min_seqlen=1 although slots may be empty: with 0 torch would not use the flash kernel.
 
     def jagged(x_THD: Tensor) -> Tensor:
         x_THD = _TailZeroed.apply(x_THD.contiguous(), offsets)  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ def _sdpa(
 
 
 class _TailZeroed(torch.autograd.Function):
-    """The same tensor, whose gradient past the last boundary, which no kernel writes, is zero."""
+    """Identity whose gradient is zeroed past the last boundary, where no kernel writes it."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, offsets: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ def nested_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by the kernel that nested tensors' own autograd calls.
+    """Compute gradients with the kernel that the autograd of nested tensors uses.
 
-    There is no autograd inside an operator, and SDPA hands out no LSE: the forward runs once more.
+    SDPA does not return the LSE, so the forward runs again (no autograd inside an operator).
     """
     heads, groups = q_THD.shape[1], k_THD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(heads // groups, 1) for x in (k_THD, v_THD))

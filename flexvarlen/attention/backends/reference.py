@@ -1,6 +1,6 @@
-"""`reference`: dense attention in plain torch operations, T x Tk scores; any float dtype.
+"""`reference`: dense attention in plain torch, with T x Tk scores, in any float dtype.
 
-Half precision is computed in fp32 and rounded once, at the end: scores in fp16 would overflow.
+Half precision is computed in fp32 and rounded at the end, as fp16 scores could overflow.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flexvarlen.mask.vectors import dense_mask
 
 
 class ReferenceBackend:
-    """Dense attention; memory H·T·Tk scores."""
+    """Dense attention; needs memory for H·T·Tk scores."""
 
     name = "reference"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """It can do all but be batch invariant: a matrix product's order of sums depends on T."""
+        """Supports everything except batch invariance: the order of matmul sums depends on T."""
         if not call.dtype.is_floating_point:
             return f"reference needs a float dtype, got {call.dtype}; convert the tensors."
         if call.batch_invariant:
@@ -44,7 +44,7 @@ class ReferenceBackend:
         mask: DocumentMask,
         plan: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores of all pairs, masked; rows that keep nothing give 0 and an LSE of -inf."""
+        """Masked dense attention; queries that see no key give 0 and an LSE of -inf."""
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         with torch.autocast(q_THD.device.type, enabled=False):  # it would narrow the products again
             out_THD, lse_HT = dense_attention(
@@ -61,7 +61,7 @@ def dense_attention(
     seen: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Output `[T, H, Dv]` and LSE `[H, T]` in the tensors' dtype, whatever `call` says of it.
+    """Output `[T, H, Dv]` and LSE `[H, T]` in the tensors' dtype; `call.dtype` is ignored.
 
     `seen` is bool `[T, Tk]`.
     """

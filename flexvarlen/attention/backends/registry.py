@@ -1,6 +1,6 @@
 """The attention kernels, by name.
 
-A kernel the user names never falls back to another: it says why it cannot.
+A backend requested by name never falls back to another: it raises the reason instead.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """Every backend's name."""
 
 AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa", "reference")}
-"""`backend="auto"` where it has not measured: the first usable of these, by device type.
+"""Static order of `backend="auto"` where nothing is measured, by device type: first usable wins.
 
-On the CPU `reference` has what `sdpa` lacks (softcap, sinks), in memory that grows with T squared.
+On the CPU `reference` supports softcap and sinks, which `sdpa` lacks, with memory O(T²).
 """
 
 WASTEFUL_ORDER = {"cuda": ("flex", "fa3", "fa2", "varlen", "sdpa")}
-"""The same where kernels over cu_seqlens would be launched for far more than the row holds: in a
-compiled graph that alone sees the documents (position_ids, document ids) of a long row."""
+"""As `AUTO_ORDER`, if cu_seqlens kernels would be launched for far more than the row holds: in a
+compiled graph, for a long row whose documents come from position_ids or document ids."""
 
 
 def get_backend(name: str) -> Backend:
@@ -98,17 +98,17 @@ def why_not(
 ) -> str | None:
     """Why a backend cannot serve calls of this kind on this machine.
 
-    `packed_attention` raises this very sentence, and runs where there is none.
+    `packed_attention` raises the same message; if there is none, it runs.
 
     Args:
         name: one of `BACKENDS`.
         device, dtype, num_heads, num_kv_heads, head_dim: of the tensors.
         causal, window, chunk, align: as in `packed_attention`.
         prefix, cross: whether a call is given `prefix` and `layout_k`.
-        total_tokens: of the longer of the rows of queries and of keys; 0: not so many that a kernel
-            would mind.
-        softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; where
-            None says nothing, the environment variables do.
+        total_tokens: length of the longer of the query and key rows; 0: short enough for every
+            kernel.
+        softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; for
+            None the environment variables apply.
         needs_grad: whether a backward will follow.
 
     Returns:

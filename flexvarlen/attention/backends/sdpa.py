@@ -1,9 +1,9 @@
-"""`sdpa`: torch's scaled_dot_product_attention, one call a document; differentiable anywhere.
+"""`sdpa`: torch's scaled_dot_product_attention, called once per document, on any device.
 
 The cost grows with the sum of squared lengths, not with T². Documents cannot touch one another, and
-each gives the same bits in any batch. Launch-bound on a GPU: its place is the CPU.
+results are batch invariant. It is launch-bound on a GPU and meant for the CPU.
 
-Shape legend: as in `protocol.py`; L, Lk = tokens of one document.
+Shape legend: as in `call.py`; L, Lk = tokens of one document.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SdpaBackend:
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
-        """What the loop reads, int32 `[4, capacity + 1]`: boundaries of q and k, dead, prefix.
+        """The loop's input, int32 `[4, capacity + 1]`: boundaries of q and k, dead, prefix.
 
         Reads the device back if the host does not know the boundaries, except inside a compiled
         graph.
@@ -70,10 +70,10 @@ class SdpaBackend:
         mask: DocumentMask,
         plan: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Eagerly a differentiable loop.
+        """Run a differentiable loop in eager mode.
 
-        In a compiled graph, and where something watches operators (selective activation
-        checkpointing), an operator with a backward.
+        In a compiled graph, and under a dispatch mode (selective activation checkpointing), use
+        a custom operator with a backward.
         """
         spec = mask.spec.as_ints()
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -82,7 +82,7 @@ class SdpaBackend:
 
 
 def _documents(plan: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Rows of q and k, and the prefix, of each document that is no padding and has queries."""
+    """Rows of q and k, and the prefix, of each document that has queries and is not padding."""
     cu_q, cu_k, dead, prefix = plan.tolist()
     for i, is_dead in enumerate(dead[:-1]):
         if cu_q[i + 1] > cu_q[i] and not is_dead:
@@ -92,7 +92,7 @@ def _documents(plan: Tensor) -> Iterator[tuple[slice, slice, int]]:
 def _loop(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
-    """One SDPA call a document; zeros elsewhere."""
+    """Call SDPA once per document; the output is zero elsewhere."""
     pieces = []
     done = 0
     with _without_cudnn():
@@ -100,7 +100,7 @@ def _loop(
             pieces.append(torch.zeros_like(q_THD[done : rows.start]))
             pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale))
             done = rows.stop
-    if not pieces:  # a row of nothing but padding has gradients too: zeros
+    if not pieces:  # keep a row of only padding differentiable, with zero gradients
         pieces = [x[:0].reshape(0, *q_THD.shape[1:]) for x in (q_THD, k_THD, v_THD)]
     pieces.append(torch.zeros_like(q_THD[done:]))
     return torch.cat(pieces)
@@ -108,7 +108,7 @@ def _loop(
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Keep SDPA from cuDNN's kernel, which it prefers on Hopper.
+    """Disable cuDNN's SDPA kernel, which torch prefers on Hopper.
 
     With torch 2.11 on an H200 its gradients are wrong by 140% after a call of the same shape with a
     gradient of another memory format, and NaN in float16 under masks that leave few keys: see the
@@ -190,7 +190,7 @@ def sdpa_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the loop, a document and a KV head at a time (no autograd in an operator)."""
-    # zeros_like would keep the strides of a view; the fake implementation promises contiguous ones
+    # not zeros_like, which keeps the strides of a view: the fake implementation is contiguous
     dq, dk, dv = (
         q_THD.new_zeros(q_THD.shape),
         k_THD.new_zeros(k_THD.shape),

@@ -1,4 +1,4 @@
-"""Attention sinks: a logit a head that adds `exp(sink)` to each query's sum of exponentials.
+"""Attention sinks: one logit per head, adding `exp(sink)` to each query's softmax denominator.
 
 Shape legend: T = tokens of the query row, H = num_heads, D = head_dim.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LEAST_SINK = -1e30  # as good as -inf, which minus itself is NaN where a query sees no key
+_LEAST_SINK = -1e30  # instead of -inf: -inf - (-inf) would be NaN where a query sees no key
 
 
 def finite_sinks(sinks_H: Tensor) -> Tensor:

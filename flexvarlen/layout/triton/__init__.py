@@ -1,1 +1,1 @@
-"""Triton kernels of the layout, and the launcher that all of ours go through."""
+"""Triton kernels for the layout, and the launcher that all our Triton kernels use."""

@@ -49,8 +49,8 @@ def check_boundaries(
         max_seqlen_bound: the longest document allowed, in tokens.
 
     Returns:
-        int32 `[capacity + 1]`. A boundary that breaks the contract fails a device assertion: the
-        process can use the GPU no more, and no kernel reads it.
+        int32 `[capacity + 1]`. An invalid boundary fails a device-side assertion, after which the
+        process cannot use the GPU; no kernel reads the boundary.
     """
     out = cu_seqlens.new_empty(capacity + 1)
     sizes = (cu_seqlens.shape[0] - 1, capacity, total_tokens, max_seqlen_bound)

@@ -1,4 +1,4 @@
-"""`Launcher`: a Triton kernel, called again at the host cost of its launch."""
+"""`Launcher`: a Triton kernel whose repeated calls cost the host only the launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; Triton compiles apart for pointers that are not so aligned
+_ALIGNMENT = 16  # bytes; Triton compiles a separate kernel for less aligned pointers
 
 
 class Launcher:
     """A Triton kernel with its constants.
 
-    Triton looks for the compiled kernel of a call anew in every call, by all its arguments: on the
-    host that takes longer than our kernels run (FlexAttention masks: 24 µs, of which the launch is
-    9). A launcher keeps what it found. So all its calls must be of one kind: tensors of the same
+    Triton looks up the compiled kernel by all arguments at every call, which takes longer on the
+    host than our kernels run (for BlockMask tables 24 µs, of which the launch is 9 µs). A launcher
+    keeps the compiled kernel, so all its calls must have the same signature: tensors of the same
     dtypes, the same inputs None, and each number an int32 that the kernel lists under
     `do_not_specialize`.
 
@@ -27,7 +27,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
         self.kernel = kernel
-        # debug keeps device_assert; its checks of integer overflow would be most of the kernel.
+        # debug keeps device_assert; its integer overflow checks would dominate the kernel's time.
         self.constants = constants | {"debug": True, "sanitize_overflow": False}
         self.values = [constants[name] for name in kernel.arg_names if name in constants]
         self._compiled: dict[int, Any] = {}
@@ -41,7 +41,7 @@ class Launcher:
     ) -> None:
         """Run `programs` programs on the first input's device, on its current stream.
 
-        `outputs` must be aligned, as the beginning of whatever torch allocates is.
+        `outputs` must be 16-byte aligned, as newly allocated tensors are.
         """
         assert inputs[0] is not None
         device = inputs[0].device

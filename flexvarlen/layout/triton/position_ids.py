@@ -1,4 +1,4 @@
-"""Places of tokens in their documents, in Triton: one launch in place of six."""
+"""Each token's position in its document, in Triton: one launch instead of six."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _launcher = Launcher(_position_ids, {"TOKENS": TOKENS})
 
 
 def position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    """int64 `[T]` of int32 `[N + 1]` on a CUDA device; on from the last boundary, too. No sync."""
+    """int64 `[T]` positions from int32 `[N + 1]`; padding counts from the last boundary."""
     out = torch.empty(total_tokens, dtype=torch.int64, device=cu_seqlens.device)
     if total_tokens > 0:
         slots = cu_seqlens.shape[0] - 1

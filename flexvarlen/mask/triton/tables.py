@@ -1,10 +1,10 @@
 """One Triton launch that writes the row bounds and all eight tables of a document BlockMask.
 
-A program serves one block of query rows or one block of keys. It finds the document of each of its
-tokens by binary search, from that the bounds of each token, from their extremes the run of blocks
-to list: the same arithmetic as `mask/vectors.py` and `mask/tables.py`, which are its reference.
+A program handles one block of queries or one block of keys. It finds the document of each of its
+tokens by binary search, computes each token's bounds, and lists the run of blocks between the
+extremes. `mask/vectors.py` and `mask/tables.py` are its reference in torch.
 
-Names: "own" is the row whose block a program serves, "other" the row whose blocks it lists.
+Names: "own" is the row whose block a program handles, "other" the row whose blocks it lists.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from flexvarlen.mask.vectors import MaskInputs
 
 COLUMNS = tl.constexpr(128)
-"""Indices that a program writes at once."""
+"""Number of indices that a program writes per iteration."""
 GAP_COLUMNS = tl.constexpr(32)
-"""Blocks that it tries at once where a run may have gaps: each against all rows of its block."""
-_ALIGNED = 32  # elements of int32 between the beginnings of tables in one storage: 128 bytes
+"""Number of blocks tested per iteration where a run may have gaps, each against all rows."""
+_ALIGNED = 32  # tables in one storage start at multiples of this many int32: 128 bytes
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _write_lists(
 
     touched = end - first
     if GAPS:
-        # Blocks inside the run that no token sees are left out: each is tried.
+        # Test each block of the run, and skip those that no token sees.
         partial = kept * 0
         for begin in range(first, end, GAP_COLUMNS):
             other = begin + tl.arange(0, GAP_COLUMNS)
@@ -82,7 +82,7 @@ def _write_lists(
     else:
         partial = touched - kept
 
-    # Only boundaries that break the contract, written past the checks, can end here.
+    # Fails only for invalid boundaries that were written after the checks.
     sound = (first >= 0) & (end <= tl.cdiv(other_tokens, OTHER_BLOCK))
     sound = sound & (partial >= 0) & (partial <= width) & (kept <= width)
     tl.device_assert(sound, "flexvarlen: a document does not fit the layout or max_seqlen_bound")
@@ -220,7 +220,7 @@ def _document_tables(
 
 @dataclass(frozen=True)
 class _Launch:
-    """What a build needs to know beside its tensors: all of it static."""
+    """The static arguments of a launch: everything except the tensors."""
 
     programs: int
     storage: int
@@ -274,7 +274,7 @@ def _launch(
                 "CROSS": mask.cross,
                 "PADDING_Q": padded[0],
                 "PADDING_K": padded[1],
-                # Only here can keys that nobody sees lie between those of two neighbours.
+                # Only in these cases can keys that no query sees lie between visible keys.
                 "GAPS": mask.cross or (any(padded) and block_size[0] != block_size[1]),
             },
         ),
@@ -284,7 +284,7 @@ def _launch(
 def build_tables_in_one_launch(
     given: MaskInputs, block_size: Sequence[int], width: Sequence[int], one_storage: bool
 ) -> list[Tensor]:
-    """`flexvarlen.mask.tables.build_tables` on a CUDA device; arguments and answer as there.
+    """`flexvarlen.mask.tables.build_tables` on a CUDA device, with the same arguments and result.
 
     No sync; may be captured in a CUDA graph.
     """
@@ -297,7 +297,7 @@ def build_tables_in_one_launch(
         tuple(block_size),
         tuple(width),
     )
-    if one_storage:  # the host time of one allocation
+    if one_storage:  # one allocation saves host time
         storage = cu_seqlens.new_empty(launch.storage)
         tables = [storage.as_strided(*view) for view in launch.views]
     else:

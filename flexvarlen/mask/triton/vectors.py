@@ -1,6 +1,6 @@
-"""The bounds of tokens, in Triton: `query_bounds` and `key_bounds` of `flexvarlen.mask.vectors`.
+"""`query_bounds` and `key_bounds` of `flexvarlen.mask.vectors`, in Triton.
 
-Names: "own" is the row of the tokens, "other" the row that the bounds lie in.
+Names: "own" is the row of the tokens, "other" the row that the bounds point into.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the backends over cu_seqlens share: their plan, their call and what all of them refuse.
+"""The base class of the cu_seqlens backends: plan, call and common restrictions.
 
 Shape legend: T = tokens of the query row, H = num_heads, D = head_dim, N = document slots.
 """
@@ -20,11 +20,11 @@ from flexvarlen.mask.document_mask import DocumentMask
 
 
 class Boundaries(NamedTuple):
-    """What a kernel is given of a mask: its documents, or the chunks they fall into.
+    """The boundaries that a kernel gets: those of the documents, or of their chunks.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`.
-        bound_q, bound_k: no document ever has more tokens.
+        bound_q, bound_k: upper bounds on document length.
         masked_T: queries whose output is zero though they lie before the last boundary, bool `[T]`.
     """
 
@@ -36,7 +36,7 @@ class Boundaries(NamedTuple):
 
 
 class CuSeqlensBackend:
-    """A kernel over cu_seqlens. A subclass calls it, and says what it needs and lacks."""
+    """Base class of a cu_seqlens backend. Subclasses call the kernel and state its limits."""
 
     name: str
     head_dims: tuple[int, int]
@@ -44,19 +44,19 @@ class CuSeqlensBackend:
     has_windows = True
     has_softcap = True
     launches_own_sizes = True
-    """Whether it may be launched for the row's own documents: its time grows with the bounds."""
+    """Whether to launch with the row's own sizes instead of the bounds, which is faster."""
 
     def __init__(self) -> None:
         KERNELS[self.name] = self
 
-    # ---- what a subclass has ----
+    # ---- implemented by subclasses ----
 
     def why_missing(self, device: torch.device) -> str | None:
         """Why the kernel cannot run on this machine at all, or None."""
         raise NotImplementedError
 
     def why_not_this(self, call: AttentionCall) -> str | None:
-        """What this kernel alone lacks for the call, or None."""
+        """Why this particular kernel cannot serve the call, or None."""
         return None
 
     def forward(
@@ -82,7 +82,7 @@ class CuSeqlensBackend:
     # ---- as a `Backend` ----
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Needs its package and GPU, half precision and a head_dim it has; no prefix."""
+        """Needs the package, the GPU, half precision and a supported head_dim; no prefix."""
         if call.device.type != "cuda":
             return f"{self.name} needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
         return (
@@ -110,7 +110,7 @@ class CuSeqlensBackend:
             return f"{self.name} has no chunks with layout_k; use backend='flex'."
         if spec.top_left and (spec.left, spec.right) != (-1, -1):
             return (
-                f"{self.name} aligns documents with their keys at the bottom right; pass "
+                f"{self.name} supports only align='bottom_right' with layout_k; pass "
                 "align='bottom_right' or use backend='flex'."
             )
         if not self.has_windows and (spec.left, spec.right) not in ((-1, 0), (-1, -1)):
@@ -163,9 +163,9 @@ class CuSeqlensBackend:
         return out_THD, lse_HT
 
     def _sizes(self, mask: DocumentMask, plan: Boundaries, *, compiling: bool) -> Sizes:
-        """What to launch for.
+        """The sizes to launch the kernel with.
 
-        Not in the plan: a compiled layer that is handed it would take its numbers for constants.
+        Not part of the plan: a compiled layer that gets the plan would specialize on its numbers.
         """
         cu_seqlens_q, _, bound_q, bound_k, _ = plan
         documents, longest_q, tail = mask.layout.launch.read(compiling=compiling)
@@ -183,12 +183,12 @@ def _is_chunked(mask: DocumentMask) -> bool:
 
 
 def _outlives_the_call(x: Tensor, *, compiling: bool, traced: bool) -> bool:
-    """Whether what is traced, or captured, keeps numbers and is run on other documents later."""
+    """Whether a trace or capture bakes in these numbers and later runs on other documents."""
     if compiling:
         # Not is_exporting(): Dynamo of torch 2.11 takes it for True in every graph.
         return bool(getattr(torch.compiler, "_is_exporting_flag", True))
-    # Inductor's own CUDA graphs call the operator, not this; so whoever captures here, another
-    # operator inside inductor's graph too, replays these very numbers.
+    # Inductor's own CUDA graphs call the operator, not this function. So any capture seen here,
+    # also by another operator inside Inductor's graph, replays these numbers.
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     proxy = torch._C._TorchDispatchModeKey.PROXY

@@ -16,7 +16,7 @@ class CudnnBackend(CuSeqlensBackend):
 
     name = "cudnn"
     head_dims = (8, 128)
-    launches_own_sizes = False  # cuDNN builds and keeps a plan for each size
+    launches_own_sizes = False  # cuDNN builds and caches a plan for each size
     has_windows = False
     has_softcap = False
 
@@ -32,7 +32,7 @@ class CudnnBackend(CuSeqlensBackend):
         """No backward, and no guarantee of equal bits."""
         if call.needs_grad:
             return (
-                "cudnn is forward only here: its packed backward gives NaN in torch 2.11; use "
+                "cudnn is forward-only: its packed backward gives NaN in torch 2.11; use "
                 "backend='varlen', or torch.no_grad()."
             )
         if call.past_int32:

@@ -1,4 +1,4 @@
-"""`fa2`: the flash-attn package, version 2. Optional: imported when it is first asked about."""
+"""`fa2`: the flash-attn package, version 2. Optional: imported on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
 
     def why_missing(self, device: torch.device) -> str | None:
         """Needs the package and an Ampere GPU."""
-        # flash_attn alone is no proof: FA4 lives in the same folder.
+        # flash_attn alone is not enough: FA4 installs into the same folder.
         if find_spec("flash_attn_2_cuda") is None:
             return f"fa2 needs the package flash-attn, version 2, which is not installed; {INSTALL}"
         try:
@@ -90,7 +90,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
 
 
 def _plain(function: Any) -> Any:
-    """The function that the package registers as an operator: here it runs inside one already."""
+    """Unwrap the package's custom operator, as this code already runs inside an operator."""
     return getattr(function, "_init_fn", function)
 
 

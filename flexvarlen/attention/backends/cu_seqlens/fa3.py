@@ -1,7 +1,7 @@
-"""`fa3`: FlashAttention-3, the Hopper kernels. Optional: imported when it is first asked about.
+"""`fa3`: FlashAttention-3, the Hopper kernels. Optional: imported on first use.
 
-Upstream installs it as `flash_attn_interface`, whose import registers `torch.ops.flash_attn_3`: its
-own Python functions change their arguments from release to release, the operators have names.
+The package is `flash_attn_interface`, whose import registers `torch.ops.flash_attn_3`. We call the
+operators by keyword, as the arguments of its Python functions change between releases.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class FlashAttention3Backend(CuSeqlensBackend):
         return None
 
     def why_not_this(self, call: AttentionCall) -> str | None:
-        """Softcap is left out of some builds; no ordered backward for the widest heads."""
+        """Some builds lack softcap; no deterministic backward for head_dim above 192."""
         if call.softcap is not None and torch.cuda.is_current_stream_capturing():
-            return "fa3 cannot be asked about softcap in a CUDA graph; make one such call before."
+            return "fa3 cannot test for softcap during CUDA graph capture; call it once before."
         if call.softcap is not None and not _built_with_softcap(call.device):
             return (
                 "fa3 is built without softcap here; build it without "
@@ -61,7 +61,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
             _rows(k),
             _rows(v),
             **_keywords(segments, call),
-            num_splits=1,  # more are for decoding, and would depend on the batch
+            num_splits=1,  # more splits are for decoding, and break batch invariance
         )
         return out_THD, lse_HT
 
@@ -96,7 +96,7 @@ def _operators() -> tuple[Any, Any]:
 
 
 def _keywords(segments: Segments, call: AttentionCall) -> dict[str, Any]:
-    """What forward and backward both take, as their operators name it."""
+    """Keyword arguments common to the forward and backward operators."""
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
         "cu_seqlens_k": segments.cu_seqlens_k,
@@ -111,13 +111,13 @@ def _keywords(segments: Segments, call: AttentionCall) -> dict[str, Any]:
 
 
 def _rows(x_THD: Tensor) -> Tensor:
-    """`x` with its head_dim in one piece, as the kernels want it."""
+    """`x` with a contiguous last dimension, as the kernels require."""
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
 
 
 @cache
 def _built_with_softcap(device: torch.device) -> bool:
-    """Ask the kernel, once: nothing else about a build says so."""
+    """Call the kernel once to find out: the build does not expose it otherwise."""
     q = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
     call = AttentionCall(device, q.dtype, 1, 1, 64, softcap=1.0)

@@ -1,4 +1,4 @@
-"""`fa4`: FlashAttention-4, `flash_attn.cute`. Optional: imported when it is first asked about."""
+"""`fa4`: FlashAttention-4, `flash_attn.cute`. Optional: imported on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
         return package_refusal(self.name, device)
 
     def why_not_this(self, call: AttentionCall) -> str | None:
-        """Head dimensions differ by GPU; gradients want multiples of 32."""
+        """Supported head dims depend on the GPU; gradients need a multiple of 32."""
         fits_blackwell = call.head_dim <= 128 or call.head_dim == 256
         if not fits_blackwell and not is_hopper(call.device):
             return (
@@ -53,7 +53,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
             softcap=call.softcap,
             window_size_left=_side(call.spec.left),
             window_size_right=_side(call.spec.right),
-            num_splits=1,  # more are for decoding, and would depend on the batch
+            num_splits=1,  # more splits are for decoding, and break batch invariance
             return_lse=True,
         )
         return out_THD, lse_HT
@@ -86,7 +86,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
 
 
 def _side(keys: int) -> int | None:
-    """A side of a window as FA4 takes it."""
+    """Convert one side of a window to FA4's convention (None for no limit)."""
     return None if keys < 0 else keys
 
 

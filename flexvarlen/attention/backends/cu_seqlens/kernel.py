@@ -1,13 +1,13 @@
-"""A kernel over cu_seqlens, and what none of them does itself.
+"""Call a cu_seqlens kernel, and add zeroed padding and attention sinks.
 
-FlashAttention 2, 3 and 4 and torch's own kernels differ in names of arguments alone. Two things are
-done around each of them here:
+FlashAttention 2, 3 and 4 and torch's own kernels differ only in argument names. This module adds
+two things to each of them:
 
 - The rows past the last boundary, which they leave unwritten in the output and in all gradients,
-  are zeroed: garbage there reaches weight gradients.
+  are zeroed, because garbage there would reach weight gradients.
 - Attention sinks. A sink shrinks the output by `sigmoid(lse - sink)`. The backward kernels make
-  probabilities from the LSE and their gradient from the output, so they are exact if they are given
-  the output and the LSE with the sink in them.
+  probabilities from the LSE and their gradient from the output, so they are exact when given the
+  output and LSE that include the sink.
 
 Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim, N = document slots.
@@ -23,17 +23,17 @@ from torch import Tensor
 from flexvarlen.attention.backends.sinks import finite_sinks, share_without_sink
 from flexvarlen.attention.call import AttentionCall
 
-MIN_BOUND = 2  # at a longest document of 1 FA2 takes its decoding path, which fails on empty slots
+MIN_BOUND = 2  # with max_seqlen 1 FA2 uses its decoding path, which fails on empty slots
 
 
 class Sizes(NamedTuple):
     """The sizes that a kernel is launched for.
 
     Attributes:
-        documents: how many slots are used.
-        longest_q, longest_k: no document, and no document's keys, have more tokens.
-        bound_q, bound_k: none ever has, in any row.
-        tail: 0 if no row lies past the last boundary.
+        documents: number of slots in use.
+        longest_q, longest_k: length of the longest document and of the longest key document.
+        bound_q, bound_k: upper bounds on these for any row.
+        tail: 0 if there are no tokens past the last boundary.
     """
 
     documents: int
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
     tail: int
 
     def of_any_row(self, slots: int) -> Sizes:
-        """Those of a call that is replayed on other rows."""
+        """The sizes of a call that may be replayed on other rows."""
         return Sizes(slots, self.bound_q, self.bound_k, self.bound_q, self.bound_k, 1)
 
 
@@ -82,7 +82,7 @@ class CuSeqlensKernel(Protocol):
 
 
 KERNELS: dict[str, CuSeqlensKernel] = {}
-"""By a backend's name, as an operator's arguments name it."""
+"""The kernels by backend name; custom operators take the name as an argument."""
 
 
 def forward(
@@ -96,7 +96,7 @@ def forward(
     sizes: Sizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE, rows past the last boundary zeroed and sinks counted."""
+    """Output and LSE, with rows past the last boundary zeroed and sinks included."""
     segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
     out_THD, lse_HT = KERNELS[kernel].forward(q, k, v, segments, call)
     if not out_THD.is_contiguous():
@@ -140,7 +140,7 @@ def backward(
         sinks_H1 = finite_sinks(sinks_H)
         lse_HT = torch.logaddexp(lse_HT, sinks_H1)
         grad_dot_out_HT = _row_dot(grad_THD, out_THD)
-        if may_have_tail:  # where the output is 0, and the incoming gradient anything
+        if may_have_tail:  # in the tail the output is 0, but grad_output can be anything
             grad_dot_out_HT.masked_fill_(_tail(q, cu_seqlens_q), 0)
         # The sink is a key of its own with probability exp(sink - lse) and a value of 0.
         dsinks_H = -((sinks_H1 - lse_HT).exp() * grad_dot_out_HT).sum(1).to(sinks_H.dtype)
@@ -163,10 +163,10 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def one_split(segments: Segments, heads: int) -> Segments:
-    """The segments with so many empty ones behind that FA2 sums dq in one order always.
+    """Append empty segments until FA2 sums dq in a fixed order.
 
     FlashAttention-2's deterministic backward splits the sum over keys into
-    ceil(processors / (documents x heads)) parts: one, if there are enough documents.
+    ceil(processors / (documents x heads)) parts, which is one if there are enough documents.
     """
     cu_q, cu_k, *longest = segments
     processors = torch.cuda.get_device_properties(cu_q.device).multi_processor_count
@@ -180,13 +180,13 @@ def one_split(segments: Segments, heads: int) -> Segments:
 def _segments(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: Sizes, call: AttentionCall
 ) -> Segments:
-    """The slots that are used, and the longest documents as kernels take them."""
+    """The used slots and the longest lengths, as arguments of the kernels."""
     ends, longest_q, longest_k = sizes.documents + 1, sizes.longest_q, sizes.longest_k
     if ends < cu_seqlens_q.shape[0]:
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[:ends], cu_seqlens_k[:ends]
     if call.batch_invariant:
-        # Kernels take a window that no document fills for none, by the longest document, and sum
-        # in other pieces then.
+        # Kernels ignore a window that is wider than the longest document, and then sum in
+        # different parts.
         longest_q = max(longest_q, call.spec.right + 2)
         longest_k = max(longest_k, call.spec.left + 2)
     longest_q = MIN_BOUND if longest_q < MIN_BOUND else longest_q
@@ -198,9 +198,9 @@ _seen: set[tuple[torch.dtype, torch.device]] = set()
 
 
 def _is_first(x: Tensor) -> bool:
-    """Whether tails of this kind were never zeroed: a kernel loads at its first launch.
+    """Whether the tail kernel was never launched for this dtype and device.
 
-    A captured CUDA graph may force that launch, after a warm-up without padding, and may not load.
+    A kernel loads at its first launch, and must not do so first during CUDA graph capture.
     """
     kind = (x.dtype, x.device)
     if kind in _seen:

@@ -1,6 +1,6 @@
-"""The LSE of kernels that give it no gradient: differentiated, it raises.
+"""An LSE that raises when it is differentiated, for kernels without a gradient for it.
 
-Dropped without a word, the gradient of a loss that has the LSE in it would be wrong.
+If this gradient were silently dropped, a loss that uses the LSE would have a wrong gradient.
 
 Shape legend: T = tokens of the row, H = num_heads, D = head_dim.
 """
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 @torch.library.custom_op("flexvarlen::lse_without_gradient", mutates_args=())
 def lse_without_gradient(lse_HT: Tensor, q_THD: Tensor, k_THD: Tensor, kernel: str) -> Tensor:
-    """The LSE as a function of q and k that raises when differentiated: not silently dropped."""
+    """Return the LSE as a function of q and k whose backward raises."""
     return lse_HT.clone()
 
 
@@ -27,10 +27,10 @@ def _(lse_HT: Tensor, q_THD: Tensor, k_THD: Tensor, kernel: str) -> Tensor:
 
 @torch.library.custom_op("flexvarlen::refuse_lse_gradient", mutates_args=())
 def _refuse_lse_gradient(grad_HT: Tensor, kernel: str) -> Tensor:
-    """A zero for the gradients of q and k, so that no graph leaves this out.
+    """Return a zero for the gradients of q and k, so that the graph keeps this check.
 
-    At other numbers than 0 it raises; on a GPU by a device-side assertion, after which the process
-    can launch nothing.
+    It raises if the incoming gradient is not 0; on a GPU by a device-side assertion, after which
+    the process cannot use the GPU.
     """
     torch._assert_async((grad_HT == 0).all(), _no_gradient(kernel))
     return grad_HT.new_zeros(())
@@ -42,16 +42,14 @@ def _(grad_HT: Tensor, kernel: str) -> Tensor:
 
 
 def _no_gradient(kernel: str) -> str:
-    return (
-        f"{kernel} gives the LSE no gradient; use backend='flex' or 'reference', or lse.detach()."
-    )
+    return f"{kernel} has no gradient for the LSE; use backend='flex' or 'reference', or detach it."
 
 
 def _refuse_gradient(ctx: Any, grad_HT: Tensor) -> tuple[None, Tensor, Tensor, None]:
     if not is_fake(grad_HT):
         raise NotImplementedError(_no_gradient(ctx.kernel))
-    # A compiled graph asks for the gradient of all that it returns, and hands zeros for the LSE
-    # where the loss does not depend on it: only its run can tell.
+    # A compiled graph differentiates all its outputs, and passes zeros as the gradient of the LSE
+    # if the loss does not depend on it. This is known only at run time.
     zero = torch.ops.flexvarlen.refuse_lse_gradient(grad_HT, ctx.kernel)
     q_THD, k_THD = ctx.saved_tensors
     return None, *(zero.to(x.dtype).expand_as(x) for x in (q_THD, k_THD)), None  # type: ignore[return-value]

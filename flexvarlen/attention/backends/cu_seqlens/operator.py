@@ -1,7 +1,7 @@
 """Attention over cu_seqlens, differentiable: `attend`.
 
-Eagerly a plain autograd.Function calls `kernel.py` (three times cheaper than an operator); inside a
-compiled graph, and where something watches operators (selective activation checkpointing), the same
+In eager mode a plain autograd.Function calls `kernel.py` (three times cheaper than an operator). In
+a compiled graph, and under a dispatch mode (selective activation checkpointing), the same
 two functions are `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, with fake
 implementations, so that `fullgraph=True` holds.
 
@@ -36,10 +36,10 @@ def attend(
     *,
     traced: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, with `call.return_lse`, the LSE; differentiable, but for the LSE.
+    """Output and, with `call.return_lse`, the LSE. Differentiable except for the LSE.
 
-    The LSE is that of the scores, without the sinks. `traced`: in a compiled graph, or where
-    something watches operators.
+    The LSE is that of the scores, without the sinks. `traced`: in a compiled graph, or under
+    a dispatch mode.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     if traced:
@@ -48,7 +48,7 @@ def attend(
     if call.needs_grad:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
-                f"{kernel} is not made for the transforms of torch.func; use backend='reference', "
+                f"{kernel} does not support torch.func transforms; use backend='reference', "
                 "or torch.autograd.grad."
             )
         constants = _Constants(kernel, cu_seqlens_q, cu_seqlens_k, sizes, call)
@@ -66,13 +66,13 @@ _SETTINGS = (
 
 
 def _settings(call: AttentionCall) -> tuple[Any, ...]:
-    """The numbers of a call that kernels look at, as the operators take them."""
+    """The call's fields that kernels need, as arguments of the operators."""
     flags = (call.deterministic, call.batch_invariant, call.return_lse)
     return call.spec.as_ints(), call.scale, call.softcap or 0.0, *flags
 
 
 def _call(q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...]) -> AttentionCall:
-    """The call of which `_settings` gave these."""
+    """Rebuild the call from the output of `_settings`."""
     spec, scale, softcap, deterministic, batch_invariant, return_lse = settings
     return AttentionCall(
         *(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2]),
@@ -87,7 +87,7 @@ def _call(q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...
 
 
 def _sizes(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> Sizes:
-    """The sizes as an operator got them; those of any row where a user's CUDA graph captures it."""
+    """The operator's sizes, or upper bounds if a user's CUDA graph is capturing it."""
     sizes = Sizes(*numbers)
     return sizes.of_any_row(cu_seqlens_q.shape[0] - 1) if is_replayed(q) else sizes
 
@@ -117,7 +117,7 @@ _SIZES = ", ".join(f"SymInt {name}" for name in Sizes._fields)
 
 
 def _operator(name: str, tensors: str, results: str, function: Any) -> Any:
-    """The function as an operator; `torch.library.custom_op` would take twice the host's time."""
+    """Register a custom operator; `torch.library.custom_op` would take twice the host time."""
     schema = f"{name}(str kernel, {tensors}, {_SIZES}, {_SETTINGS}) -> ({results})"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -166,18 +166,16 @@ def _differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and the sinks."""
     if torch.is_grad_enabled():  # create_graph=True
-        raise NotImplementedError(
-            f"{ctx.kernel} has no gradient of its gradient; use backend='reference'."
-        )
+        raise NotImplementedError(f"{ctx.kernel} has no double backward; use backend='reference'.")
     if grad_THD is None:
         return (None,) * 4
-    saved = ctx.saved_tensors  # once: checkpointing hands each out once
+    saved = ctx.saved_tensors  # read only once: under checkpointing a second read fails
     dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *numbers)
     return dq, dk, dv, None if saved[3] is None else dsinks_H
 
 
 class _TracedAttention(torch.autograd.Function):
-    """Forward and backward as operators, for what watches operators."""
+    """Forward and backward as custom operators, for tracing and dispatch modes."""
 
     @staticmethod
     def forward(ctx: Any, below: torch._C.DispatchKeySet, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -197,7 +195,7 @@ class _TracedAttention(torch.autograd.Function):
 
 
 def _below_autograd(below: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-    """The operator, for whatever lies between autograd and its kernel."""
+    """Call the operator with the dispatch keys below autograd."""
     with torch._C._AutoDispatchBelowAutograd():
         return cu_seqlens_forward.redispatch(below, *inputs)
 
@@ -207,15 +205,15 @@ _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-    """What autograd calls. `torch.library.register_autograd` would take twice the host's time.
+    """The Autograd implementation; `torch.library.register_autograd` takes twice the host time.
 
-    A kernel that somebody else registers for a device is called with gradients alone.
+    A kernel that another library registers for a device is called only if gradients are needed.
     """
     _, q_THD, k_THD, v_THD, sinks_H, *_ = inputs
     below = keyset & _BELOW_AUTOGRAD
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q_THD, k_THD, v_THD, sinks_H):
         return _TracedAttention.apply(below, *inputs)  # type: ignore[no-untyped-call]
-    if below.highestPriorityTypeId() in _KERNELS:  # nothing lies between
+    if below.highestPriorityTypeId() in _KERNELS:  # no dispatch key in between
         return _forward(*inputs)
     return _below_autograd(below, *inputs)
 
@@ -234,10 +232,10 @@ class _Constants(NamedTuple):
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The same forward and backward, called plainly.
+    """The same forward and backward without custom operators.
 
-    For the host's time an LSE that nobody wants is no output, and there is no `setup_context`, for
-    which torch would look at the signature in each call.
+    To save host time, an LSE that is not requested is not an output, and there is no
+    `setup_context`, for which torch would inspect the signature at each call.
     """
 
     @staticmethod
@@ -265,6 +263,6 @@ class _EagerAttention(torch.autograd.Function):
         return *_differentiate(kernels.backward, ctx, grad_THD, *ctx.numbers), None
 
 
-# Without the Python around it, which looks for a setup_context and for transforms of torch.func:
-# two microseconds.
+# Skips the Python wrapper of `apply`, which looks for setup_context and torch.func transforms and
+# takes two microseconds.
 _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply

@@ -1,7 +1,7 @@
 """`varlen`: the variable-length flash kernel inside torch, under `varlen_attn`.
 
-The ATen operator is called itself, so that the kernel is the one that is named: `varlen_attn` of
-torch 2.14 and later may pick cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl`
+The ATen operator is called directly, to be sure which kernel runs: `varlen_attn` of torch 2.14 and
+later may choose cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl`
 changes the kernel behind it; `flexvarlen.environment.environment` records which it is.
 """
 
@@ -40,7 +40,7 @@ class VarlenBackend(CuSeqlensBackend):
         return ampere_refusal(self.name, device)
 
     def why_not_this(self, call: AttentionCall) -> str | None:
-        """A backward in one order only as torch has it as a whole; what the kernel behind lacks."""
+        """A deterministic backward needs torch's global setting; also the limits of FA3 and FA4."""
         if not call.needs_grad:
             return None
         if call.past_int32:
@@ -98,7 +98,7 @@ class VarlenBackend(CuSeqlensBackend):
             )
         if call.batch_invariant:
             segments = one_split(segments, call.num_heads)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # its random state
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's RNG state
         dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
             *(grad, q, k, v, out, lse),
             *segments,
@@ -119,7 +119,7 @@ def _is_plainly_causal(call: AttentionCall) -> bool:
 
 @cache
 def _num_splits() -> dict[str, Any]:
-    """`num_splits=1` where torch has it: the sum over keys in one piece, in any batch."""
+    """`num_splits=1` if this torch has it, so that the sum over keys is batch invariant."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
 

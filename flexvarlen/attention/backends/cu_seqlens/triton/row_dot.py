@@ -25,7 +25,7 @@ def _row_dot(a, b, out, tokens, heads, dim, ROWS: tl.constexpr, DIM: tl.constexp
 def row_dot(a_THD: Tensor, b_THD: Tensor) -> Tensor:
     """`(a * b).sum(-1)` transposed: fp32 `[H, T]` of contiguous `[T, H, D]` on a CUDA device.
 
-    No sync. The same bits every time.
+    No sync. Deterministic.
     """
     tokens, heads, dim = a_THD.shape
     out = a_THD.new_empty((heads, tokens), dtype=torch.float32)

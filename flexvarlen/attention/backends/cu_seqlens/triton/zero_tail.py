@@ -31,7 +31,7 @@ def _zero_tail(cu_seqlens, x, last, rows, columns, ROWS: tl.constexpr, COLUMNS: 
 
 @cache
 def _launcher(dtype: torch.dtype) -> Launcher:
-    """One a dtype: a launcher's calls are of one kind."""
+    """One launcher per dtype, as all its calls must have the same signature."""
     return Launcher(_zero_tail, {"ROWS": ROWS, "COLUMNS": COLUMNS})
 
 
@@ -39,7 +39,7 @@ def zero_tail_(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Zero `x[cu_seqlens[-1]:]` in place.
 
     Args:
-        x: contiguous `[T, ...]` on a CUDA device, of one dimension more than T.
+        x: contiguous `[T, ...]` on a CUDA device, with at least two dimensions.
         cu_seqlens: int32 `[N + 1]` on the same device.
 
     No sync.
