@@ -62,7 +62,7 @@ def check_unpacked(
     """Raise for several documents in a row; checked only by the first layer of a forward."""
     if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "packed_layout", "seq_idx")):
         raise ValueError(
-            f"a packed batch must not come with {OTHER_KEYS}; pass an empty cache or "
+            f"a packed batch must not have {OTHER_KEYS}; pass an empty cache or "
             "use_cache=False, and no 4D attention_mask."
         )
     if torch.compiler.is_compiling() or _is_first_unpacked(layer):

@@ -268,7 +268,7 @@ def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
     """Prepare a forward that is not packed: decoding, or a 4D mask."""
     if any(boundaries is not None for boundaries in forward.boundaries.values()):
         raise ValueError(
-            f"a packed batch must not come with {why}; pass an empty cache or "
+            f"a packed batch must not have {why}; pass an empty cache or "
             "use_cache=False, and no 4D attention_mask."
         )
     refuse_packed_documents(forward.cache)

@@ -129,13 +129,13 @@ def test_bad_block_size(block_size):
         pytest.param(
             {"sinks": torch.zeros(3)},
             r"sinks must have shape \[4\].*got \(3,\)",
-            "one logit a head",
+            "one logit per head",
             id="sinks_shape",
         ),
         pytest.param(
             {"sinks": torch.zeros(4, device="meta")},
             "on cpu, got .* on meta",
-            "one logit a head",
+            "one logit per head",
             id="sinks_device",
         ),
     ],

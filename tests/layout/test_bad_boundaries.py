@@ -88,7 +88,7 @@ from tests.sentences import (  # noqa: F401
             id="capacity",
         ),
         pytest.param(
-            lengths(4, -1), "at least 0, got -1 at index 1", "drop or mend", id="negative_length"
+            lengths(4, -1), "at least 0, got -1 at index 1", "drop or fix", id="negative_length"
         ),
         pytest.param(
             lengths(4, True),

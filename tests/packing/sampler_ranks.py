@@ -201,7 +201,7 @@ def refusals(way: str) -> Pair:
     sampler.load_state_dict(state(2, 2))
     got.append(message(lambda: loader.set_epoch(1)))
     got.append(message(lambda: steps_of(accelerator.skip_first_batches(loader, 1))))
-    parts = ["epoch must be 2, which load_state_dict went into", "skip_first_batches must not be"]
+    parts = ["epoch must be 2, which load_state_dict resumed", "skip_first_batches must not be"]
     if world() > 1:
         _, loader = prepared(way, sampler := new_sampler())
         sampler.load_state_dict(state(2, 2) | {"taken": 3})

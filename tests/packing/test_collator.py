@@ -244,15 +244,15 @@ def test_positions_of_roberta():
         ),
         (
             {"input_ids": [1, 2, 3], "cu_seq_lens_q": [0, 3], "position_ids": [0, 1, 0]},
-            "must tell of the same documents, got another boundary at 2",
+            "must describe the same documents, got another boundary at 2",
         ),
         (
             {"input_ids": [1, 2, 3], "seq_lengths": [3], "attention_mask": [1, 1, 2]},
-            "must tell of the same documents, got another boundary at 2",
+            "must describe the same documents, got another boundary at 2",
         ),
         (
             {"input_ids": [1, 2, 3], "cu_seq_lens_q": [0, 3], "cu_seq_lens_k": [0, 1, 3]},
-            "must tell of the same documents",
+            "must describe the same documents",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_the_epoch_of_a_state_set_again_keeps_the_place(rows):
     whole.set_epoch(2)
     later = sampler(rows)
     later.load_state_dict(whole.state_dict() | {"taken": 2 * RANKS})
-    with pytest.raises(ValueError, match="epoch must be 2, which load_state_dict went into"):
+    with pytest.raises(ValueError, match="epoch must be 2, which load_state_dict resumed"):
         later.set_epoch(0)  # a loop over epochs that begins anew would lose the place
     later.set_epoch(2)
     assert list(later) == list(whole)[2 * RANKS :]

@@ -138,6 +138,6 @@ def test_loader_workers_give_each_document_once(shared, workers):
 
 def test_loader_workers_that_would_each_give_every_document_are_a_sentence():
     loader = DataLoader(Stream(shared=False), batch_size=None, num_workers=2)
-    with pytest.raises(ValueError, match="documents must be a share of the stream") as caught:
+    with pytest.raises(ValueError, match="documents must be a shard of the stream") as caught:
         list(loader)
     assert "got no worker_share=True in 2 of them; pass islice" in str(caught.value)

@@ -82,7 +82,7 @@ def test_an_answer_of_before_there_were_checks(candidates):
     path = cache_file.cache_path()
     path.write_text(path.read_text().replace(f'"format": {cache_file.FORMAT}', '"format": 4'))
     choose.forget()
-    with pytest.warns(UserWarning, match="not of format"):
+    with pytest.warns(UserWarning, match="not format"):
         assert explain().why == "measured"
 
 

@@ -107,7 +107,7 @@ def test_corrupt_cache_file_raises_or_is_silent(two, damage):
     path = cache_file.cache_path()
     path.parent.mkdir()
     path.write_bytes(damage.encode(errors="surrogateescape"))
-    with pytest.warns(UserWarning, match=r"auto\.json .*measured anew"):
+    with pytest.warns(UserWarning, match=r"auto\.json .*measured again"):
         assert explain().why == "measured"
     choose.forget()
     with warnings.catch_warnings():
@@ -151,7 +151,7 @@ def test_damaged_answer_taken(two, entry):
         json.dumps({"format": cache_file.FORMAT, "entries": {key: entry}})
     )
     choose.forget()
-    with pytest.warns(UserWarning, match="measured anew"):
+    with pytest.warns(UserWarning, match="measured again"):
         assert explain().why == "measured"
 
 

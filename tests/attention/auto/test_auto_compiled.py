@@ -273,7 +273,7 @@ def test_kernel_of_rank_0_that_this_rank_lacks_taken(candidates, monkeypatch):
             return "fast fast"
 
     monkeypatch.setattr(auto._state, "run", RankOne())
-    with pytest.warns(UserWarning, match=r"rank 0 takes what cannot .*fast: not here"):
+    with pytest.warns(UserWarning, match=r"rank 0's choice does not support .*fast: not here"):
         assert explain().chosen == "sdpa"
 
 

@@ -253,7 +253,9 @@ class Distilled(nn.Module):
 def test_a_second_model(student, how):
     """The first alone would be patched, and the other leak."""
     pair = Distilled(new_model("llama"), nn.ModuleDict({"inner": new_model(student)}))
-    with pytest.raises(ValueError, match=r"'teacher' .*'student\.inner', .* patch each by itself"):
+    with pytest.raises(
+        ValueError, match=r"'teacher' .*'student\.inner', .* patch each one separately"
+    ):
         how(pair)
     assert pair.teacher.config._attn_implementation == "sdpa"
     for model in (pair.teacher, pair.student):
@@ -374,7 +376,7 @@ def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, head, boundaries
     given = {boundaries: BOUNDARIES[boundaries]}
     with torch.no_grad():
         for _ in range(2):  # what a call that failed leaves behind changes nothing
-            with pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+            with pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
                 model(input_ids=ROW.ids, labels=ROW.ids, **given)
         model.model(input_ids=ROW.ids)  # on its own it may take the row for one document
         model(input_ids=ROW.ids)
@@ -393,7 +395,7 @@ def test_a_compiled_head_that_keeps_the_documents_to_itself(monkeypatch, head, b
     given = {boundaries: BOUNDARIES[boundaries]}
     with (
         torch.no_grad(),
-        pytest.raises((ValueError, Unsupported), match=r"must hand its \*\*kwargs"),
+        pytest.raises((ValueError, Unsupported), match=r"must pass its \*\*kwargs"),
     ):
         call(input_ids=ROW.ids, labels=ROW.ids, **given)
 
@@ -407,7 +409,7 @@ def test_a_head_that_keeps_them_from_a_base_that_another_library_wrapped(monkeyp
         model.model = checkpoint_wrapper(model.model)
     else:
         add_hook_to_module(model.model, ModelHook())
-    with torch.no_grad(), pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
         model(input_ids=ROW.ids, labels=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
 
 
@@ -415,7 +417,7 @@ def test_a_head_whose_base_model_finds_the_same_by_itself(monkeypatch):
     """One rule: the documents come from the head, or it is refused."""
     monkeypatch.undo()  # here kernels run
     model = fv.patch_model(of_class(KeywordsForLossAlone), "sdpa")
-    with pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+    with pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
         model(input_ids=ROW.ids, position_ids=ROW.position_ids, labels=ROW.ids)
 
 
@@ -432,7 +434,7 @@ def test_a_head_that_has_another_batch_for_its_base_model(monkeypatch):
     """Whose documents it does not give."""
     monkeypatch.undo()  # here kernels run
     model = fv.patch_model(of_class(WithSecondModel), "sdpa")
-    with torch.no_grad(), pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
         model(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
 
 
@@ -476,7 +478,7 @@ def test_a_head_past_whose_base_model_they_never_come(monkeypatch, head, compile
     monkeypatch.undo()  # here kernels run
     model = fv.patch_model(of_class(head), "sdpa")
     call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-    words = r"must hand its \*\*kwargs|must get its documents"
+    words = r"must pass its \*\*kwargs|must get its documents"
     with torch.no_grad(), pytest.raises((ValueError, Unsupported), match=words):
         call(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
 
@@ -485,7 +487,7 @@ def test_a_head_compiled_by_regions(monkeypatch):
     """accelerate makes a second module of the same layers."""
     monkeypatch.undo()  # here kernels run
     model = compile_regions(fv.patch_model(of_class(DropsDocuments), "sdpa"), backend="eager")
-    with torch.no_grad(), pytest.raises(ValueError, match=r"must hand its \*\*kwargs"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
         model(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
 
 

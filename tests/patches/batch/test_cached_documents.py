@@ -282,7 +282,7 @@ def test_a_new_document_behind_a_cached_one(mask):
         given["attention_mask"][0, CACHED : CACHED + 2] = 0
         given["position_ids"] = (given["position_ids"] - 2).clamp(min=0)
     ids = torch.ones(1, NEW, dtype=torch.long)
-    with torch.no_grad(), pytest.raises(ValueError, match="begin at 0 behind cached tokens"):
+    with torch.no_grad(), pytest.raises(ValueError, match="begin at 0 after cached tokens"):
         model(ids, past_key_values=cache, **given)
 
 

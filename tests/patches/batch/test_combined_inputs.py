@@ -311,7 +311,7 @@ def test_positions_that_go_on_under_longrope(form, compiled):
     with torch.no_grad():
         run(ONE.ids, position_ids=ONE.position_ids, **forms.given(form, ONE))
         with pytest.raises(
-            RuntimeError if compiled else ValueError, match="must not go on from one"
+            RuntimeError if compiled else ValueError, match="must not continue from one"
         ):
             run(ONE.ids, position_ids=through, **forms.given(form, ONE))
     torch._dynamo.reset()

@@ -167,7 +167,7 @@ def test_halves_of_cu_seq_lens_raise_in_a_graph(how, name):
         model = new_model(KIND, implementation="flexvarlen_doc")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     given = {"cu_seq_lens_k": ONE.cu_seqlens, "max_length_q": 98}[name]
-    with pytest.raises(Exception, match=f"{name} must come with cu_seq_lens_q"):
+    with pytest.raises(Exception, match=f"{name} must be passed together with cu_seq_lens_q"):
         compiled(ONE.ids, use_cache=False, **{name: given})
     torch._dynamo.reset()
 

@@ -58,7 +58,7 @@ def test_overlay_lost_by_the_plugin_name_alone(make):
     assert (expected - causal).abs().max() > 0.01
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
-    with pytest.raises(ValueError, match="a packed batch must not come with"):
+    with pytest.raises(ValueError, match="a packed batch must not have"):
         model(ids, token_type_ids=types, position_ids=positions, use_cache=False)
 
 
