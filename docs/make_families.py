@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from flexvarlen.markdown import markdown
-from flexvarlen.patches.models.registry import FAMILIES
+from flexvarlen.patches.models.families import FAMILIES
 from flexvarlen.patches.models.unsupported import STATEFUL
 
 PAGE = Path(__file__).resolve().parent / "families.md"

@@ -28,7 +28,7 @@ FA4_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 """FA4's own variable: its cache folder. Default: one per GPU architecture in flexvarlen's."""
 
 
-def promised(variable: str, asked: bool | None = None) -> bool:
+def resolve_flag(variable: str, asked: bool | None = None) -> bool:
     """Return the argument of a call or, if it is None, the value of `variable`. Traces.
 
     Args:
@@ -40,12 +40,12 @@ def promised(variable: str, asked: bool | None = None) -> bool:
     """
     if asked is not None:
         return asked
-    said: bool = _said(variable)
+    said: bool = _flag_in_graph(variable)
     return said
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _said(variable: str) -> bool:
+def _flag_in_graph(variable: str) -> bool:
     return _flag(variable)
 
 

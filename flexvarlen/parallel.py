@@ -74,7 +74,7 @@ def ulysses_attention(
             f"layout must cover the {tokens} tokens of each of {size} ranks, got "
             f"{layout.total_tokens} tokens; make it for the whole row, and shard the row evenly."
         )
-    _, own_kv_heads = heads_a_rank(heads, kv_heads, size)
+    _, own_kv_heads = heads_per_rank(heads, kv_heads, size)
     if own_kv_heads * size != kv_heads:
         k, v = (x.repeat_interleave(own_kv_heads * size // kv_heads, dim=1) for x in (k, v))
     if size == 1:
@@ -83,17 +83,17 @@ def ulysses_attention(
         own = options["sinks"].chunk(size)[dist.get_rank(group)]
         options = options | {"sinks": own}
     on_their_way = [_heads_for_tokens(x, size, group) for x in (q, k, v)]
-    all_q, all_k, all_v = (_arrived(x) for x in on_their_way)
+    all_q, all_k, all_v = (_wait_for(x) for x in on_their_way)
     return _tokens_for_heads(_attend(all_q, all_k, all_v, layout, options), size, group)
 
 
-def heads_a_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
+def heads_per_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
     """The numbers of query heads and KV heads of each of `size` ranks.
 
     Raises:
         ValueError: `num_heads` is not a multiple of `size`.
 
-    >>> heads_a_rank(32, 8, 4), heads_a_rank(32, 2, 4), heads_a_rank(12, 3, 4)
+    >>> heads_per_rank(32, 8, 4), heads_per_rank(32, 2, 4), heads_per_rank(12, 3, 4)
     ((8, 2), (8, 1), (3, 3))
     """
     if num_heads % size:
@@ -106,7 +106,7 @@ def heads_a_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int
     return num_heads // size, 1 if size % num_kv_heads == 0 else num_heads // size
 
 
-def own_tokens(x_T: Tensor, group: ProcessGroup | None) -> Tensor:
+def shard_tokens(x_T: Tensor, group: ProcessGroup | None) -> Tensor:
     """`[T, …]` -> `[T/P, …]`: this rank's tokens, as a view. Traces with constant slices."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     tokens = x_T.shape[0] // size
@@ -121,17 +121,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: Any)
 
 def _heads_for_tokens(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
     """`[T/P, H, D]` -> `[T, H/P, D]`: block r of the heads goes to rank r."""
-    blocks = _exchanged(rearrange(x, "t (p h) d -> p t h d", p=size), group)
+    blocks = _all_to_all(rearrange(x, "t (p h) d -> p t h d", p=size), group)
     return rearrange(blocks, "p t h d -> (p t) h d")
 
 
 def _tokens_for_heads(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
     """`[T, H/P, D]` -> `[T/P, H, D]`: block r of the tokens goes to rank r."""
-    blocks = _exchanged(rearrange(x, "(p t) h d -> p t h d", p=size), group)
-    return rearrange(_arrived(blocks), "p t h d -> t (p h) d")
+    blocks = _all_to_all(rearrange(x, "(p t) h d -> p t h d", p=size), group)
+    return rearrange(_wait_for(blocks), "p t h d -> t (p h) d")
 
 
-def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
+def _all_to_all(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
     """All-to-all of `[P, …]`: block r is sent to rank r and received from rank r, maybe async."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
@@ -140,7 +140,7 @@ def _exchanged(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
     return all_to_all_single_autograd(blocks.contiguous(), None, None, where)
 
 
-def _arrived(x: Tensor) -> Tensor:
+def _wait_for(x: Tensor) -> Tensor:
     """Wait for the exchange: FlexAttention does not accept an AsyncCollectiveTensor."""
     if torch.compiler.is_compiling():  # compiled graphs insert the wait themselves
         return x
@@ -201,7 +201,7 @@ def shard_row(
     _require_one_row(batch, _why_no_row(batch, size), group)
     layout: PackedLayout = batch["packed_layout"]
     found = {
-        name: x if _is_whole(x) else own_tokens(x[0], group)[None] for name, x in batch.items()
+        name: x if _is_whole(x) else shard_tokens(x[0], group)[None] for name, x in batch.items()
     }
     if "labels" in batch:
         given = batch.get("shift_labels")
@@ -209,7 +209,7 @@ def shard_row(
         # The first token of a row starts a document or is padding, so the last label is masked too.
         in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
         shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
-        found["shift_labels"] = own_tokens(shifted, group)[None]
+        found["shift_labels"] = shard_tokens(shifted, group)[None]
         found.setdefault("num_items_in_batch", (shifted != ignore_index).sum())
     return found
 

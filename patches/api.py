@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
-from flexvarlen.patches.attention.routing import check_choice, check_machine, names_in
-from flexvarlen.patches.batch.keywords import COLUMNS
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
+from flexvarlen.patches.attention.backend_choice import check_choice, check_machine, names_in
+from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
     check_head,
-    give_back_loss,
     mark_pooling_heads,
     refuse_prompt_learning,
     require_keywords,
+    unwrap_loss,
 )
 from flexvarlen.patches.forward.sequence_parallel import own_kinds
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
+from flexvarlen.patches.models.families import require_verified
 from flexvarlen.patches.models.layers import (
     attention_layers,
     base_of,
@@ -37,7 +38,6 @@ from flexvarlen.patches.models.layers import (
     vision_kinds_of,
     vision_tower,
 )
-from flexvarlen.patches.models.registry import require_verified
 from flexvarlen.patches.models.rope import own_tables, refuse_dynamic_rope, shared_tables
 from flexvarlen.patches.state import (
     ATTRIBUTE,
@@ -45,10 +45,10 @@ from flexvarlen.patches.state import (
     BackendChoice,
     Patch,
     implementation_before,
-    join_sharers,
-    leave_sharers,
     one_at_a_time,
+    register_model,
     set_implementation,
+    unregister_model,
     wrapped_modules,
 )
 
@@ -166,8 +166,8 @@ def patch_model(
         kinds = own_kinds(inner, kinds, sequence_parallel_group)
     refuse_dynamic_rope(text_config_of(inner.config))
     guarantees = {
-        "deterministic": promised(DETERMINISTIC, deterministic),
-        "batch_invariant": promised(BATCH_INVARIANT, batch_invariant),
+        "deterministic": resolve_flag(DETERMINISTIC, deterministic),
+        "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),
     }
     check_choice(backend, (*kinds, *vision_kinds))
     check_machine(backend, (*kinds, *vision_kinds), inner.device, **guarantees)
@@ -197,7 +197,7 @@ def patch_model(
         patch_tower(tower, patch, vision_kinds)
     mark_pooling_heads(inner)
     own_tables(text_tower(base))
-    join_sharers(inner)
+    register_model(inner)
     return model
 
 
@@ -224,12 +224,12 @@ def unpatch_model(model: Model) -> Model:
         unwrap_forward(module)
     for layer in attention_layers(inner):
         layer.__dict__.pop(LAYER_MARK, None)
-    give_back_loss(inner)
+    unwrap_loss(inner)
     shared_tables(text_tower(base_of(inner)))
-    leave_sharers(inner, patch)
+    unregister_model(inner, patch)
     tower = vision_tower(base_of(inner))
     if tower is not None and ATTRIBUTE in tower.__dict__:
-        unpatch_tower(tower)  # last, as leave_sharers sets the implementation of all parts
+        unpatch_tower(tower)  # last, as unregister_model sets the implementation of all parts
     return model
 
 

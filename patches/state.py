@@ -110,13 +110,13 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
-def join_sharers(inner: PreTrainedModel) -> None:
+def register_model(inner: PreTrainedModel) -> None:
     """Register a newly patched model with the models that share its config."""
     _patched_models.add(inner)
     _update_sharers(inner)
 
 
-def leave_sharers(inner: PreTrainedModel, patch: Patch) -> None:
+def unregister_model(inner: PreTrainedModel, patch: Patch) -> None:
     """Restore attn_implementation after unpatching, unless other patched models share it."""
     _patched_models.discard(inner)
     others = _update_sharers(inner)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, StaticCache
 
-from flexvarlen.patches.models.registry import BY_TYPE
+from flexvarlen.patches.models.families import BY_TYPE
 from tests import forms
 from tests.patches.forward.test_packed_models import ready
 from tests.tiny_models import KINDS, VOCABULARY, Batch, new_model

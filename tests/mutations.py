@@ -43,14 +43,14 @@ MUTATIONS = (
     ),
     Mutation(
         "layout: boundaries may decrease",
-        f"{LAYOUT}/validate.py",
+        f"{LAYOUT}/boundaries.py",
         "if length < 0:",
         "if length < -99:",
         "tests/layout/test_bad_boundaries.py",
     ),
     Mutation(
         "layout: positions begin documents only where they are 0",
-        f"{LAYOUT}/validate.py",
+        f"{LAYOUT}/boundaries.py",
         "jumps = position_ids_BT.diff(dim=-1) != 1",
         "jumps = position_ids_BT[:, 1:] == 0",
         "tests/layout/test_packed_layout.py",
@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         "families: BERT by the name alone",
-        "patches/models/registry.py",
+        "patches/models/families.py",
         "by_name_alone=False,  # positions are embedded before any layer sees the documents",
         "by_name_alone=True,",
         "tests/patches/models/test_encoders.py",

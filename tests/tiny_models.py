@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from flexvarlen.bench.contract.tiny_configs import tiny_config
-from flexvarlen.patches.models.registry import BY_TYPE
+from flexvarlen.patches.models.families import BY_TYPE
 
 VOCABULARY = 97
 LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the border of two blocks

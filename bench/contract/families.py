@@ -32,7 +32,7 @@ from flexvarlen.bench.contract.families_tables import families_section
 from flexvarlen.bench.contract.tiny_configs import tiny_config
 from flexvarlen.equivalence.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR
 from flexvarlen.equivalence.isolation_tokens import halves
-from flexvarlen.patches.models.registry import BY_TYPE
+from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.rows import Row, one_line
 
 SUITE = "families"

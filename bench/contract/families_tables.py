@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexvarlen.markdown import markdown
-from flexvarlen.patches.models.registry import BY_TYPE
+from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.rows import Row, commit_of
 
 

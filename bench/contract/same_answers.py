@@ -79,7 +79,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def write_configs(out: Path) -> None:
     """The tiny configs as plain JSON, for the head_dim of each device."""
     from flexvarlen.bench.contract.tiny_configs import tiny_config
-    from flexvarlen.patches.models.registry import FAMILIES
+    from flexvarlen.patches.models.families import FAMILIES
 
     found: dict[str, Any] = {}
     for family in FAMILIES:

@@ -18,7 +18,7 @@ from flexvarlen.bench.model.geometries import log_normal_lengths
 from flexvarlen.bench.suite import DeviceLost, Finding, Options
 from flexvarlen.drift.op.failures import is_lost, status_of
 from flexvarlen.equivalence.variants import Unsupported
-from flexvarlen.layout.validate import round_up_to_power_of_two
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import summarize
 from flexvarlen.rows import Status
 

@@ -117,12 +117,12 @@ def noting_auto() -> Iterator[list[str]]:
     only the device knows the documents, the sizes are patch_model's defaults.
     """
     chosen: list[str] = []
-    decide = choose.decide
+    decision_for = choose.decision_for
 
     def noting(call: Any, sizes: Any, mask: Any, *args: Any, **options: Any) -> Any:
-        found = decide(call, sizes, mask, *args, **options)
+        found = decision_for(call, sizes, mask, *args, **options)
         chosen.append(found.compiled if mask is None else found.backend)
         return found
 
-    with mock.patch.object(choose, "decide", noting):
+    with mock.patch.object(choose, "decision_for", noting):
         yield chosen

@@ -22,7 +22,7 @@ from flexvarlen.bench.model.utilisation import resolved_auto
 from flexvarlen.equivalence.oracle import share
 from flexvarlen.equivalence.variants import Unsupported as Unsupported
 from flexvarlen.equivalence.variants import set_transformers
-from flexvarlen.layout.validate import round_up_to_power_of_two
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 
 DEFAULT_VARIANTS = (
     "transformers:sdpa",

@@ -13,7 +13,7 @@ import flexvarlen as fv
 from flexvarlen.bench.training.convergence_tables import PADDED, UNPATCHED
 from flexvarlen.bench.training.texts import crc_of, document_ids, packed_rows
 from flexvarlen.equivalence.batch import IGNORE_INDEX
-from flexvarlen.layout.validate import round_up_to_power_of_two
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 
 FEWEST_TOKENS = 16  # shorter docstrings are a name said again
 

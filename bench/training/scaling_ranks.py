@@ -48,7 +48,7 @@ from flexvarlen.bench.training.scaling_ranks_tables import SUITE, scaling_ranks_
 from flexvarlen.bench.training.sequence import SequenceCase, measure_sequence
 from flexvarlen.bench.training.texts import crc_of, full_rows, topic_ids
 from flexvarlen.bench.training.ulysses import UlyssesCase, measure_ulysses
-from flexvarlen.layout.validate import round_up_to_power_of_two
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import memory_meaning
 from flexvarlen.rows import Row
 

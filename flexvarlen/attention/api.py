@@ -18,7 +18,7 @@ from flexvarlen.attention.call import AttentionCall, is_past_int32
 from flexvarlen.attention.check_arguments import check_numbers, check_tensors
 from flexvarlen.attention.choose import choose
 from flexvarlen.attention.recompile_limit import warn_if_fallen_back
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
@@ -114,8 +114,8 @@ def packed_attention(
         softcap,
         sinks is not None,
         needs_gradients(q_THD, k_THD, v_THD, sinks),
-        promised(DETERMINISTIC, deterministic),
-        promised(BATCH_INVARIANT, batch_invariant),
+        resolve_flag(DETERMINISTIC, deterministic),
+        resolve_flag(BATCH_INVARIANT, batch_invariant),
         return_lse,
         is_past_int32(layout, mask.layout_k, num_heads, head_dim),
     )

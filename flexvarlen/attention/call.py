@@ -53,7 +53,7 @@ class AttentionCall(NamedTuple):
     past_int32: bool = False
 
     @property
-    def same_bits(self) -> bool:
+    def ordered_backward(self) -> bool:
         """Whether the backward must sum in a fixed order."""
         return self.deterministic or self.batch_invariant
 

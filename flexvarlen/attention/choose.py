@@ -53,16 +53,16 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
             _require_usable(backend, call)
             _remember(key, Decision(backend, backend, "named"))
         return backend
-    return decide(call, sizes(mask), mask).backend
+    return decision_for(call, sizes(mask), mask).backend
 
 
-def decide(
+def decision_for(
     call: AttentionCall,
     sizes: Sizes,
     mask: DocumentMask | None,
     why_no_mask: str = "nothing is timed inside a compiled graph; call flexvarlen.explain() ahead",
     *,
-    only_look: bool = False,
+    read_only: bool = False,
 ) -> Decision:
     """What "auto" chooses and why; candidates are timed on `mask`, if given and not cached.
 
@@ -71,12 +71,12 @@ def decide(
         sizes: of the mask's layouts; 0 where a compiled graph does not know one.
         mask: the documents to time on, or None.
         why_no_mask: why there is none.
-        only_look: store no decision for other ranks, and wait for none from them.
+        read_only: store no decision for other ranks, and wait for none from them.
 
     Raises:
         NotImplementedError: no backend can serve the call.
     """
-    if auto.renew_run():
+    if auto.reset_if_new_run():
         _table.clear()
     if 0 in sizes:
         return auto.static_decision(
@@ -92,12 +92,12 @@ def decide(
     obstacle = why_no_mask if mask is None else auto.why_not_now(mask)
     if obstacle is None and mask is not None:
         with _measuring:
-            known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask, only_look)
+            known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask, read_only)
     else:
         # Without the lock: this may run inside Dynamo, whose lock a measurement may be waiting for.
         why = obstacle or why_no_mask
-        known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, why, only_look)
-    if known.lasting and not only_look:
+        known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, why, read_only)
+    if known.lasting and not read_only:
         if kind_key not in _table:
             _log.info("auto takes %s for %s: %s", known.backend, describe(call), known.why)
         _remember(kind_key, known)
@@ -105,10 +105,10 @@ def decide(
     return known
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Clear the choices of this process; the cache file of "auto" is kept."""
     _table.clear()
-    auto.forget()
+    auto.reset()
 
 
 def _remember(key: tuple[object, ...], decision: Decision) -> None:
@@ -152,6 +152,6 @@ def _choose_constant(
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
     if backend == "auto":
-        return decide(call, sizes, None).compiled
+        return decision_for(call, sizes, None).compiled
     _require_usable(backend, call)
     return backend

@@ -11,8 +11,8 @@ from flexvarlen.attention.auto.decoder_layer import Layer
 from flexvarlen.attention.auto.keys import describe, sizes
 from flexvarlen.attention.backends.registry import BACKENDS, refusal
 from flexvarlen.attention.call import AttentionCall, is_past_int32
-from flexvarlen.attention.choose import decide
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
+from flexvarlen.attention.choose import decision_for
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -153,14 +153,14 @@ def explain(
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
-        deterministic=promised(DETERMINISTIC, deterministic),
-        batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
+        deterministic=resolve_flag(DETERMINISTIC, deterministic),
+        batch_invariant=resolve_flag(BATCH_INVARIANT, batch_invariant),
         return_lse=return_lse,
         past_int32=is_past_int32(layout, layout, num_heads, head_dim),
     )
     to_time = mask if measure else None
-    decision = decide(
-        call, sizes(mask), to_time, "measure=False was asked for", only_look=not measure
+    decision = decision_for(
+        call, sizes(mask), to_time, "measure=False was asked for", read_only=not measure
     )
     timings = decision.timings
     found = [_candidate(name, call, decision) for name in BACKENDS]

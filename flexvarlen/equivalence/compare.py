@@ -92,7 +92,7 @@ def compare(
         NotImplementedError: the model type is not verified.
     """
     from flexvarlen.patches import unpatch_model
-    from flexvarlen.patches.models.registry import require_verified
+    from flexvarlen.patches.models.families import require_verified
 
     require_verified(model.config.model_type)
     names = variant_names(backends, model.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import flexvarlen as fv
 from flexvarlen.equivalence.batch import IGNORE_INDEX, PackedBatch
 from flexvarlen.equivalence.oracle import share
-from flexvarlen.layout.validate import round_up_to_power_of_two
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexvarlen.layout.launch_sizes import LaunchSizes
-from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
-from flexvarlen.layout.validate import (
+from flexvarlen.layout.boundaries import (
     INT32_MAX,
     check_boundaries,
     check_fit,
@@ -24,6 +22,8 @@ from flexvarlen.layout.validate import (
     host_int32,
     safe_boundaries,
 )
+from flexvarlen.layout.launch_sizes import LaunchSizes
+from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
 
 
 class PackedLayout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.validate import HAS_TRITON
+from flexvarlen.layout.boundaries import HAS_TRITON
 
 
 def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import host_int32, is_int
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.validate import host_int32, is_int
 from flexvarlen.mask.spec import Align, MaskSpec
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables, block_pair, table_widths
 from flexvarlen.mask.tables import build_tables, build_tables_operator

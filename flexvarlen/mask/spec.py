@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flexvarlen.layout.validate import is_int
+from flexvarlen.layout.boundaries import is_int
 
 UNLIMITED = -1
 

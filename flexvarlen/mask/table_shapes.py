@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexvarlen.layout.validate import is_int
+from flexvarlen.layout.boundaries import is_int
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
 DEFAULT_BLOCK_SIZE = 128

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.validate import HAS_TRITON
+from flexvarlen.layout.boundaries import HAS_TRITON
 from flexvarlen.mask.table_shapes import table_shapes
 from flexvarlen.mask.vectors import SCHEMA, MaskInputs, key_bounds, query_bounds
 

@@ -51,7 +51,7 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     """
     cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
-    at = _place(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
+    at = _locate(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
     position = at.position + _shift(mask, at.own_length, at.other_length)
     low, high = torch.zeros_like(position), at.other_length
     if mask.left != UNLIMITED:
@@ -74,7 +74,7 @@ def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
     tokens_q, tokens_k = total_tokens
-    at = _place(cu_seqlens_k, cu_seqlens_q, padding_k, padding_q, tokens_k, tokens_q)
+    at = _locate(cu_seqlens_k, cu_seqlens_q, padding_k, padding_q, tokens_k, tokens_q)
     position = at.position
     shift = _shift(mask, at.other_length, at.own_length)
     low, high = shift, shift + at.other_length
@@ -95,7 +95,7 @@ def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TokenLocations:
     """Each token's slot and position, and its document in the other row; int32 `[T]` each."""
 
     slot: Tensor
@@ -103,43 +103,43 @@ class _Place:
     own_length: Tensor
     other_start: Tensor
     other_length: Tensor
-    dead: Tensor
+    is_padding: Tensor
 
     def in_other_row(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert bounds inside the other document to row offsets; empty where `dead`."""
+        """Convert bounds inside the other document to row offsets; empty where `is_padding`."""
         low = torch.minimum(low.clamp(min=0), self.other_length)
         high = torch.minimum(high.clamp(min=0), self.other_length)
-        low = torch.where(self.dead, self.other_length, low)
-        high = torch.where(self.dead, 0, high)
+        low = torch.where(self.is_padding, self.other_length, low)
+        high = torch.where(self.is_padding, 0, high)
         return self.other_start + low, self.other_start + high
 
 
-def _place(
+def _locate(
     own: Tensor,
     other: Tensor,
     own_padding: Tensor | None,
     other_padding: Tensor | None,
     own_total: int,
     other_total: int,
-) -> _Place:
+) -> _TokenLocations:
     tokens = torch.arange(own_total, device=own.device, dtype=torch.int32)
     slot = torch.searchsorted(own[1:], tokens, right=True, out_int32=True)
     # One slot more: the padding after the last document.
     own_ends = torch.cat([own, own.new_full((1,), own_total)])
     other_ends = torch.cat([other, other.new_full((1,), other_total)])
     start, other_start = own_ends[slot], other_ends[slot]
-    dead = slot == own.shape[0] - 1
+    is_padding = slot == own.shape[0] - 1
     if own_padding is not None:
-        dead = dead | own_padding
+        is_padding = is_padding | own_padding
     if other_padding is not None and other_total > 0:
-        dead = dead | other_padding[other_start.clamp(max=other_total - 1)]
-    return _Place(
+        is_padding = is_padding | other_padding[other_start.clamp(max=other_total - 1)]
+    return _TokenLocations(
         slot=slot,
         position=tokens - start,
         own_length=own_ends[slot + 1] - start,
         other_start=other_start,
         other_length=other_ends[slot + 1] - other_start,
-        dead=dead,
+        is_padding=is_padding,
     )
 
 

@@ -48,7 +48,7 @@ class LoaderPass:
         return (drawn - 1) % self.rows + 1
 
 
-def pass_over(sampler: object, of: object = None) -> LoaderPass | None:
+def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     """The most recent unfinished pass over the sampler; None without accelerate.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from flexvarlen.packing.loader_pass import LoaderPass, pass_over
+from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 
 
 class BalancedSampler(Sampler[int]):
@@ -90,7 +90,7 @@ class BalancedSampler(Sampler[int]):
         Raises:
             ValueError: accelerate's loader would skip rows, or repeat some.
         """
-        loader = pass_over(self)
+        loader = current_pass(self)
         self._drawer = None if loader is None else weakref.ref(loader.loader)
         if loader is not None:
             self._check(loader)
@@ -133,7 +133,7 @@ class BalancedSampler(Sampler[int]):
         Raises:
             ValueError: a state restored an offset in another epoch, whose rows would be skipped.
         """
-        loader = pass_over(self)
+        loader = current_pass(self)
         if loader is not None and loader.epoch == epoch:
             self._follow(loader)
             if not loader.draws:
@@ -153,7 +153,7 @@ class BalancedSampler(Sampler[int]):
         that accelerate's loader prefetches is not counted.
         """
         drawer = None if self._drawer is None else self._drawer()
-        loader = None if drawer is None else pass_over(self, drawer)
+        loader = None if drawer is None else current_pass(self, drawer)
         ahead = 0 if loader is None else loader.ahead(self._taken - self._start)
         state = {"epoch": self.epoch, "taken": self._taken - ahead, "seed": self.seed}
         return state | self._order()

@@ -14,7 +14,7 @@ from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.patches.attention.routing import chosen_for, refusal_of_layers
+from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
 

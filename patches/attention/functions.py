@@ -22,16 +22,16 @@ from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention.api import needs_gradients, refuse_forward_mode, to_one_head_dim
 from flexvarlen.attention.recompile_limit import warn_if_fallen_back
-from flexvarlen.parallel import heads_a_rank, ulysses_attention
-from flexvarlen.patches.attention.by_name import (
+from flexvarlen.parallel import heads_per_rank, ulysses_attention
+from flexvarlen.patches.attention.compile_warnings import SIZELESS, note_sizes
+from flexvarlen.patches.attention.context import PackedForward, PackedVision, Route, Unpacked
+from flexvarlen.patches.attention.decoding import attend_to_cache
+from flexvarlen.patches.attention.without_patch import (
     check_unpacked,
     is_unpacked,
     packed_by_name,
     refuse_by_name,
 )
-from flexvarlen.patches.attention.compile_warnings import SIZELESS, note_sizes
-from flexvarlen.patches.attention.context import PackedForward, PackedVision, Route, Unpacked
-from flexvarlen.patches.attention.decoding import attend_to_cache
 from flexvarlen.patches.batch.cache import set_apart
 from flexvarlen.patches.models.image_masks import has_overlay
 from flexvarlen.patches.models.layers import LayerKind, chunk_of, layer_type_of
@@ -148,7 +148,7 @@ def _attend_over_ranks(
 ) -> Tensor:
     """Ulysses attention on a shard of the row, exchanging heads for tokens."""
     size = dist.get_world_size(context.group)
-    heads, kv_heads = heads_a_rank(kind.num_heads, kind.num_kv_heads, size)
+    heads, kv_heads = heads_per_rank(kind.num_heads, kind.num_kv_heads, size)
     route = context.route(
         kind._replace(num_heads=heads, num_kv_heads=kv_heads),
         q_THD.dtype,

@@ -49,7 +49,7 @@ def refuse_without_cu_seq_lens_q(
             )
 
 
-def changes_of(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.device) -> Tensor:
+def seq_idx_changes(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.device) -> Tensor:
     """bool `[T]`: True where the numbers of `seq_idx` change inside a row.
 
     Raises:

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import default_capacity, document_starts
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.validate import default_capacity, document_starts
 from flexvarlen.patches.batch.checks import (
-    changes_of,
     check_cu_seq_lens,
     check_packed_layout,
     check_positions,
@@ -25,6 +24,7 @@ from flexvarlen.patches.batch.checks import (
     check_same_documents,
     layout_of,
     refuse_without_cu_seq_lens_q,
+    seq_idx_changes,
 )
 
 EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -90,7 +90,7 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
     _check_shapes(given)
     changes = None
     if given.seq_idx is not None:
-        changes = changes_of(given.seq_idx, given.batch, given.row_tokens, given.device)
+        changes = seq_idx_changes(given.seq_idx, given.batch, given.row_tokens, given.device)
     if not given.is_explicit:
         return _from_values(given, changes)
     explicit = _explicit_layout(given)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel import own_tokens
+from flexvarlen.parallel import shard_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,7 +51,7 @@ def _masked(
     if shifted:  # shift_labels[t] is token t + 1
         first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
     if group is not None:
-        first = own_tokens(first, group)
+        first = shard_tokens(first, group)
     return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)
 
 

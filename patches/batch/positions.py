@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import check
-from flexvarlen.patches.batch.one_document import one_document_a_row
+from flexvarlen.patches.batch.unpacked_rows import one_document_a_row
 
 _WITH_TEXT = 4  # rows of position_ids in vision-language models: text, time, height, width
 

@@ -18,12 +18,12 @@ from transformers.models.auto.modeling_auto import (
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import check
-from flexvarlen.patches.batch.one_document import one_document_a_row
+from flexvarlen.patches.batch.unpacked_rows import one_document_a_row
 from flexvarlen.patches.forward.wrapper import is_wrapped
 from flexvarlen.patches.models.layers import base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
-POOLS = "flexvarlen_pools"
+POOLING_HEAD = "flexvarlen_pools"
 """The keyword that tells a patched base model the name of a head that pools its rows."""
 
 _POOLING_HEADS = (
@@ -117,14 +117,14 @@ class HeadReference:
 
 
 def mark_pooling_heads(base: PreTrainedModel) -> None:
-    """Make the pooling heads of a base model's family pass `POOLS` to it.
+    """Make the pooling heads of a base model's family pass `POOLING_HEAD` to it.
 
     patch_model refuses such heads, but a user may patch only the base model and call the head. This
     wraps the `forward` of transformers' classes, once; without a patched base it changes nothing.
     """
     for mapping in _POOLING_HEADS:
         head: Any = mapping.get(type(base.config), None)
-        if head is not None and not hasattr(head.forward, POOLS):
+        if head is not None and not hasattr(head.forward, POOLING_HEAD):
             head.forward = _handing_on_pools(head.forward)
 
 
@@ -132,10 +132,10 @@ def _handing_on_pools(forward: Any) -> Any:
     @functools.wraps(forward)
     def marked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if ATTRIBUTE in self.base_model.__dict__:
-            kwargs[POOLS] = type(self).__name__
+            kwargs[POOLING_HEAD] = type(self).__name__
         return forward(self, *args, **kwargs)
 
-    setattr(marked, POOLS, True)
+    setattr(marked, POOLING_HEAD, True)
     return marked
 
 
@@ -143,7 +143,7 @@ def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
     """Refuse rows of several documents in a base model that a pooling head calls.
 
     Args:
-        head: what the base model got as `POOLS`.
+        head: what the base model got as `POOLING_HEAD`.
 
     Raises:
         ValueError: a row holds several. Inside a compiled graph the device asserts that none does.
@@ -157,7 +157,7 @@ def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
         )
 
 
-class _OwnLoss:
+class _UserLoss:
     """Calls a user's `loss_function` without the keywords that a patched model adds."""
 
     def __init__(self, loss: Any) -> None:
@@ -169,26 +169,26 @@ class _OwnLoss:
         return self.loss(*args, **kwargs)
 
 
-def own_loss(model: nn.Module) -> Any:
+def user_loss(model: nn.Module) -> Any:
     """The `loss_function` that the user set, or None."""
     loss = model.__dict__.get(_LOSS)
-    return loss.loss if isinstance(loss, _OwnLoss) else loss
+    return loss.loss if isinstance(loss, _UserLoss) else loss
 
 
-def keep_from_loss(model: nn.Module) -> None:
+def wrap_loss(model: nn.Module) -> None:
     """Keep our keywords from a user's loss, as heads pass it all their keyword arguments.
 
     transformers' own losses accept any keyword.
     """
     loss = model.__dict__.get(_LOSS)
-    if loss is not None and not isinstance(loss, _OwnLoss):
-        model.__dict__[_LOSS] = _OwnLoss(loss)
+    if loss is not None and not isinstance(loss, _UserLoss):
+        model.__dict__[_LOSS] = _UserLoss(loss)
 
 
-def give_back_loss(model: nn.Module) -> None:
-    """Undo `keep_from_loss`."""
+def unwrap_loss(model: nn.Module) -> None:
+    """Undo `wrap_loss`."""
     loss = model.__dict__.get(_LOSS)
-    if isinstance(loss, _OwnLoss):
+    if isinstance(loss, _UserLoss):
         model.__dict__[_LOSS] = loss.loss
 
 

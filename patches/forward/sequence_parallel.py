@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel import heads_a_rank, own_tokens
-from flexvarlen.patches.forward.heads import own_loss
+from flexvarlen.parallel import heads_per_rank, shard_tokens
+from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.models.layers import LayerKind, base_of, text_config_of, text_tower
 from flexvarlen.patches.models.qwen_vl import has_axes
 from flexvarlen.patches.models.rope import has_longrope
@@ -57,7 +57,7 @@ def own_kinds(
             "leave sequence_parallel_group out, and give each rank rows of its own."
         )
     size = dist.get_world_size(group)
-    dealt = (heads_a_rank(kind.num_heads, kind.num_kv_heads, size) for kind in kinds)
+    dealt = (heads_per_rank(kind.num_heads, kind.num_kv_heads, size) for kind in kinds)
     return tuple(
         kind._replace(num_heads=heads, num_kv_heads=kv_heads)
         for kind, (heads, kv_heads) in zip(kinds, dealt, strict=True)
@@ -131,7 +131,7 @@ def prepare_shard(
             "first token, and num_items_in_batch, the labels of the whole row, got labels without; "
             "call fv.shard_row, which makes both."
         )
-    loss = own_loss(module)
+    loss = user_loss(module)
     if inputs.get("labels") is not None and loss is not None:
         missing = {"shift_labels", "num_items_in_batch"} - set(inspect.signature(loss).parameters)
         if missing:
@@ -148,4 +148,4 @@ def prepare_shard(
             "auxiliary loss of a shard is not part of the row's; set it to False in the config."
         )
     if inputs.get("position_ids") is None:
-        inputs["position_ids"] = own_tokens(layout.position_ids(), group)[None]
+        inputs["position_ids"] = shard_tokens(layout.position_ids(), group)[None]

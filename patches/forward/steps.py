@@ -18,30 +18,33 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
-from flexvarlen.patches.attention.sharding import refuse_context_parallel
+from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import mark_cache, note_documents, refuse_packed_documents
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
-from flexvarlen.patches.batch.keywords import refuse_mask_of_another_kind, refuse_other_names
 from flexvarlen.patches.batch.labels import mask_labels
-from flexvarlen.patches.batch.one_document import (
-    check_one_document,
-    one_document_a_row,
-    why_not_whole_rows,
-)
 from flexvarlen.patches.batch.positions import (
     causal_positions,
     positions_by_run,
     text_positions,
 )
+from flexvarlen.patches.batch.unpacked_rows import (
+    check_one_document,
+    one_document_a_row,
+    why_not_whole_rows,
+)
+from flexvarlen.patches.batch.unsupported_keywords import (
+    refuse_mask_of_another_kind,
+    refuse_other_names,
+)
 from flexvarlen.patches.forward.heads import (
     HEAD,
-    POOLS,
+    POOLING_HEAD,
     HeadReference,
-    keep_from_loss,
     refuse_pooling,
+    wrap_loss,
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
-from flexvarlen.patches.forward.wrapper import running_with
+from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.image_masks import refuse_image_blocks
 from flexvarlen.patches.models.layers import (
     base_of,
@@ -71,7 +74,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     patch: Patch | None = module.__dict__.get(ATTRIBUTE)
     if patch is None:
         return None
-    pooling_head = inputs.pop(POOLS, None)
+    pooling_head = inputs.pop(POOLING_HEAD, None)
     tokens = _tokens(inputs)
     if tokens is None or inputs.get(CONTEXT) is not None:
         return _from_head(module, inputs)
@@ -259,7 +262,7 @@ def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
             "before patch_model and leave use_liger_kernel out."
         )
     if not (is_explicit or torch.compiler.is_compiling() or reference.module is None):
-        packed = running_with(reference.module).get(CONTEXT)
+        packed = arguments_of_running_call(reference.module).get(CONTEXT)
         if isinstance(packed, PackedForward) and packed.packs:
             raise ValueError(_KEPT_BY_HEAD)
 
@@ -376,7 +379,7 @@ def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
     known_full = not torch.compiler.is_compiling() and layout.has_padding is False
     if forward.packs and may_pad and not known_full:
         inputs["attention_mask"] = layout.real_tokens().view(forward.tokens.shape[:2]).long()
-    keep_from_loss(module)
+    wrap_loss(module)
 
 
 def _placeholder(device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexvarlen.patches.batch.keywords import with_keywords
+from flexvarlen.patches.batch.unsupported_keywords import with_keywords
 
 OURS = "_flexvarlen_wraps"
 """Attribute of our function (copied by functools.wraps): the name under which its module stores the
@@ -85,7 +85,7 @@ class _Running:
         _calls.open.pop()
 
 
-def running_with(module: nn.Module) -> dict[str, Any]:
+def arguments_of_running_call(module: nn.Module) -> dict[str, Any]:
     """The arguments of the running eager call of a wrapped module in this thread, or {}."""
     return next((given for called, given in reversed(_calls.open) if called is module), {})
 

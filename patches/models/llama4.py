@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel import own_tokens
+from flexvarlen.parallel import shard_tokens
 from flexvarlen.patches.batch.positions import causal_positions
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def own_temperature(
     batch = q_THD.shape[0] // row_tokens if group is None else 1
     position_T = causal_positions(layout, batch)
     if group is not None:
-        position_T = own_tokens(position_T, group)
+        position_T = shard_tokens(position_T, group)
 
     def scale(position_T: Tensor) -> Tensor:
         steps = torch.floor((position_T.float() + 1.0) / floor_scale)

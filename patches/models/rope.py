@@ -77,7 +77,7 @@ def own_tables(base: nn.Module) -> None:
         return
     if getattr(rotary, "rope_type", None) == "longrope":
         setattr(rotary, LONG, _long_frequencies(rotary, rotary.inv_freq.device))
-        vars(rotary)[_place(rotary)] = MethodType(forward, rotary)
+        vars(rotary)[_forward_attribute(rotary)] = MethodType(forward, rotary)
     rotary.register_forward_hook(_materialize_outputs)
 
 
@@ -90,7 +90,7 @@ def shared_tables(base: nn.Module) -> None:
     for key in [key for key, hook in hooks.items() if hook is _materialize_outputs]:
         del hooks[key]
     if vars(rotary).pop(LONG, None) is not None:
-        place = _place(rotary)
+        place = _forward_attribute(rotary)
         del vars(rotary)[place]
         if place != "forward":
             vars(rotary)[place] = MethodType(type(rotary).forward, rotary)
@@ -99,7 +99,7 @@ def shared_tables(base: nn.Module) -> None:
 LONG = "_flexvarlen_long_inv_freq"
 
 
-def _place(rotary: nn.Module) -> str:
+def _forward_attribute(rotary: nn.Module) -> str:
     """The attribute that holds the instance's forward; accelerate's hooks rename it."""
     return "_old_forward" if "_old_forward" in vars(rotary) else "forward"
 

@@ -83,18 +83,18 @@ def test_ours_compiles_once_and_is_right(rows):
 
 def test_what_attends_is_what_the_graph_took(tmp_path, monkeypatch, capsys):
     """From position_ids a graph's sizes are not the layout's: "auto" may take another kernel."""
-    decide = choose.decide
+    decide = choose.decision_for
 
     def by_mode(call, sizes, mask, *args, **options):
         found = decide(call, sizes, mask, *args, **options)
         return found if mask is not None else dataclasses.replace(found, compiled="reference")
 
-    monkeypatch.setattr(choose, "decide", by_mode)
-    choose.forget()
+    monkeypatch.setattr(choose, "decision_for", by_mode)
+    choose.clear_cache()
     out = tmp_path / "rows.jsonl"
     arguments = ["--quick", "--device", "cpu", "--out", str(out), "--packings", "1"]
     model.main([*arguments, "--variants", "auto@position_ids"])
-    choose.forget()
+    choose.clear_cache()
     (row,) = read_rows([out])
     assert row.status == "ok"
     assert row.measures["attends"] == "reference"

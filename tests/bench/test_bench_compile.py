@@ -362,14 +362,14 @@ def test_what_auto_takes_is_seen_in_calls_and_in_graphs(monkeypatch):
         return "reference"
 
     monkeypatch.setattr(auto, "first_usable", other)  # as a graph's own sizes may have it
-    choose.forget()
+    choose.clear_cache()
     call = torch.compile(
         lambda q: fv.packed_attention(q, q, q, layout), fullgraph=True, backend="eager"
     )
     with noting_auto() as chosen:
         call(q)
     assert set(chosen) == {"reference"}
-    choose.forget()
+    choose.clear_cache()
 
 
 def test_the_table_of_the_model_shows_utilisation_and_what_auto_chose(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexvarlen import PackedLayout
-from flexvarlen.layout.validate import default_capacity, document_starts, round_up_to_power_of_two
+from flexvarlen.layout.boundaries import default_capacity, document_starts, round_up_to_power_of_two
 from flexvarlen.measure import watch_compilation
 
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 import flexvarlen as fv
 from flexvarlen.packing import collator as collator_module
-from flexvarlen.patches.batch.keywords import COLUMNS
-from flexvarlen.patches.models.registry import FAMILIES
+from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
+from flexvarlen.patches.models.families import FAMILIES
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import new_model

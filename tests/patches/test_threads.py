@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.attention.backends import compiled_flex
-from flexvarlen.patches.attention.by_name import _is_first_unpacked
+from flexvarlen.patches.attention.without_patch import _is_first_unpacked
 from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import batch_of, config_of, exact_and_peer, new_model

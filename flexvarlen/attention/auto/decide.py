@@ -73,17 +73,17 @@ class _State:
 _state = _State(None)
 
 
-def forget() -> None:
+def reset() -> None:
     """Clear the cached results of this process; the cache file is kept."""
     global _state
     _state = _State(ranks.world())
 
 
-def renew_run() -> bool:
+def reset_if_new_run() -> bool:
     """Whether the process group has changed; if so, clear the cached results."""
     if _state.run.is_of(ranks.world()):
         return False
-    forget()
+    reset()
     return True
 
 
@@ -94,7 +94,7 @@ def candidates(call: AttentionCall) -> tuple[str, ...]:
 
 
 def decide(
-    call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask | str, only_look: bool = False
+    call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask | str, read_only: bool = False
 ) -> Decision:
     """Choose a backend for a kind of call, and say why; the caller caches the decision.
 
@@ -102,7 +102,7 @@ def decide(
         call: the kind of call.
         bucket: of its sizes.
         mask: the documents to time candidates on, or a string that says why nothing may be timed.
-        only_look: publish no decision for other ranks, and wait for none.
+        read_only: publish no decision for other ranks, and wait for none.
 
     Raises:
         NotImplementedError: no backend can serve the call.
@@ -118,30 +118,30 @@ def decide(
     if obstacle is not None:
         return static_decision(call, bucket, obstacle, lasting=True)
     if not _state.run.several:
-        return _alone(call, names, bucket, mask)
-    return _among_ranks(call, names, bucket, mask, only_look)
+        return _decide_locally(call, names, bucket, mask)
+    return _decide_with_ranks(call, names, bucket, mask, read_only)
 
 
-def _among_ranks(
+def _decide_with_ranks(
     call: AttentionCall,
     names: tuple[str, ...],
     bucket: keys.Bucket,
     mask: DocumentMask | str,
-    only_look: bool,
+    read_only: bool,
 ) -> Decision:
     """Rank 0 decides for all ranks; the others use its decision."""
     run, kind = _state.run, keys.kind_key(call, bucket)
-    if only_look:
+    if read_only:
         seen = run.given(kind)
         if seen is not None and _why_not_both(seen, call, names) is None:
             return _published(seen, "decided earlier in this run")
-        return _alone(call, names, bucket, mask)
+        return _decide_locally(call, names, bucket, mask)
     if not run.decides:
         return _given_by_rank_0(call, names, bucket, kind)
     own: list[Decision] = []
 
     def decide_here() -> str:
-        own.append(_alone(call, names, bucket, mask))
+        own.append(_decide_locally(call, names, bucket, mask))
         return f"{own[0].backend} {own[0].compiled}"
 
     published = run.publish(kind, decide_here)
@@ -183,7 +183,7 @@ def _why_not_both(published: str, call: AttentionCall, candidates: tuple[str, ..
     return None
 
 
-def _alone(
+def _decide_locally(
     call: AttentionCall,
     names: tuple[str, ...],
     bucket: keys.Bucket,

@@ -66,13 +66,13 @@ def flex(
         forward_tiles(q, mask, call) if kernel == "TRITON" else None,
         call.batch_invariant,
     )
-    same_bits = call.same_bits and not on_cpu
+    ordered_backward = call.ordered_backward and not on_cpu
     if torch.compiler.is_compiling():
-        if same_bits:
+        if ordered_backward:
             _require_fixed_choices()
         out, lse = _flex(q, k, v, block_mask, options)
     else:
-        if same_bits:
+        if ordered_backward:
             for x in (q, k, v):
                 torch._dynamo.maybe_mark_dynamic(x, 2)  # one kernel for rows of any length
         kind = (
@@ -84,7 +84,7 @@ def flex(
             (q.shape[2], k.shape[2]) if on_cpu else None,
             torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
         )
-        out, lse = _call_compiled(kind, call.same_bits, (q, k, v, block_mask, options))
+        out, lse = _call_compiled(kind, call.ordered_backward, (q, k, v, block_mask, options))
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
@@ -227,7 +227,7 @@ def _require_fixed_choices() -> bool:
 
 
 def _call_compiled(
-    kind: tuple[object, ...], same_bits: bool, args: tuple[Any, ...]
+    kind: tuple[object, ...], ordered_backward: bool, args: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Call the compiled kernel of a kind of call, also past Dynamo's recompile limit.
 
@@ -238,7 +238,7 @@ def _call_compiled(
         generation = _generations.get(kind, 0)
         try:
             with _ONE_AT_A_TIME:
-                return _compiled(kind, same_bits, generation)(*args)
+                return _compiled(kind, ordered_backward, generation)(*args)
         except FailOnRecompileLimitHit:
             _generations[kind] = generation + 1
             warnings.warn(
@@ -259,19 +259,19 @@ _generations: dict[tuple[object, ...], int] = {}
 
 @cache
 def _compiled(
-    kind: tuple[object, ...], same_bits: bool, generation: int
+    kind: tuple[object, ...], ordered_backward: bool, generation: int
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Compile the kernel of one kind of call, in which only T is dynamic.
 
     Dynamo counts recompilations and tracks dynamic sizes per code object and name, so each kind
     gets its own function.
     """
-    name = "flex_" + "_".join(map(str, (*kind, same_bits, generation)))
+    name = "flex_" + "_".join(map(str, (*kind, ordered_backward, generation)))
     own = types.FunctionType(_flex.__code__.replace(co_name=name), _flex.__globals__)
     # The C++ template does not compile for symbolic T (torch 2.13), so on the CPU T is part of the
     # kind.
     dynamic = False if kind[0] == "cpu" else None
-    options = {FIXED_CHOICES: True} if same_bits else None
+    options = {FIXED_CHOICES: True} if ordered_backward else None
     backend = partial(_inductor_keeping_buffers, options=options)
     return torch.compile(own, fullgraph=True, dynamic=dynamic, backend=backend)
 

@@ -45,7 +45,7 @@ class FlexFlashBackend:
                 "flex_fa4 has no backward under torch.use_deterministic_algorithms(True); use "
                 "backend='fa4' or 'flex'."
             )
-        if call.same_bits:
+        if call.ordered_backward:
             return (
                 "flex_fa4 guarantees neither determinism nor batch invariance; use backend='flex' "
                 "or 'fa4'."

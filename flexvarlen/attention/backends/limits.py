@@ -32,7 +32,7 @@ def half_refusal(name: str, call: AttentionCall) -> str | None:
 
 def fa3_order_refusal(name: str, call: AttentionCall) -> str | None:
     """Refuse head dims for which FlashAttention-3 has no deterministic backward."""
-    if call.same_bits and call.needs_grad and call.head_dim > _WIDEST_ORDERED_HEAD_DIM:
+    if call.ordered_backward and call.needs_grad and call.head_dim > _WIDEST_ORDERED_HEAD_DIM:
         return (
             f"{name} has no deterministic backward for head_dim above {_WIDEST_ORDERED_HEAD_DIM}, "
             f"got {call.head_dim}; use backend='fa2'."

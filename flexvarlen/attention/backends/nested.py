@@ -48,7 +48,7 @@ class NestedBackend:
             return "nested takes no layout_k; use backend='varlen' or 'flex'."
         if call.softcap is not None or call.sinks or call.return_lse:
             return "nested has no softcap, no sinks and no LSE; use backend='flex'."
-        if call.same_bits:
+        if call.ordered_backward:
             return (
                 "nested guarantees neither determinism nor batch invariance; use backend='fa3', "
                 "'fa2' or 'varlen'."

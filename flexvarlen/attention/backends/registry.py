@@ -12,7 +12,7 @@ import torch
 from flexvarlen.attention.backends import flex, flex_fa4, nested, reference, sdpa
 from flexvarlen.attention.backends.cu_seqlens import cudnn, fa2, fa3, fa4, varlen
 from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall, Backend
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.mask.spec import Align, MaskSpec
 
 _MODULES = (reference, sdpa, flex, flex_fa4, varlen, cudnn, nested, fa2, fa3, fa4)
@@ -131,8 +131,8 @@ def why_not(
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
-        deterministic=promised(DETERMINISTIC, deterministic),
-        batch_invariant=promised(BATCH_INVARIANT, batch_invariant),
+        deterministic=resolve_flag(DETERMINISTIC, deterministic),
+        batch_invariant=resolve_flag(BATCH_INVARIANT, batch_invariant),
         return_lse=return_lse,
         past_int32=total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
     )

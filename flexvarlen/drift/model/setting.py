@@ -98,7 +98,7 @@ class ModelSetting:
             NotImplementedError: the model type is not verified.
         """
         from flexvarlen.patches import unpatch_model
-        from flexvarlen.patches.models.registry import require_verified
+        from flexvarlen.patches.models.families import require_verified
 
         unknown = shared.keys() - Shared.__annotations__.keys()
         if unknown:

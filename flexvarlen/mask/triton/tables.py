@@ -42,7 +42,7 @@ def _write_lists(
     high,
     in_row,
     block,
-    own_tokens,
+    shard_tokens,
     other_tokens,
     counts,
     indices,
@@ -62,7 +62,7 @@ def _write_lists(
     end = tl.where(any_sees, end, 0)
     full_first = tl.cdiv(tl.max(tl.where(in_row, low, 0), axis=0), OTHER_BLOCK)
     full_end = tl.min(tl.where(in_row, high, other_tokens), axis=0) // OTHER_BLOCK
-    whole = (block + 1) * OWN_BLOCK <= own_tokens
+    whole = (block + 1) * OWN_BLOCK <= shard_tokens
     kept = tl.where(whole, tl.maximum(full_end - full_first, 0), 0)
     row = block.to(tl.int64) * width
 
@@ -116,7 +116,7 @@ def _serve_block(
     indices,
     full_counts,
     full_indices,
-    own_tokens,
+    shard_tokens,
     other_tokens,
     slots,
     search_steps,
@@ -140,9 +140,9 @@ def _serve_block(
 ):
     lane = tl.arange(0, LANES)
     tokens = block * OWN_BLOCK + lane
-    in_row = (lane < OWN_BLOCK) & (tokens < own_tokens)
+    in_row = (lane < OWN_BLOCK) & (tokens < shard_tokens)
     low, high = token_bounds(
-        own_cu, other_cu, own_padding, other_padding, prefix, tokens, own_tokens, other_tokens,
+        own_cu, other_cu, own_padding, other_padding, prefix, tokens, shard_tokens, other_tokens,
         slots, search_steps, left, right, chunk, OF_KEYS, CAUSAL, LEFT, RIGHT, CHUNK, PREFIX,
         SHIFTED, OWN_PADDING, OTHER_PADDING,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def _serve_block(
         tl.store(lo + tokens, low, mask=in_row)
         tl.store(hi + tokens, high, mask=in_row)
     _write_lists(
-        low, high, in_row, block, own_tokens, other_tokens, counts, indices, full_counts,
+        low, high, in_row, block, shard_tokens, other_tokens, counts, indices, full_counts,
         full_indices, width, OWN_BLOCK, OTHER_BLOCK, GAPS,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ def token_bounds(
     other_padding,
     prefix,
     tokens,
-    own_tokens,
+    shard_tokens,
     other_tokens,
     slots,
     search_steps,
@@ -46,7 +46,7 @@ def token_bounds(
         end = tl.where(open_ & ~ended, middle, end)
     document = slot < slots
     own_start = tl.load(own_cu + slot)
-    own_length = tl.load(own_cu + 1 + slot, mask=document, other=own_tokens) - own_start
+    own_length = tl.load(own_cu + 1 + slot, mask=document, other=shard_tokens) - own_start
     other_start = tl.load(other_cu + slot)
     other_length = tl.load(other_cu + 1 + slot, mask=document, other=other_tokens) - other_start
     position = tokens - own_start
@@ -92,7 +92,7 @@ def token_bounds(
 
     dead = slot >= slots
     if OWN_PADDING:
-        dead = dead | (tl.load(own_padding + tokens, mask=tokens < own_tokens, other=0) != 0)
+        dead = dead | (tl.load(own_padding + tokens, mask=tokens < shard_tokens, other=0) != 0)
     if OTHER_PADDING:
         has_other = other_start < other_tokens
         dead = dead | (tl.load(other_padding + other_start, mask=has_other, other=0) != 0)

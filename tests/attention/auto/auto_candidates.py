@@ -64,7 +64,7 @@ def set_up(patch, folder, *stand_ins):
     patch.setattr(auto, "CANDIDATES", {"cpu": tuple(backend.name for backend in stand_ins)})
     patch.setattr(timing, "BUDGET_S", 0.1)
     patch.setenv(switches.CACHE, str(folder))
-    choose.forget()
+    choose.clear_cache()
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def candidates(monkeypatch, tmp_path):
 
     yield make
     monkeypatch.undo()
-    choose.forget()
+    choose.clear_cache()
 
 
 @pytest.fixture

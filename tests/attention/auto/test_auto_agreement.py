@@ -71,7 +71,7 @@ def test_fast_garbage_taken(candidates, change):
     reasons = {c.name: (c.reason, c.timing) for c in explanation.candidates}
     assert "failed: wrong results" in reasons["garbage"][0]
     assert reasons["garbage"][1] is None
-    choose.forget()
+    choose.clear_cache()
     assert explain().why.startswith("from the cache file")  # nor by the next process
     assert explain().chosen == "slow"
 
@@ -81,7 +81,7 @@ def test_an_answer_of_before_there_were_checks(candidates):
     explain()
     path = cache_file.cache_path()
     path.write_text(path.read_text().replace(f'"format": {cache_file.FORMAT}', '"format": 4'))
-    choose.forget()
+    choose.clear_cache()
     with pytest.warns(UserWarning, match="not format"):
         assert explain().why == "measured"
 

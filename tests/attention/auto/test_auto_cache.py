@@ -98,7 +98,7 @@ def test_answer_of_fewer_candidates_or_other_versions_taken(candidates, monkeypa
     candidates(StandIn("slow", SLOW_S), StandIn("slower", 2 * SLOW_S), StandIn("new", FAST_S))
     assert explain().why == "measured"
     monkeypatch.setattr(keys, "versions", lambda: (("torch", "99"),))
-    choose.forget()
+    choose.clear_cache()
     assert explain().why == "measured"
 
 
@@ -109,7 +109,7 @@ def test_corrupt_cache_file_raises_or_is_silent(two, damage):
     path.write_bytes(damage.encode(errors="surrogateescape"))
     with pytest.warns(UserWarning, match=r"auto\.json .*measured again"):
         assert explain().why == "measured"
-    choose.forget()
+    choose.clear_cache()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert explain().why.startswith("from the cache file")
@@ -150,7 +150,7 @@ def test_damaged_answer_taken(two, entry):
     cache_file.cache_path().write_text(
         json.dumps({"format": cache_file.FORMAT, "entries": {key: entry}})
     )
-    choose.forget()
+    choose.clear_cache()
     with pytest.warns(UserWarning, match="measured again"):
         assert explain().why == "measured"
 
@@ -206,6 +206,6 @@ def test_file_that_has_not_changed_is_read_again(two, monkeypatch):
         Path, "read_text", lambda path, **options: reads.append(path) or text(path, **options)
     )
     for _ in range(3):
-        choose.forget()
+        choose.clear_cache()
         attend()
     assert len(reads) <= 1

@@ -81,7 +81,7 @@ def test_answer_for_other_arguments_taken(candidates, promise):
     def plain_only(call):
         if call.spec.left != -1:
             return "plain only; use another."
-        return "no promise; use another." if call.same_bits else None
+        return "no promise; use another." if call.ordered_backward else None
 
     candidates(
         StandIn("slow", SLOW_S, BY_SLOW),
@@ -188,7 +188,7 @@ def test_layer_that_cannot_be_timed_costs_no_kernel(two, monkeypatch, error):
     assert explanation.layer is None
     assert "besides" not in str(explanation)
     monkeypatch.setattr(layer, "linear", torch.nn.functional.linear)
-    choose.forget()
+    choose.clear_cache()
     assert explain().why == "measured"  # with a layer, and so not from the file
 
 
@@ -218,7 +218,7 @@ def test_loser_of_a_cool_heat_wins_over_hotter_finalists(candidates, monkeypatch
         explanation = explain()
     assert asked == [set(heat) for heat in heats]
     assert (explanation.chosen, explanation.compiled) == ("b", "b")
-    choose.forget()
+    choose.clear_cache()
     assert explain().chosen == "b"  # from the file
 
 
@@ -250,7 +250,7 @@ def test_kernels_are_launched_for_the_longest_that_may_come():
 
 
 def test_cpu_measures_nothing():
-    choose.forget()
+    choose.clear_cache()
     explanation = explain()
     assert explanation.chosen == "sdpa"
     assert explanation.why == "static order, because nothing is timed on cpu"
@@ -407,7 +407,7 @@ def test_explanation_without_measuring_measures(two):
     assert explanation.why == "static order, because measure=False was asked for"
     assert [backend.calls for backend in two] == [0, 0]
     assert explain().why == "measured"
-    choose.forget()
+    choose.clear_cache()
     assert explain(measure=False).chosen == "fast"
 
 
@@ -432,7 +432,7 @@ def on_gpu(layout, **options):
 @pytest.mark.gpu
 def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
     monkeypatch.setenv(switches.CACHE, str(tmp_path))
-    choose.forget()
+    choose.clear_cache()
     layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -457,14 +457,14 @@ def test_gpu_measurement_disturbs_or_picks_wrongly(monkeypatch, tmp_path):
         assert explanation.compiled == min(times, key=times.get)
         assert eager[explanation.chosen] <= auto._TIE * min(eager.values())
     assert not any(c.timing for c in explanation.candidates if not c.can)
-    choose.forget()
+    choose.clear_cache()
     assert on_gpu(layout).chosen == explanation.chosen
 
 
 @pytest.mark.gpu
 def test_gpu_measured_while_a_graph_is_captured(monkeypatch, tmp_path):
     monkeypatch.setenv(switches.CACHE, str(tmp_path))
-    choose.forget()
+    choose.clear_cache()
     layout = fv.PackedLayout.from_lengths([700, 1, 323], device="cuda")
     if len(auto.candidates(AttentionCall(layout.device, torch.bfloat16, 8, 2, 64))) < 2:
         pytest.skip("needs two kernels")

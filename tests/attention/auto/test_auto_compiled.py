@@ -64,7 +64,7 @@ def test_compiled_graph_measures_or_recompiles(two, known):
     qkv = tensors(requires_grad=True)
     assert explain(a_layout(30, 34)).chosen == "fast"
     if known == "file":
-        choose.forget()
+        choose.clear_cache()
     calls = fast.calls
 
     def layer(layout, *qkv):
@@ -113,7 +113,7 @@ def test_host_time_counts_eagerly_where_the_device_would_wait(two, monkeypatch, 
     assert (explanation.chosen, explanation.compiled) == (chosen, "fast")
     assert explanation.layer == layer
     assert f"the host {layer.host_ms:.3f} ms besides" in str(explanation)
-    choose.forget()
+    choose.clear_cache()
     again = explain(needs_grad=False)  # from the file
     assert (again.chosen, again.compiled, again.layer) == (chosen, "fast", layer)
 
@@ -135,7 +135,7 @@ def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known)
     assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
     assert "auto takes slow, and fast in a compiled graph: measured." in str(explanation)
     if known == "file":
-        choose.forget()
+        choose.clear_cache()
     qkv, layout = tensors(), a_layout()
     plain = fv.packed_attention(*qkv, layout, backend="sdpa")
     torch.testing.assert_close(attend_same(qkv, layout), BY_SLOW * plain)

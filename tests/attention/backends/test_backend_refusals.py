@@ -223,10 +223,10 @@ def test_what_the_kernel_behind_varlen_lacks(monkeypatch, behind, kind, reason):
 
     call = AttentionCall(torch.device("cuda"), torch.bfloat16, 4, 2, **kind)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert varlen.BACKEND.why_not_this(call) is None
+    assert varlen.BACKEND.why_unsupported(call) is None
     monkeypatch.setattr(varlen, "flash_attention_impl", lambda: behind)
-    assert re.search(reason, varlen.BACKEND.why_not_this(call))
-    assert varlen.BACKEND.why_not_this(call._replace(needs_grad=False)) is None
+    assert re.search(reason, varlen.BACKEND.why_unsupported(call))
+    assert varlen.BACKEND.why_unsupported(call._replace(needs_grad=False)) is None
 
 
 @pytest.mark.gpu

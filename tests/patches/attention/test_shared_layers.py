@@ -13,8 +13,8 @@ from transformers import AttentionInterface, LlamaConfig
 import flexvarlen as fv
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import MaskSpec
-from flexvarlen.patches.attention.by_name import packed_by_name
 from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.without_patch import packed_by_name
 from flexvarlen.patches.models.layers import LayerKind
 
 ONE, TWO = torch.arange(12)[None], torch.tensor([[*range(5), *range(7)]])

@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
 from flexvarlen.patches.batch import one_document
-from flexvarlen.patches.batch.one_document import check_one_document
+from flexvarlen.patches.batch.unpacked_rows import check_one_document
 from tests.tiny_models import documents, new_model, shared_model
 
 CACHED, NEW, ROOM = 4, 12, 32

@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
-from flexvarlen.patches.batch.one_document import one_document_a_row
+from flexvarlen.patches.batch.unpacked_rows import one_document_a_row
 from tests.tiny_models import new_model, shared_model
 
 IDS = torch.arange(3, 15)[None]

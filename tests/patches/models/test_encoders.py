@@ -22,7 +22,7 @@ from transformers import (
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
-from flexvarlen.patches.models.registry import BY_TYPE
+from flexvarlen.patches.models.families import BY_TYPE
 from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (

@@ -10,7 +10,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
-from flexvarlen.patches.models.registry import BY_TYPE
+from flexvarlen.patches.models.families import BY_TYPE
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.patches.forward.test_packed_models import FORMS, check

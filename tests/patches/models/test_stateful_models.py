@@ -13,7 +13,7 @@ from transformers import (
 )
 
 import flexvarlen as fv
-from flexvarlen.patches.models.registry import BY_TYPE, require_verified
+from flexvarlen.patches.models.families import BY_TYPE, require_verified
 from flexvarlen.patches.models.unsupported import STATEFUL
 
 SIZES = {

@@ -55,7 +55,7 @@ class CuSeqlensBackend:
         """Why the kernel cannot run on this machine at all, or None."""
         raise NotImplementedError
 
-    def why_not_this(self, call: AttentionCall) -> str | None:
+    def why_unsupported(self, call: AttentionCall) -> str | None:
         """Why this particular kernel cannot serve the call, or None."""
         return None
 
@@ -90,7 +90,7 @@ class CuSeqlensBackend:
             or half_refusal(self.name, call)
             or self._why_not_head_dim(call)
             or self._why_not_mask(call)
-            or self.why_not_this(call)
+            or self.why_unsupported(call)
         )
 
     def _why_not_head_dim(self, call: AttentionCall) -> str | None:

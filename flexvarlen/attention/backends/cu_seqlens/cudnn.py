@@ -28,7 +28,7 @@ class CudnnBackend(CuSeqlensBackend):
             return "cudnn needs a torch built with cuDNN; install a CUDA build of torch."
         return ampere_refusal(self.name, device)
 
-    def why_not_this(self, call: AttentionCall) -> str | None:
+    def why_unsupported(self, call: AttentionCall) -> str | None:
         """No backward, and no guarantee of equal bits."""
         if call.needs_grad:
             return (

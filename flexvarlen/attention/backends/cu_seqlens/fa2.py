@@ -84,7 +84,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
             call.spec.right,
             call.softcap or 0.0,
             None,
-            call.same_bits,
+            call.ordered_backward,
         )
         return grads
 

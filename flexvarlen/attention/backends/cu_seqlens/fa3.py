@@ -41,7 +41,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
             return "fa3 needs a Hopper GPU (compute capability 9.0); use backend='fa2' or 'flex'."
         return None
 
-    def why_not_this(self, call: AttentionCall) -> str | None:
+    def why_unsupported(self, call: AttentionCall) -> str | None:
         """Some builds lack softcap; no deterministic backward for head_dim above 192."""
         if call.softcap is not None and torch.cuda.is_current_stream_capturing():
             return "fa3 cannot test for softcap during CUDA graph capture; call it once before."
@@ -82,7 +82,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
             *(grad, _rows(q), _rows(k), _rows(v), out, lse),
             *grads,
             **_keywords(segments, call),
-            deterministic=call.same_bits,
+            deterministic=call.ordered_backward,
         )
         return grads
 

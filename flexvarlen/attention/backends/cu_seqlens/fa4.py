@@ -22,7 +22,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
         """Needs the package and a Hopper or Blackwell GPU."""
         return package_refusal(self.name, device)
 
-    def why_not_this(self, call: AttentionCall) -> str | None:
+    def why_unsupported(self, call: AttentionCall) -> str | None:
         """Supported head dims depend on the GPU; gradients need a multiple of 32."""
         fits_blackwell = call.head_dim <= 128 or call.head_dim == 256
         if not fits_blackwell and not is_hopper(call.device):
@@ -80,7 +80,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
             window_size_left=_side(call.spec.left),
             window_size_right=_side(call.spec.right),
             **segments._asdict(),
-            deterministic=call.same_bits,
+            deterministic=call.ordered_backward,
         )
         return dq, dk, dv
 

@@ -39,7 +39,7 @@ class VarlenBackend(CuSeqlensBackend):
             return "varlen needs a torch built with flash attention; install a CUDA build of torch."
         return ampere_refusal(self.name, device)
 
-    def why_not_this(self, call: AttentionCall) -> str | None:
+    def why_unsupported(self, call: AttentionCall) -> str | None:
         """A deterministic backward needs torch's global setting; also the limits of FA3 and FA4."""
         if not call.needs_grad:
             return None
@@ -53,7 +53,7 @@ class VarlenBackend(CuSeqlensBackend):
         refusal = None if limit is None else limit(self.name, call)
         if refusal is not None:
             return refusal
-        if call.same_bits and not torch.are_deterministic_algorithms_enabled():
+        if call.ordered_backward and not torch.are_deterministic_algorithms_enabled():
             return (
                 f"varlen is deterministic only under {SWITCH}; call it, or use backend='fa3', "
                 "'fa2' or 'flex'."
@@ -91,7 +91,7 @@ class VarlenBackend(CuSeqlensBackend):
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
-        if call.same_bits and not torch.are_deterministic_algorithms_enabled():
+        if call.ordered_backward and not torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 f"varlen was asked for a deterministic backward, and {SWITCH} no longer holds; "
                 "leave it on until the backward has run."

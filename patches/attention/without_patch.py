@@ -20,19 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, promised
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.patches.attention.context import PackedForward
-from flexvarlen.patches.attention.sharding import refuse_context_parallel
+from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
-from flexvarlen.patches.batch.keywords import refuse_mask_of_another_kind, refuse_other_names
-from flexvarlen.patches.batch.one_document import (
+from flexvarlen.patches.batch.unpacked_rows import (
     OTHER_KEYS,
     check_one_document,
     one_document_a_row,
 )
+from flexvarlen.patches.batch.unsupported_keywords import (
+    refuse_mask_of_another_kind,
+    refuse_other_names,
+)
+from flexvarlen.patches.models.families import require_verified_alone
 from flexvarlen.patches.models.layers import chunk_size_of
 from flexvarlen.patches.models.llama4 import has_temperature
-from flexvarlen.patches.models.registry import require_verified_alone
 from flexvarlen.patches.models.rope import refuse_dynamic_rope, refuse_unpatched_longrope
 from flexvarlen.patches.state import CONTEXT
 
@@ -111,8 +114,8 @@ def _packed_forward(layer: nn.Module, backend: str, documents: GivenDocuments) -
     packed = PackedForward(
         layout,
         backend,
-        deterministic=promised(DETERMINISTIC),
-        batch_invariant=promised(BATCH_INVARIANT),
+        deterministic=resolve_flag(DETERMINISTIC),
+        batch_invariant=resolve_flag(BATCH_INVARIANT),
         training=torch.is_grad_enabled() or layer.training,
         chunk_size=chunk_size_of(layer.config),
         has_temperature=has_temperature(layer.config),
