@@ -39,7 +39,7 @@ GROUPS = {
 _GROUP_OF = {
     **dict.fromkeys(("boundaries", "bounds", "block_mask", "mask", "mask_picture"), "layout"),
     **dict.fromkeys(("positions", "tables", "chunks", "launch", "kernels"), "layout"),
-    **dict.fromkeys(("attention", "recompile_limit", "switches"), "backends"),
+    **dict.fromkeys(("attention", "switches"), "backends"),
     **dict.fromkeys(("trainer", "testing"), "equivalence"),
 }
 

@@ -17,7 +17,6 @@ from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall, is_past_int32
 from flexvarlen.attention.check_arguments import check_numbers, check_tensors
 from flexvarlen.attention.choose import choose
-from flexvarlen.attention.recompile_limit import warn_if_fallen_back
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
@@ -86,8 +85,6 @@ def packed_attention(
     >>> packed_attention(q, k, k, layout).shape
     torch.Size([5, 4, 8])
     """
-    if not torch.compiler.is_compiling():
-        warn_if_fallen_back()
     mask = DocumentMask.of(
         layout,
         causal=causal,

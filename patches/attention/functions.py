@@ -21,10 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention.api import needs_gradients, refuse_forward_mode, to_one_head_dim
-from flexvarlen.attention.recompile_limit import warn_if_fallen_back
 from flexvarlen.parallel import heads_per_rank, ulysses_attention
-from flexvarlen.patches.attention.compile_warnings import SIZELESS, note_sizes
-from flexvarlen.patches.attention.context import PackedForward, PackedVision, Route, Unpacked
+from flexvarlen.patches.attention.context import PackedForward, PackedVision, Unpacked
 from flexvarlen.patches.attention.decoding import attend_to_cache
 from flexvarlen.patches.attention.without_patch import (
     check_unpacked,
@@ -72,9 +70,6 @@ def _attention_function(backend: str) -> Attention:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of query `[B, H, S, D]`, key and value `[B, Hkv, S, D]`: `[B, S, H, D]`."""
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            warn_if_fallen_back(type(module).__name__)
         context: PackedForward | Unpacked | None = kwargs.get(CONTEXT)
         if context is None:
             _refuse_lost_documents(module)
@@ -88,8 +83,8 @@ def _attention_function(backend: str) -> Attention:
                     module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
                 )
             context = packed_by_name(module, query, attention_mask, backend, kwargs)
-        # Test `compiling` first: compiled graphs must not guard on values that depend on documents.
-        if not compiling and context.one_a_row is False:
+        # `is_compiling` first: compiled graphs must not guard on values that depend on documents.
+        if not torch.compiler.is_compiling() and context.one_a_row is False:
             key = set_apart(key)  # before anything can fail: the cache already has these keys
         _refuse(module, dropout, kwargs)
         batch, heads, row_tokens, head_dim = query.shape
@@ -115,13 +110,11 @@ def _attention_function(backend: str) -> Attention:
             q, k, v = to_one_head_dim(q, k, v)
         if context.group is None:
             route = context.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
-            if compiling:
-                _note_sizes(module, context, route, kind)
             if forward_ad._current_level >= 0:
                 refuse_forward_mode(route.backend.name, q, k, v, sinks)
             out, _ = route.backend.attend(q, k, v, sinks, route.call, route.mask, route.plan)
         else:
-            out = _attend_over_ranks(module, q, k, v, sinks, context, kind)
+            out = _attend_over_ranks(q, k, v, sinks, context, kind)
         if v_dim < head_dim:
             out = out[..., :v_dim]
         return out.reshape(batch, row_tokens, heads, v_dim), None
@@ -129,16 +122,7 @@ def _attention_function(backend: str) -> Attention:
     return flexvarlen_attention
 
 
-def _note_sizes(module: nn.Module, context: PackedForward, route: Route, kind: LayerKind) -> None:
-    """While a graph is traced, warn if graphs are built for too many sizes."""
-    if route.backend.name not in SIZELESS:
-        layout = context.layout
-        sizes = (layout.total_tokens, layout.capacity, layout.max_seqlen_bound)
-        note_sizes(module, kind, *sizes)
-
-
 def _attend_over_ranks(
-    module: nn.Module,
     q_THD: Tensor,
     k_THD: Tensor,
     v_THD: Tensor,
@@ -154,8 +138,6 @@ def _attend_over_ranks(
         q_THD.dtype,
         needs_gradients(q_THD, k_THD, v_THD, sinks_H),
     )
-    if torch.compiler.is_compiling():
-        _note_sizes(module, context, route, kind)
     return ulysses_attention(
         q_THD,
         k_THD,

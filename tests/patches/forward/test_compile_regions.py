@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import warnings
 from functools import partial
 from types import MethodType
 
 import pytest
 import torch
 from accelerate.utils import compile_regions
-from torch._dynamo.comptime import ComptimeContext
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import flexvarlen as fv
-from flexvarlen.attention import recompile_limit
 from flexvarlen.attention.backends import sdpa
-from flexvarlen.patches.attention import compile_warnings
 from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
@@ -206,120 +200,6 @@ def test_other_sizes_cost_at_most_one_compilation_more(how, form):
     assert counts[0] == graphs
     assert counts[-1] <= graphs + 1
     assert counts[2:] == [counts[2]] * len(counts[2:])
-
-
-# ---- nothing in silence ----
-
-FOR_EACH_SIZE = {"backend": "flex", "dynamic": False}
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """The sentences of our warnings, each of which comes once until a reset."""
-    monkeypatch.setattr(compile_warnings, "_told", set())
-    monkeypatch.setattr(recompile_limit, "_told", set())
-    monkeypatch.setattr(compile_warnings, "_sizes", {})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        sentences = lambda: [str(w.message) for w in caught if "flexvarlen:" in str(w.message)]  # noqa: E731
-        yield sentences
-
-
-@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
-def test_graphs_for_many_sizes_are_told_of(how, told):
-    compiled, _ = compiled_model(how, new_model("llama"), DYNAMO_ALONE, **FOR_EACH_SIZE)
-    for number, size in enumerate(SIZES, 1):
-        with torch.no_grad():
-            compiled(**inputs_of("layout", lengths_of(*size)))
-        assert len(told()) == (number >= 5)
-    assert "5 sizes of a packed batch of 256 tokens" in told()[0]
-    assert "(4, 128), (4, 256), (16, 64), (32, 64), (64, 256)" in told()[0]
-    assert "capacity= and max_seqlen_bound=" in told()[0]
-
-
-@pytest.mark.parametrize(("how", "apart_by"), [("whole", "model"), ("patch_then_regions", "reset")])
-def test_sizes_of_other_models_or_of_dropped_graphs_do_not_count(how, apart_by, told):
-    model = new_model("llama")
-    compiled, _ = compiled_model(how, model, DYNAMO_ALONE, **FOR_EACH_SIZE)
-    for number, size in enumerate(SIZES[:6]):
-        if number == 3 and apart_by == "reset":
-            torch._dynamo.reset()
-        elif number == 3:
-            compiled, _ = compiled_model(how, new_model("llama"), DYNAMO_ALONE, **FOR_EACH_SIZE)
-        with torch.no_grad():
-            compiled(**inputs_of("layout", lengths_of(*size)))
-    assert told() == []
-
-
-def test_a_model_that_is_gone_is_forgotten(told):
-    compiled, _ = compiled_model("whole", new_model("llama"), backend="flex")
-    with torch.no_grad():
-        compiled(**inputs_of("layout"))
-    assert compile_warnings._sizes
-    del compiled
-    torch._dynamo.reset()
-    gc.collect()
-    assert not compile_warnings._sizes
-
-
-def test_another_torch_without_comptime_compiles(told, monkeypatch):
-    """What comptime hands out is private to torch."""
-    of_torch, asked = ComptimeContext.get_local, []
-    errors = itertools.cycle([AttributeError, KeyError, TypeError])
-
-    def get_local(self, name, **kwargs):
-        if name == "val":  # torch asks for one itself
-            return of_torch(self, name, **kwargs)
-        asked.append(name)
-        raise next(errors)(name)
-
-    monkeypatch.setattr(ComptimeContext, "get_local", get_local)
-    compiled, _ = compiled_model("whole", new_model("llama"), DYNAMO_ALONE, **FOR_EACH_SIZE)
-    with torch.no_grad():
-        for size in SIZES[:5]:
-            assert compiled(**inputs_of("layout", lengths_of(*size))).logits.isfinite().all()
-    assert told() == []
-    assert len(asked) >= 3  # each error once
-
-
-@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
-def test_sizes_left_open_are_not_told_of(how, told):
-    compiled, counter = compiled_model(how, new_model("llama"), backend="flex")
-    for size in SIZES:
-        with torch.no_grad():
-            compiled(**inputs_of("layout", lengths_of(*size)))
-    assert told() == []
-    # once more for another capacity, once more for another bound
-    assert counter.frame_count <= 2 + (1 if how == "whole" else PARTS + 1)
-
-
-@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
-def test_a_recompile_limit_is_told_of(how, told):
-    with torch._dynamo.config.patch(recompile_limit=2):
-        settings = {"dynamic": False, "fullgraph": False}
-        compiled, _ = compiled_model(how, new_model("llama"), DYNAMO_ALONE, **settings)
-        for number, size in enumerate(SIZES, 1):
-            with torch.no_grad():
-                compiled(**inputs_of("layout", lengths_of(*size)))
-            assert len(told()) == (number >= 4)  # of the capacities 4, 16 and 32, two have graphs
-    assert "attention of LlamaAttention runs eagerly inside torch.compile" in told()[0]
-    assert "recompile_limit" in told()[0]
-
-
-def test_a_recompile_limit_is_told_of_without_a_model(told):
-    """And again after a reset."""
-    attend = torch.compile(fv.packed_attention, backend="eager", dynamic=False)
-
-    def past_the_limit():
-        for tokens in (3, 4, 5, 6):
-            attend(*torch.randn(3, tokens, 2, 8), fv.PackedLayout.from_lengths([tokens]))
-
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for number in (1, 2):
-            past_the_limit()
-            assert len(told()) == number
-            assert "attention runs eagerly inside torch.compile" in told()[-1]
-            torch._dynamo.reset()
 
 
 def test_a_recompile_limit_raises_under_fullgraph():
