@@ -24,7 +24,7 @@ from flexvarlen.patches.forward.heads import (
     require_keywords,
     unwrap_loss,
 )
-from flexvarlen.patches.forward.sequence_parallel import own_kinds
+from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
@@ -38,7 +38,7 @@ from flexvarlen.patches.models.layers import (
     vision_kinds_of,
     vision_tower,
 )
-from flexvarlen.patches.models.rope import own_tables, refuse_dynamic_rope, shared_tables
+from flexvarlen.patches.models.rope import patch_rotary, refuse_dynamic_rope, unpatch_rotary
 from flexvarlen.patches.state import (
     ATTRIBUTE,
     LAYER_MARK,
@@ -163,7 +163,7 @@ def patch_model(
     check_head(inner, causal=any(kind.causal for kind in kinds))
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
-        kinds = own_kinds(inner, kinds, sequence_parallel_group)
+        kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
     refuse_dynamic_rope(text_config_of(inner.config))
     guarantees = {
         "deterministic": resolve_flag(DETERMINISTIC, deterministic),
@@ -196,7 +196,7 @@ def patch_model(
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
     mark_pooling_heads(inner)
-    own_tables(text_tower(base))
+    patch_rotary(text_tower(base))
     register_model(inner)
     return model
 
@@ -225,7 +225,7 @@ def unpatch_model(model: Model) -> Model:
     for layer in attention_layers(inner):
         layer.__dict__.pop(LAYER_MARK, None)
     unwrap_loss(inner)
-    shared_tables(text_tower(base_of(inner)))
+    unpatch_rotary(text_tower(base_of(inner)))
     unregister_model(inner, patch)
     tower = vision_tower(base_of(inner))
     if tower is not None and ATTRIBUTE in tower.__dict__:

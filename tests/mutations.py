@@ -170,7 +170,7 @@ MUTATIONS = (
     Mutation(
         "cache: a packed one is not noted",
         "patches/batch/cache.py",
-        "setattr(cache, ONE_A_ROW, one_a_row)",
+        "setattr(cache, ONE_PER_ROW, one_per_row)",
         "setattr(cache, ONE_A_ROW, True)",
         "tests/patches/batch/test_packed_caches.py",
     ),

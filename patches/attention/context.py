@@ -63,7 +63,7 @@ class PackedForward:
         has_temperature: whether layers scale queries by their position in the row.
         chunk_size: tokens of a chunk, in the layers that have chunks.
         routes: by kind; built before the first layer, or on request of a layer of another kind.
-        one_a_row: whether each row holds at most one document, for a forward that may fill a
+        one_per_row: whether each row holds at most one document, for a forward that may fill a
             cache; a bool tensor in a compiled graph. None: it fills no cache.
         drops_pooled: whether the pooler_output, which pools whole rows, is set to None.
         packs: whether a row may hold several documents, or padding.
@@ -88,7 +88,7 @@ class PackedForward:
         self.training, self.kinds = training, kinds
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
-        self.one_a_row: Tensor | bool | None = None
+        self.one_per_row: Tensor | bool | None = None
         self.drops_pooled = False
         self.packs, self.in_base = True, False
         self._copies: dict[str, PackedForward] = {}

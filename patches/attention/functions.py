@@ -84,7 +84,7 @@ def _attention_function(backend: str) -> Attention:
                 )
             context = packed_by_name(module, query, attention_mask, backend, kwargs)
         # `is_compiling` first: compiled graphs must not guard on values that depend on documents.
-        if not torch.compiler.is_compiling() and context.one_a_row is False:
+        if not torch.compiler.is_compiling() and context.one_per_row is False:
             key = set_apart(key)  # before anything can fail: the cache already has these keys
         _refuse(module, dropout, kwargs)
         batch, heads, row_tokens, head_dim = query.shape

@@ -27,7 +27,7 @@ from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, fin
 from flexvarlen.patches.batch.unpacked_rows import (
     OTHER_KEYS,
     check_one_document,
-    one_document_a_row,
+    one_document_per_row,
 )
 from flexvarlen.patches.batch.unsupported_keywords import (
     refuse_mask_of_another_kind,
@@ -121,7 +121,7 @@ def _packed_forward(layer: nn.Module, backend: str, documents: GivenDocuments) -
         has_temperature=has_temperature(layer.config),
     )
     if not torch.compiler.is_compiling():  # read once more if there is padding
-        packed.one_a_row = bool(one_document_a_row(layout, documents.batch))
+        packed.one_per_row = bool(one_document_per_row(layout, documents.batch))
     return packed
 
 

@@ -17,33 +17,33 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from flexvarlen.patches.batch.checks import check
+from flexvarlen.patches.batch.checks import raise_or_assert
 
-ONE_A_ROW = "_flexvarlen_one_document_a_row"  # on a cache
+ONE_PER_ROW = "_flexvarlen_one_document_a_row"  # on a cache
 
-ONE_DOCUMENT_A_ROW = (
+ONE_DOCUMENT_PER_ROW = (
     "decoding needs a cache with one document a row, got one that a packed batch filled: a new "
     "token would see every document of its row; prefill each document in a row of its own."
 )
 
 
-def note_documents(cache: Any, one_a_row: Tensor | bool) -> None:
+def note_documents(cache: Any, one_per_row: Tensor | bool) -> None:
     """Set a flag on a cache: whether a forward has at most one document in each row.
 
     Args:
         cache: a transformers `Cache`; anything else is left alone.
-        one_a_row: in a compiled graph a bool tensor, 0-dim: the graph leaves it behind at each run.
+        one_per_row: in a compiled graph a 0-dim bool tensor, which each run of the graph sets.
     """
     if isinstance(cache, Cache):
-        setattr(cache, ONE_A_ROW, one_a_row)
+        setattr(cache, ONE_PER_ROW, one_per_row)
 
 
-def mark_cache(outputs: Any, one_a_row: Tensor | bool) -> None:
+def mark_cache(outputs: Any, one_per_row: Tensor | bool) -> None:
     """Set the flag on the cache in a forward's outputs, and mark its keys."""
     for output in outputs if isinstance(outputs, tuple) else outputs.values():
         if isinstance(output, Cache):
-            note_documents(output, one_a_row)
-            for layer in output.layers if one_a_row is False else ():
+            note_documents(output, one_per_row)
+            for layer in output.layers if one_per_row is False else ():
                 mark_keys(getattr(layer, "keys", None))
 
 
@@ -55,16 +55,16 @@ def refuse_packed_documents(cache: Any) -> None:
 
     Reads the device once per cache, if a compiled forward filled it.
     """
-    one_a_row: Tensor | bool = getattr(cache, ONE_A_ROW, True)
-    if one_a_row is True:
+    one_per_row: Tensor | bool = getattr(cache, ONE_PER_ROW, True)
+    if one_per_row is True:
         return
     length = cache.get_seq_length()  # 0: it may have been reset
     if torch.compiler.is_compiling():
-        check(torch.as_tensor(one_a_row) | (length == 0), ONE_DOCUMENT_A_ROW)
+        raise_or_assert(torch.as_tensor(one_per_row) | (length == 0), ONE_DOCUMENT_PER_ROW)
         return
-    if not bool(one_a_row) and length > 0:
-        raise ValueError(ONE_DOCUMENT_A_ROW)
-    setattr(cache, ONE_A_ROW, True)
+    if not bool(one_per_row) and length > 0:
+        raise ValueError(ONE_DOCUMENT_PER_ROW)
+    setattr(cache, ONE_PER_ROW, True)
 
 
 class PackedKeys(Tensor):
@@ -81,7 +81,7 @@ class PackedKeys(Tensor):
         """Keep the mark on derived tensors (a reordered, copied or cropped cache)."""
         # Nothing is appended where a new cache is made of them, which starts with an empty tensor.
         if func in _CONCATENATIONS and _appends(*args, **kwargs or {}):
-            check(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_A_ROW)
+            raise_or_assert(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_PER_ROW)
         if func is Tensor.zero_:  # a static cache is reset
             args[0].__class__ = Tensor
             return args[0].zero_()
@@ -137,4 +137,4 @@ def refuse_packed_keys(keys: Tensor) -> None:
         ValueError: it did. Inside a compiled graph the device asserts that it did not.
     """
     if isinstance(keys, PackedKeys):
-        check(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_A_ROW)
+        raise_or_assert(torch.zeros((), dtype=torch.bool), ONE_DOCUMENT_PER_ROW)

@@ -104,7 +104,7 @@ def check_same_documents(
     if same.is_cuda and not reads:
         torch._assert_async(same, f"flexvarlen: {message}")
     else:
-        check(same, message)
+        raise_or_assert(same, message)
 
 
 def check_cu_seq_lens(
@@ -142,10 +142,10 @@ def check_cu_seq_lens(
     )
     if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
         raise ValueError(message)
-    check((cu_seq_lens_k == cu_seq_lens_q).all(), message)
+    raise_or_assert((cu_seq_lens_k == cu_seq_lens_q).all(), message)
 
 
-def layout_of(
+def layout_from_cu_seq_lens(
     cu_seq_lens_q: Tensor, total_tokens: int, capacity: int | None, max_seqlen_bound: int | None
 ) -> PackedLayout:
     """Build the layout; error messages use the caller's name, `cu_seq_lens_q`."""
@@ -179,14 +179,14 @@ def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
     boundaries = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
     rows = torch.arange(1, batch, device=boundaries.device, dtype=torch.int32) * row_tokens
     inside_padding = rows >= boundaries[-1]
-    check(
+    raise_or_assert(
         (torch.isin(rows, boundaries) | inside_padding).all(),
         f"a document must not cross the boundary of two rows of {row_tokens} tokens; put a "
         "boundary at each row's start.",
     )
 
 
-def check(holds: Tensor, message: str) -> None:
+def raise_or_assert(holds: Tensor, message: str) -> None:
     """Raise ValueError in eager mode; assert on the device inside a compiled graph."""
     if torch.compiler.is_compiling():
         torch._assert_async(holds, f"flexvarlen: {message}")

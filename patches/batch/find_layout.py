@@ -22,7 +22,7 @@ from flexvarlen.patches.batch.checks import (
     check_positions,
     check_row_starts,
     check_same_documents,
-    layout_of,
+    layout_from_cu_seq_lens,
     refuse_without_cu_seq_lens_q,
     seq_idx_changes,
 )
@@ -126,7 +126,7 @@ def _explicit_layout(given: GivenDocuments) -> PackedLayout:
         return check_packed_layout(given.packed_layout, given.total_tokens, given.device)
     assert given.cu_seq_lens_q is not None
     check_cu_seq_lens(given.cu_seq_lens_q, given.cu_seq_lens_k, given.device)
-    layout = layout_of(
+    layout = layout_from_cu_seq_lens(
         given.cu_seq_lens_q, given.total_tokens, given.capacity, given.max_seqlen_bound
     )
     if layout.max_seqlen is None:  # in a graph, comparing the lengths would add guards

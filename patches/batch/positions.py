@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.checks import check
-from flexvarlen.patches.batch.unpacked_rows import one_document_a_row
+from flexvarlen.patches.batch.checks import raise_or_assert
+from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 
 _WITH_TEXT = 4  # rows of position_ids in vision-language models: text, time, height, width
 
@@ -70,7 +70,7 @@ def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
     if layout.padding is None:  # none before a document
         return in_document
     tokens = torch.arange(layout.total_tokens, device=layout.device)
-    in_row = one_document_a_row(layout, batch) & layout.real_tokens()
+    in_row = one_document_per_row(layout, batch) & layout.real_tokens()
     return torch.where(in_row, tokens % (layout.total_tokens // batch), in_document)
 
 
@@ -88,7 +88,7 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
     )
     between_documents = real_BS[:, :-1] & real_BS[:, 1:] & (in_document_BS[:, 1:] == 0)
     goes_on = positions_BS.diff(dim=1) == 1
-    check(
+    raise_or_assert(
         ~(goes_on & between_documents).any(),
         "position_ids must not continue from one document to the next under rope_type 'longrope', "
         "whose frequencies depend on how long a document is; let each begin at 0, or leave "

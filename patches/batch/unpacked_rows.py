@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.checks import check
+from flexvarlen.patches.batch.checks import raise_or_assert
 
 OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
 """Describes a forward that is not packed, in error messages of layers."""
 
 
-def one_document_a_row(layout: PackedLayout, batch: int) -> Tensor:
+def one_document_per_row(layout: PackedLayout, batch: int) -> Tensor:
     """bool 0-dim: whether each row holds at most one document (padding does not count).
 
     On the host, if it knows. No sync; traces.
@@ -86,7 +86,7 @@ def check_one_document(
         if begins_anew is not None:
             wrong.append(begins_anew)
     if wrong:
-        check(
+        raise_or_assert(
             ~torch.stack(wrong).any(),
             f"a packed batch must not have {with_what}, got position_ids that do not increase by "
             "1 in a row or begin at 0 after cached tokens, or an attention_mask that holds "

@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.checks import check
-from flexvarlen.patches.batch.unpacked_rows import one_document_a_row
+from flexvarlen.patches.batch.checks import raise_or_assert
+from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.wrapper import is_wrapped
 from flexvarlen.patches.models.layers import base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
@@ -149,8 +149,8 @@ def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
         ValueError: a row holds several. Inside a compiled graph the device asserts that none does.
     """
     if head is not None:
-        check(
-            one_document_a_row(layout, batch),
+        raise_or_assert(
+            one_document_per_row(layout, batch),
             f"{head} pools each row to one output, so a row must hold one document, got several; "
             "pass one document a row, or call the base model and pool its last_hidden_state by "
             "document.",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def own_kinds(
+def kinds_per_rank(
     model: PreTrainedModel, kinds: tuple[LayerKind, ...], group: ProcessGroup
 ) -> tuple[LayerKind, ...]:
     """The kinds of a model's layers, with the heads that each rank of the group attends with.

@@ -29,7 +29,7 @@ from flexvarlen.patches.batch.positions import (
 )
 from flexvarlen.patches.batch.unpacked_rows import (
     check_one_document,
-    one_document_a_row,
+    one_document_per_row,
     why_not_whole_rows,
 )
 from flexvarlen.patches.batch.unsupported_keywords import (
@@ -112,8 +112,8 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
     is_head = base is not module and ATTRIBUTE in base.__dict__
     if is_head and packed.packs and not packed.reached_base:
         raise ValueError(_KEPT_BY_HEAD)
-    if packed.one_a_row is not None:
-        mark_cache(outputs, packed.one_a_row)
+    if packed.one_per_row is not None:
+        mark_cache(outputs, packed.one_per_row)
     if packed.drops_pooled and "pooler_output" in outputs:
         outputs["pooler_output"] = None
 
@@ -341,9 +341,9 @@ def _note_cache(forward: _Forward, packed: PackedForward) -> None:
     if use_cache is None:
         use_cache = getattr(forward.config, "use_cache", None)
     if forward.cache is not None or use_cache:
-        one_a_row = one_document_a_row(packed.layout, forward.batch)
-        packed.one_a_row = one_a_row if torch.compiler.is_compiling() else bool(one_a_row)
-        note_documents(forward.cache, packed.one_a_row)
+        one_per_row = one_document_per_row(packed.layout, forward.batch)
+        packed.one_per_row = one_per_row if torch.compiler.is_compiling() else bool(one_per_row)
+        note_documents(forward.cache, packed.one_per_row)
 
 
 def _set_pooler(forward: _Forward, packed: PackedForward) -> None:
@@ -354,8 +354,8 @@ def _set_pooler(forward: _Forward, packed: PackedForward) -> None:
     """
     if forward.base._modules.get("pooler") is None:
         return
-    one_a_row = one_document_a_row(packed.layout, forward.batch)
-    if not torch.compiler.is_compiling() and bool(one_a_row):
+    one_per_row = one_document_per_row(packed.layout, forward.batch)
+    if not torch.compiler.is_compiling() and bool(one_per_row):
         return
     return_dict = forward.inputs.get("return_dict")
     if not (forward.config.return_dict if return_dict is None else return_dict):

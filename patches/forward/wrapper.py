@@ -19,7 +19,7 @@ from torch import nn
 
 from flexvarlen.patches.batch.unsupported_keywords import with_keywords
 
-OURS = "_flexvarlen_wraps"
+WRAPPER_MARK = "_flexvarlen_wraps"
 """Attribute of our function (copied by functools.wraps): the name under which its module stores the
 wrapped `forward`."""
 
@@ -143,7 +143,7 @@ def wrap_forward(
         attributes = vars(ours)
         # Trainer and generate inspect the signature.
         attributes["__signature__"] = with_keywords(signature, reads) if reads else signature
-        attributes[OURS] = inner
+        attributes[WRAPPER_MARK] = inner
         _OUR_CODE.add(ours.__code__)
         del attributes["__wrapped__"]
     # For accelerate's unwrap_model, which follows __wrapped__: removes its wrappers and keeps ours.
@@ -164,7 +164,7 @@ def unwrap_forward(module: nn.Module) -> None:
     forward = module.__dict__.get("forward")
     if isinstance(forward, MethodType) and forward.__func__.__code__ in _OUR_CODE:
         del module.__dict__["forward"]
-        own = module.__dict__.pop(getattr(forward, OURS)).on(module)
+        own = module.__dict__.pop(getattr(forward, WRAPPER_MARK)).on(module)
         is_bare = not hasattr(forward, "__wrapped__")  # the inner wrapper was removed
         if own is not None and not is_bare:
             module.forward = own
@@ -181,7 +181,7 @@ def is_wrapped(module: nn.Module) -> bool:
     with labels that TRL's collators have masked.
     """
     forward: Any = module.forward
-    while forward is not None and not hasattr(forward, OURS):
+    while forward is not None and not hasattr(forward, WRAPPER_MARK):
         if "fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or {}):
             return True
         forward = getattr(forward, "__wrapped__", None)

@@ -69,9 +69,9 @@ def has_longrope(config: Any) -> bool:
     return parameters.get("rope_type") == "longrope"
 
 
-def own_tables(base: nn.Module) -> None:
+def patch_rotary(base: nn.Module) -> None:
     """Make `base.rotary_emb` compute its tables per document, once per compiled forward."""
-    shared_tables(base)
+    unpatch_rotary(base)
     rotary = getattr(base, "rotary_emb", None)
     if rotary is None:
         return
@@ -81,8 +81,8 @@ def own_tables(base: nn.Module) -> None:
     rotary.register_forward_hook(_materialize_outputs)
 
 
-def shared_tables(base: nn.Module) -> None:
-    """Undo `own_tables`."""
+def unpatch_rotary(base: nn.Module) -> None:
+    """Undo `patch_rotary`."""
     rotary = getattr(base, "rotary_emb", None)
     if rotary is None:
         return

@@ -91,7 +91,7 @@ class Deselected:
         return [class_name(model, way) for model in self.models for way in self.ways]
 
 
-NO_WEIGHTS = "output_attentions=True is not supported, no kernel here keeps the weights"
+NO_WEIGHTS = "output_attentions=True is not supported, as no kernel returns the weights"
 
 DESELECTED: tuple[Deselected, ...] = (
     Deselected(

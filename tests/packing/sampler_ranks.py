@@ -208,7 +208,7 @@ def refusals(way: str) -> Pair:
         got.append(message(lambda: steps_of(loader)))
         _, loader = prepared(way, new_sampler(rank=dist.get_rank()))
         got.append(message(lambda: steps_of(loader)))
-        parts += ["taken must be a multiple of 2", "rank must be None where accelerate deals"]
+        parts += ["taken must be a multiple of 2", "rank must be None if accelerate shards"]
     return [
         text if part not in text else part for text, part in zip(got, parts, strict=True)
     ], parts

@@ -39,7 +39,7 @@ def positions_of_the_row(layout):
     return torch.arange(layout.total_tokens)
 
 
-def one_document_a_row(given):
+def one_document_per_row(given):
     return PackedLayout.from_rows(given.batch, given.row_tokens, device=given.device)
 
 
@@ -55,7 +55,7 @@ BUGS = {
         positions_made_as(positions_of_the_row),
         ("bert",),
     ),
-    "documents_see_one_another": ("find_layout", one_document_a_row, ("mistral",)),
+    "documents_see_one_another": ("find_layout", one_document_per_row, ("mistral",)),
     "labels_of_first_tokens_count": ("mask_labels", lambda *args: None, ("qwen2",)),
 }
 

@@ -112,7 +112,7 @@ def test_host_time_counts_eagerly_where_the_device_would_wait(two, monkeypatch, 
     explanation = explain(needs_grad=False)
     assert (explanation.chosen, explanation.compiled) == (chosen, "fast")
     assert explanation.layer == layer
-    assert f"the host {layer.host_ms:.3f} ms besides" in str(explanation)
+    assert f"{layer.host_ms:.3f} ms on the host." in str(explanation)
     choose.clear_cache()
     again = explain(needs_grad=False)  # from the file
     assert (again.chosen, again.compiled, again.layer) == (chosen, "fast", layer)

@@ -209,7 +209,7 @@ def test_restarts_behind_the_end_of_a_mask(patched, cached):
         cache.update(*(torch.zeros(1, 2, cached, 16) for _ in "kv"), layer)
     refused(
         ValueError,
-        "position_ids that do not go on by 1" if patched else "a column for each of the",
+        "position_ids that do not increase by 1" if patched else "a column for each of the",
         model,
         input_ids=ROW.ids,
         position_ids=ROW.position_ids + cached,

@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
-from flexvarlen.patches.batch.unpacked_rows import one_document_a_row
+from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from tests.tiny_models import new_model, shared_model
 
 IDS = torch.arange(3, 15)[None]
@@ -182,7 +182,7 @@ def test_a_row_of_padding_does_not_make_room_for_a_document_in_another(how):
 )
 def test_one_document_a_row(lengths, batch, one):
     layout = fv.PackedLayout.from_lengths(lengths, total_tokens=12, capacity=8)
-    assert bool(one_document_a_row(layout, batch)) == one
+    assert bool(one_document_per_row(layout, batch)) == one
 
 
 def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
@@ -191,7 +191,9 @@ def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
     reads = []
     read = Tensor.__bool__
     monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
-    monkeypatch.setattr("flexvarlen.patches.forward.steps.one_document_a_row", lambda *args: 1 / 0)
+    monkeypatch.setattr(
+        "flexvarlen.patches.forward.steps.one_document_per_row", lambda *args: 1 / 0
+    )
     model.train()(IDS, position_ids=POSITIONS)
     model.eval()(IDS, position_ids=POSITIONS, use_cache=False)
     monkeypatch.undo()
@@ -261,5 +263,5 @@ def test_a_prefill_of_which_some_layers_have_room_left(how, first):
     changes = {"layer_types": [first, second], "sliding_window": 4, "use_sliding_window": True}
     model = model_of(how, "qwen2_windows", **changes)
     cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 6)
-    with torch.no_grad(), pytest.raises(ValueError, match="do not go on by 1"):
+    with torch.no_grad(), pytest.raises(ValueError, match="do not increase by 1"):
         model(IDS, position_ids=POSITIONS, past_key_values=cache)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, Segments, Sizes
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, KernelSizes, Segments
 from flexvarlen.attention.backends.cu_seqlens.lse import lse_without_gradient
 from flexvarlen.attention.backends.cu_seqlens.operator import attend
 from flexvarlen.attention.backends.limits import half_refusal
@@ -162,7 +162,7 @@ class CuSeqlensBackend:
             lse_HT = torch.where(masked_T, float("-inf"), lse_HT)
         return out_THD, lse_HT
 
-    def _sizes(self, mask: DocumentMask, plan: Boundaries, *, compiling: bool) -> Sizes:
+    def _sizes(self, mask: DocumentMask, plan: Boundaries, *, compiling: bool) -> KernelSizes:
         """The sizes to launch the kernel with.
 
         Not part of the plan: a compiled layer that gets the plan would specialize on its numbers.
@@ -175,7 +175,7 @@ class CuSeqlensBackend:
             documents, tail = max(documents, documents_k), tail + tail_k
         if _is_chunked(mask) or not self.launches_own_sizes:
             documents, longest_q, longest_k = cu_seqlens_q.shape[0] - 1, bound_q, bound_k
-        return Sizes(documents, longest_q, longest_k, bound_q, bound_k, tail)
+        return KernelSizes(documents, longest_q, longest_k, bound_q, bound_k, tail)
 
 
 def _is_chunked(mask: DocumentMask) -> bool:

@@ -26,7 +26,7 @@ from flexvarlen.attention.call import AttentionCall
 MIN_BOUND = 2  # with max_seqlen 1 FA2 uses its decoding path, which fails on empty slots
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """The sizes that a kernel is launched for.
 
     Attributes:
@@ -43,9 +43,9 @@ class Sizes(NamedTuple):
     bound_k: int
     tail: int
 
-    def of_any_row(self, slots: int) -> Sizes:
+    def of_any_row(self, slots: int) -> KernelSizes:
         """The sizes of a call that may be replayed on other rows."""
-        return Sizes(slots, self.bound_q, self.bound_k, self.bound_q, self.bound_k, 1)
+        return KernelSizes(slots, self.bound_q, self.bound_k, self.bound_q, self.bound_k, 1)
 
 
 class Segments(NamedTuple):
@@ -93,7 +93,7 @@ def forward(
     sinks_H: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    sizes: Sizes,
+    sizes: KernelSizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE, with rows past the last boundary zeroed and sinks included."""
@@ -127,7 +127,7 @@ def backward(
     lse_HT: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    sizes: Sizes,
+    sizes: KernelSizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks."""
@@ -178,7 +178,7 @@ def one_split(segments: Segments, heads: int) -> Segments:
 
 
 def _segments(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: Sizes, call: AttentionCall
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: KernelSizes, call: AttentionCall
 ) -> Segments:
     """The used slots and the longest lengths, as arguments of the kernels."""
     ends, longest_q, longest_k = sizes.documents + 1, sizes.longest_q, sizes.longest_k

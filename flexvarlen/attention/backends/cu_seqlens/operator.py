@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
-from flexvarlen.attention.backends.cu_seqlens.kernel import Sizes
+from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.launch_sizes import is_replayed
 from flexvarlen.mask.spec import MaskSpec
@@ -31,7 +31,7 @@ def attend(
     sinks_H: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    sizes: Sizes,
+    sizes: KernelSizes,
     call: AttentionCall,
     *,
     traced: bool,
@@ -86,13 +86,13 @@ def _call(q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...
     )
 
 
-def _sizes(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> Sizes:
+def _sizes(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> KernelSizes:
     """The operator's sizes, or upper bounds if a user's CUDA graph is capturing it."""
-    sizes = Sizes(*numbers)
+    sizes = KernelSizes(*numbers)
     return sizes.of_any_row(cu_seqlens_q.shape[0] - 1) if is_replayed(q) else sizes
 
 
-_N = len(Sizes._fields)
+_N = len(KernelSizes._fields)
 
 
 def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 _library = torch.library.Library("flexvarlen", "FRAGMENT")
 _QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
 _CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-_SIZES = ", ".join(f"SymInt {name}" for name in Sizes._fields)
+_SIZES = ", ".join(f"SymInt {name}" for name in KernelSizes._fields)
 
 
 def _operator(name: str, tensors: str, results: str, function: Any) -> Any:
@@ -227,7 +227,7 @@ class _Constants(NamedTuple):
     kernel: str
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    sizes: Sizes
+    sizes: KernelSizes
     call: AttentionCall
 
 
