@@ -31,21 +31,27 @@ def _register() -> None:
 
 
 class _AfterModeling(MetaPathFinder):
-    """Finds transformers' modeling code as the others do, and registers behind its import."""
+    """Finds transformers' modeling code as the other finders do, and registers after its import."""
+
+    _searching = False  # the other finders are being asked
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for the one module, the first time; None for all others."""
-        if fullname != _MODELING:
+        """A spec for the one module; None for all others."""
+        if fullname != _MODELING or self._searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 _register()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]

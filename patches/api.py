@@ -19,7 +19,7 @@ from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
     check_head,
-    mark_pooling_heads,
+    mark_heads,
     refuse_prompt_learning,
     require_keywords,
     unwrap_loss,
@@ -195,7 +195,7 @@ def patch_model(
     tower = vision_tower(base)
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
-    mark_pooling_heads(inner)
+    mark_heads(inner)
     patch_rotary(text_tower(base))
     register_model(inner)
     return model

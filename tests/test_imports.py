@@ -165,6 +165,9 @@ REGISTERED = (
         "import flexvarlen; from transformers.models.qwen3 import modeling_qwen3",
         "from flexvarlen.patches.models import layers",
         "from flexvarlen import patch_model",
+        # a look, as importlib takes it, is no import
+        "import flexvarlen, importlib.util as u; u.find_spec('transformers.modeling_utils'); "
+        "import transformers.modeling_utils",
     ],
 )
 def test_names_are_registered_whoever_is_imported_first(first):

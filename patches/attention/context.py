@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,13 +22,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Unpacked(Enum):
+class Unpacked:
     """Passed to the layers of a patched model instead of a `PackedForward` if nothing is packed.
 
-    The model has checked that each row holds one document, using inputs that layers do not see.
+    The model has checked that each row holds one document, using inputs that layers do not see. A
+    layer whose keys are its own tokens nevertheless (a sliding layer of a static cache) attends
+    with what `patch_model` was called with.
+
+    Attributes:
+        backend: the name of a backend, or one for each layer type.
+        deterministic, batch_invariant: as in `packed_attention`.
     """
 
-    CHECKED = "checked"
+    def __init__(self, backend: BackendChoice, deterministic: bool, batch_invariant: bool) -> None:
+        self.backend = backend
+        self.deterministic, self.batch_invariant = deterministic, batch_invariant
 
 
 class Route(NamedTuple):
@@ -121,9 +129,14 @@ class PackedForward:
         return self.in_base or any(copy.reached_base for copy in self._copies.values())
 
     def prepare(self, dtype: torch.dtype, *, needs_grad: bool) -> None:
-        """Build the routes of all kinds before the first layer, so that no layer builds a plan."""
+        """Build the routes of all kinds before the first layer, so that no layer builds a plan.
+
+        A kind that its backend refuses is left out: `dtype` is a guess (FSDP2 casts parameters
+        after this), and `route` raises for the layer's own.
+        """
         for kind in self.kinds:
-            self.routes[kind] = self._make_route(kind, dtype, needs_grad)
+            with suppress(NotImplementedError):
+                self.routes[kind] = self._make_route(kind, dtype, needs_grad)
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         """The route of a kind of layer; kinds with equal masks share a plan.

@@ -82,7 +82,7 @@ def _attention_function(backend: str) -> Attention:
                 return attend_to_cache(
                     module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
                 )
-            context = packed_by_name(module, query, attention_mask, backend, kwargs)
+            context = packed_by_name(module, query, attention_mask, backend, context, kwargs)
         # `is_compiling` first: compiled graphs must not guard on values that depend on documents.
         if not torch.compiler.is_compiling() and context.one_per_row is False:
             key = set_apart(key)  # before anything can fail: the cache already has these keys
@@ -170,8 +170,8 @@ def _vision_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a vision tower's layer, by frame or window: query `[1, H, patches, D]`."""
-    vision: PackedVision | None = kwargs.pop(CONTEXT, None)
-    if vision is None:
+    vision: object = kwargs.pop(CONTEXT, None)
+    if not isinstance(vision, PackedVision):
         raise ValueError(_LOST_DOCUMENTS)
     kwargs[CONTEXT] = vision.packed(cu_seq_lens_q)
     return _attention(module, query, key, value, None, **kwargs)

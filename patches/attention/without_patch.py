@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.unpacked_rows import (
@@ -37,7 +37,6 @@ from flexvarlen.patches.models.families import require_verified_alone
 from flexvarlen.patches.models.layers import chunk_size_of
 from flexvarlen.patches.models.llama4 import has_temperature
 from flexvarlen.patches.models.rope import refuse_dynamic_rope, refuse_unpatched_longrope
-from flexvarlen.patches.state import CONTEXT
 
 
 def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
@@ -82,6 +81,7 @@ def packed_by_name(
     query: Tensor,
     attention_mask: Tensor | None,
     backend: str,
+    checked: Unpacked | None,
     kwargs: dict[str, Any],
 ) -> PackedForward:
     """Find the documents from a layer's own arguments.
@@ -91,31 +91,35 @@ def packed_by_name(
         query: `[B, H, S, D]`.
         attention_mask: as `_mask_function` made it.
         backend: the name behind the attn_implementation.
+        checked: from the patched model, if there is one; its settings apply.
         kwargs: all other arguments of the attention function.
 
     Raises:
         ValueError: boundaries that break the contract.
         NotImplementedError: this model's documents do not reach its layers.
     """
-    if kwargs.get(CONTEXT) is None:  # no model-level check has run
+    if checked is None:
         require_verified_alone(layer.config.model_type)  # type: ignore[union-attr, arg-type]
         refuse_dynamic_rope(layer.config)
         refuse_unpatched_longrope(layer.config)
+        checked = Unpacked(backend, resolve_flag(DETERMINISTIC), resolve_flag(BATCH_INVARIANT))
     given: Any = {name: kwargs.get(name) for name in (*BOUNDARIES, "position_ids")}
     shape = (query.shape[0], query.shape[2])
     documents = GivenDocuments(*shape, query.device, attention_mask=attention_mask, **given)
     if torch.compiler.is_compiling():
-        return _packed_forward(layer, backend, documents)
-    return _shared_between_layers(layer, backend, documents)
+        return _packed_forward(layer, checked, documents)
+    return _shared_between_layers(layer, checked, documents)
 
 
-def _packed_forward(layer: nn.Module, backend: str, documents: GivenDocuments) -> PackedForward:
+def _packed_forward(
+    layer: nn.Module, settings: Unpacked, documents: GivenDocuments
+) -> PackedForward:
     layout = find_layout(documents)
     packed = PackedForward(
         layout,
-        backend,
-        deterministic=resolve_flag(DETERMINISTIC),
-        batch_invariant=resolve_flag(BATCH_INVARIANT),
+        settings.backend,
+        deterministic=settings.deterministic,
+        batch_invariant=settings.batch_invariant,
         training=torch.is_grad_enabled() or layer.training,
         chunk_size=chunk_size_of(layer.config),
         has_temperature=has_temperature(layer.config),
@@ -162,7 +166,7 @@ def _is_first_unpacked(layer: nn.Module) -> bool:
 
 
 def _shared_between_layers(
-    layer: nn.Module, backend: str, documents: GivenDocuments
+    layer: nn.Module, settings: Unpacked, documents: GivenDocuments
 ) -> PackedForward:
     """Return the result of the forward's first layer.
 
@@ -175,7 +179,7 @@ def _shared_between_layers(
     # Tensors made under inference_mode carry no version.
     versions = ((name, None if x.is_inference() else x._version) for name, x in tensors.items())
     others = ((name, x) for name, x in given.items() if name not in tensors)
-    key = (backend, *versions, *others)
+    key = (*vars(settings).values(), *versions, *others)
     refs = tuple(weakref.ref(x) for x in tensors.values())
     # References are compared by `is`: `==` would compare the values of the tensors.
     if (
@@ -184,6 +188,6 @@ def _shared_between_layers(
         and all(a is b for a, b in zip(_last.tensors, refs, strict=True))
     ):
         return _last.packed
-    _last.packed = _packed_forward(layer, backend, documents)
+    _last.packed = _packed_forward(layer, settings, documents)
     _last.key, _last.tensors = key, refs
     return _last.packed

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -19,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
-from flexvarlen.patches.forward.wrapper import is_wrapped
+from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
 from flexvarlen.patches.models.layers import base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
@@ -31,6 +33,8 @@ _POOLING_HEADS = (
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
 )
+
+_CAUSAL_HEADS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
 
 _LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
 
@@ -107,7 +111,7 @@ class HeadReference:
     def is_unwrapped(self) -> bool:
         """Whether the head's `forward` no longer calls our wrapper."""
         head = self.module
-        return head is not None and not is_wrapped(head)
+        return head is not None and not (is_wrapped(head) or has_fused_head_of_trl(head))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadReference:
         return HeadReference(memo.get(id(self.module)))
@@ -116,26 +120,45 @@ class HeadReference:
         return HeadReference, ()
 
 
-def mark_pooling_heads(base: PreTrainedModel) -> None:
-    """Make the pooling heads of a base model's family pass `POOLING_HEAD` to it.
+def mark_heads(model: PreTrainedModel) -> None:
+    """Make the heads of a patched model's family account for a patched base model.
 
-    patch_model refuses such heads, but a user may patch only the base model and call the head. This
-    wraps the `forward` of transformers' classes, once; without a patched base it changes nothing.
+    A user may patch only the base model and call a head. One that pools then passes `POOLING_HEAD`
+    to the base, and a causal one refuses labels, which it would not mask. This wraps the `forward`
+    of transformers' classes, once; without a patched base it changes nothing.
     """
-    for mapping in _POOLING_HEADS:
-        head: Any = mapping.get(type(base.config), None)
+    wrappers = [(mapping, _passing_name) for mapping in _POOLING_HEADS]
+    if base_of(model) is model:
+        wrappers += [(mapping, _refusing_labels) for mapping in _CAUSAL_HEADS]
+    for mapping, wrap in wrappers:
+        head: Any = mapping.get(type(model.config), None)
         if head is not None and not hasattr(head.forward, POOLING_HEAD):
-            head.forward = _handing_on_pools(head.forward)
+            head.forward = wrap(head.forward)
+            setattr(head.forward, POOLING_HEAD, True)
 
 
-def _handing_on_pools(forward: Any) -> Any:
+def _passing_name(forward: Any) -> Any:
     @functools.wraps(forward)
     def marked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if ATTRIBUTE in self.base_model.__dict__:
             kwargs[POOLING_HEAD] = type(self).__name__
         return forward(self, *args, **kwargs)
 
-    setattr(marked, POOLING_HEAD, True)
+    return marked
+
+
+def _refusing_labels(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def marked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        is_base_alone = ATTRIBUTE in self.base_model.__dict__ and ATTRIBUTE not in self.__dict__
+        if is_base_alone and kwargs.get("labels") is not None:
+            raise ValueError(
+                f"labels must go to a patched model, got an unpatched {type(self).__name__} around "
+                "a patched base model, whose labels would cross documents; call patch_model on the "
+                "whole model."
+            )
+        return forward(self, *args, **kwargs)
+
     return marked
 
 

@@ -214,7 +214,7 @@ class _Forward:
                     **self.boundaries,
                 )
             )
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or _is_captured(self.tokens)):
             self.packs = layout.num_docs != self.batch or bool(layout.has_padding)
         return layout
 
@@ -282,7 +282,8 @@ def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
         with_what=why,
         seen=0 if forward.cache is None else forward.cache.get_seq_length(),
     )
-    forward.inputs[CONTEXT] = Unpacked.CHECKED
+    patch = forward.patch
+    forward.inputs[CONTEXT] = Unpacked(patch.backend, patch.deterministic, patch.batch_invariant)
     return forward.inputs
 
 
@@ -380,6 +381,11 @@ def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
     if forward.packs and may_pad and not known_full:
         inputs["attention_mask"] = layout.real_tokens().view(forward.tokens.shape[:2]).long()
     wrap_loss(module)
+
+
+def _is_captured(tokens: Tensor) -> bool:
+    """Whether a CUDA graph is captured, which may be replayed on other documents."""
+    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _placeholder(device: torch.device) -> Tensor:

@@ -174,15 +174,22 @@ def unwrap_forward(module: nn.Module) -> None:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether the module's `forward` calls our wrapper, or does not need it.
+    """Whether a call of the module's `forward` reaches our wrapper.
 
-    It does not after unpickling, or if another `forward` was set without
-    functools.wraps. TRL's, known by its own keyword, needs none: it calls ours or the base model,
-    with labels that TRL's collators have masked.
+    False after unpickling, or if another `forward` was set without functools.wraps.
+    """
+    return hasattr(module.forward, WRAPPER_MARK)
+
+
+def has_fused_head_of_trl(module: nn.Module) -> bool:
+    """Whether TRL set the module's `forward`, perhaps below wrappers of accelerate.
+
+    It calls the `forward` that it replaced, or the base model, with labels from TRL's collators,
+    which mask them at document boundaries.
     """
     forward: Any = module.forward
-    while forward is not None and not hasattr(forward, WRAPPER_MARK):
+    while forward is not None:
         if "fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or {}):
             return True
         forward = getattr(forward, "__wrapped__", None)
-    return forward is not None
+    return False

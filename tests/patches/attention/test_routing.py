@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.env import _flag
-from flexvarlen.patches.attention import context, routing
+from flexvarlen.patches.attention import backend_choice, context
 from flexvarlen.patches.models.layers import LayerKind, kinds_of
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.oracle import assert_as_accurate
@@ -180,7 +180,7 @@ def test_a_route_is_taken_for_its_own_calls_alone():
 def test_a_layer_type_that_the_mapping_misses_is_a_sentence():
     """It was "auto" in silence."""
     with pytest.raises(ValueError, match=r"layer of type 'chunked_attention'; call patch_model"):
-        routing.chosen_for(MIXED, "chunked_attention")
+        backend_choice.chosen_for(MIXED, "chunked_attention")
     model = fv.patch_model(new_model("qwen3_windows"), MIXED)
     model.model.layers[1].self_attn.layer_type = "chunked_attention"
     with pytest.raises(ValueError, match=r"layer of type 'chunked_attention'"), torch.no_grad():
@@ -193,7 +193,7 @@ def test_a_kind_is_asked_about_with_its_window(monkeypatch):
     def refusal(backend, call):
         windows.append((backend, call.spec.causal, call.spec.left))
 
-    monkeypatch.setattr(routing, "refusal", refusal)
+    monkeypatch.setattr(backend_choice, "refusal", refusal)
     fv.patch_model(new_model("qwen3_windows"), MIXED)
     assert windows == [("sdpa", True, -1), ("reference", True, 8)]
 
@@ -367,3 +367,22 @@ def test_kinds_of_a_model():
     kinds = kinds_of(new_model("qwen3_windows", num_hidden_layers=4))
     assert kinds == (FULL, FULL._replace(layer_type="sliding_attention", window=9))
     assert kinds_of(new_model("llama")) == (FULL,)
+
+
+def test_a_guessed_dtype_that_the_backend_refuses_is_no_refusal(monkeypatch):
+    """FSDP2 casts parameters to bf16 after the forward has begun: the layers' queries decide."""
+    backend = get_backend("sdpa")
+
+    def only_half(call):
+        return None if call.dtype == torch.bfloat16 else "sdpa needs bf16; use backend='reference'."
+
+    monkeypatch.setattr(backend, "why_not", only_half)
+    monkeypatch.setattr("flexvarlen.attention.choose._table", {})
+    layout = fv.PackedLayout.from_lengths([5])
+    packed = context.PackedForward(
+        layout, "sdpa", deterministic=False, batch_invariant=False, kinds=(FULL,)
+    )
+    packed.prepare(torch.float32, needs_grad=False)
+    assert packed.route(FULL, torch.bfloat16, False).backend is backend
+    with pytest.raises(NotImplementedError, match="needs bf16"):
+        packed.route(FULL, torch.float32, False)

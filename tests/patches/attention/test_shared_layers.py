@@ -35,7 +35,8 @@ class Layer(nn.Module):
 def found_by(index, positions, *, backend="sdpa", batch=1, **given):
     """What this layer gets."""
     query = torch.zeros(batch, 2, positions.numel() // batch, 16)
-    return packed_by_name(Layer(index), query, None, backend, {"position_ids": positions, **given})
+    given = {"position_ids": positions, **given}
+    return packed_by_name(Layer(index), query, None, backend, None, given)
 
 
 def test_layers_share_what_the_first_one_found():

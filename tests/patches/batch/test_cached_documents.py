@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
-from flexvarlen.patches.batch import one_document
+from flexvarlen.patches.batch import unpacked_rows
 from flexvarlen.patches.batch.unpacked_rows import check_one_document
 from tests.tiny_models import documents, new_model, shared_model
 
@@ -314,7 +314,7 @@ def test_a_patched_model_looks_once_a_forward(monkeypatch):
     """The wrapper of the base model and the layers trust the one of the whole model."""
     model = fv.patch_model(new_model("llama"), "sdpa")
     reads = []
-    monkeypatch.setattr(one_document, "check", lambda *args: reads.append(args))
+    monkeypatch.setattr(unpacked_rows, "raise_or_assert", lambda *args: reads.append(args))
     cache, _ = cache_of("filled", model)
     with torch.no_grad():
         model(torch.ones(1, NEW, dtype=torch.long), past_key_values=cache)

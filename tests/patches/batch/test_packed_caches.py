@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from tests.tiny_models import new_model, shared_model
 
@@ -265,3 +266,23 @@ def test_a_prefill_of_which_some_layers_have_room_left(how, first):
     cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 6)
     with torch.no_grad(), pytest.raises(ValueError, match="do not increase by 1"):
         model(IDS, position_ids=POSITIONS, past_key_values=cache)
+
+
+def test_a_layer_with_no_room_left_keeps_what_patch_model_was_told(monkeypatch):
+    """It packs its own tokens, beside layers that decode: with the model's own settings."""
+    changes = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+    model = new_model("qwen2_windows", **changes, sliding_window=IDS.shape[1])
+    fv.patch_model(model, "sdpa", deterministic=True, batch_invariant=True)
+    seen = []
+    make_route = PackedForward._make_route
+
+    def noted(packed, *args):
+        route = make_route(packed, *args)
+        seen.append((route.backend.name, route.call.deterministic, route.call.batch_invariant))
+        return route
+
+    monkeypatch.setattr(PackedForward, "_make_route", noted)
+    cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 6)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    assert seen == [("sdpa", True, True)]

@@ -8,7 +8,8 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 import flexvarlen as fv
 from tests import forms
-from tests.tiny_models import config_of, one_row, padded_rows
+from tests.oracle import assert_as_accurate
+from tests.tiny_models import config_of, exact_and_peer, new_model, one_row, padded_rows
 
 BATCH = one_row()
 FORMS = {
@@ -81,3 +82,18 @@ def test_one_document_a_row_is_as_before(kind, left):
         fv.unpatch_model(model.base_model)
         expected = model(**inputs).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_labels_of_a_causal_head_over_a_patched_base():
+    """Its wrapper would mask them; without it they would cross documents."""
+    model = new_model("llama")
+    fv.patch_model(model.model, "sdpa")
+    with pytest.raises(ValueError, match=r"labels must go to a patched model.*the whole model"):
+        model(BATCH.ids, labels=BATCH.ids, **FORMS["position_ids"])
+    exact, peer = exact_and_peer("llama", BATCH.order)
+    with torch.no_grad():
+        logits = model(BATCH.ids, **FORMS["position_ids"]).logits[0]
+        assert_as_accurate(logits, exact.logits, peer.logits, 2)
+        fv.patch_model(model, "sdpa")
+        loss = model(BATCH.ids, labels=BATCH.ids, **FORMS["position_ids"]).loss
+    assert loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
