@@ -1,7 +1,7 @@
-"""Register the `flexvarlen_*` attention implementations once transformers' modeling code is there.
+"""Register the `flexvarlen_*` attention implementations once transformers' models are imported.
 
-To import transformers here would take seconds of every `import flexvarlen`. So if its modeling code
-is not imported yet, its import ends with ours.
+Importing transformers here would add seconds to every `import flexvarlen`. So if its modeling code
+has not been imported yet, an import hook registers them at the end of that import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODELING = "transformers.modeling_utils"
 
 
 def register_with_transformers() -> None:
-    """Register now, or at the end of the import of transformers' modeling code."""
+    """Register now, or as soon as transformers' modeling code has been imported."""
     if _MODELING in sys.modules:
         _register()
     elif not any(isinstance(finder, _AfterModeling) for finder in sys.meta_path):
@@ -33,12 +33,12 @@ def _register() -> None:
 class _AfterModeling(MetaPathFinder):
     """Finds transformers' modeling code as the other finders do, and registers after its import."""
 
-    _searching = False  # the other finders are being asked
+    _searching = False  # True while the other finders search
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for the one module; None for all others."""
+        """Return a spec for the modeling code, and None for all other modules."""
         if fullname != _MODELING or self._searching:
             return None
         self._searching = True

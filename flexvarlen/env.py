@@ -1,4 +1,4 @@
-"""Environment variables of flexvarlen, each read when it is first needed."""
+"""flexvarlen's environment variables, each read when it is first needed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ BATCH_INVARIANT = "FLEXVARLEN_BATCH_INVARIANT"
 """Default of `batch_invariant=`: 1 or 0 (default 0). Read once per process."""
 
 AUTO = "FLEXVARLEN_AUTO"
-"""How `backend="auto"` chooses: "measure" (the default) or "static", the documented order."""
+"""How `backend="auto"` chooses: "measure" (the default) or "static" (the documented order)."""
 
 CACHE = "FLEXVARLEN_CACHE"
-"""Folder where "auto" caches its measurements and FA4 its compiled kernels."""
+"""Folder in which "auto" caches its measurements and FA4 caches its compiled kernels."""
 
 FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""FA4's own variable: cache compiled kernels, 1 or 0. flexvarlen enables it if it is not set."""
+"""Variable of FA4: whether to cache compiled kernels, 1 or 0. If unset, flexvarlen enables it."""
 
 FA4_FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-"""FA4's own variable: its cache folder. Default: one per GPU architecture in flexvarlen's."""
+"""Variable of FA4: its cache folder. Default: one per GPU architecture in flexvarlen's cache."""
 
 
 def resolve_flag(variable: str, asked: bool | None = None) -> bool:
-    """Return the argument of a call or, if it is None, the value of `variable`. Traces.
+    """Return `asked` or, if it is None, the value of the environment variable. Traces.
 
     Args:
         variable: `DETERMINISTIC` or `BATCH_INVARIANT`.
-        asked: the argument of the call, or None.
+        asked: the argument that the caller passed, or None.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -58,10 +58,10 @@ def _flag(variable: str) -> bool:
 
 
 def auto_is_static() -> bool:
-    """Whether `AUTO` disables measuring.
+    """Return whether `AUTO` disables measuring.
 
     Raises:
-        ValueError: a value that is neither "measure" nor "static".
+        ValueError: the variable is neither "measure" nor "static".
     """
     value = os.environ.get(AUTO) or "measure"
     if value not in ("measure", "static"):
@@ -72,25 +72,25 @@ def auto_is_static() -> bool:
 
 
 def cache_folder() -> Path:
-    """`CACHE`, or `flexvarlen` in XDG_CACHE_HOME, in ~/.cache or in the temporary folder."""
+    """Return `CACHE`, or `flexvarlen` in XDG_CACHE_HOME, ~/.cache or the temporary folder."""
     own = os.environ.get(CACHE)
     if own:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
     try:
         found = Path(shared) if shared else Path("~/.cache").expanduser()
-    except RuntimeError:  # no home: a user without an entry, as in some containers
+    except RuntimeError:  # no home directory: in some containers the user has no passwd entry
         found = Path(tempfile.gettempdir())
     return found / "flexvarlen"
 
 
 def flash_attention_impl() -> str | None:
-    """The FlashAttention implementation inside torch, or None for its default (torch >= 2.10)."""
+    """Return torch's active FlashAttention implementation (torch >= 2.10); None: the default."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     name = current() if current is not None else None
     return None if name is None else str(name)
 
 
 def torch_state() -> tuple[object, ...]:
-    """torch's global settings that affect which calls kernels support and what `varlen` runs."""
+    """Return torch's global settings that affect kernel support and what `varlen` runs."""
     return torch.are_deterministic_algorithms_enabled(), flash_attention_impl()

@@ -1,8 +1,8 @@
 """Ulysses sequence parallelism, for rows too long for one GPU, on any backend.
 
-Each of P ranks holds T/P tokens of one packed row, with all heads. For attention the ranks
-exchange data: each gets all T tokens of H/P heads, attends over the whole row as one GPU
-would, and sends the outputs back. The rest of the model works on single tokens, without exchange.
+Each of P ranks holds T/P tokens of one packed row, with all heads. For attention, the ranks
+exchange data: each rank receives all T tokens of H/P heads, attends over the whole row as a single
+GPU would, and sends the outputs back. The rest of the model is token-wise, without communication.
 `patch_model(..., sequence_parallel_group=)` applies this to a model's layers, and `shard_row`
 shards a batch.
 
@@ -40,27 +40,27 @@ def ulysses_attention(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Tensor:
-    """`packed_attention` of a row whose tokens are sharded over the ranks of a group, in order.
+    """Compute `packed_attention` on a row whose tokens are sharded in order over a group's ranks.
 
     Args:
         q: `[T/P, H, D]`: rank r holds tokens r·T/P to (r+1)·T/P.
         k, v: `[T/P, Hkv, D]`.
-        layout: the documents of all T tokens, the same on each rank.
+        layout: the documents of the whole row (all T tokens), identical on every rank.
         group: the ranks; None: all.
-        options: as in `packed_attention`, except `layout_k` and `return_lse`; `sinks` of all heads.
+        options: as in `packed_attention`, except `layout_k` and `return_lse`; pass all `sinks`.
 
     Returns:
-        `[T/P, H, D]`. Differentiable; gradients of replicated parameters, including sinks, are this
-        rank's part, to be summed over the ranks. No sync except the exchange, four all-to-alls per
-        forward and four per backward; traces under `fullgraph=True`.
+        `[T/P, H, D]`. Differentiable. The gradient of a replicated parameter, including sinks, is
+        partial; sum it over the ranks. No sync except the exchange: four all-to-alls per
+        forward and four per backward. Traces under `fullgraph=True`.
 
-    H must be a multiple of P. If Hkv is not, K and V heads are replicated: if Hkv divides P, each
-    rank gets the one KV head that its query heads share; otherwise it gets one KV head per
+    H must be a multiple of P. If Hkv is not, the KV heads are replicated: if Hkv divides P, each
+    rank gets the single KV head that its query heads share; otherwise it gets one KV head per
     query head.
 
     Raises:
         ValueError: T is not P times the local tokens, or H is not a multiple of P.
-        NotImplementedError: an option that cannot be sharded by heads.
+        NotImplementedError: an option is given that cannot be sharded by heads.
     """
     size = dist.get_world_size(group)
     refused = [name for name in ("layout_k", "return_lse") if options.get(name)]
@@ -72,7 +72,7 @@ def ulysses_attention(
     if tokens * size != layout.total_tokens:
         raise ValueError(
             f"layout must cover the {tokens} tokens of each of {size} ranks, got "
-            f"{layout.total_tokens} tokens; make it for the whole row, and shard the row evenly."
+            f"{layout.total_tokens} tokens; build it for the whole row, and shard the row evenly."
         )
     _, own_kv_heads = heads_per_rank(heads, kv_heads, size)
     if own_kv_heads * size != kv_heads:
@@ -88,7 +88,7 @@ def ulysses_attention(
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
-    """The numbers of query heads and KV heads of each of `size` ranks.
+    """Return the number of query heads and of KV heads on each of `size` ranks.
 
     Raises:
         ValueError: `num_heads` is not a multiple of `size`.
@@ -98,8 +98,8 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, i
     """
     if num_heads % size:
         raise ValueError(
-            f"num_heads must be a multiple of the {size} ranks, got {num_heads}; make a group of "
-            "as many ranks as divide it."
+            f"num_heads must be a multiple of the {size} ranks, got {num_heads}; use a group whose "
+            "size divides it."
         )
     if num_kv_heads % size == 0:
         return num_heads // size, num_kv_heads // size
@@ -107,7 +107,7 @@ def heads_per_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, i
 
 
 def shard_tokens(x_T: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`[T, …]` -> `[T/P, …]`: this rank's tokens, as a view. Traces with constant slices."""
+    """Return a view of this rank's tokens, `[T, …]` -> `[T/P, …]`; traces with constant slices."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     tokens = x_T.shape[0] // size
     return x_T[rank * tokens : (rank + 1) * tokens]
@@ -120,19 +120,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: Any)
 
 
 def _heads_for_tokens(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
-    """`[T/P, H, D]` -> `[T, H/P, D]`: block r of the heads goes to rank r."""
+    """Send block r of the heads to rank r: `[T/P, H, D]` -> `[T, H/P, D]`."""
     blocks = _all_to_all(rearrange(x, "t (p h) d -> p t h d", p=size), group)
     return rearrange(blocks, "p t h d -> (p t) h d")
 
 
 def _tokens_for_heads(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
-    """`[T, H/P, D]` -> `[T/P, H, D]`: block r of the tokens goes to rank r."""
+    """Send block r of the tokens to rank r: `[T, H/P, D]` -> `[T/P, H, D]`."""
     blocks = _all_to_all(rearrange(x, "(p t) h d -> p t h d", p=size), group)
     return rearrange(_wait_for(blocks), "p t h d -> t (p h) d")
 
 
 def _all_to_all(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
-    """All-to-all of `[P, …]`: block r is sent to rank r and received from rank r, maybe async."""
+    """Exchange blocks of `[P, …]`: send block r to rank r and receive one from it; may be async."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     where = dist.group.WORLD if group is None else group
@@ -141,7 +141,7 @@ def _all_to_all(blocks: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _wait_for(x: Tensor) -> Tensor:
-    """Wait for the exchange: FlexAttention does not accept an AsyncCollectiveTensor."""
+    """Wait for the exchange, as FlexAttention does not accept an AsyncCollectiveTensor."""
     if torch.compiler.is_compiling():  # compiled graphs insert the wait themselves
         return x
     arrived: Tensor = _Wait.apply(x)  # type: ignore[no-untyped-call]
@@ -167,30 +167,30 @@ def shard_row(
     *,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
-    """Shard a batch of one packed row, of which every rank has a full copy.
+    """Shard a batch that holds one packed row and is replicated on every rank.
 
     Args:
-        batch: `packed_layout` over T tokens, T a multiple of P; `input_ids` and other columns with
-            one value per token (`labels`, `position_ids`), `[1, T]`; numbers.
+        batch: `packed_layout` over T tokens, with T a multiple of P; `input_ids` and other `[1, T]`
+            columns with one value per token (`labels`, `position_ids`); and numbers.
         group: the ranks; None: all.
         ignore_index: the label that the loss ignores.
 
     Returns:
-        For a model patched with `sequence_parallel_group=group`: the tensors as `[1, T/P]`; with
-        `labels` also `shift_labels`, the labels of the next tokens, the last one coming from the
-        next rank, or the given ones, masked at the first tokens of documents; and
-        `num_items_in_batch` (unless given), an integer tensor: their number in the whole row.
-        `packed_layout` and numbers are unchanged.
+        For a model patched with `sequence_parallel_group=group`: the tensors as `[1, T/P]`; if
+        `labels` is given, also `shift_labels`, the label of each next token (the last one comes
+        from the next rank) or those given, masked where the next token starts a document; and
+        `num_items_in_batch` (unless given), an integer tensor: the row's number of unmasked labels.
+        `packed_layout` and numbers are returned unchanged.
 
     The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
-    too. DDP takes the mean over ranks, so multiply the loss by the number of ranks.
+    likewise. DDP averages gradients over ranks, so multiply the loss by the number of ranks.
 
     Raises:
-        ValueError: no layout, a tensor that is not one row of T tokens, T not a multiple of P, or
-            ranks that hold different rows or documents (each on every rank: a collective compares
-            them); this process is not in the group.
+        ValueError: there is no layout, a tensor is not one row of T tokens, T is not a multiple of
+            P, the ranks hold different rows or documents (a collective compares them, so every rank
+            raises), or this process is not in the group.
 
-    One collective; syncs if tensors are on a device.
+    Runs one collective. Syncs if tensors are on a device.
     """
     size = dist.get_world_size(group)
     if size < 1:
@@ -206,7 +206,7 @@ def shard_row(
     if "labels" in batch:
         given = batch.get("shift_labels")
         shifted = batch["labels"][0].roll(-1) if given is None else given[0]
-        # The first token of a row starts a document or is padding, so the last label is masked too.
+        # The row's first token starts a document or is padding, so roll also masks the last label.
         in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
         shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
         found["shift_labels"] = shard_tokens(shifted, group)[None]
@@ -215,17 +215,17 @@ def shard_row(
 
 
 def _is_whole(x: Any) -> bool:
-    """Whether all ranks get it unchanged: the layout, or a number."""
+    """Return whether every rank gets the value unchanged: the layout, or a number."""
     return isinstance(x, (PackedLayout, int, float)) or (isinstance(x, Tensor) and x.ndim == 0)
 
 
 def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
-    """Why a batch cannot be sharded over `size` ranks, or None."""
+    """Return why a batch cannot be sharded over `size` ranks, or None."""
     layout = batch.get("packed_layout")
     if not isinstance(layout, PackedLayout):
         return (
             "batch must have its documents as packed_layout, a PackedLayout, got "
-            f"{type(layout).__name__}; PackedCollator makes one, and PackedLayout.from_lengths."
+            f"{type(layout).__name__}; use PackedCollator or PackedLayout.from_lengths."
         )
     tokens = layout.total_tokens
     if tokens % size:
@@ -245,7 +245,7 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
 def _require_one_row(
     batch: Mapping[str, Any], refusal: str | None, group: ProcessGroup | None
 ) -> None:
-    """Check that all ranks have the same row, as a data loader may silently mix rows. Syncs.
+    """Raise unless all ranks have the same row, as a data loader may silently mix rows. Syncs.
 
     A rank whose batch is refused still takes part in the collective, so the others do not hang.
     """

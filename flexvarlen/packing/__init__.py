@@ -2,10 +2,10 @@
 
 | module | holds |
 |---|---|
-| `pack.py` | `pack`: which documents share a row; `split_long`; `efficiency` |
-| `stream.py` | `StreamPacker`: packing of a stream of documents |
-| `collator.py` | `PackedCollator`: documents as one row of fixed shapes |
-| `sampler.py` | `BalancedSampler`: an order of rows that balances attention cost over ranks |
+| `pack.py` | `pack` decides which documents share a row; `split_long`; `efficiency` |
+| `stream.py` | `StreamPacker` packs a stream of documents |
+| `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
+| `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
 | `loader_pass.py` | the state of accelerate's data loader that the sampler needs |
 """
 

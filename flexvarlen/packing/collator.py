@@ -36,50 +36,50 @@ class PackedCollator:
 
         input_ids     int64 `[1, T]`, `pad_token_id` after the last document
         labels        int64 `[1, T]`; -100 at padding and at each document's first token (which no
-                      token before it may predict)
-        position_ids  int64 `[1, T]`, from `position_ids_start` in each document; at padding they
+                      preceding token may predict)
+        position_ids  int64 `[1, T]`, from `position_ids_start` in each document; in padding they
                       repeat, and never exceed those of the longest document
-        packed_layout the `PackedLayout`, with boundaries and longest document on the host, so no
-                      forward reads the device back
-        use_cache     False: with a cache, an unpatched model would not detect documents in
+        packed_layout the `PackedLayout`, with boundaries and maximum length on the host, so no
+                      forward has to sync with the device
+        use_cache     False: with a cache, an unpatched model would not detect documents from
                       position_ids
 
-    or, with `boundaries="cu_seq_lens"`, instead of the layout the keywords of transformers' own
-    FlashAttention: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, the last value
-    repeated in the spare slots, and `max_length_q`, `max_length_k`, the bound. Then the padding is
-    one or more documents too (FlashAttention does not write other rows): leave slots for it.
+    With `boundaries="cu_seq_lens"`, the batch has the keywords of transformers' FlashAttention
+    instead of the layout: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, with the last
+    value repeated in unused slots, and `max_length_q`, `max_length_k`, the bound. The padding then
+    forms extra documents (FlashAttention writes only rows in a document): leave slots for them.
 
-    Input, alone, in a list, or in a list of lists (documents grouped by `pack`):
+    Each input is one of the following, alone, in a list, or in a list of lists (grouped by `pack`):
 
-        a document       `input_ids`, optionally `labels`; `attention_mask`: its zeros are dropped,
-                         which makes the tokens around them adjacent;
-                         `completion_mask`, `assistant_masks`: no loss where they are zero
-        several in one   also `seq_lengths` (TRL's packing), or `position_ids`, `seq_idx`
+        a document       `input_ids`, optionally `labels`; `attention_mask`, whose zeros are dropped
+                         so that the tokens around them become adjacent;
+                         `completion_mask`, `assistant_masks`, with no loss where they are zero
+        several in one   the same with `seq_lengths` (TRL's packing), or `position_ids`, `seq_idx`
                          or document ids in `attention_mask` that separate them
-        a batch          of `DataCollatorWithFlattening` or TRL's padding-free collator: the same
-                         with rows, and `cu_seq_lens_q`
+        a batch          from `DataCollatorWithFlattening` or TRL's padding-free collator: the same
+                         with a row dimension, and `cu_seq_lens_q`
 
-    Tokens without any such column are one document, even if they were several, which cannot be
-    detected. A mapping with `input_ids` `[1, T]` and none of those columns is refused, because
+    Tokens without any of these columns are one document: if they were several, this cannot be
+    detected. A mapping with `input_ids` `[1, T]` and none of these columns is rejected, because
     `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
     Args:
-        total_tokens: T; the rest of the row is padding. None: the documents' tokens, so
-            that each batch has its own shape.
-        capacity: document slots; None: the documents, rounded up to a power of two.
-        max_seqlen_bound: upper bound on document length; None: the longest, rounded up likewise.
-        pad_token_id: the token id of padding.
-        boundaries: "packed_layout" or "cu_seq_lens".
+        total_tokens: T; the rest of the row is padding. None: as many as the documents have, so
+            the shape differs between batches.
+        capacity: document slots; None: the number of documents, rounded up to a power of two.
+        max_seqlen_bound: upper bound on document length; None: the maximum, rounded up likewise.
+        pad_token_id: token id for padding.
+        boundaries: how to return the document boundaries, "packed_layout" or "cu_seq_lens".
         position_ids_start: position of a document's first token; RoBERTa and similar count from
             `padding_idx + 1`.
-        extra: names of other columns with one value per token, and their padding values; a
-            feature with an unknown column raises.
+        extra: additional columns with one value per token, as a mapping of name to padding value; a
+            feature with any other column raises.
 
     Raises, when called:
-        ValueError: more tokens than `total_tokens`, more documents than `capacity`, a longer one
-            than `max_seqlen_bound`; a column that is missing, unknown, of another length or no
-            integers; boundaries that contradict one another, or leave tokens out; a batch of one
-            row without boundaries.
+        ValueError: there are more than `total_tokens` tokens or `capacity` documents, or one is
+            longer than `max_seqlen_bound`; a column is missing, unknown, of another length or not
+            integer; the boundaries contradict one another, or leave tokens out; a batch of one row
+            has no boundaries.
 
     A `DataLoader(pin_memory=True)` pins the layout too.
     """
@@ -105,7 +105,7 @@ class PackedCollator:
                 )
 
     def __call__(self, features: Any) -> dict[str, Any]:
-        """One batch; see the class."""
+        """Collate documents into one batch; see the class."""
         documents = [
             document
             for feature in _features(features)
@@ -123,7 +123,7 @@ class PackedCollator:
             row = np.full(layout.total_tokens, fill, kind)
             row[: values.size] = values
             batch[name] = torch.from_numpy(row)[None]
-        # Tables of positions may end where the longest document may.
+        # A position embedding table may have only max_seqlen_bound entries.
         positions = layout.position_ids()[None] % layout.max_seqlen_bound
         batch["position_ids"] = positions + self.position_ids_start
         batch["use_cache"] = False
@@ -158,13 +158,13 @@ class PackedCollator:
         )
 
     def _documents(self, row: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
-        """The documents of one row, without padding; labels default to the input_ids."""
+        """Yield the documents of one row, without padding; labels default to the input_ids."""
         names = (*_KNOWN, *_BOUNDARIES, *_LOSS_MASKS, *self.extra)
         for name in row:
             if name not in names:
                 raise ValueError(
                     f"features must hold columns of {', '.join(names)}, got {name!r}; drop it, or "
-                    f"pass extra={{{name!r}: what fills its padding}} if it has a value a token."
+                    f"pass extra={{{name!r}: padding value}} if it has one value per token."
                 )
         for name in ("input_ids", *self.extra):
             if name not in row:
@@ -201,7 +201,7 @@ class PackedCollator:
 
 
 def _features(given: Any) -> Iterator[Any]:
-    """Flatten documents, or lists of documents as a dataset of packed rows yields."""
+    """Flatten documents, or lists of documents as yielded by a dataset of packed rows."""
     if isinstance(given, Mapping):
         yield given
         return
@@ -214,13 +214,13 @@ def _features(given: Any) -> Iterator[Any]:
 
 
 def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
-    """A feature's rows as arrays of one dimension; a batch of several rows has several."""
+    """Yield the rows of a feature as one-dimensional arrays; a batch may have several rows."""
     alone = not isinstance(feature, Mapping)
     if alone:
         if not isinstance(feature, Sequence | np.ndarray | Tensor) or isinstance(feature, str):
             raise ValueError(
                 f"features must be mappings with input_ids, got {type(feature).__name__}; pass "
-                "what a data set of token ids yields."
+                "examples of a tokenized dataset."
             )
         feature = {"input_ids": feature}  # the tokens alone
     arrays = {
@@ -240,7 +240,7 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
     if len(tokens) == 1 and not alone and not any(name in arrays for name in _TELLING):
         raise ValueError(
             f"input_ids [1, T] must be given with one of {', '.join(_TELLING)}, got "
-            f"{', '.join(arrays)}; have the collator that made the row return the boundaries "
+            f"{', '.join(arrays)}; make the collator that built the row return the boundaries "
             "(return_position_ids=True), or pass one document's tokens as [T]."
         )
     for name, values in arrays.items():
@@ -258,7 +258,7 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
 
 
 def _array(name: str, value: Any) -> NDArray[Any]:
-    if isinstance(value, PackedLayout):  # of a batch that this collator made
+    if isinstance(value, PackedLayout):  # the batch was made by this collator
         value = value.cu_seqlens.tolist()
     if isinstance(value, Tensor):
         value = value.detach().cpu()
@@ -267,19 +267,19 @@ def _array(name: str, value: Any) -> NDArray[Any]:
         found = np.asarray(value)
     except ValueError as error:
         raise ValueError(
-            f"{name} must have rows of equal length, got ragged ones; pass them one by one."
+            f"{name} must have rows of equal length, got ragged rows; pass them one by one."
         ) from error
     return found[0] if name in _BOUNDARIES and found.ndim == 2 and len(found) == 1 else found
 
 
 def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]:
-    """The boundaries of a row: the start of each document, and the end of the last."""
+    """Return the boundaries of a row: the start of each document and the end of the last one."""
     tokens = row["input_ids"].size
     starts = np.zeros(tokens, bool)
     for name in ("position_ids", "seq_idx", "attention_mask"):
         steps = np.diff(row.get(name, starts[:0]).astype(np.int64))
         if name == "attention_mask" and not (row.get(name, starts) > 1).any():
-            continue  # a mask of zeros and ones does not hold document ids
+            continue  # a mask of zeros and ones holds no document ids
         starts[1 : 1 + steps.size] |= steps != 1 if name == "position_ids" else steps != 0
     told = [row[name].tolist() for name in _CUMULATIVE if name in row]
     if "seq_lengths" in row:
@@ -311,7 +311,7 @@ def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]
 def _require_no_loss_after(
     end: int, kept: NDArray[np.bool_], row: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Raise if tokens past the last boundary are not padding, as they would be dropped."""
+    """Raise unless all tokens past the last boundary are padding, as they would be dropped."""
     labels = row.get("labels", row["input_ids"])
     if (kept[end:] & (labels[end:] != IGNORED)).any():
         raise ValueError(

@@ -2,15 +2,15 @@
 
 Rows that still have room for the shortest document are kept in two structures:
 
-- *Steps*: rows with more space than any row before them, from the first row on. Spaces rise along
-  them, so the first row that a document fits is found by bisection. Most documents leave their row
-  a step, and cost no more.
-- *Tree*: all other rows, and the steps past `STEPS`; a leaf for each row holds its space, an inner
-  node the largest of its leaves.
+- *Steps*: rows with more space than any earlier row, in row order. Space increases along the
+  steps, so bisection finds the first row that a document fits into. After most documents, the row
+  is still a step, and nothing else has to be done.
+- *Tree*: all other rows, and any steps in excess of `STEPS`. Each leaf holds the space of one row,
+  and each inner node the maximum over its leaves.
 
-Space in rows only shrinks, so a row with more space than all before it stays so until it is used:
-it is taken out of the tree once for each of its documents, but for steps that `STEPS` turns away,
-each because another became one. So the time is O(n log n) for n documents, the memory O(n).
+The space in a row only shrinks, so a row that becomes a step remains one until it is used. A row is
+therefore removed from the tree at most once per document in it, plus once for each time that it is
+evicted because another row became a step. Time is O(n log n) for n documents, memory is O(n).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEPS = 2048
-"""Large enough for random lengths (a million log-normal ones need about 100), and small enough
+"""Large enough for random lengths (a million log-normal lengths need about 100), and small enough
 that an insertion moves at most 32 KiB."""
 
 
 def first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Return rows of indices into `lengths`, which are from 1 to `capacity` and not empty."""
+    """Return rows of indices into `lengths`, which must be non-empty with values in 1..capacity."""
     documents = lengths.tolist()
     shortest = min(documents)
     rows: list[list[int]] = []
-    # No two rows would fit into one: the later row's first document would be in the earlier row.
+    # No two rows fit into one, or the later row's first document would be in the earlier row.
     waiting = _Spaces(min(len(documents), 2 * (sum(documents) // (capacity + 1)) + 1))
-    tree = waiting.tree  # tree[1] is the largest space there; a call would be a tenth of the time
+    tree = waiting.tree  # tree[1] is the maximum; a method call here would cost 10% of the time
     spaces, at = [shortest - 1], [-1]  # the first entry is a sentinel, not a row
 
     for index, length in enumerate(documents):
@@ -53,7 +53,7 @@ def first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
                 del spaces[step], at[step]
                 if left >= shortest:
                     waiting.put(row, left)
-            if row + 1 < end:  # what stood in its shadow; past the last step it can wait
+            if row + 1 < end:  # promote rows that become steps; after the last step this can wait
                 while tree[1] > floor and (row := waiting.first_above(floor)) < end:
                     floor = waiting.take(row)
                     spaces.insert(step, floor)
@@ -79,21 +79,21 @@ def first_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 class _Spaces:
-    """The space of each row, 0 if it is not here, and the first row with more than so much."""
+    """Max tree over the space of each row (0 if not in it); finds the first row above a value."""
 
     def __init__(self, rows: int) -> None:
         self.leaves = 1 << (rows - 1).bit_length()
         self.tree = [0] * (2 * self.leaves)
 
     def put(self, row: int, space: int) -> None:
-        """A row that is not here."""
+        """Add a row that is not in the tree."""
         tree, node = self.tree, self.leaves + row
         while node and tree[node] < space:
             tree[node] = space
             node >>= 1
 
     def take(self, row: int) -> int:
-        """Its space; afterwards it is not here."""
+        """Remove a row from the tree and return its space."""
         tree, node = self.tree, self.leaves + row
         space, largest = tree[node], 0
         tree[node] = 0
@@ -102,13 +102,13 @@ class _Spaces:
             if sibling > largest:
                 largest = sibling
             node >>= 1
-            if tree[node] == largest:  # of another row with as much
+            if tree[node] == largest:  # another row has the same space
                 break
             tree[node] = largest
         return space
 
     def first_above(self, floor: int) -> int:
-        """The first row with more space than `floor`, which is less than the largest."""
+        """Return the first row with more space than `floor`, which must be below the maximum."""
         tree, node, leaves = self.tree, 1, self.leaves
         while node < leaves:
             node *= 2

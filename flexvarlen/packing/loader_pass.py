@@ -1,8 +1,8 @@
 """The state of accelerate's data loader (also used by `Trainer`) that the sampler needs.
 
-Its iteration counter is the epoch, but a loader that skips batches (`skip_first_batches`, a
-resumed `Trainer`) on several processes does not pass it on, and it prefetches one batch. Read from
-accelerate's list of active loaders; accelerate itself is never imported.
+The loader's iteration counter is the epoch, but on several processes a loader that skips batches
+(`skip_first_batches`, a resumed `Trainer`) does not forward it. The loader also prefetches one
+batch. The state is read from accelerate's list of active loaders, without importing accelerate.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoaderPass:
-    """A pass of accelerate's loader over a sampler.
+    """A pass of accelerate's data loader over a sampler.
 
     Attributes:
         loader: the loader.
-        processes: number of processes that its batches are assigned to in turn.
-        rows: number of rows that all processes get per step.
+        processes: number of processes to which its batches are assigned in turn.
+        rows: number of rows per step, summed over processes.
         skipped: number of batches that each process skips.
-        dispatches: whether one process loads for all.
+        dispatches: whether one process loads the batches of all processes.
         draws: whether this process draws from the sampler.
     """
 
@@ -34,27 +34,27 @@ class LoaderPass:
 
     @property
     def epoch(self) -> int:
-        """The loader's counter."""
+        """Return the loader's iteration counter."""
         return int(self.loader.iteration)
 
     def set_epoch(self, epoch: int) -> None:
-        """Count on from this epoch."""
+        """Set the loader's iteration counter."""
         self.loader.iteration = epoch
 
     def ahead(self, drawn: int) -> int:
-        """The number of drawn rows that belong to the prefetched batch."""
+        """Return how many of the drawn rows belong to the prefetched batch."""
         if drawn == 0 or self.loader.end_of_dataloader:
             return 0
         return (drawn - 1) % self.rows + 1
 
 
 def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
-    """The most recent unfinished pass over the sampler; None without accelerate.
+    """Return the most recent unfinished pass over the sampler; None without accelerate.
 
     Args:
-        sampler: that it draws from.
-        of: the loader whose pass it must be; None: any. One that was left with `break` stays in a
-            pass for accelerate.
+        sampler: the sampler that the loader draws from.
+        of: the loader whose pass is wanted; None: any. To accelerate, a loop that was left with
+            `break` is still an unfinished pass.
     """
     if (state := sys.modules.get("accelerate.state")) is None:
         return None
@@ -62,7 +62,7 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
         if getattr(loader, "iteration", None) is None or (of is not None and loader is not of):
             continue
         if chain := _batch_samplers(loader, sampler):
-            dispatches = hasattr(loader, "slice_fn")  # one process loads for all
+            dispatches = hasattr(loader, "slice_fn")  # a DataLoaderDispatcher
             dealers = [loader.state] if dispatches else chain
             processes = max(getattr(each, "num_processes", 1) for each in dealers)
             splits = any(getattr(each, "split_batches", False) for each in [loader, *chain])
@@ -74,7 +74,7 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
 
 
 def _batch_samplers(loader: Any, sampler: object) -> list[Any]:
-    """The chain of batch samplers from the loader to `sampler`; empty if there is none."""
+    """Return the chain of batch samplers from the loader to `sampler`; empty if there is none."""
     chain = []
     each = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while each is not None:

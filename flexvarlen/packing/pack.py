@@ -18,7 +18,7 @@ Lengths = Sequence[int] | NDArray[np.integer]
 
 
 class Piece(NamedTuple):
-    """Tokens `start:stop` of the document of that index."""
+    """Tokens `start:stop` of the document with index `document`."""
 
     document: int
     start: int
@@ -31,26 +31,26 @@ def pack(
     """Pack documents into rows of at most `capacity` tokens, without cutting any document.
 
     Args:
-        lengths: tokens of each document, from 1 to `capacity`; a sequence of integers or an integer
+        lengths: number of tokens of each document, from 1 to `capacity`; integers, or an integer
             array `[num_docs]`. Cut longer documents with `split_long` first.
-        capacity: tokens of a row.
-        strategy: "best_fit_decreasing", longest documents first, each into the fullest row that it
-            fits: gives the fewest rows, with long documents in the first ones, so shuffle the
-            rows; "first_fit", in the order given, each into the first row that it fits;
-            "in_order", in the order given, a new row wherever a document does not fit the last.
+        capacity: number of tokens in a row.
+        strategy: "best_fit_decreasing": longest documents first, each into the fullest row that it
+            fits into; gives the fewest rows, with long documents in the first rows, so shuffle the
+            rows. "first_fit": in the order given, each into the first row that it fits into.
+            "in_order": in the order given, starting a new row if one does not fit into the last.
 
     Returns:
         The rows, as lists of indices into `lengths`. Each index occurs once, in the order in
         which the documents were added.
 
     Raises:
-        ValueError: a length is below 1, above `capacity` or not an integer; an unknown strategy.
+        ValueError: a length is not an integer from 1 to `capacity`, or the strategy is unknown.
 
-    A new row is opened only if no open row has room. Time: O(n log n), independent of
-    `capacity`; documents of one length are placed together by "best_fit_decreasing", one by one by
-    "first_fit".
+    A new row is opened only if no open row has room. Time is O(n log n), independent of
+    `capacity`. Documents of equal length are placed together by "best_fit_decreasing", and one at a
+    time by "first_fit".
 
-    Source: best fit decreasing as in Ding et al., Fewer Truncations Improve Language Modeling
+    Source: best fit decreasing follows Ding et al., Fewer Truncations Improve Language Modeling
     (arXiv 2404.10830).
 
     >>> pack([5, 3, 4, 4], 8)
@@ -72,17 +72,17 @@ def pack(
 
 
 def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
-    """Cut documents of more than `capacity` tokens into pieces of `capacity`, and what is left.
+    """Cut documents of more than `capacity` tokens into pieces of `capacity` and a remainder.
 
     Pack the pieces with `pack([stop - start for _, start, stop in pieces], capacity)`. Each is then
     a separate document, which does not attend to the previous piece.
 
     Args:
-        lengths: tokens of each document, at least 1.
-        capacity: tokens of the longest piece.
+        lengths: number of tokens of each document, at least 1.
+        capacity: maximum number of tokens in a piece.
 
     Raises:
-        ValueError: as `pack`, except that long documents are allowed.
+        ValueError: as in `pack`, except that long documents are allowed.
 
     >>> split_long([3, 9], 8)  # doctest: +ELLIPSIS
     [Piece(document=0, start=0, stop=3), Piece(document=1, start=0, stop=8), ...]
@@ -100,7 +100,7 @@ def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
 
 
 def efficiency(lengths: Lengths, rows: Sequence[Sequence[int]], capacity: int) -> float:
-    """The share of the rows' tokens that documents fill.
+    """Return the fraction of the rows' tokens that are not padding.
 
     >>> efficiency([5, 3, 4], pack([5, 3, 4], 8), 8)
     0.75
@@ -111,7 +111,7 @@ def efficiency(lengths: Lengths, rows: Sequence[Sequence[int]], capacity: int) -
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection, which would traverse all the lists made so far."""
+    """Disable garbage collection, which would traverse every list created so far."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -124,7 +124,7 @@ def _no_collection() -> Iterator[None]:
 def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArray[np.int64]:
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise ValueError(
-            f"capacity must be an integer of at least 1, got {capacity!r}; pass a row's tokens."
+            f"capacity must be an integer of at least 1, got {capacity!r}; pass the tokens per row."
         )
     values = np.asarray(lengths)
     if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
@@ -144,14 +144,14 @@ def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArra
 
 
 def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Place all documents of one length at a time, in groups that fill equal rows.
+    """Place all documents of one length at a time, in groups over rows with equal space.
 
-    The tightest row with `space` left gets `space // length` of them before the next row gets
-    any, as it remains the tightest.
+    The row with the least sufficient space gets `space // length` of them before the next row gets
+    any, because it remains the best fit.
     """
     order = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
-    row_of = np.empty(lengths.size, np.int64)  # indexed as `order`
+    row_of = np.empty(lengths.size, np.int64)  # row of each document, indexed as `order`
     rows_with: dict[int, list[NDArray[np.int64]]] = {}
     spaces: list[int] = []  # the keys, sorted
     num_rows = placed = 0
@@ -190,7 +190,7 @@ def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list
 
 
 def _taken(chunks: list[NDArray[np.int64]], wanted: int) -> NDArray[np.int64]:
-    """Take `wanted` rows, or all if there are fewer; the other chunks stay."""
+    """Remove and return `wanted` rows, or all if there are fewer; the others stay in `chunks`."""
     found: list[NDArray[np.int64]] = []
     while chunks and wanted:
         chunk = chunks.pop()

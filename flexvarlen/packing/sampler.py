@@ -17,26 +17,26 @@ from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 class BalancedSampler(Sampler[int]):
     """Shuffles rows so that the rows of a step, one per rank, have about equal attention cost.
 
-    Rows of equal length differ only in attention, whose cost grows with the sum of the squares of
-    their documents' lengths; a step takes as long as its slowest rank. Rows are shuffled, and
-    within each `window` of them sorted by cost; neighbours go to the ranks as one step, in random
+    Rows of equal length differ only in the cost of attention, which grows with the sum of squared
+    document lengths; a step takes as long as its slowest rank. The rows are shuffled, then sorted
+    by cost within each `window`. Consecutive rows form a step and are assigned to ranks in random
     order, and the steps of a window are shuffled.
 
     Args:
-        rows: the lengths of each row's documents, in tokens.
-        num_replicas: ranks that share each step.
+        rows: for each row, the lengths of its documents in tokens.
+        num_replicas: number of ranks.
         rank: yield only this rank's rows. None: yield all rows, step by step, for accelerate and
             `Trainer`, which distribute batches of one row to the ranks in turn.
-        seed: seeds the order together with the epoch; at least 0.
-        window: rows per rank that are sorted together; more balance better, fewer shuffle better.
-        drop_last: drop an incomplete last step; otherwise rows are repeated to fill it.
+        seed: random seed, combined with the epoch; at least 0.
+        window: rows per rank to sort together; a larger window balances better, but shuffles less.
+        drop_last: whether to drop an incomplete last step; otherwise rows are repeated to fill it.
 
     Raises:
-        ValueError: no rows, or an invalid rank or number.
+        ValueError: there are too few rows, or a rank or number is invalid.
 
-    `set_epoch` reshuffles for an epoch; `state_dict` and `load_state_dict` resume in
-    the middle of one. accelerate's loader counts epochs itself, from 0: the epoch that was set or
-    loaded last before a pass replaces its counter.
+    `set_epoch` reshuffles for an epoch; `state_dict` and `load_state_dict` allow resuming in
+    the middle of one. accelerate's loader counts epochs itself, from 0; its counter is replaced by
+    the epoch that was last set or loaded before a pass.
 
     >>> list(BalancedSampler([[4], [2, 2], [4], [2, 2]], num_replicas=2, rank=0, seed=1))
     [3, 2]
@@ -74,13 +74,13 @@ class BalancedSampler(Sampler[int]):
         self.costs = np.array([sum(int(n) ** 2 for n in row) for row in rows], np.float64)
         self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         self.window, self.drop_last = window, drop_last
-        # The number of rows yielded, and the offsets at which this pass and the next one begin.
+        # The epoch, the rows yielded so far, and where this pass and the next one begin.
         self.epoch = self._taken = self._start = self._begin = 0
-        self._asked: int | None = None  # an epoch not yet passed to accelerate's loader
+        self._asked: int | None = None  # epoch not yet passed on to accelerate's loader
         self._drawer: weakref.ref[Any] | None = None  # accelerate's loader of this pass
 
     def __len__(self) -> int:
-        """Number of rows in an epoch, of this rank or of all ranks."""
+        """Return the number of rows in an epoch, for this rank or for all ranks."""
         steps = self._steps()
         return steps if self.rank is not None else steps * self.num_replicas
 
@@ -88,7 +88,7 @@ class BalancedSampler(Sampler[int]):
         """Yield row indices from the loaded state, or from the start of the epoch.
 
         Raises:
-            ValueError: accelerate's loader would skip rows, or repeat some.
+            ValueError: accelerate's loader would skip or repeat rows.
         """
         loader = current_pass(self)
         self._drawer = None if loader is None else weakref.ref(loader.loader)
@@ -97,7 +97,7 @@ class BalancedSampler(Sampler[int]):
             self._follow(loader)
             self._asked = None
             if self._begin == len(self):
-                loader.set_epoch(self.epoch + 1)  # it does not count an empty pass
+                loader.set_epoch(self.epoch + 1)  # the loader does not count an empty pass
         order = [row for step in self.steps() for row in self._own(step)]
         self._taken = self._start = self._begin
         self._begin = 0
@@ -106,7 +106,7 @@ class BalancedSampler(Sampler[int]):
             yield row
 
     def steps(self) -> list[list[int]]:
-        """The steps of the epoch, each a list with one row index per rank."""
+        """Return the steps of the epoch, each a list with one row index per rank."""
         generator = np.random.default_rng([self.seed, self.epoch])
         order = np.resize(generator.permutation(len(self.costs)), self._steps() * self.num_replicas)
         found: list[list[int]] = []
@@ -117,21 +117,21 @@ class BalancedSampler(Sampler[int]):
         return found
 
     def imbalance(self) -> float:
-        """Cost of each step's slowest rank, summed over the epoch, relative to the mean rank.
+        """Return the maximum cost over ranks, summed over steps, relative to the mean over ranks.
 
-        1 is perfect; an attention-bound run is slower than optimal by this factor.
+        1 is perfectly balanced; an attention-bound run is slower than optimal by this factor.
         """
         costs = self.costs[np.array(self.steps())]
         return float(costs.max(1).sum() / costs.mean(1).sum())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; the offset that a state of the same epoch restored is kept.
+        """Set the epoch. An offset restored from a state of the same epoch is kept.
 
-        accelerate's loader calls it as a pass begins, with its own counter. It gets the epoch that
-        was set or loaded since the last pass began, and counts on from there.
+        accelerate's loader calls this with its counter as a pass begins. The counter is then set to
+        the epoch that was set or loaded since the last pass began, if any.
 
         Raises:
-            ValueError: a state restored an offset in another epoch, whose rows would be skipped.
+            ValueError: a loaded state has an offset in another epoch, whose rows would be skipped.
         """
         loader = current_pass(self)
         if loader is not None and loader.epoch == epoch:
@@ -146,10 +146,10 @@ class BalancedSampler(Sampler[int]):
         return self.__dict__ | {"_drawer": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and how many of its rows were yielded.
+        """Return the epoch and the number of its rows that were yielded.
 
-        A `DataLoader` with workers prefetches rows: set "taken" to
-        the number of rows trained on, on all ranks if `rank` is None. The one batch
+        A `DataLoader` with workers prefetches rows, so set "taken" to
+        the number of rows trained on (over all ranks if `rank` is None). The batch
         that accelerate's loader prefetches is not counted.
         """
         drawer = None if self._drawer is None else self._drawer()
@@ -159,16 +159,16 @@ class BalancedSampler(Sampler[int]):
         return state | self._order()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after these rows; after a state at the end of an epoch the next pass is empty.
+        """Resume from a state; if it was saved at the end of an epoch, the next pass is empty.
 
         Raises:
-            ValueError: the state is of other rows, ranks or options, so the order would differ.
+            ValueError: the state has other rows, ranks or options, so the order would differ.
         """
         for name, mine in self._order().items():
             if state[name] != mine:
                 raise ValueError(
-                    f"state must be of the same {name}, {mine}, got {state[name]}; make it "
-                    "as it was, or restart the epoch."
+                    f"state must have the same {name}, {mine}, got {state[name]}; restore it, "
+                    "or restart the epoch."
                 )
         if not 0 <= state["taken"] <= len(self):
             raise ValueError(
@@ -189,7 +189,7 @@ class BalancedSampler(Sampler[int]):
         self.epoch, self._taken, self._start, self._begin = epoch, 0, 0, 0
 
     def _follow(self, loader: LoaderPass) -> None:
-        """Synchronize epochs: use the one set on this sampler, or the loader's."""
+        """Synchronize epochs: use the one set on this sampler, or else the loader's."""
         if self._asked is None:
             self._go_to(loader.epoch)
         else:
@@ -206,13 +206,13 @@ class BalancedSampler(Sampler[int]):
             raise ValueError(
                 f"skip_first_batches must not be called after load_state_dict, got {loader.skipped}"
                 f" batches to skip after {self._begin} rows; leave one of them out (Trainer skips "
-                "by itself where it resumes, unless ignore_data_skip=True)."
+                "batches itself when it resumes, unless ignore_data_skip=True)."
             )
         if loader.dispatches and loader.processes > 1 and loader.skipped:
             warnings.warn(
                 "skip_first_batches counts batches of one process under dispatch_batches=True, "
                 f"got {loader.skipped} for {loader.processes} processes; skip {loader.processes} "
-                "times those of a process, or rows repeat (Trainer: dispatch_batches=False).",
+                "times as many, or rows repeat (in Trainer, set dispatch_batches=False).",
                 stacklevel=2,
             )
         if self._begin % loader.rows and self._begin < len(self):
@@ -222,7 +222,7 @@ class BalancedSampler(Sampler[int]):
             )
 
     def _order(self) -> dict[str, Any]:
-        """Everything that the order depends on except the seed and the epoch."""
+        """Return everything that the order depends on, except the seed and the epoch."""
         return {
             "num_replicas": self.num_replicas,
             "window": self.window,

@@ -15,17 +15,17 @@ Document = TypeVar("Document")
 class StreamPacker(Generic[Document]):
     """Packs a stream of documents into rows, using a bounded buffer.
 
-    Documents wait in a buffer. When it is full they are packed best fit decreasing; the row of the
-    oldest document and the fullest other rows, half of all rows, are yielded, and the other
+    Documents are collected in a buffer. When it is full, they are packed best fit decreasing. The
+    row of the oldest document and the fullest other rows, half of all rows, are yielded; the other
     documents stay in the buffer.
 
     Args:
-        capacity: tokens of a row.
-        buffer: maximum number of buffered documents; more fill the rows better.
-        length: returns the number of tokens of a document, from 1 to `capacity`.
+        capacity: number of tokens in a row.
+        buffer: maximum number of buffered documents; a larger buffer fills the rows better.
+        length: function that returns the number of tokens of a document, from 1 to `capacity`.
 
     Attributes:
-        num_given: number of documents consumed, from which a stream is resumed. Reset to 0 when
+        num_given: number of documents consumed; a stream resumes after them. Reset to 0 when
             the whole stream has been yielded.
 
     >>> packer = StreamPacker(8, buffer=4, length=len)
@@ -54,8 +54,8 @@ class StreamPacker(Generic[Document]):
 
         Args:
             documents: the stream.
-            worker_share: the stream is already sharded for this `DataLoader` worker; otherwise each
-                worker would pack its own copy of the whole dataset.
+            worker_share: whether the stream is already sharded for this `DataLoader` worker;
+                otherwise each worker would pack a copy of the whole dataset.
 
         Raises:
             ValueError: a document's length is below 1 or above `capacity` (earlier ones stay
@@ -64,10 +64,10 @@ class StreamPacker(Generic[Document]):
         worker = None if worker_share else get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise ValueError(
-                "documents must be a shard of the stream if several loader workers pack, got "
+                "documents must be a shard of the stream if several DataLoader workers pack, got "
                 f"no worker_share=True in {worker.num_workers} of them; pass "
                 f"islice(documents, get_worker_info().id, None, {worker.num_workers}) and "
-                "worker_share=True, or take one worker."
+                "worker_share=True, or use one worker."
             )
         yield from self._hand_out()
         for document in documents:
@@ -95,16 +95,16 @@ class StreamPacker(Generic[Document]):
                 next(iterator)
             except StopIteration:
                 raise ValueError(
-                    f"documents must be the stream that the state is of, {self.num_given} long at "
-                    f"least, got {done}; load the state of this stream."
+                    f"documents must be the stream that the state was saved for, at least "
+                    f"{self.num_given} long, got {done}; load the state of this stream."
                 ) from None
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """State to resume a stream so that its rows equal those of an uninterrupted one.
+        """Return a state from which the stream resumes with the rows of an uninterrupted run.
 
-        May be called between any two rows. It holds the buffered documents themselves: pass indices
-        as documents to keep it small.
+        May be called between any two rows. The state contains the buffered documents themselves:
+        pass indices as documents to keep it small.
         """
         return {
             "capacity": self.capacity,
@@ -115,16 +115,16 @@ class StreamPacker(Generic[Document]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state; then resume with `packer.pack(packer.skip(documents))`.
+        """Load a state. Then resume with `packer.pack(packer.skip(documents))`.
 
         Raises:
-            ValueError: it is of another capacity or buffer.
+            ValueError: the state has another capacity or buffer.
         """
         for name, mine in (("capacity", self.capacity), ("buffer", self.buffer)):
             if state[name] != mine:
                 raise ValueError(
                     f"state must be of {name} {mine}, got {state[name]}; make the packer with that "
-                    f"{name}, or begin anew."
+                    f"{name}, or restart the stream."
                 )
         self.num_given = state["num_given"]
         self._waiting = list(state["waiting"])

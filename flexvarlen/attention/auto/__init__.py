@@ -1,1 +1,1 @@
-"""`backend="auto"`: the fastest kernel on the user's own shapes, measured once and kept."""
+"""`backend="auto"`: choose the fastest kernel for the user's shapes, measured once and cached."""

@@ -1,7 +1,7 @@
-"""`auto.json` in the cache folder: the measurements of "auto", kept between processes.
+"""The cache file of "auto": `auto.json` in the cache folder, shared between processes.
 
-If the file cannot be read or the folder cannot be written, there is a warning and a measurement,
-but no error. Entries of several processes are merged.
+If the file cannot be read or the folder cannot be written, "auto" warns and measures again instead
+of raising an error. Entries of several processes are merged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flexvarlen.env import CACHE, cache_folder
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: of two concurrent writes one may be lost
+except ImportError:  # not a POSIX system: one of two concurrent writes may be lost
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 5
-_LOCK_S = 5.0  # longest wait for another writer, who needs milliseconds
+_LOCK_S = 5.0  # maximum time to wait for another writer, which needs only milliseconds
 
 Entry = dict[str, Any]
 
@@ -32,14 +32,14 @@ _unwritable: set[Path] = set()
 
 
 def cache_path() -> Path:
-    """The path of the cache file, which need not exist."""
+    """Return the path of the cache file, which need not exist."""
     return cache_folder() / "auto.json"
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """All entries of the file by key; empty, with a warning, if it cannot be read.
+    """Return all entries of the file by key; empty, with a warning, if it cannot be read.
 
-    The file is read again only if it has changed, as some callers ask in each forward.
+    The file is read again only if it has changed, because some callers need it in every forward.
     """
     try:
         state = path.stat()
@@ -87,7 +87,7 @@ def write_entry(path: Path, key: str, entry: Entry) -> None:
     except OSError as error:
         _unwritable.add(path)
         _warn(
-            f"{path} cannot be written ({error}); what is measured is kept in this process only. "
+            f"{path} cannot be written ({error}); measurements are kept in this process only. "
             f"Set {CACHE} to a writable folder."
         )
 
@@ -107,7 +107,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock for one writer at a time; after waiting `_LOCK_S` seconds, go on without it."""
+    """Lock the file against other writers; after waiting `_LOCK_S` seconds, proceed unlocked."""
     if fcntl is None:
         yield
         return
@@ -118,10 +118,10 @@ def _locked(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:  # the holder hangs, or the file system is broken
+                if time.monotonic() > deadline:  # the lock holder or the file system hangs
                     break
                 time.sleep(0.01)
-        yield  # closing the file gives the lock back
+        yield  # closing the file releases the lock
 
 
 def _warn(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Run a candidate backend on random tensors, forward and backward, isolated from the user's call.
+"""Run a candidate backend forward and backward on random tensors, isolated from the user's call.
 
 Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim.
@@ -32,7 +32,7 @@ class RandomTensors(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, mask: DocumentMask) -> RandomTensors:
-        """Make the tensors, deterministic for a call and the mask's numbers of tokens."""
+        """Make the tensors, which depend only on the call and the mask's numbers of tokens."""
         generator = torch.Generator(call.device).manual_seed(0)
 
         def random(*shape: int, requires_grad: bool = call.needs_grad) -> Tensor:
@@ -51,12 +51,12 @@ class RandomTensors(NamedTuple):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors that gradients are computed for."""
+        """Return the tensors for which gradients are computed."""
         return [x for x in self[:4] if x is not None]
 
 
 class CandidateCall:
-    """A candidate's call on these tensors; its plan is made at the first call and reused."""
+    """A candidate backend applied to fixed tensors. The plan is built once, at the first call."""
 
     def __init__(
         self, name: str, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors
@@ -66,11 +66,11 @@ class CandidateCall:
         self.planned = False
 
     def __call__(self) -> None:
-        """For timing."""
+        """Run forward and backward and discard the results, for timing."""
         self.results(self.tensors.grad_THD)
 
     def results(self, grad_THD: Tensor) -> dict[str, Tensor]:
-        """Output, LSE and gradients by name, as far as the call requests them."""
+        """Return the output, LSE and gradients by name, as far as the call requests them."""
         if not self.planned:
             invariant = self.call.batch_invariant
             self.plan = self.backend.plan(self.mask, batch_invariant=invariant)
@@ -92,12 +92,12 @@ GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
 
 def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
-    """Run `work` in a new thread, isolated from the calling thread's state.
+    """Run `work` in a new thread, isolated from the state of the calling thread.
 
-    Grad mode, autocast, dispatch modes and hooks on saved tensors (as in gradient checkpointing)
-    do not affect these calls. They run on the caller's stream; the cuBLAS workspaces of this and
+    The caller's grad mode, autocast, dispatch modes and saved-tensor hooks (as in gradient
+    checkpointing) do not apply. It runs on the caller's stream. The cuBLAS workspaces of this and
     the backward's thread stay allocated. RNG states are restored. Must not be called while a
-    CUDA graph is captured, nor inside a backward, where it would deadlock.
+    CUDA graph is captured, or inside a backward, where it would deadlock.
     """
     device = call.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -110,7 +110,7 @@ def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
             ours = [] if stream is None else [stream.device_index]
             stack.enter_context(torch.random.fork_rng(ours, device_type="cuda"))
             stack.enter_context(torch.set_grad_enabled(call.needs_grad))
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # of all threads
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # global to all threads
             return work()
 
     try:
@@ -118,4 +118,4 @@ def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
             return thread.submit(in_context).result()
     finally:
         if stream is not None:
-            torch.cuda.empty_cache()  # return the memory it used to the device
+            torch.cuda.empty_cache()  # return the memory that `work` used to the device

@@ -1,9 +1,9 @@
-"""Compare a kernel's results with dense attention, before "auto" may choose the kernel.
+"""Check a kernel's results against dense attention before "auto" may choose the kernel.
 
-A kernel may return garbage without an error: a FlashAttention-2 build without this head_dim, an
-index overflow in a long row. A candidate runs on the call's own documents; its output, LSE
-and gradients are compared at a sample of the queries. The grad_output of all others is zero,
-so dense attention of the sample alone gives all gradients.
+A kernel may silently return wrong results, for example if a FlashAttention-2 build lacks this
+head_dim, or after an index overflow in a long row. A candidate runs on the documents of the call,
+and its output, LSE and gradients are compared for a sample of the queries. grad_output is zero
+for all other queries, so dense attention over the sample alone gives all gradients.
 
 Shape legend: S = sampled queries, T, Tk = tokens of the query and the key row, H = num_heads,
 Hkv = num_kv_heads, D = head_dim.
@@ -28,17 +28,17 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 
 _MOST_SCORES = 2**25
-"""H x S x Tk of the dense attention: 128 MiB in fp32."""
+"""Maximum H x S x Tk of the dense attention: 128 MiB in fp32."""
 
 _MOST_QUERIES = 256
 
 TOLERANCE = {torch.bfloat16: 2**-4, torch.float16: 2**-7, torch.float32: 2**-7}
-"""The largest relative error, ‖result − reference‖ / ‖reference‖: eight times the inputs' machine
-epsilon. For fp32 it is that of TF32, which GPU matrix products may use."""
+"""Maximum relative error, ‖result − reference‖ / ‖reference‖: eight times the machine epsilon of
+the inputs. For fp32 it is that of TF32, which matrix products on GPUs may use."""
 
 _LEAST = 2**-7
-"""Lower limit for ‖reference‖, relative to the norm of grad_output: dq and dk of queries that see
-only one key are 0 up to rounding."""
+"""Lower limit for ‖reference‖, relative to the norm of grad_output: dq and dk of queries that
+attend to only one key are 0 up to rounding."""
 
 
 class WrongResultError(Exception):
@@ -51,7 +51,7 @@ class Expected(NamedTuple):
     Attributes:
         queries: the sample, int64 `[S]`.
         grad_THD: the output's gradient, zero at all other queries.
-        results: by name: output `[S, H, D]` and LSE `[H, S]` of the sample, and whole gradients.
+        results: by name, output `[S, H, D]` and LSE `[H, S]` of the sample, and the full gradients.
     """
 
     queries: Tensor
@@ -60,7 +60,7 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors) -> Expected:
-        """Compute them by dense attention in fp32, or in fp64 for fp32 inputs. Syncs."""
+        """Compute the results by dense attention in fp32, or in fp64 for fp32 inputs. Syncs."""
         lo, hi = mask.bounds()
         seeing = (lo < hi).nonzero()[:, 0]
         keys = mask.layout_k.total_tokens
@@ -89,10 +89,10 @@ class Expected(NamedTuple):
         return cls(queries, grad_THD, results)
 
     def check(self, candidate: CandidateCall) -> None:
-        """Raise if the candidate's results differ.
+        """Raise unless the candidate's results match the reference.
 
         Raises:
-            WrongResultError: they differ by more than `TOLERANCE`, or some are not finite.
+            WrongResultError: a result differs by more than `TOLERANCE`, or is not finite.
         """
         least = _LEAST * float(self.grad_THD.float().norm())
         for name, result in candidate.results(self.grad_THD).items():
@@ -113,10 +113,10 @@ class Expected(NamedTuple):
 
 
 def why_wrong(name: str, call: AttentionCall) -> str | None:
-    """Check a backend's results on a small row; say what is wrong, or None if they are correct.
+    """Check a backend's results on a small row. Return what is wrong, or None if all are correct.
 
-    For calls whose own documents are not available. It does not compile with Dynamo, so it is not
-    for the backends that need it.
+    For calls whose documents are not available. It does not use Dynamo, so it does not support
+    backends that Dynamo compiles.
     """
 
     def work() -> None:
@@ -133,7 +133,7 @@ def why_wrong(name: str, call: AttentionCall) -> str | None:
 
 
 def _small_mask(call: AttentionCall) -> DocumentMask:
-    """Three documents of up to 300 tokens, one of them of a single token."""
+    """Build a mask of three documents of up to 300 tokens, one of them with a single token."""
     layout = PackedLayout.from_lengths([150, 1, 300], device=call.device)
     cross, prefix = call.spec.cross, call.spec.prefix
     layout_k = PackedLayout.from_lengths([200, 5, 300], device=call.device) if cross else None

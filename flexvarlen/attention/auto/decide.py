@@ -1,12 +1,12 @@
-"""`backend="auto"`: choose the fastest kernel on the user's own shapes; measured once, then cached.
+"""`backend="auto"`: choose the fastest kernel for the user's shapes; measured once, then cached.
 
-The first eager call of a kind on a GPU times every backend that supports it, on random tensors
-and the call's own documents; the choice is cached in the process and in a file. A call in a
-compiled graph, or one that nothing may be timed for, uses a cached choice if there is one, and
+The first eager call of each kind on a GPU times every backend that supports it, on random tensors
+with the documents of the call. The choice is cached in the process and in a file. Inside a compiled
+graph, or wherever nothing can be timed, a call uses a cached choice if there is one, and
 otherwise the static `AUTO_ORDER` of the registry. `flexvarlen.explain` measures in advance.
 
-Before a backend is chosen its results are compared with the reference's, and a backend that
-computes something else is skipped with a warning. Not compared: flex in the static order, as it
+Before a backend is chosen, its results are compared with the reference. A backend with wrong
+results is skipped with a warning. Two cases are not checked: flex in the static order, because it
 cannot be compiled while a graph is traced, and first calls in a backward or a CUDA graph capture.
 """
 
@@ -36,7 +36,7 @@ from flexvarlen.measure import HostAndDevice, Timing
 CANDIDATES: dict[str, tuple[str, ...]] = {
     "cuda": ("fa3", "fa4", "flex_fa4", "fa2", "flex", "varlen", "cudnn")
 }
-"""Backends to time, by device type, without those slow by design. Other devices time nothing."""
+"""Backends to time, by device type, except those slow by design. On other devices none is timed."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Decision:
         backend: the backend for eager calls.
         compiled: the backend inside compiled graphs, where host time does not matter.
         why: how it was chosen: "measured", "from the cache file ...", "static order, ...".
-        timings: of the candidates that ran, if any were timed.
-        failed: why each of the other tried candidates failed.
-        layer: time of the rest of a decoder layer, assumed for eager calls, if it was timed.
-        lasting: whether later calls of the kind may reuse it.
+        timings: the times of the candidates that ran, if any were timed.
+        failed: why each of the other candidates that were tried failed.
+        layer: the time of the rest of a decoder layer, assumed for eager calls, if it was timed.
+        lasting: whether later calls of this kind may reuse the decision.
     """
 
     backend: str
@@ -74,13 +74,13 @@ _state = _State(None)
 
 
 def reset() -> None:
-    """Clear the cached results of this process; the cache file is kept."""
+    """Clear the cached results of this process, but not the cache file."""
     global _state
     _state = _State(ranks.world())
 
 
 def reset_if_new_run() -> bool:
-    """Whether the process group has changed; if so, clear the cached results."""
+    """Clear the cached results if the process group has changed, and return whether it has."""
     if _state.run.is_of(ranks.world()):
         return False
     reset()
@@ -88,7 +88,7 @@ def reset_if_new_run() -> bool:
 
 
 def candidates(call: AttentionCall) -> tuple[str, ...]:
-    """The backends to time for such calls: those of `CANDIDATES` that support them."""
+    """Return the backends to time for such calls: those in `CANDIDATES` that support them."""
     names = CANDIDATES.get(call.device.type, ())
     return tuple(n for n in names if n in BACKENDS and refusal(n, call) is None)
 
@@ -101,8 +101,8 @@ def decide(
     Args:
         call: the kind of call.
         bucket: of its sizes.
-        mask: the documents to time candidates on, or a string that says why nothing may be timed.
-        read_only: publish no decision for other ranks, and wait for none.
+        mask: the documents to time candidates on, or the reason why nothing can be timed.
+        read_only: whether to neither publish a decision for other ranks nor wait for one.
 
     Raises:
         NotImplementedError: no backend can serve the call.
@@ -112,7 +112,7 @@ def decide(
     if call.device.type not in CANDIDATES:
         obstacle = f"nothing is timed on {call.device.type}"
     elif not names:
-        obstacle = "no kernel that is timed can serve it"
+        obstacle = "none of the timed kernels supports the call"
     elif auto_is_static():
         obstacle = f"{AUTO}=static"
     if obstacle is not None:
@@ -129,7 +129,7 @@ def _decide_with_ranks(
     mask: DocumentMask | str,
     read_only: bool,
 ) -> Decision:
-    """Rank 0 decides for all ranks; the others use its decision."""
+    """Decide on rank 0 for all ranks; on the others, use its decision."""
     run, kind = _state.run, keys.kind_key(call, bucket)
     if read_only:
         seen = run.given(kind)
@@ -154,7 +154,7 @@ def _decide_with_ranks(
 def _given_by_rank_0(
     call: AttentionCall, names: tuple[str, ...], bucket: keys.Bucket, kind: str
 ) -> Decision:
-    """Rank 0's decision, or the static order if there is none or it cannot be used here."""
+    """Return rank 0's decision, or the static order if there is none or it cannot be used here."""
     given = _state.run.ask(kind)
     problem = None if given is None else _why_not_both(given, call, names)
     if given is not None and problem is None:
@@ -162,7 +162,7 @@ def _given_by_rank_0(
     if problem is not None:
         warnings.warn(
             f"flexvarlen: rank 0's choice does not support the call on this rank ({problem}); "
-            "install the same kernels on all.",
+            "install the same kernels on all ranks.",
             stacklevel=2,
         )
     because = "rank 0's choice is not known or not usable"
@@ -170,13 +170,13 @@ def _given_by_rank_0(
 
 
 def _published(names: str, why: str) -> Decision:
-    """The decision that rank 0 published, for eager and for compiled calls."""
+    """Parse the decision that rank 0 published, for eager and for compiled calls."""
     eager, compiled = names.split()
     return Decision(eager, compiled, why)
 
 
 def _why_not_both(published: str, call: AttentionCall, candidates: tuple[str, ...]) -> str | None:
-    """Why this rank cannot use the decision that rank 0 published, or None."""
+    """Return why this rank cannot use the decision that rank 0 published, or None."""
     for name in dict.fromkeys(published.split()):
         if name not in candidates and (reason := refusal(name, call)) is not None:
             return f"{name}: {reason}"
@@ -189,7 +189,7 @@ def _decide_locally(
     bucket: keys.Bucket,
     mask: DocumentMask | str,
 ) -> Decision:
-    """The decision of this process without asking other ranks."""
+    """Decide in this process, without asking other ranks."""
     path = cache_path()
     key = keys.answer_key(call, names, bucket)
     entries = read_entries(path)
@@ -210,11 +210,11 @@ def _decide_locally(
     return Decision(*_fastest(race), "measured", race.timings, race.failed, race.layer)
 
 
-_TIE = 1.02  # eager calls this close to the fastest: host time is noisy, so device time decides
+_TIE = 1.02  # within this factor of the fastest eager time, which is noisy, device time decides
 
 
 def _fastest(race: Race) -> tuple[str, str]:
-    """The fastest backend in eager mode, and in a compiled graph."""
+    """Return the fastest backend in eager mode and the fastest in a compiled graph."""
     compiled = {name: race.timings[name].compiled_ms for name in race.finalists}
     around = race.layer or NO_LAYER
     eager = {name: around.added_by(race.timings[name]) for name in race.finalists}
@@ -226,7 +226,7 @@ def _fastest(race: Race) -> tuple[str, str]:
 def _warn_of_failure(name: str, reason: str, call: AttentionCall) -> None:
     warnings.warn(
         f"flexvarlen: {name} failed when auto tried it ({reason}), so auto skips it for "
-        f"{keys.describe(call)}; run it by name to see for yourself.",
+        f"{keys.describe(call)}; select it by name to see the error.",
         stacklevel=2,
     )
 
@@ -239,17 +239,17 @@ def static_decision(
     *,
     lasting: bool = False,
 ) -> Decision:
-    """The first backend of the static order whose results are correct.
+    """Return the first backend of the static order whose results are correct.
 
     Args:
         call: the kind of call.
         bucket: of its sizes.
         because: why nothing was timed.
-        failed: backends that are known to fail, and why.
+        failed: backends that are known to fail, with the reason.
         lasting: as in `Decision`.
     """
     why = f"static order, because {because}"
-    # Only FlashAttention's backward: its forward schedules its work on the device.
+    # Only FlashAttention's backward is affected: its forward is scheduled on the device.
     wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
     found = dict(failed or {})
     while True:
@@ -262,12 +262,12 @@ def static_decision(
 
 
 _UNCOMPARED = ("flex", "flex_fa4", "sdpa")
-"""Not compared in the static order: backends that Dynamo compiles, which is impossible while it
-traces, and torch's own operator, called once per document."""
+"""Backends not checked in the static order: those that Dynamo compiles, which is impossible
+while it traces, and torch's SDPA, called once per document."""
 
 
 def _why_wrong(name: str, call: AttentionCall) -> str | None:
-    """Why a backend of the static order must not be chosen; checked once per process."""
+    """Return why a backend of the static order gives wrong results, or None; checked only once."""
     if call.device.type not in CANDIDATES or name in _UNCOMPARED:
         return None
     key = (name, call, torch_state())
@@ -276,7 +276,7 @@ def _why_wrong(name: str, call: AttentionCall) -> str | None:
             return None
         try:
             reason = _state.wrong[key] = why_wrong(name, call)
-        except torch.OutOfMemoryError:  # the call itself will say so
+        except torch.OutOfMemoryError:  # the call itself will raise it
             return None
         if reason is not None:
             _warn_of_failure(name, reason, call)
@@ -284,17 +284,17 @@ def _why_wrong(name: str, call: AttentionCall) -> str | None:
 
 
 def why_not_now(mask: DocumentMask) -> str | None:
-    """Why nothing can be timed here and now."""
+    """Return why nothing can be timed at this point, or None."""
     if type(mask.layout.cu_seqlens) is not Tensor:
         return "the layout's tensors hold no data"
     return _why_nothing_runs(mask.layout.device)
 
 
 def _why_nothing_runs(device: torch.device) -> str | None:
-    """Why no kernel can be run at this point of the caller's program."""
+    """Return why no kernel can be run at this point of the caller's program, or None."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
-    if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
+    if torch._C._current_graph_task_id() != -1:  # torch.utils.checkpoint tests it in the same way
         return "the call is inside a backward"
     return None
 
@@ -317,7 +317,7 @@ def _as_entry(race: Race, layer: Layer) -> Entry:
 
 
 def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | None:
-    """The decision that an entry holds; None, with a warning, if it holds none."""
+    """Return the decision stored in an entry; None, with a warning, if the entry is not valid."""
     try:
         timings = {
             name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})

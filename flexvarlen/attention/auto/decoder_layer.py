@@ -1,4 +1,4 @@
-"""`Layer`: time of a decoder layer without its attention, measured on a similar layer.
+"""Measure how long a decoder layer takes without its attention, on a similar layer.
 
 Shape legend: T = tokens, H = num_heads, Hkv = num_kv_heads, D = head_dim, C = H*D.
 """
@@ -18,12 +18,12 @@ from flexvarlen.measure import HostAndDevice, time_host_and_device
 
 _MOST_WIDTH = 4096
 _MOST_ELEMENTS = 4096 * _MOST_WIDTH
-"""Maximum C and T·C of the layer that is run; above, its device time is scaled with C squared
-and with T. With a backward it uses about 1.7 GB in 16-bit dtypes and twice that in 32-bit; for one
-token half of that, for weights and their gradients."""
+"""Maximum C and T·C of the layer that is run; beyond it, device time is scaled by C squared
+and by T. With a backward, the layer uses about 1.7 GB in 16-bit dtypes and twice that in 32-bit;
+for one token, half of that, for weights and their gradients."""
 
 _BUSY_MS = 10.0
-"""Device busy time before each timed layer: twice the host time of a layer on an H200 machine."""
+"""How long to keep the device busy before each timed layer: twice a layer's host time (H200)."""
 
 
 class Layer(NamedTuple):
@@ -33,16 +33,16 @@ class Layer(NamedTuple):
     device_ms: float
 
     def added_ms(self, host_ms: float, device_ms: float) -> float:
-        """Time that a call with these times adds to the layer, if the host runs ahead.
+        """Return how much time a call with these times adds to the layer, if the host runs ahead.
 
-        The slower of host and device counts: a kernel's host time matters only as far as the device
-        would wait for it. Forward and backward are added, as if the host did not wait for the
-        device between them.
+        The slower of host and device counts: a kernel's host time matters only if the device would
+        wait for it. The times of forward and backward are summed, as if the host did not wait for
+        the device between them.
         """
         return max(self.host_ms + host_ms, self.device_ms + device_ms) - max(self)
 
     def added_by(self, timing: HostAndDevice) -> float:
-        """`added_ms` of the median host and device times."""
+        """Return `added_ms` of the median host and device times."""
         return self.added_ms(timing.host.ms_p50, timing.device.ms_p50)
 
 
@@ -51,19 +51,19 @@ NO_LAYER = Layer(0.0, 0.0)
 
 
 def time_layer(call: AttentionCall, tokens: int) -> Layer:
-    """Time a dense Llama layer as wide as the call's heads. Syncs.
+    """Time a dense Llama layer whose hidden size is num_heads * head_dim. Syncs.
 
     Its MLP is three times as wide. Real layers differ: a hidden size other than H*D (half of it in
-    Qwen3-0.6B) or experts change the device time, norms of queries and keys the host time.
+    Qwen3-0.6B) or experts change the device time, and norms of queries and keys the host time.
 
     Args:
-        call: the kind of call; its heads, dtype, device, and whether a backward follows.
-        tokens: of the row.
+        call: the kind of call: its heads, dtype and device, and whether a backward follows.
+        tokens: number of tokens in the row.
     """
     layer = _DecoderLayer(call, tokens)
     times = partial(time_host_and_device, {"": layer}, device=call.device, warmup=2, repeats=10)
     timed = times(busy_ms=_BUSY_MS)[""]
-    if timed.host.ms_p80 > _BUSY_MS:  # the device has waited
+    if timed.host.ms_p80 > _BUSY_MS:  # the device had to wait for the host
         timed = times(busy_ms=2 * timed.host.ms_p80)[""]
     width = call.num_heads * call.head_dim
     larger = tokens / layer.rows * (width / layer.width) ** 2
@@ -109,7 +109,7 @@ class _DecoderLayer:
             torch.autograd.grad(outs, self.leaves(), self.grads)
 
     def forward(self) -> list[Tensor]:
-        """The layer's output `[1, T, C]`, and the unused keys and values `[1, T, Hkv*D]`."""
+        """Return the output `[1, T, C]` and the unused keys and values `[1, T, Hkv*D]`."""
         normed = _rms_norm(self.hidden_1TC, self.norms[0])
         q, k, v = (linear(normed, weight) for weight in self.qkv)
         q, k = self.rotated(q), self.rotated(k)
@@ -119,7 +119,7 @@ class _DecoderLayer:
         return [hidden + mlp, k, v]
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Rotary embedding of the heads in `[1, T, heads * D]`, as transformers computes it."""
+        """Apply rotary embedding to `[1, T, heads * D]`, as transformers does."""
         x_1HTD = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         half = self.head_dim // 2
         turned = torch.cat((-x_1HTD[..., half:], x_1HTD[..., :half]), dim=-1)
@@ -128,7 +128,7 @@ class _DecoderLayer:
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """As transformers computes it: eight kernels in 16 bits."""
+    """Compute RMSNorm as transformers does: eight kernels in 16-bit dtypes."""
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return weight * normed.to(x.dtype)

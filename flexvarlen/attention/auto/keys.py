@@ -1,8 +1,8 @@
 """Cache keys of "auto": the kind of call, the machine, and a bucket of sizes.
 
-A bucket depends only on what a compiled graph knows too (total_tokens, capacity, max_seqlen_bound
-and the launch sizes), so eager and compiled calls on a layout share choices, and other documents
-of the same sizes reuse them.
+A bucket depends only on what is also known in a compiled graph (total_tokens, capacity,
+max_seqlen_bound and the launch sizes). Eager and compiled calls on one layout therefore share a
+choice, and so do other documents of the same sizes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _KERNEL_PACKAGES = (
 _HINTS = Version(torch.__version__) >= Version("2.13")  # where Dynamo traces optimization_hint
 
 Sizes = tuple[int, ...]
-"""total_tokens, capacity, max_seqlen_bound, and `_OWN` or `_BOUNDS`: whether kernels are launched
-for the documents that there are. In cross-attention those of the keys too."""
+"""total_tokens, capacity, max_seqlen_bound, and whether kernels are launched for the sizes of the
+actual documents (`_OWN`) or for upper bounds (`_BOUNDS`). In cross-attention, also of the keys."""
 
 _OWN, _BOUNDS = 1, 2
 _FIELDS = 4
-_WASTEFUL = 7  # at 32,768 tokens a 256 times larger launch took fa3 from 3.8 to 11 ms a layer
+_WASTEFUL = 7  # at 32,768 tokens, a 256 times larger launch slowed fa3 from 3.8 to 11 ms per layer
 
 Bucket = tuple[int, ...]
-"""log2 (rounded up) of total_tokens, of tokens per slot and of the bound; and the launch."""
+"""log2 (rounded up) of total_tokens, of tokens per slot and of the bound; `_OWN` or `_BOUNDS`."""
 
 
 def sizes(mask: DocumentMask) -> Sizes:
-    """The sizes of the mask's layouts, which do not depend on the documents. Traces."""
+    """Return the sizes of the mask's layouts, which do not depend on the documents. Traces."""
     q, k = mask.layout, mask.layout_k
     return (*_of_layout(q), *_of_layout(k)) if mask.spec.cross else _of_layout(q)
 
@@ -55,11 +55,11 @@ def _of_layout(layout: PackedLayout) -> Sizes:
 
 
 def sizes_in_graph(mask: DocumentMask) -> Sizes:
-    """The sizes inside a compiled graph, as plain ints, with no guard on them.
+    """Return the sizes inside a compiled graph, as plain ints, without guarding on them.
 
-    For symbolic sizes: the values that it is being compiled with, or 0 if torch cannot tell.
+    A symbolic size gives the value that the graph is compiled with, or 0 if torch cannot tell.
     """
-    from torch.fx.experimental import symbolic_shapes  # brings sympy, which only compiling needs
+    from torch.fx.experimental import symbolic_shapes  # imports sympy, which only compilation needs
 
     found = sizes(mask)
     if _HINTS:
@@ -68,7 +68,7 @@ def sizes_in_graph(mask: DocumentMask) -> Sizes:
 
 
 def bucket(sizes: Sizes) -> Bucket:
-    """The exponents of the powers of two at or above T, T / capacity and the bound; the launch.
+    """Round T, T / capacity and the bound up to powers of two; return the exponents and the launch.
 
     >>> bucket((4096, 8, 1000, 1))
     (12, 9, 10, 1)
@@ -82,9 +82,9 @@ def bucket(sizes: Sizes) -> Bucket:
 
 
 def is_wasteful(bucket: Bucket) -> bool:
-    """Whether cu_seqlens kernels would be launched for far more tokens than the row holds.
+    """Return whether cu_seqlens kernels would be launched for far more tokens than the row has.
 
-    This happens if only a compiled graph sees the documents of a long row.
+    This happens if the documents of a long row are known only inside a compiled graph.
     """
     return any(
         bucket[i + 3] == _BOUNDS and bucket[i + 2] - bucket[i + 1] >= _WASTEFUL
@@ -93,7 +93,7 @@ def is_wasteful(bucket: Bucket) -> bool:
 
 
 def describe(call: AttentionCall) -> str:
-    """Describe the kind of call; says whether there is a softcap, but not its value."""
+    """Describe the kind of call, including whether there is a softcap, but not its value."""
     words = [
         str(call.dtype).removeprefix("torch."),
         f"{call.num_heads}/{call.num_kv_heads} heads of {call.head_dim}",
@@ -107,7 +107,7 @@ def describe(call: AttentionCall) -> str:
 
 
 def answer_key(call: AttentionCall, candidates: Iterable[str], bucket: Sequence[int]) -> str:
-    """The key of an entry in the cache file."""
+    """Return the key of an entry in the cache file."""
     parts = [
         _hardware(call.device),
         ", ".join(f"{name} {version}" for name, version in versions()),
@@ -120,7 +120,7 @@ def answer_key(call: AttentionCall, candidates: Iterable[str], bucket: Sequence[
 
 
 def kind_key(call: AttentionCall, bucket: Sequence[int]) -> str:
-    """The key that all ranks use for a decision: kind of call, log2 of T, and the launch."""
+    """Return the key that all ranks use for a decision: kind of call, log2 of T and the launch."""
     tokens, *_, launch = bucket[:_FIELDS]
     state = " ".join(map(str, torch_state()))
     return f"{describe(call)}, {state}, tokens 2^{tokens}, launch {launch}"
@@ -132,7 +132,7 @@ def _hardware(device: torch.device) -> str:
 
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Versions of torch, flexvarlen and each installed kernel package."""
+    """Return the versions of torch, flexvarlen and each installed kernel package."""
     found = [("torch", torch.__version__), ("flexvarlen", __version__)]
     for name in _KERNEL_PACKAGES:
         try:

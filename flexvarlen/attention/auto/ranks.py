@@ -1,7 +1,7 @@
-"""In a run of several ranks, rank 0 decides for all: one decision for each kind of call.
+"""In a run with several ranks, rank 0 decides for all ranks, once for each kind of call.
 
-No collective is used: ranks may meet kinds of calls in a different order, and a broadcast
-would then hang. Rank 0 writes its decision to the process group's store; the others read it there.
+No collective is used, because ranks may reach the kinds of calls in a different order, and a
+broadcast would then hang. Rank 0 writes its decision to the process group's store; others read it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ BEGIN_S = 60.0
 """How long a rank waits for rank 0 to start deciding."""
 
 AGAIN_S = 1.0
-"""As `BEGIN_S`, for a rank that has already timed out once: its calls differ from rank 0's."""
+"""As `BEGIN_S`, for a rank that has already timed out once, as its calls differ from rank 0's."""
 
 FINISH_S = 600.0
-"""How long it waits after rank 0 has started, which may compile every candidate."""
+"""How long a rank waits once rank 0 has started deciding, which may compile every candidate."""
 
 _POLL_S = 0.02
-_NONE = "none"  # rank 0 found no kernel for the call, and raised
+_NONE = "none"  # rank 0 raised, because no kernel supports the call
 
 
 def world() -> Any:
-    """The run's process group, or None; a new run has another."""
+    """Return the default process group of this run, or None. A new run has a new group."""
     return dist.group.WORLD if dist.is_available() else None
 
 
 class Run:
-    """The ranks of one run; `Run(None)` is a process alone."""
+    """The ranks of one run; `Run(None)` stands for a single process."""
 
     def __init__(self, group: Any) -> None:
         self._group = (lambda: None) if group is None else weakref.ref(group)
@@ -41,18 +41,18 @@ class Run:
         self._waited_in_vain = False
 
     def is_of(self, group: Any) -> bool:
-        """Whether `group` is still the process group of this run."""
+        """Return whether `group` is the process group of this run."""
         return self._group() is group
 
     @property
     def decides(self) -> bool:
-        """Whether this process decides for all."""
+        """Whether this process decides for all ranks."""
         return not self.several or dist.get_rank() == 0
 
     def publish(self, kind: str, decide: Callable[[], str]) -> str:
-        """On rank 0: decide for a kind of call, and write the decision to the store.
+        """On rank 0, decide for a kind of call and write the decision to the store.
 
-        Reraises what `decide` raises, after telling the others not to wait.
+        Re-raises what `decide` raises, after recording the failure so that no rank waits.
         """
         store = _store()
         if store is None:
@@ -70,7 +70,7 @@ class Run:
         return chosen
 
     def given(self, kind: str) -> str | None:
-        """What rank 0 has already decided, or None; does not wait."""
+        """Return rank 0's decision if there is one already, or None, without waiting."""
         store = _store()
         if store is None or not store.check([_decided(kind)]):
             return None
@@ -78,7 +78,7 @@ class Run:
         return None if chosen == _NONE else chosen
 
     def ask(self, kind: str) -> str | None:
-        """On other ranks: wait for rank 0's decision; None, with a warning, after a timeout."""
+        """On other ranks, wait for rank 0's decision; after a timeout, warn and return None."""
         store = _store()
         if store is None:
             return None
@@ -100,16 +100,16 @@ class Run:
 
 
 def _store() -> Any:
-    """The run's store, under a prefix of ours; None, with a warning, if it has none to look in."""
+    """Return the run's store under our prefix; None, with a warning, if it cannot be queried."""
     c10d: Any = dist.distributed_c10d
     store = c10d._get_default_store()
     try:
         found = c10d.PrefixStore("flexvarlen/auto", store)
         found.check(["begun"])
-    except (RuntimeError, TypeError) as error:  # the fake process group's, or MPI's None
+    except (RuntimeError, TypeError) as error:  # a fake process group's store, or None for MPI
         warnings.warn(
             f"flexvarlen: the ranks have no shared store ({str(error).splitlines()[0]}), so "
-            "each chooses by itself; name a backend if all must take the same.",
+            "each chooses by itself; name a backend if all ranks must use the same one.",
             stacklevel=2,
         )
         return None

@@ -23,7 +23,7 @@ BUDGET_S = 1.5
 
 _HEATS = ((1, math.inf), (3, 1.5), (5, 1.06))
 """For each heat, the minimum number of rounds, and how many times slower than the fastest of the
-previous heat a candidate may be to take part. Each heat gets a third of the budget."""
+previous heat a candidate may be and still take part. Each heat gets a third of the budget."""
 
 _MOST_ROUNDS = 100
 
@@ -36,10 +36,10 @@ class Race(NamedTuple):
     """The result of timing the candidates.
 
     Attributes:
-        timings: of each candidate that ran, from its last heat.
-        finalists: candidates of the last heat, whose times were measured together.
-        failed: why each other one failed.
-        layer: time of the rest of a decoder layer; None if it could not be measured.
+        timings: times of each candidate that ran, from its last heat.
+        finalists: the candidates of the last heat, which were timed together.
+        failed: why each of the other candidates failed.
+        layer: time of the rest of a decoder layer, or None if it could not be measured.
     """
 
     timings: dict[str, HostAndDevice]
@@ -54,17 +54,17 @@ def time_candidates(call: AttentionCall, mask: DocumentMask, names: Sequence[str
     Args:
         call: the kind of call.
         mask: the documents; q, k and v are random.
-        names: candidates that can serve the call.
+        names: the candidates, which must support the call.
 
     Returns:
-        The times of those that ran, interleaved, and why each other one failed.
+        The times of the candidates that ran, interleaved, and why each of the others failed.
 
-    A candidate whose results differ from the reference fails (`check_results.py`). Runs in its
-    own thread (`in_own_thread`). Syncs.
+    A candidate fails if its results differ from the reference (see `check_results.py`). Runs in a
+    separate thread (see `in_own_thread`). Syncs.
     """
     try:
         return in_own_thread(call, lambda: _time(call, mask, names))
-    except torch.OutOfMemoryError as error:  # of the random tensors, or of the reference
+    except torch.OutOfMemoryError as error:  # raised by the random tensors or by the reference
         return Race({}, (), dict.fromkeys(names, _reason(error)), None)
 
 
@@ -77,7 +77,7 @@ def _time(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race
                 return
             try:
                 call()
-            # Whatever a foreign kernel raises: it is reported, and the others are still timed.
+            # A third-party kernel may raise anything: report it, and still time the others.
             except Exception as error:
                 failed[name] = _reason(error)
 
@@ -86,7 +86,7 @@ def _time(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race
     layer: Layer | None = None
     try:
         layer = time_layer(call, mask.layout.total_tokens)
-    except RuntimeError as error:  # out of memory, or cuBLAS: the candidates are not at fault
+    except RuntimeError as error:  # out of memory, or from cuBLAS: not caused by the candidates
         warnings.warn(
             f"flexvarlen: auto could not time a decoder layer beside the kernels "
             f"({_reason(error)}), so it takes the kernel that is fastest by itself; free some of "
@@ -130,7 +130,7 @@ def _time(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race
 
 
 def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, layer: Layer) -> bool:
-    """Whether a candidate may still be the fastest, in eager mode or in a compiled graph."""
+    """Return whether a candidate may still be the fastest, eagerly or in a compiled graph."""
     if not timings:
         return True
     mine = timings[name]
@@ -150,7 +150,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _reason(error: Exception) -> Failure:
-    """The first line of the message, as compiler errors can be very long."""
+    """Return the first line of an error message, as compiler errors can be very long."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
     if isinstance(error, WrongResultError):

@@ -1,1 +1,1 @@
-"""The attention kernels, one module each; `registry.py` has them by name."""
+"""The attention backends, one module each; `registry.py` looks them up by name."""

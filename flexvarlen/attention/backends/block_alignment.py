@@ -1,10 +1,10 @@
-"""Align documents to block boundaries, to make FlexAttention batch invariant.
+"""Align documents to block boundaries to make FlexAttention batch invariant.
 
-Its kernels process a row in blocks of 128 tokens, so a document that begins inside a block is
-summed in other parts than one that begins at a block boundary. In the aligned row each document
+FlexAttention's kernels process a row in blocks of 128 tokens, so the order of summation for a
+document depends on where in a block it begins. In the aligned row, each document
 begins at a block boundary, and the rest of its last block is padding.
 
-Shape legend: T = tokens of the row, A = of the aligned row, H = num_heads, D = head_dim,
+Shape legend: T = tokens of the row, A = tokens of the aligned row, H = num_heads, D = head_dim,
 N = document slots.
 """
 
@@ -26,10 +26,10 @@ class AlignedRow(NamedTuple):
     """A row whose documents begin at block boundaries.
 
     Attributes:
-        mask: of the aligned row.
-        block_mask: the same for FlexAttention.
-        source_A: the row's token at each aligned position, int64 `[A]`; T if there is none.
-        target_T: aligned position of each token of the row, int64 `[T]`; A at padding after the
+        mask: mask of the aligned row.
+        block_mask: the same mask, for FlexAttention.
+        source_A: token of the row at each aligned position, int64 `[A]`; T if there is none.
+        target_T: aligned position of each token of the row, int64 `[T]`; A for padding after the
             last document, which is dropped.
     """
 
@@ -39,20 +39,20 @@ class AlignedRow(NamedTuple):
     target_T: Tensor
 
     def enter(self, x_THD: Tensor) -> Tensor:
-        """`[T, H, D]` to `[A, H, D]`; differentiable."""
+        """Map `[T, H, D]` to `[A, H, D]`. Differentiable."""
         moved: Tensor = _Move.apply(x_THD, self.source_A, self.target_T)  # type: ignore[no-untyped-call]
         return moved
 
     def leave(self, x_AHD: Tensor) -> Tensor:
-        """`[A, H, D]` to `[T, H, D]`; differentiable."""
+        """Map `[A, H, D]` to `[T, H, D]`. Differentiable."""
         moved: Tensor = _Move.apply(x_AHD, self.target_T, self.source_A)  # type: ignore[no-untyped-call]
         return moved
 
 
 def align(mask: DocumentMask) -> AlignedRow:
-    """The aligned row of a mask of self-attention without a prefix. No sync; traces.
+    """Align the row of a self-attention mask without a prefix. No sync; traces.
 
-    A is `ceil(T / 128) + N` blocks: it does not depend on the documents.
+    A is `ceil(T / 128) + N` blocks, whatever the documents are.
     """
     layout = mask.layout
     call = _operator if torch.compiler.is_compiling() else _align
@@ -75,7 +75,7 @@ def align(mask: DocumentMask) -> AlignedRow:
 def _align(
     cu_seqlens: Tensor, padding_T: Tensor | None, total_tokens: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """cu_seqlens `[2N + 1]` of documents and the gaps after them, source, target and padding."""
+    """Return cu_seqlens `[2N + 1]` of the documents and gaps, and source, target and padding."""
     slots = cu_seqlens.shape[0] - 1
     aligned_tokens = (-(-total_tokens // block) + slots) * block
     lengths = cu_seqlens.diff()

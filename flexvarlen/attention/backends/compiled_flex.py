@@ -1,6 +1,6 @@
-"""Compiled FlexAttention, shared by both flex backends, with one function per kind of call.
+"""Compile FlexAttention for both flex backends, with one compiled function per kind of call.
 
-Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
+Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim.
 """
 
@@ -24,13 +24,13 @@ from flexvarlen.mask.document_mask import DocumentMask
 
 
 class FlexOptions(NamedTuple):
-    """Static options that FlexAttention is compiled with.
+    """Static options with which FlexAttention is compiled.
 
     Attributes:
         kernel: FlexAttention's `BACKEND` kernel option on a GPU, "TRITON" or "FLASH".
         scale, softcap: as in `AttentionCall`.
-        with_lse: whether it returns the LSE.
-        tiles: key of `FORWARD_TILES`, or None for torch's own choice.
+        with_lse: whether to return the LSE.
+        tiles: key of `FORWARD_TILES`, or None for torch's default.
         whole_blocks: whether the row's length is a multiple of the block size.
     """
 
@@ -53,9 +53,9 @@ def flex(
     *,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output `[T, H, D]` and, if `with_lse`, the LSE `[H, T]`; sinks are not included."""
+    """Return the output `[T, H, D]` and, if `with_lse`, the LSE `[H, T]`, both without sinks."""
     on_cpu = q_THD.device.type == "cpu"
-    if on_cpu:  # torch refuses tensors that require grad there, under no_grad too
+    if on_cpu:  # torch rejects tensors that require grad on the CPU, even under no_grad
         q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
     q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
     options = FlexOptions(
@@ -89,7 +89,7 @@ def flex(
 
 
 def _as_BHTD(x_THD: Tensor) -> Tensor:
-    """`[1, H, T, D]`, a view except in two cases."""
+    """Return the tensor as `[1, H, T, D]`: a copy in two cases, otherwise a view."""
     x_BHTD = x_THD.transpose(0, 1)[None]
     if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
         return x_BHTD.contiguous()
@@ -142,31 +142,31 @@ FORWARD_TILES = {
     "hopper": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4},
     "wide_float32": {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1},
 }
-"""Tiles of the forward.
+"""Tile sizes of the forward kernel.
 
-On Hopper in half precision, less of a tile is masked out than with torch's 128 queries, which at
+On Hopper in half precision, less of each tile is masked out than with torch's 128 queries, which at
 head_dim 64 also need too many registers. `flexvarlen bench kernels` compares them: `flex` uses
-these, `raw:flex` torch's. In float32, torch's tiles for most head dims above 128 do not fit
+these tiles, `raw:flex` torch's. In float32, torch's tiles for most head dims above 128 do not fit
 into an H200's shared memory.
 """
 
 TORCHS_WIDEST_FLOAT32 = 128
 
 WHOLE_BLOCKS = {"IS_DIVISIBLE": True}
-"""For a row of block-aligned documents, whose T is a multiple of 128.
+"""Kernel options for a row of block-aligned documents, whose T is a multiple of 128.
 
-By default Inductor detects this for a static T but not for a dynamic one, so the same document
+By default, Inductor detects this for a static T but not for a dynamic one, so the same document
 could run on two different kernels.
 """
 
 LONGEST_OF_TILES = 32768
-"""At head_dim 128 torch's tiles are faster for longer documents."""
+"""At head_dim 128, torch's tiles are faster if documents may be longer than this."""
 
 
 def forward_tiles(q_BHTD: Tensor, mask: DocumentMask, call: AttentionCall) -> str | None:
-    """The `FORWARD_TILES` key for the Triton kernel, or None for torch's own choice.
+    """Return the `FORWARD_TILES` key for the Triton kernel, or None for torch's default.
 
-    With batch invariance it depends on nothing in the row, as other tiles give other bits.
+    With batch invariance, it does not depend on the row, because different tiles round differently.
     """
     if q_BHTD.device.type != "cuda":
         return None
@@ -181,9 +181,9 @@ def forward_tiles(q_BHTD: Tensor, mask: DocumentMask, call: AttentionCall) -> st
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the Hopper tiles were measured for this GPU, dtype and head_dim.
+    """Return whether the Hopper tiles were measured for this GPU, dtype and head_dim.
 
-    False if Inductor autotunes (`torch._inductor.config.max_autotune`); the modes and options
+    False if Inductor autotunes (`torch._inductor.config.max_autotune`). The modes and options
     of torch.compile are not known while it traces.
     """
     from torch._inductor import config
@@ -200,27 +200,27 @@ def _tiles_are_known(device_index: int | None, dtype: torch.dtype, head_dim: int
 # ---- compilation ----
 
 FIXED_CHOICES = "deterministic"
-"""Inductor's option that makes it choose kernels by fixed rules.
+"""Inductor option with which it chooses kernels by fixed rules.
 
-Otherwise it chooses by timing, also for the small kernel in FlexAttention's backward that sums
-`grad * out` over head_dim, and the order of the sum changes with the choice. On an H200 with
-head_dim 128, two compilations of one call gave different bits of dq and dk.
+Otherwise it chooses by timing, including for the small kernel in FlexAttention's backward that sums
+`grad * out` over head_dim, and the order of summation depends on the choice. On an H200 with
+head_dim 128, two compilations of one call gave bitwise different dq and dk.
 """
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require_fixed_choices() -> bool:
-    """Refuse to guarantee equal bits in a user's compiled graph unless Inductor is deterministic.
+    """Raise in a user's compiled graph unless torch and Inductor are in deterministic mode.
 
-    torch's setting implies Inductor's. Inductor's alone does not last: Dynamo restores torch's
-    setting, and Inductor's with it, after the first graph and before the backward is compiled.
+    torch's setting implies Inductor's. Inductor's alone is not enough: Dynamo restores torch's
+    setting, and with it Inductor's, after the first graph and before the backward is compiled.
     """
     from torch._inductor import config
 
     if torch.are_deterministic_algorithms_enabled() and getattr(config, FIXED_CHOICES):
         return True
     raise NotImplementedError(
-        "flex gives the same bits in every compilation only while torch's and Inductor's "
+        "flex is bitwise reproducible across compilations only while torch's and Inductor's "
         "deterministic modes are on; call torch.use_deterministic_algorithms(True) and leave both "
         "on, or use backend='fa3' or 'fa2'."
     )
@@ -229,10 +229,10 @@ def _require_fixed_choices() -> bool:
 def _call_compiled(
     kind: tuple[object, ...], ordered_backward: bool, args: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the compiled kernel of a kind of call, also past Dynamo's recompile limit.
+    """Call the compiled kernel for a kind of call, even beyond Dynamo's recompile limit.
 
-    Rows of one token, rows shorter than a block and other strides may each add a graph. At the
-    limit the kind gets a new function, whose count starts at 0.
+    Rows of one token, rows shorter than a block and different strides may each add a graph. At the
+    limit, the kind gets a new function, whose count starts at 0.
     """
     while True:
         generation = _generations.get(kind, 0)
@@ -251,17 +251,17 @@ def _call_compiled(
 
 _ONE_AT_A_TIME = threading.RLock()
 """torch 2.13 counts the compiled frames of `fullgraph=True` globally for all threads, so one of two
-concurrent calls may raise that it found none (fixed in pytorch pull request 185138)."""
+concurrent calls may raise as if none had been compiled (fixed in pytorch pull request 185138)."""
 
 _generations: dict[tuple[object, ...], int] = {}
-"""For each kind of call, the number of functions that have reached the recompile limit."""
+"""Number of functions that have reached the recompile limit, by kind of call."""
 
 
 @cache
 def _compiled(
     kind: tuple[object, ...], ordered_backward: bool, generation: int
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Compile the kernel of one kind of call, in which only T is dynamic.
+    """Compile the kernel for one kind of call, with only T dynamic.
 
     Dynamo counts recompilations and tracks dynamic sizes per code object and name, so each kind
     gets its own function.
@@ -279,9 +279,9 @@ def _compiled(
 def _inductor_keeping_buffers(
     graph: torch.fx.GraphModule, inputs: list[Tensor], *, options: dict[str, Any] | None
 ) -> Any:
-    """Inductor without donated buffers, so that a backward may run twice.
+    """Compile with Inductor, without donated buffers, so that a backward may run twice.
 
-    By default a backward overwrites what the forward saved for it, and raises under
+    By default, a backward overwrites what the forward saved for it, and raises under
     `retain_graph=True`.
     """
     from torch._functorch import config

@@ -1,6 +1,6 @@
-"""Import FlashAttention-4 (`flash_attn.cute`), or say why it cannot be used.
+"""Import FlashAttention-4 (`flash_attn.cute`), or report why it cannot be used.
 
-It compiles a kernel for each kind of call, which takes seconds, and caches it in the cache folder.
+It compiles a kernel for each kind of call, which takes seconds, and stores it in the cache folder.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flexvarlen.env import FA4_FOLDER, FA4_KEEPS, cache_folder
 
 INSTALL = "install it with: pip install 'flexvarlen[fa4]'."
 REINSTALL = (
-    "install it again, after flash-attn, which puts an old copy of the folder in its place: pip "
+    "install it again after flash-attn, which overwrites it with an old copy: pip "
     "install --force-reinstall --no-deps flash-attn-4."
 )
 _HOPPER, _BLACKWELL = (9,), (10, 11)
 _NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
-"""Arguments of the backward, some of which are missing in versions before 4.0.0b36."""
+"""Required arguments of the backward, some of which are missing in versions before 4.0.0b36."""
 
 
 def package_refusal(name: str, device: torch.device) -> str | None:
-    """Why FlashAttention-4 cannot run on this machine, or None."""
-    # FA2's package ships an old copy of the folder; only FA4 installs cutlass.
+    """Return why FlashAttention-4 cannot run on this machine, or None."""
+    # FA2's package ships an old copy of flash_attn.cute, but only FA4 installs cutlass.
     if find_spec("cutlass") is None or find_spec("flash_attn") is None:
         return f"{name} needs flash_attn.cute, FlashAttention-4, which is not installed; {INSTALL}"
     if torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
@@ -42,21 +42,21 @@ def package_refusal(name: str, device: torch.device) -> str | None:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether FlashAttention-4 runs its kernels for Hopper there."""
+    """Return whether FlashAttention-4 runs its Hopper kernels on the device."""
     return torch.cuda.get_device_capability(device)[0] in _HOPPER
 
 
 _IMPORTING = threading.Lock()
-"""Only one thread at a time may set and unset the environment variables."""
+"""Held while the environment variables are set, so that only one thread changes them at a time."""
 
 
 @cache
 def _import_problem(device: torch.device) -> str | None:
-    """Why the installed `flash_attn.cute` cannot be used, as part of a sentence, or None."""
+    """Return why the installed `flash_attn.cute` cannot be used, as part of a sentence, or None."""
     try:
         with _IMPORTING, _keeping_kernels(device):
             from flash_attn.cute.interface import _flash_attn_bwd
-    except Exception as error:  # of two packages that do not fit each other, anything
+    except Exception as error:  # incompatible versions of the two packages may raise anything
         return f"which does not import here ({type(error).__name__}: {error})"
     missing = [
         name for name in _NEEDED if name not in inspect.signature(_flash_attn_bwd).parameters
@@ -66,12 +66,12 @@ def _import_problem(device: torch.device) -> str | None:
 
 @contextmanager
 def _keeping_kernels(device: torch.device) -> Iterator[None]:
-    """Enable FA4's kernel cache during the import of `flash_attn.cute`, which reads it once.
+    """Enable FA4's kernel cache while importing `flash_attn.cute`, which reads the setting once.
 
-    The kernels go to the cache folder, unless the environment already configures FA4's cache; the
+    The kernels go to the cache folder, unless the environment already configures FA4's cache. The
     variables are unset again afterwards. A folder that another user owns, or that cannot be written
     or locked, is not used. There is one folder per GPU architecture, and no caching if the machine
-    has two, as not all of FA4's cache keys include it.
+    has more than one, because not all of FA4's cache keys include the architecture.
     """
     kinds = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if FA4_KEEPS in os.environ or FA4_FOLDER in os.environ or len(kinds) != 1:
@@ -91,8 +91,8 @@ def _keeping_kernels(device: torch.device) -> Iterator[None]:
 
 
 def _own_folder(name: str) -> str | None:
-    """Create a folder of this user in the cache folder; None if it cannot be used."""
-    import fcntl  # POSIX alone, as FA4
+    """Create a subfolder of the cache folder and return it, or None if it cannot be used."""
+    import fcntl  # available only on POSIX, like FA4
 
     try:
         folder = cache_folder() / name

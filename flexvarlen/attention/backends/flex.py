@@ -1,4 +1,4 @@
-"""`flex`: FlexAttention's Triton kernels (C++ on the CPU) under a document BlockMask.
+"""`flex`: FlexAttention's Triton kernels (C++ on the CPU) with a document BlockMask.
 
 The BlockMask is built once per forward.
 """
@@ -16,16 +16,16 @@ from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
 
-MIN_HEAD_DIM = 16  # the Triton template's matrix products are at least this deep
+MIN_HEAD_DIM = 16  # the smallest inner dimension of the Triton template's matrix products
 
 
 class FlexBackend:
-    """FlexAttention with the mask as `lo[q] <= kv < hi[q]`."""
+    """FlexAttention with the mask expressed as `lo[q] <= kv < hi[q]`."""
 
     name = "flex"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Needs a GPU for gradients, head_dim >= 16 there, and a dtype of at most 32 bits."""
+        """Require a GPU for gradients, head_dim >= 16 on it, and a dtype of at most 32 bits."""
         device = call.device.type
         if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return (
@@ -54,13 +54,13 @@ class FlexBackend:
         if call.batch_invariant and call.needs_grad:
             return (
                 "flex is batch invariant only in its outputs: in its backward, Inductor compiles "
-                "the kernel that sums grad * out per shape, and the order of the sum changes; "
+                "a kernel that sums grad * out for each shape, so the order of summation changes; "
                 "use backend='fa3' or 'fa2', in half precision, or torch.no_grad()."
             )
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> BlockMask | AlignedRow:
-        """The document BlockMask, or, if batch invariant, the aligned row and its BlockMask."""
+        """Return the document BlockMask or, if batch invariant, the aligned row and its mask."""
         return align(mask) if batch_invariant else block_mask_of(mask)
 
     def attend(
@@ -73,7 +73,7 @@ class FlexBackend:
         mask: DocumentMask,
         plan: BlockMask | AlignedRow,
     ) -> tuple[Tensor, Tensor | None]:
-        """One call for all documents and heads; K and V are never repeated for GQA."""
+        """Call FlexAttention once for all documents and heads; K and V are not repeated for GQA."""
         if call.batch_invariant is isinstance(plan, BlockMask):
             raise ValueError(
                 "plan must be made with the same batch_invariant as the call, got a plan with "

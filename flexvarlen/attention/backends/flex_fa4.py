@@ -1,4 +1,4 @@
-"""`flex_fa4`: FlexAttention with `BACKEND="FLASH"`, FlashAttention-4 kernels with a BlockMask."""
+"""`flex_fa4`: FlexAttention with `BACKEND="FLASH"`, i.e. FlashAttention-4 with a BlockMask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
 
 HEAD_DIMS = (32, 64, 96, 128)
-"""Tested on an H200: above 128 it needs other block sizes; for other head dims up to 128 its
+"""Tested on an H200. Larger head dims need other block sizes; for other head dims up to 128 the
 gradients are wrong, with a relative error of about 1 (see `limits.fa4_gradient_refusal`)."""
 
 
@@ -24,7 +24,7 @@ class FlexFlashBackend:
     name = "flex_fa4"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Needs FlashAttention-4; no LSE, no determinism, and only a few head dimensions."""
+        """Require FlashAttention-4 and one of a few head dims; refuse LSE and determinism."""
         if call.device.type != "cuda":
             return f"flex_fa4 needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
         missing = package_refusal(self.name, call.device) or half_refusal(self.name, call)
@@ -53,7 +53,7 @@ class FlexFlashBackend:
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> BlockMask:
-        """The document BlockMask."""
+        """Return the document BlockMask."""
         return block_mask_of(mask)
 
     def attend(
@@ -66,7 +66,7 @@ class FlexFlashBackend:
         mask: DocumentMask,
         plan: BlockMask,
     ) -> tuple[Tensor, Tensor | None]:
-        """One call for all documents and heads."""
+        """Call FlexAttention once for all documents and heads."""
         return flex(q_THD, k_THD, v_THD, call, mask, plan, "FLASH", with_lse=False)
 
 

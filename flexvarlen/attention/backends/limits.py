@@ -1,4 +1,4 @@
-"""Requirements and limits shared by several backends; each check returns a reason or None."""
+"""Checks shared by several backends; each returns why a call is not supported, or None."""
 
 from __future__ import annotations
 

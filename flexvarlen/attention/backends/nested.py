@@ -1,7 +1,7 @@
-"""`nested`: torch's SDPA on nested tensors of the jagged layout.
+"""`nested`: torch's SDPA on nested tensors with the jagged layout.
 
-It is pinned to the flash kernel that `varlen` uses: left to choose, torch 2.11 uses cuDNN for
-some calls, whose packed backward gives NaN.
+SDPA is restricted to the flash kernel that `varlen` uses: otherwise torch 2.11 uses cuDNN for
+some calls, and cuDNN's packed backward gives NaN.
 
 Shape legend: as in `call.py`.
 """
@@ -26,12 +26,12 @@ MAX_HEAD_DIM = 256
 
 
 class NestedBackend:
-    """Nested tensors; K and V are repeated for grouped-query attention."""
+    """SDPA on nested tensors. K and V are repeated for grouped-query attention."""
 
     name = "nested"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Needs a CUDA GPU and half precision; only plain causal or bidirectional masks."""
+        """Require a CUDA GPU, half precision and a plain causal or bidirectional mask."""
         spec = call.spec
         if call.device.type != "cuda":
             return f"nested needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
@@ -45,7 +45,7 @@ class NestedBackend:
         if (spec.left, spec.right) not in ((-1, 0), (-1, -1)) or spec.prefix or spec.chunk:
             return "nested has no windows, chunks or prefixes; use backend='flex'."
         if spec.cross:
-            return "nested takes no layout_k; use backend='varlen' or 'flex'."
+            return "nested does not support layout_k; use backend='varlen' or 'flex'."
         if call.softcap is not None or call.sinks or call.return_lse:
             return "nested has no softcap, no sinks and no LSE; use backend='flex'."
         if call.ordered_backward:
@@ -64,7 +64,7 @@ class NestedBackend:
         return ampere_refusal(self.name, call.device)
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
-        """The offsets of the nested tensors, int64 `[N + 1]`."""
+        """Return the offsets of the nested tensors, int64 `[N + 1]`."""
         return mask.layout.cu_seqlens.long()
 
     def attend(
@@ -77,7 +77,7 @@ class NestedBackend:
         mask: DocumentMask,
         plan: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Uses torch's autograd in eager mode, and a custom operator in compiled graphs."""
+        """Use torch's autograd in eager mode and a custom operator in compiled graphs."""
         settings = (
             max(mask.layout.max_seqlen_bound, MIN_BOUND),
             mask.spec.causal,
@@ -104,7 +104,7 @@ def _sdpa(
     repeats = q_THD.shape[1] // k_THD.shape[1]
     if repeats > 1:
         k_THD, v_THD = (x.repeat_interleave(repeats, 1) for x in (k_THD, v_THD))
-    # min_seqlen=1 although slots may be empty: with 0 torch would not use the flash kernel.
+    # min_seqlen=1 although slots may be empty: with 0, torch would not use the flash kernel.
 
     def jagged(x_THD: Tensor) -> Tensor:
         x_THD = _TailZeroed.apply(x_THD.contiguous(), offsets)  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ def nested_forward(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """`_sdpa` as one operator, for compiled graphs."""
+    """Run `_sdpa` as a single operator, for compiled graphs."""
     return _sdpa(q_THD, k_THD, v_THD, offsets, max_seqlen, causal, scale).contiguous()
 
 
@@ -165,9 +165,9 @@ def nested_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients with the kernel that the autograd of nested tensors uses.
+    """Compute gradients with the same kernel as the autograd of nested tensors.
 
-    SDPA does not return the LSE, so the forward runs again (no autograd inside an operator).
+    SDPA does not return the LSE, and autograd does not run in an operator, so the forward is rerun.
     """
     heads, groups = q_THD.shape[1], k_THD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(heads // groups, 1) for x in (k_THD, v_THD))

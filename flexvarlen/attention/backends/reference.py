@@ -1,6 +1,6 @@
-"""`reference`: dense attention in plain torch, with T x Tk scores, in any float dtype.
+"""`reference`: dense attention in plain torch, with T x Tk scores, in any floating-point dtype.
 
-Half precision is computed in fp32 and rounded at the end, as fp16 scores could overflow.
+Half-precision inputs are computed in fp32 and rounded at the end, as fp16 scores could overflow.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flexvarlen.mask.vectors import dense_mask
 
 
 class ReferenceBackend:
-    """Dense attention; needs memory for H·T·Tk scores."""
+    """Dense attention. Needs memory for H·T·Tk scores."""
 
     name = "reference"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Supports everything except batch invariance: the order of matmul sums depends on T."""
+        """Refuse only batch invariance, as the summation order in a matmul depends on T."""
         if not call.dtype.is_floating_point:
             return f"reference needs a float dtype, got {call.dtype}; convert the tensors."
         if call.batch_invariant:
@@ -31,7 +31,7 @@ class ReferenceBackend:
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
-        """The dense mask, bool `[T, Tk]`."""
+        """Return the dense mask, bool `[T, Tk]`."""
         return dense_mask(*mask.bounds(), mask.layout_k.total_tokens)
 
     def attend(
@@ -44,9 +44,9 @@ class ReferenceBackend:
         mask: DocumentMask,
         plan: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Masked dense attention; queries that see no key give 0 and an LSE of -inf."""
+        """Compute dense attention; queries without any key give 0 and an LSE of -inf."""
         wide = torch.promote_types(q_THD.dtype, torch.float32)
-        with torch.autocast(q_THD.device.type, enabled=False):  # it would narrow the products again
+        with torch.autocast(q_THD.device.type, enabled=False):  # would use half precision again
             out_THD, lse_HT = dense_attention(
                 q_THD.to(wide), k_THD.to(wide), v_THD.to(wide), sinks_H, plan, call
             )
@@ -61,7 +61,7 @@ def dense_attention(
     seen: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Output `[T, H, Dv]` and LSE `[H, T]` in the tensors' dtype; `call.dtype` is ignored.
+    """Return the output `[T, H, Dv]` and LSE `[H, T]` in the inputs' dtype, ignoring `call.dtype`.
 
     `seen` is bool `[T, Tk]`.
     """
@@ -72,7 +72,7 @@ def dense_attention(
     scores = (q_GRTD * call.scale) @ k_G1DT
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    # Not -inf: the softmax of a row of -inf is NaN. The product with the mask makes such rows zero.
+    # Not -inf: the softmax of a row of -inf is NaN. Multiplying by the mask makes such rows zero.
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     lse = scores.logsumexp(-1)
     probabilities = torch.softmax(scores, -1) * seen

@@ -1,6 +1,6 @@
-"""The attention kernels, by name.
+"""Registry of the attention backends, by name.
 
-A backend requested by name never falls back to another: it raises the reason instead.
+A backend requested by name never falls back to another, but raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _MODULES = (reference, sdpa, flex, flex_fa4, varlen, cudnn, nested, fa2, fa3, fa
 _REGISTRY: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in _MODULES}
 
 BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
-"""Every backend's name."""
+"""The names of all backends."""
 
 AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa", "reference")}
-"""Static order of `backend="auto"` where nothing is measured, by device type: first usable wins.
+"""Order in which `backend="auto"` tries backends if nothing is measured, by device type.
 
-On the CPU `reference` supports softcap and sinks, which `sdpa` lacks, with memory O(T²).
+On the CPU, `reference` supports softcap and sinks, which `sdpa` does not, but needs O(T²) memory.
 """
 
 WASTEFUL_ORDER = {"cuda": ("flex", "fa3", "fa2", "varlen", "sdpa")}
-"""As `AUTO_ORDER`, if cu_seqlens kernels would be launched for far more than the row holds: in a
-compiled graph, for a long row whose documents come from position_ids or document ids."""
+"""As `AUTO_ORDER`, if cu_seqlens kernels would be launched for far more tokens than the row has,
+as in a compiled graph for a long row whose documents come from position_ids or document ids."""
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend with the given name.
 
     Raises:
         ValueError: no backend has that name.
@@ -47,22 +47,22 @@ def get_backend(name: str) -> Backend:
 
 
 def refusal(name: str, call: AttentionCall) -> str | None:
-    """Why the backend cannot serve the call, or None if it can."""
+    """Return why the backend cannot serve the call, or None if it can."""
     return get_backend(name).why_not(call)
 
 
 def first_usable(
     call: AttentionCall, *, wasteful: bool = False, failed: Mapping[str, str] | None = None
 ) -> str:
-    """The first usable backend in `AUTO_ORDER`, or `WASTEFUL_ORDER`.
+    """Return the first usable backend in `AUTO_ORDER`, or in `WASTEFUL_ORDER` if `wasteful`.
 
     Args:
         call: the kind of call.
-        wasteful: whether the second order is to be used.
-        failed: backends that fail, and how.
+        wasteful: whether to use `WASTEFUL_ORDER`.
+        failed: backends that are known to fail, with the reason.
 
     Raises:
-        NotImplementedError: none is usable; the sentence gives each one's reason.
+        NotImplementedError: no backend is usable; the message gives the reason for each.
     """
     reasons = []
     order = AUTO_ORDER | WASTEFUL_ORDER if wasteful else AUTO_ORDER
@@ -96,23 +96,23 @@ def why_not(
     return_lse: bool = False,
     total_tokens: int = 0,
 ) -> str | None:
-    """Why a backend cannot serve calls of this kind on this machine.
+    """Return why a backend cannot serve calls of this kind on this machine, or None if it can.
 
-    `packed_attention` raises the same message; if there is none, it runs.
+    `packed_attention` raises an error with the same message; if it is None, the call runs.
 
     Args:
         name: one of `BACKENDS`.
-        device, dtype, num_heads, num_kv_heads, head_dim: of the tensors.
+        device, dtype, num_heads, num_kv_heads, head_dim: properties of the tensors.
         causal, window, chunk, align: as in `packed_attention`.
-        prefix, cross: whether a call is given `prefix` and `layout_k`.
+        prefix, cross: whether the call passes `prefix` and `layout_k`.
         total_tokens: length of the longer of the query and key rows; 0: short enough for every
             kernel.
-        softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; for
-            None the environment variables apply.
+        softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; if
+            None, the environment variables apply.
         needs_grad: whether a backward will follow.
 
     Returns:
-        One sentence that says why not and what to do, or None if the backend can.
+        A sentence that says why not and what to do instead, or None if the backend can.
 
     Raises:
         ValueError: no backend has that name.
@@ -148,7 +148,7 @@ def available_backends(
     head_dim: int = 64,
     needs_grad: bool = True,
 ) -> list[str]:
-    """The backends that can serve such calls on this machine; arguments as in `why_not`."""
+    """Return the backends that can serve such calls on this machine. Arguments as in `why_not`."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     kind = {"device": device, "dtype": dtype, "needs_grad": needs_grad, **heads}
     return [name for name in BACKENDS if why_not(name, **kind) is None]  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """`sdpa`: torch's scaled_dot_product_attention, called once per document, on any device.
 
-The cost grows with the sum of squared lengths, not with T². Documents cannot touch one another, and
-results are batch invariant. It is launch-bound on a GPU and meant for the CPU.
+The cost grows with the sum of squared lengths, not with T². Documents cannot affect each other, and
+results are batch invariant. Launch-bound on a GPU; meant for the CPU.
 
 Shape legend: as in `call.py`; L, Lk = tokens of one document.
 """
@@ -28,7 +28,7 @@ class SdpaBackend:
     name = "sdpa"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """No softcap, no sinks, no LSE: SDPA has none of them."""
+        """Refuse softcap, sinks and LSE, which SDPA does not support."""
         if not call.dtype.is_floating_point:
             return f"sdpa needs a float dtype, got {call.dtype}; convert the tensors."
         if call.softcap is not None or call.sinks or call.return_lse:
@@ -42,9 +42,9 @@ class SdpaBackend:
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
-        """The loop's input, int32 `[4, capacity + 1]`: boundaries of q and k, dead, prefix.
+        """Return the loop's input, int32 `[4, capacity + 1]`: cu_seqlens of q and k, dead, prefix.
 
-        Reads the device back if the host does not know the boundaries, except inside a compiled
+        Syncs if the boundaries are not known on the host, except inside a compiled
         graph.
         """
         q, k = mask.layout, mask.layout_k
@@ -70,10 +70,10 @@ class SdpaBackend:
         mask: DocumentMask,
         plan: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a differentiable loop in eager mode.
+        """Run a differentiable loop over the documents in eager mode.
 
-        In a compiled graph, and under a dispatch mode (selective activation checkpointing), use
-        a custom operator with a backward.
+        In a compiled graph or under a dispatch mode (selective activation checkpointing), call
+        a custom operator that has a backward.
         """
         spec = mask.spec.as_ints()
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -82,7 +82,7 @@ class SdpaBackend:
 
 
 def _documents(plan: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Rows of q and k, and the prefix, of each document that has queries and is not padding."""
+    """Yield the rows of q and k and the prefix of each non-padding document with queries."""
     cu_q, cu_k, dead, prefix = plan.tolist()
     for i, is_dead in enumerate(dead[:-1]):
         if cu_q[i + 1] > cu_q[i] and not is_dead:
@@ -100,7 +100,7 @@ def _loop(
             pieces.append(torch.zeros_like(q_THD[done : rows.start]))
             pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale))
             done = rows.stop
-    if not pieces:  # keep a row of only padding differentiable, with zero gradients
+    if not pieces:  # keep a row with only padding differentiable, with zero gradients
         pieces = [x[:0].reshape(0, *q_THD.shape[1:]) for x in (q_THD, k_THD, v_THD)]
     pieces.append(torch.zeros_like(q_THD[done:]))
     return torch.cat(pieces)
@@ -110,8 +110,8 @@ def _loop(
 def _without_cudnn() -> Iterator[None]:
     """Disable cuDNN's SDPA kernel, which torch prefers on Hopper.
 
-    With torch 2.11 on an H200 its gradients are wrong by 140% after a call of the same shape with a
-    gradient of another memory format, and NaN in float16 under masks that leave few keys: see the
+    With torch 2.11 on an H200, its gradients are off by 140% after a call of the same shape with a
+    gradient in another memory format, and NaN in float16 under masks that leave few keys: see the
     suite `sdpa-gradients` of `flexvarlen bench`.
     """
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
@@ -146,9 +146,9 @@ def _one_document(
 def _seen(
     length_q: int, length_k: int, prefix: int, spec: list[int], device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Which keys each query of a document sees, bool `[L, Lk]`, and which queries see any, `[L]`.
+    """Return which keys each query sees, bool `[L, Lk]`, and which queries see any key, `[L]`.
 
-    None where all do. A query that sees none has a row of True, as a softmax over nothing is NaN.
+    None stands for all. A query without keys gets a row of True, as a softmax over nothing is NaN.
     """
     mask = MaskSpec.from_ints(spec)
     if mask.right == UNLIMITED and mask.left == UNLIMITED and not (mask.causal or mask.chunk):
@@ -168,7 +168,7 @@ def _seen(
 def sdpa_forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
-    """The loop as one operator, for compiled graphs."""
+    """Run the loop as a single operator, for compiled graphs."""
     return _loop(q_THD, k_THD, v_THD, plan, spec, scale).contiguous()
 
 
@@ -189,8 +189,8 @@ def sdpa_backward(
     spec: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the loop, a document and a KV head at a time (no autograd in an operator)."""
-    # not zeros_like, which keeps the strides of a view: the fake implementation is contiguous
+    """Compute the gradients by hand, per document and KV head (no autograd in an operator)."""
+    # Not zeros_like, which keeps the strides of a view: the fake implementation is contiguous.
     dq, dk, dv = (
         q_THD.new_zeros(q_THD.shape),
         k_THD.new_zeros(k_THD.shape),
@@ -206,7 +206,7 @@ def sdpa_backward(
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: int, spec: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one document, from the probabilities, in at least fp32."""
+    """Compute dq, dk and dv of one document from the probabilities, in at least fp32."""
     heads = q.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     seen, sees = _seen(q.shape[0], k.shape[0], prefix, spec, q.device)

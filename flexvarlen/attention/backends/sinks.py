@@ -1,4 +1,4 @@
-"""Attention sinks: one logit per head, adding `exp(sink)` to each query's softmax denominator.
+"""Attention sinks: one logit per head, which adds `exp(sink)` to each softmax denominator.
 
 Shape legend: T = tokens of the query row, H = num_heads, D = head_dim.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LEAST_SINK = -1e30  # instead of -inf: -inf - (-inf) would be NaN where a query sees no key
+_LEAST_SINK = -1e30  # not -inf: -inf - (-inf) would be NaN for a query without keys
 
 
 def finite_sinks(sinks_H: Tensor) -> Tensor:
-    """fp32 `[H, 1]`, finite."""
+    """Return the sinks as fp32 `[H, 1]`, clamped to finite values."""
     return sinks_H.float().clamp(min=_LEAST_SINK)[:, None]
 
 
 def share_without_sink(lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
-    """`[T, H, 1]`: the factor by which a sink shrinks each output of a kernel without sinks."""
+    """Return the factor `[T, H, 1]` that adds the sinks to the output of a kernel without sinks."""
     return torch.sigmoid(lse_HT - finite_sinks(sinks_H)).T[..., None]

@@ -1,1 +1,1 @@
-"""The kernels that take cu_seqlens: FlashAttention 2, 3 and 4, and torch's own."""
+"""Kernels that take cu_seqlens: FlashAttention 2, 3 and 4, and those built into torch."""

@@ -1,4 +1,4 @@
-"""The base class of the cu_seqlens backends: plan, call and common restrictions.
+"""Base class of the cu_seqlens backends: plan, call and shared restrictions.
 
 Shape legend: T = tokens of the query row, H = num_heads, D = head_dim, N = document slots.
 """
@@ -20,12 +20,12 @@ from flexvarlen.mask.document_mask import DocumentMask
 
 
 class Boundaries(NamedTuple):
-    """The boundaries that a kernel gets: those of the documents, or of their chunks.
+    """The boundaries passed to a kernel: those of the documents, or of their chunks.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`.
         bound_q, bound_k: upper bounds on document length.
-        masked_T: queries whose output is zero though they lie before the last boundary, bool `[T]`.
+        masked_T: queries before the last boundary whose output is zero nevertheless, bool `[T]`.
     """
 
     cu_seqlens_q: Tensor
@@ -36,15 +36,15 @@ class Boundaries(NamedTuple):
 
 
 class CuSeqlensBackend:
-    """Base class of a cu_seqlens backend. Subclasses call the kernel and state its limits."""
+    """Base class of the cu_seqlens backends. Subclasses call the kernel and declare its limits."""
 
     name: str
     head_dims: tuple[int, int]
-    """The head dimension must be a multiple of the first and at most the second."""
+    """head_dim must be a multiple of the first number and at most the second."""
     has_windows = True
     has_softcap = True
     launches_own_sizes = True
-    """Whether to launch with the row's own sizes instead of the bounds, which is faster."""
+    """Whether to launch with the actual sizes of the row, which is faster than with the bounds."""
 
     def __init__(self) -> None:
         KERNELS[self.name] = self
@@ -52,11 +52,11 @@ class CuSeqlensBackend:
     # ---- implemented by subclasses ----
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Why the kernel cannot run on this machine at all, or None."""
+        """Return why the kernel cannot run on this machine, or None."""
         raise NotImplementedError
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """Why this particular kernel cannot serve the call, or None."""
+        """Return why this particular kernel cannot serve the call, or None."""
         return None
 
     def forward(
@@ -82,7 +82,7 @@ class CuSeqlensBackend:
     # ---- as a `Backend` ----
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Needs the package, the GPU, half precision and a supported head_dim; no prefix."""
+        """Require the package, a GPU, half precision and a supported head_dim; refuse prefixes."""
         if call.device.type != "cuda":
             return f"{self.name} needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
         return (
@@ -120,7 +120,7 @@ class CuSeqlensBackend:
         return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Boundaries:
-        """The boundaries of the documents, or, with chunks, of the chunks. No sync; traces."""
+        """Return the boundaries of the documents or, if chunked, the chunks. No sync; traces."""
         layout, layout_k = mask.layout, mask.layout_k
         cu_q, cu_k = layout.cu_seqlens, layout_k.cu_seqlens
         bound_q, bound_k = layout.max_seqlen_bound, layout_k.max_seqlen_bound
@@ -143,7 +143,7 @@ class CuSeqlensBackend:
         mask: DocumentMask,
         plan: Boundaries,
     ) -> tuple[Tensor, Tensor | None]:
-        """One call for all documents."""
+        """Call the kernel once for all documents."""
         compiling = torch.compiler.is_compiling()
         traced = compiling or torch._C._len_torch_dispatch_stack() > 0
         cu_seqlens_q, cu_seqlens_k, _, _, masked_T = plan
@@ -163,9 +163,9 @@ class CuSeqlensBackend:
         return out_THD, lse_HT
 
     def _sizes(self, mask: DocumentMask, plan: Boundaries, *, compiling: bool) -> KernelSizes:
-        """The sizes to launch the kernel with.
+        """Return the sizes to launch the kernel with.
 
-        Not part of the plan: a compiled layer that gets the plan would specialize on its numbers.
+        Not part of the plan, because a compiled layer that takes the plan would specialize on them.
         """
         cu_seqlens_q, _, bound_q, bound_k, _ = plan
         documents, longest_q, tail = mask.layout.launch.read(compiling=compiling)
@@ -183,12 +183,12 @@ def _is_chunked(mask: DocumentMask) -> bool:
 
 
 def _outlives_the_call(x: Tensor, *, compiling: bool, traced: bool) -> bool:
-    """Whether a trace or capture bakes in these numbers and later runs on other documents."""
+    """Return whether a trace or capture bakes in the sizes and may later run on other documents."""
     if compiling:
-        # Not is_exporting(): Dynamo of torch 2.11 takes it for True in every graph.
+        # Not is_exporting(): in torch 2.11, Dynamo evaluates it to True in every graph.
         return bool(getattr(torch.compiler, "_is_exporting_flag", True))
-    # Inductor's own CUDA graphs call the operator, not this function. So any capture seen here,
-    # also by another operator inside Inductor's graph, replays these numbers.
+    # Inductor's CUDA graphs call the operator, not this function. So any capture seen here,
+    # even one by another operator inside Inductor's graph, replays these sizes.
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     proxy = torch._C._TorchDispatchModeKey.PROXY

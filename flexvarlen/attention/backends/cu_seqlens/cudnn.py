@@ -1,4 +1,4 @@
-"""`cudnn`: cuDNN's variable-length kernel inside torch, forward only."""
+"""`cudnn`: cuDNN's variable-length kernel as included in torch, forward only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexvarlen.attention.call import AttentionCall
 
 
 class CudnnBackend(CuSeqlensBackend):
-    """cuDNN's kernel over cu_seqlens, as torch has it."""
+    """cuDNN's kernel over cu_seqlens, as included in torch."""
 
     name = "cudnn"
     head_dims = (8, 128)
@@ -21,7 +21,7 @@ class CudnnBackend(CuSeqlensBackend):
     has_softcap = False
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Needs a CUDA build of torch with cuDNN, and an Ampere GPU."""
+        """Require a CUDA build of torch with cuDNN, and an Ampere or newer GPU."""
         if not torch.backends.cudnn.is_available() or not hasattr(
             torch.ops.aten, "_cudnn_attention_forward"
         ):
@@ -29,7 +29,7 @@ class CudnnBackend(CuSeqlensBackend):
         return ampere_refusal(self.name, device)
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """No backward, and no guarantee of equal bits."""
+        """Refuse gradients, layout_k, chunks, very large rows and batch invariance."""
         if call.needs_grad:
             return (
                 "cudnn is forward-only: its packed backward gives NaN in torch 2.11; use "
@@ -65,7 +65,7 @@ class CudnnBackend(CuSeqlensBackend):
         return out_THD, lse_TH1[..., 0].T
 
     def backward(self, *args: object) -> tuple[Tensor, Tensor, Tensor]:
-        """Raises: `why_not` refuses such calls."""
+        """Raise; `why_not` refuses calls that need gradients."""
         raise NotImplementedError("cudnn is forward only; use backend='varlen'.")
 
 

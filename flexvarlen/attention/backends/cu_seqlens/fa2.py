@@ -23,7 +23,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
     head_dims = (8, 256)
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Needs the package and an Ampere GPU."""
+        """Require the package and an Ampere or newer GPU."""
         # flash_attn alone is not enough: FA4 installs into the same folder.
         if find_spec("flash_attn_2_cuda") is None:
             return f"fa2 needs the package flash-attn, version 2, which is not installed; {INSTALL}"

@@ -1,7 +1,7 @@
 """`fa3`: FlashAttention-3, the Hopper kernels. Optional: imported on first use.
 
-The package is `flash_attn_interface`, whose import registers `torch.ops.flash_attn_3`. We call the
-operators by keyword, as the arguments of its Python functions change between releases.
+Importing its package, `flash_attn_interface`, registers `torch.ops.flash_attn_3`. We call these
+operators by keyword, because the arguments of its Python functions change between releases.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class FlashAttention3Backend(CuSeqlensBackend):
     head_dims = (8, 256)
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Needs the package and a Hopper GPU."""
+        """Require the package and a Hopper GPU."""
         if find_spec("flash_attn_interface") is None:
             return f"fa3 needs flash_attn_interface, FlashAttention-3, not installed; {INSTALL}"
         try:
             import flash_attn_interface  # noqa: F401
         except ImportError as error:
-            return f"fa3's package does not import here ({error}); for this torch, {INSTALL}"
+            return f"fa3's package cannot be imported ({error}); for this torch, {INSTALL}"
         if not hasattr(torch.ops.flash_attn_3, "fwd"):
             return f"fa3's package is too old to register torch.ops.flash_attn_3; {INSTALL}"
         if torch.cuda.get_device_capability(device)[0] != 9:
@@ -42,7 +42,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
         return None
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """Some builds lack softcap; no deterministic backward for head_dim above 192."""
+        """Refuse softcap if the build lacks it, and ordered backward for head_dim above 192."""
         if call.softcap is not None and torch.cuda.is_current_stream_capturing():
             return "fa3 cannot test for softcap during CUDA graph capture; call it once before."
         if call.softcap is not None and not _built_with_softcap(call.device):
@@ -89,14 +89,14 @@ class FlashAttention3Backend(CuSeqlensBackend):
 
 @cache
 def _operators() -> tuple[Any, Any]:
-    """Forward and backward, which the package's import registers."""
+    """Return the forward and backward operators, which importing the package registers."""
     import flash_attn_interface  # noqa: F401
 
     return torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
 
 
 def _keywords(segments: Segments, call: AttentionCall) -> dict[str, Any]:
-    """Keyword arguments common to the forward and backward operators."""
+    """Return the keyword arguments common to the forward and backward operators."""
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
         "cu_seqlens_k": segments.cu_seqlens_k,
@@ -111,13 +111,13 @@ def _keywords(segments: Segments, call: AttentionCall) -> dict[str, Any]:
 
 
 def _rows(x_THD: Tensor) -> Tensor:
-    """`x` with a contiguous last dimension, as the kernels require."""
+    """Return `x` with a contiguous last dimension, as the kernels require."""
     return x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
 
 
 @cache
 def _built_with_softcap(device: torch.device) -> bool:
-    """Call the kernel once to find out: the build does not expose it otherwise."""
+    """Return whether the build has softcap; only calling the kernel can tell."""
     q = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=device)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
     call = AttentionCall(device, q.dtype, 1, 1, 64, softcap=1.0)

@@ -19,11 +19,11 @@ class FlashAttention4Backend(CuSeqlensBackend):
     head_dims = (8, 256)
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Needs the package and a Hopper or Blackwell GPU."""
+        """Require the package and a Hopper or Blackwell GPU."""
         return package_refusal(self.name, device)
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """Supported head dims depend on the GPU; gradients need a multiple of 32."""
+        """Refuse head dims that the GPU does not support; gradients need a multiple of 32."""
         fits_blackwell = call.head_dim <= 128 or call.head_dim == 256
         if not fits_blackwell and not is_hopper(call.device):
             return (

@@ -1,13 +1,13 @@
-"""Call a cu_seqlens kernel, and add zeroed padding and attention sinks.
+"""Call a cu_seqlens kernel, zero the rows past the last boundary and apply attention sinks.
 
-FlashAttention 2, 3 and 4 and torch's own kernels differ only in argument names. This module adds
-two things to each of them:
+FlashAttention 2, 3 and 4 and torch's built-in kernels differ only in argument names. This module
+adds two things to each of them:
 
-- The rows past the last boundary, which they leave unwritten in the output and in all gradients,
-  are zeroed, because garbage there would reach weight gradients.
-- Attention sinks. A sink shrinks the output by `sigmoid(lse - sink)`. The backward kernels make
-  probabilities from the LSE and their gradient from the output, so they are exact when given the
-  output and LSE that include the sink.
+- It zeroes the rows past the last boundary, which they leave unwritten in the output and in all
+  gradients, because garbage there would reach weight gradients.
+- It applies attention sinks. A sink scales the output by `sigmoid(lse - sink)`. The backward
+  kernels make probabilities from the LSE and their gradient from the output, so they are exact if
+  given the output and LSE that include the sink.
 
 Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim, N = document slots.
@@ -27,7 +27,7 @@ MIN_BOUND = 2  # with max_seqlen 1 FA2 uses its decoding path, which fails on em
 
 
 class KernelSizes(NamedTuple):
-    """The sizes that a kernel is launched for.
+    """The sizes with which a kernel is launched.
 
     Attributes:
         documents: number of slots in use.
@@ -44,12 +44,12 @@ class KernelSizes(NamedTuple):
     tail: int
 
     def of_any_row(self, slots: int) -> KernelSizes:
-        """The sizes of a call that may be replayed on other rows."""
+        """Return the sizes for a call that may be replayed on other rows."""
         return KernelSizes(slots, self.bound_q, self.bound_k, self.bound_q, self.bound_k, 1)
 
 
 class Segments(NamedTuple):
-    """The boundaries that a kernel gets: cu_seqlens int32 `[N + 1]`, and tokens of the longest."""
+    """The boundaries passed to a kernel: cu_seqlens int32 `[N + 1]`, and the maximum lengths."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -63,7 +63,7 @@ class CuSeqlensKernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """Output `[T, H, D]` and LSE fp32 `[H, T]`."""
+        """Return the output `[T, H, D]` and the LSE, fp32 `[H, T]`."""
         ...
 
     def backward(
@@ -77,7 +77,7 @@ class CuSeqlensKernel(Protocol):
         segments: Segments,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         ...
 
 
@@ -96,7 +96,7 @@ def forward(
     sizes: KernelSizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE, with rows past the last boundary zeroed and sinks included."""
+    """Return output and LSE, with rows past the last boundary zeroed and sinks in the output."""
     segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
     out_THD, lse_HT = KERNELS[kernel].forward(q, k, v, segments, call)
     if not out_THD.is_contiguous():
@@ -105,7 +105,7 @@ def forward(
         lse_HT = lse_HT.contiguous()
     may_have_tail = sizes.tail > 0 or _is_first(q)
     if sinks_H is not None or call.return_lse:
-        # FA2 gives a query that sees no key +inf.
+        # FA2 returns +inf for a query that sees no key.
         lse_HT.masked_fill_(lse_HT == float("inf"), float("-inf"))
         if may_have_tail:
             lse_HT.masked_fill_(_tail(out_THD, cu_seqlens_q), float("-inf"))
@@ -130,7 +130,7 @@ def backward(
     sizes: KernelSizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the sinks."""
+    """Return the gradients of q, k, v and the sinks."""
     segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
     may_have_tail = sizes.tail > 0
     if not grad_THD.is_contiguous():
@@ -142,7 +142,7 @@ def backward(
         grad_dot_out_HT = _row_dot(grad_THD, out_THD)
         if may_have_tail:  # in the tail the output is 0, but grad_output can be anything
             grad_dot_out_HT.masked_fill_(_tail(q, cu_seqlens_q), 0)
-        # The sink is a key of its own with probability exp(sink - lse) and a value of 0.
+        # A sink is an extra key with probability exp(sink - lse) and a value of 0.
         dsinks_H = -((sinks_H1 - lse_HT).exp() * grad_dot_out_HT).sum(1).to(sinks_H.dtype)
     grads = KERNELS[kernel].backward(grad_THD, q, k, v, out_THD, lse_HT, segments, call)
     dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in grads)
@@ -153,7 +153,7 @@ def backward(
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous tensors for dq, dk and dv."""
+    """Allocate contiguous tensors for dq, dk and dv."""
     form = torch.contiguous_format
     return (
         torch.empty_like(q, memory_format=form),
@@ -163,10 +163,10 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def one_split(segments: Segments, heads: int) -> Segments:
-    """Append empty segments until FA2 sums dq in a fixed order.
+    """Append empty segments so that FA2 sums dq in a fixed order.
 
     FlashAttention-2's deterministic backward splits the sum over keys into
-    ceil(processors / (documents x heads)) parts, which is one if there are enough documents.
+    ceil(multiprocessors / (documents x heads)) parts: one, if there are enough documents.
     """
     cu_q, cu_k, *longest = segments
     processors = torch.cuda.get_device_properties(cu_q.device).multi_processor_count
@@ -180,13 +180,13 @@ def one_split(segments: Segments, heads: int) -> Segments:
 def _segments(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: KernelSizes, call: AttentionCall
 ) -> Segments:
-    """The used slots and the longest lengths, as arguments of the kernels."""
+    """Return the boundaries of the slots in use and the maximum lengths, for the kernels."""
     ends, longest_q, longest_k = sizes.documents + 1, sizes.longest_q, sizes.longest_k
     if ends < cu_seqlens_q.shape[0]:
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q[:ends], cu_seqlens_k[:ends]
     if call.batch_invariant:
-        # Kernels ignore a window that is wider than the longest document, and then sum in
-        # different parts.
+        # Kernels ignore a window that is wider than the longest document, which changes their order
+        # of summation.
         longest_q = max(longest_q, call.spec.right + 2)
         longest_k = max(longest_k, call.spec.left + 2)
     longest_q = MIN_BOUND if longest_q < MIN_BOUND else longest_q
@@ -198,9 +198,9 @@ _seen: set[tuple[torch.dtype, torch.device]] = set()
 
 
 def _is_first(x: Tensor) -> bool:
-    """Whether the tail kernel was never launched for this dtype and device.
+    """Return whether the tail kernel has not been launched yet for this dtype and device.
 
-    A kernel loads at its first launch, and must not do so first during CUDA graph capture.
+    A kernel is loaded at its first launch, which must not happen during CUDA graph capture.
     """
     kind = (x.dtype, x.device)
     if kind in _seen:
@@ -210,7 +210,7 @@ def _is_first(x: Tensor) -> bool:
 
 
 def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
-    """Zero the rows from the last boundary on, in place, without reading the boundary back."""
+    """Zero the rows past the last boundary in place, without a sync."""
     if cu_seqlens.device.type == "cpu":
         for x in tensors:
             x[int(cu_seqlens[-1]) :] = 0
@@ -222,13 +222,13 @@ def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
 
 
 def _tail(x_THD: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Which rows lie past the last boundary, bool `[T]`."""
+    """Return which rows lie past the last boundary, bool `[T]`."""
     tokens = torch.arange(x_THD.shape[0], device=x_THD.device, dtype=torch.int32)
     return tokens >= cu_seqlens[-1]
 
 
 def _row_dot(a_THD: Tensor, b_THD: Tensor) -> Tensor:
-    """`(a * b).sum(-1)` in fp32, `[H, T]`."""
+    """Return `(a * b).sum(-1).T` in fp32, `[H, T]`."""
     if a_THD.device.type == "cpu":
         return (a_THD.float() * b_THD.float()).sum(-1).T.contiguous()
     from flexvarlen.attention.backends.cu_seqlens.triton.row_dot import row_dot

@@ -1,6 +1,6 @@
-"""An LSE that raises when it is differentiated, for kernels without a gradient for it.
+"""An LSE that raises when differentiated, for kernels that have no gradient for it.
 
-If this gradient were silently dropped, a loss that uses the LSE would have a wrong gradient.
+If its gradient were silently dropped, a loss that uses the LSE would have a wrong gradient.
 
 Shape legend: T = tokens of the row, H = num_heads, D = head_dim.
 """
@@ -29,8 +29,8 @@ def _(lse_HT: Tensor, q_THD: Tensor, k_THD: Tensor, kernel: str) -> Tensor:
 def _refuse_lse_gradient(grad_HT: Tensor, kernel: str) -> Tensor:
     """Return a zero for the gradients of q and k, so that the graph keeps this check.
 
-    It raises if the incoming gradient is not 0; on a GPU by a device-side assertion, after which
-    the process cannot use the GPU.
+    Raises if the incoming gradient is not 0; on a GPU, through a device-side assertion, after which
+    the process can no longer use the GPU.
     """
     torch._assert_async((grad_HT == 0).all(), _no_gradient(kernel))
     return grad_HT.new_zeros(())
@@ -48,8 +48,8 @@ def _no_gradient(kernel: str) -> str:
 def _refuse_gradient(ctx: Any, grad_HT: Tensor) -> tuple[None, Tensor, Tensor, None]:
     if not is_fake(grad_HT):
         raise NotImplementedError(_no_gradient(ctx.kernel))
-    # A compiled graph differentiates all its outputs, and passes zeros as the gradient of the LSE
-    # if the loss does not depend on it. This is known only at run time.
+    # A compiled graph differentiates all of its outputs, and the gradient of the LSE is zero if the
+    # loss does not depend on it. This is known only at run time.
     zero = torch.ops.flexvarlen.refuse_lse_gradient(grad_HT, ctx.kernel)
     q_THD, k_THD = ctx.saved_tensors
     return None, *(zero.to(x.dtype).expand_as(x) for x in (q_THD, k_THD)), None  # type: ignore[return-value]

@@ -1,9 +1,9 @@
-"""Attention over cu_seqlens, differentiable: `attend`.
+"""Differentiable attention over cu_seqlens: `attend`.
 
-In eager mode a plain autograd.Function calls `kernel.py` (three times cheaper than an operator). In
-a compiled graph, and under a dispatch mode (selective activation checkpointing), the same
-two functions are `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, with fake
-implementations, so that `fullgraph=True` holds.
+In eager mode, an autograd.Function calls `kernel.py` (a third of the cost of an operator). In
+a compiled graph, or under a dispatch mode (selective activation checkpointing), the same
+two functions run as `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, which have fake
+implementations, so that `fullgraph=True` works.
 
 Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim, N = document slots.
@@ -36,9 +36,9 @@ def attend(
     *,
     traced: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, with `call.return_lse`, the LSE. Differentiable except for the LSE.
+    """Return the output and, with `call.return_lse`, the LSE, which is not differentiable.
 
-    The LSE is that of the scores, without the sinks. `traced`: in a compiled graph, or under
+    The LSE is that of the scores, without the sinks. `traced`: whether in a compiled graph or under
     a dispatch mode.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
@@ -57,7 +57,7 @@ def attend(
     return kernels.forward(kernel, *tensors, sizes, call)
 
 
-# ---- the operators: their arguments are flat ----
+# ---- the operators, which take flat arguments ----
 
 _SETTINGS = (
     "int[] spec, float scale, float softcap, bool deterministic, bool batch_invariant, "
@@ -66,7 +66,7 @@ _SETTINGS = (
 
 
 def _settings(call: AttentionCall) -> tuple[Any, ...]:
-    """The call's fields that kernels need, as arguments of the operators."""
+    """Return the fields of the call that kernels need, as arguments of the operators."""
     flags = (call.deterministic, call.batch_invariant, call.return_lse)
     return call.spec.as_ints(), call.scale, call.softcap or 0.0, *flags
 
@@ -87,7 +87,7 @@ def _call(q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...
 
 
 def _sizes(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> KernelSizes:
-    """The operator's sizes, or upper bounds if a user's CUDA graph is capturing it."""
+    """Return the sizes, or upper bounds if the operator is captured in a user's CUDA graph."""
     sizes = KernelSizes(*numbers)
     return sizes.of_any_row(cu_seqlens_q.shape[0] - 1) if is_replayed(q) else sizes
 
@@ -127,7 +127,7 @@ def _operator(name: str, tensors: str, results: str, function: Any) -> Any:
 cu_seqlens_forward = _operator(
     "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
 )
-"""Attention as an operator. Selective activation checkpointing keeps its outputs by this name:
+"""Attention as an operator. A selective activation checkpointing policy can save it by this name:
 `torch.ops.flexvarlen.cu_seqlens_forward.default`."""
 
 cu_seqlens_backward = _operator(
@@ -158,18 +158,18 @@ def _(
     return *(x.new_empty(x.shape) for x in (q_THD, k_THD, v_THD)), dsinks  # type: ignore[return-value]
 
 
-# ---- autograd, around the operators and around the plain functions ----
+# ---- autograd for the operators and for the plain functions ----
 
 
 def _differentiate(
     backward: Any, ctx: Any, grad_THD: Tensor | None, *numbers: Any
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and the sinks."""
+    """Return the gradients of q, k, v and the sinks."""
     if torch.is_grad_enabled():  # create_graph=True
         raise NotImplementedError(f"{ctx.kernel} has no double backward; use backend='reference'.")
     if grad_THD is None:
         return (None,) * 4
-    saved = ctx.saved_tensors  # read only once: under checkpointing a second read fails
+    saved = ctx.saved_tensors  # read once: under checkpointing, a second read fails
     dq, dk, dv, dsinks_H = backward(ctx.kernel, grad_THD, *saved, *numbers)
     return dq, dk, dv, None if saved[3] is None else dsinks_H
 
@@ -205,7 +205,7 @@ _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-    """The Autograd implementation; `torch.library.register_autograd` takes twice the host time.
+    """Autograd implementation; `torch.library.register_autograd` would take twice the host time.
 
     A kernel that another library registers for a device is called only if gradients are needed.
     """
@@ -222,7 +222,7 @@ _library.impl("cu_seqlens_forward", _autograd, "Autograd", with_keyset=True)
 
 
 class _Constants(NamedTuple):
-    """What has no gradient: one argument, as each costs the host time."""
+    """Arguments without gradients, passed as one, because each argument costs host time."""
 
     kernel: str
     cu_seqlens_q: Tensor
@@ -232,10 +232,10 @@ class _Constants(NamedTuple):
 
 
 class _EagerAttention(torch.autograd.Function):
-    """The same forward and backward without custom operators.
+    """The same forward and backward, without custom operators.
 
-    To save host time, an LSE that is not requested is not an output, and there is no
-    `setup_context`, for which torch would inspect the signature at each call.
+    To save host time, the LSE is an output only if it is requested, and there is no
+    `setup_context`, for which torch would inspect the signature in every call.
     """
 
     @staticmethod
@@ -263,6 +263,6 @@ class _EagerAttention(torch.autograd.Function):
         return *_differentiate(kernels.backward, ctx, grad_THD, *ctx.numbers), None
 
 
-# Skips the Python wrapper of `apply`, which looks for setup_context and torch.func transforms and
+# Skip the Python wrapper of `apply`, which checks for setup_context and torch.func transforms and
 # takes two microseconds.
 _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply

@@ -1,8 +1,8 @@
-"""`varlen`: the variable-length flash kernel inside torch, under `varlen_attn`.
+"""`varlen`: torch's variable-length flash kernel, which `varlen_attn` uses.
 
-The ATen operator is called directly, to be sure which kernel runs: `varlen_attn` of torch 2.14 and
+The ATen operator is called directly to be sure which kernel runs: `varlen_attn` in torch 2.14 and
 later may choose cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl`
-changes the kernel behind it; `flexvarlen.environment.environment` records which it is.
+changes the kernel behind the operator; `flexvarlen.environment.environment` records which it is.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ SWITCH = "torch.use_deterministic_algorithms(True)"
 
 
 class VarlenBackend(CuSeqlensBackend):
-    """torch's own flash kernel over cu_seqlens."""
+    """torch's built-in flash kernel over cu_seqlens."""
 
     name = "varlen"
     head_dims = (8, 256)
     has_softcap = False
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Needs a CUDA build of torch and an Ampere GPU."""
+        """Require a CUDA build of torch and an Ampere or newer GPU."""
         if not hasattr(torch.ops.aten, "_flash_attention_forward"):
             return "varlen needs a torch built with flash attention; install a CUDA build of torch."
         return ampere_refusal(self.name, device)
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """A deterministic backward needs torch's global setting; also the limits of FA3 and FA4."""
+        """Require torch's global setting to order the backward; apply the limits of FA3 and FA4."""
         if not call.needs_grad:
             return None
         if call.past_int32:
@@ -119,7 +119,7 @@ def _is_plainly_causal(call: AttentionCall) -> bool:
 
 @cache
 def _num_splits() -> dict[str, Any]:
-    """`num_splits=1` if this torch has it, so that the sum over keys is batch invariant."""
+    """Return `num_splits=1` if torch supports it, so that the sum over keys is batch invariant."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
 

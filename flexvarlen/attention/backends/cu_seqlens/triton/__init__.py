@@ -1,1 +1,1 @@
-"""Small Triton kernels around attention over cu_seqlens."""
+"""Small Triton kernels that run before and after attention over cu_seqlens."""

@@ -1,4 +1,4 @@
-"""Products of two tensors summed over the last dimension, in fp32, without fp32 copies of them."""
+"""Row-wise dot product of two tensors in fp32, without making fp32 copies of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _row_dot(a, b, out, tokens, heads, dim, ROWS: tl.constexpr, DIM: tl.constexp
 
 
 def row_dot(a_THD: Tensor, b_THD: Tensor) -> Tensor:
-    """`(a * b).sum(-1)` transposed: fp32 `[H, T]` of contiguous `[T, H, D]` on a CUDA device.
+    """Return `(a * b).sum(-1).T` as fp32 `[H, T]`, for contiguous `[T, H, D]` on a CUDA device.
 
     No sync. Deterministic.
     """

@@ -1,4 +1,4 @@
-"""Zero the rows past the last boundary: no host sync, and almost no cost where there are none."""
+"""Zero the rows past the last boundary without a sync, at almost no cost if there are none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _zero_tail(cu_seqlens, x, last, rows, columns, ROWS: tl.constexpr, COLUMNS: 
 
 @cache
 def _launcher(dtype: torch.dtype) -> Launcher:
-    """One launcher per dtype, as all its calls must have the same signature."""
+    """Return the launcher for a dtype, as all calls of a launcher must have the same signature."""
     return Launcher(_zero_tail, {"ROWS": ROWS, "COLUMNS": COLUMNS})
 
 
