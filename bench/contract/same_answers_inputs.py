@@ -286,10 +286,10 @@ def pairwise(cases: Sequence[Case], most: int | None) -> list[Case]:
     Greedy, over a few random candidates at each step; the same sample for the same cases.
     """
 
-    def pairs(case: Case) -> set[tuple[str, str, str, str]]:
-        # Forms of models and kinds of attention do not mix.
+    def pairs(case: Case) -> list[tuple[str, str, str, str]]:
+        # Forms of models and kinds of attention do not mix. No set: its order differs by process.
         named = list(vars(case).items())
-        return {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(named, 2)}
+        return [(a, x, b, y) for (a, x), (b, y) in itertools.combinations(named, 2)]
 
     order = random.Random(0)
     left: dict[tuple[str, str, str, str], list[Case]] = {}
