@@ -16,7 +16,7 @@ Imports: torch. Never transformers.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,23 +68,47 @@ def ulysses_attention(
         raise NotImplementedError(
             f"ulysses_attention has no {', '.join(refused)}; attend on one rank, or leave it out."
         )
-    tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    if tokens * size != layout.total_tokens:
+    if q.shape[0] * size != layout.total_tokens:
         raise ValueError(
-            f"layout must cover the {tokens} tokens of each of {size} ranks, got "
+            f"layout must cover the {q.shape[0]} tokens of each of {size} ranks, got "
             f"{layout.total_tokens} tokens; build it for the whole row, and shard the row evenly."
         )
-    _, own_kv_heads = heads_per_rank(heads, kv_heads, size)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        out = packed_attention(q, k, v, layout, sinks=sinks, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend_sharded(q, k, v, options.pop("sinks", None), attend, group)
+
+
+def attend_sharded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    group: ProcessGroup | None,
+) -> Tensor:
+    """Exchange this rank's tokens for its heads, attend over the whole row, and exchange back.
+
+    Args:
+        q, k, v: as in `ulysses_attention`.
+        sinks: `[H]` or None.
+        attend: called with q `[T, H/P, D]`, and the k, v and sinks of these heads.
+        group: the ranks; None: all.
+    """
+    size, kv_heads = dist.get_world_size(group), k.shape[1]
+    _, own_kv_heads = heads_per_rank(q.shape[1], kv_heads, size)
     if own_kv_heads * size != kv_heads:
         k, v = (x.repeat_interleave(own_kv_heads * size // kv_heads, dim=1) for x in (k, v))
     if size == 1:
-        return _attend(q, k, v, layout, options)
-    if options.get("sinks") is not None:
-        own = options["sinks"].chunk(size)[dist.get_rank(group)]
-        options = options | {"sinks": own}
+        return attend(q, k, v, sinks)
+    if sinks is not None:
+        sinks = sinks.chunk(size)[dist.get_rank(group)]
     on_their_way = [_heads_for_tokens(x, size, group) for x in (q, k, v)]
     all_q, all_k, all_v = (_wait_for(x) for x in on_their_way)
-    return _tokens_for_heads(_attend(all_q, all_k, all_v, layout, options), size, group)
+    return _tokens_for_heads(attend(all_q, all_k, all_v, sinks), size, group)
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, int]:
@@ -111,12 +135,6 @@ def shard_tokens(x_T: Tensor, group: ProcessGroup | None) -> Tensor:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     tokens = x_T.shape[0] // size
     return x_T[rank * tokens : (rank + 1) * tokens]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: Any) -> Tensor:
-    out = packed_attention(q, k, v, layout, **options)
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _heads_for_tokens(x: Tensor, size: int, group: ProcessGroup | None) -> Tensor:

@@ -54,6 +54,11 @@ class Route(NamedTuple):
     mask: DocumentMask
     plan: Any
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Call the kernel; the output `[T, H, D]`."""
+        out, _ = self.backend.attend(q, k, v, sinks, self.call, self.mask, self.plan)
+        return out
+
 
 class PackedForward:
     """The documents of one forward, and the route of each kind of layer.

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention.api import needs_gradients, refuse_forward_mode, to_one_head_dim
-from flexvarlen.parallel import heads_per_rank, ulysses_attention
+from flexvarlen.parallel import attend_sharded
 from flexvarlen.patches.attention.context import PackedForward, PackedVision, Unpacked
 from flexvarlen.patches.attention.decoding import attend_to_cache
 from flexvarlen.patches.attention.without_patch import (
@@ -108,53 +108,20 @@ def _attention_function(backend: str) -> Attention:
             q = own_temperature(module, q, context.layout, row_tokens, context.group)
         if v_dim != head_dim:
             q, k, v = to_one_head_dim(q, k, v)
+        if context.group is not None:
+            kind = kind.per_rank(dist.get_world_size(context.group))
+        route = context.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
+        if forward_ad._current_level >= 0:
+            refuse_forward_mode(route.backend.name, q, k, v, sinks)
         if context.group is None:
-            route = context.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
-            if forward_ad._current_level >= 0:
-                refuse_forward_mode(route.backend.name, q, k, v, sinks)
             out, _ = route.backend.attend(q, k, v, sinks, route.call, route.mask, route.plan)
         else:
-            out = _attend_over_ranks(q, k, v, sinks, context, kind)
+            out = attend_sharded(q, k, v, sinks, route.attend, context.group)
         if v_dim < head_dim:
             out = out[..., :v_dim]
         return out.reshape(batch, row_tokens, heads, v_dim), None
 
     return flexvarlen_attention
-
-
-def _attend_over_ranks(
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    sinks_H: Tensor | None,
-    context: PackedForward,
-    kind: LayerKind,
-) -> Tensor:
-    """Ulysses attention on a shard of the row, exchanging heads for tokens."""
-    size = dist.get_world_size(context.group)
-    heads, kv_heads = heads_per_rank(kind.num_heads, kind.num_kv_heads, size)
-    route = context.route(
-        kind._replace(num_heads=heads, num_kv_heads=kv_heads),
-        q_THD.dtype,
-        needs_gradients(q_THD, k_THD, v_THD, sinks_H),
-    )
-    return ulysses_attention(
-        q_THD,
-        k_THD,
-        v_THD,
-        context.layout,
-        group=context.group,
-        causal=kind.causal,
-        window=kind.window,
-        chunk=kind.chunk,
-        softcap=kind.softcap,
-        sinks=sinks_H,
-        scale=kind.scale,
-        backend=route.backend.name,
-        deterministic=context.deterministic,
-        batch_invariant=context.batch_invariant,
-        plan=route.plan,
-    )
 
 
 _attention = _attention_function("auto")  # a PackedForward has its own backend

@@ -28,6 +28,7 @@ from flexvarlen.patches.batch.unpacked_rows import (
     OTHER_KEYS,
     check_one_document,
     one_document_per_row,
+    refuse_boundaries,
 )
 from flexvarlen.patches.batch.unsupported_keywords import (
     refuse_mask_of_another_kind,
@@ -62,11 +63,7 @@ def check_unpacked(
     layer: nn.Module, row_tokens: int, attention_mask: Any, kwargs: dict[str, Any]
 ) -> None:
     """Raise for several documents in a row; checked only by the first layer of a forward."""
-    if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "packed_layout", "seq_idx")):
-        raise ValueError(
-            f"a packed batch must not have {OTHER_KEYS}; pass an empty cache or "
-            "use_cache=False, and no 4D attention_mask."
-        )
+    refuse_boundaries(kwargs, OTHER_KEYS)
     if torch.compiler.is_compiling() or _is_first_unpacked(layer):
         check_one_document(
             row_tokens,

@@ -27,10 +27,14 @@ from flexvarlen.patches.batch.checks import (
     seq_idx_changes,
 )
 
-EXPLICIT = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""The keywords of a forward that give its documents explicitly."""
-
-BOUNDARIES = (*EXPLICIT, "seq_idx")
+BOUNDARIES = (
+    "packed_layout",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
 """The keywords that only describe documents; no model uses them for anything else."""
 
 

@@ -6,6 +6,7 @@ transformers' own sdpa, where documents of one row would see one another.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import raise_or_assert
+from flexvarlen.patches.batch.find_layout import BOUNDARIES
 
 OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
 """Describes a forward that is not packed, in error messages of layers."""
@@ -36,6 +38,20 @@ def one_document_per_row(layout: PackedLayout, batch: int) -> Tensor:
     row = starts // max(layout.total_tokens // batch, 1)
     rows = torch.arange(batch, device=boundaries.device)[:, None]
     return ((documents & (row == rows)).sum(dim=-1) <= 1).all()
+
+
+def refuse_boundaries(given: Mapping[str, Any], with_what: str) -> None:
+    """Refuse keywords that describe documents in a forward without a document mask.
+
+    Args:
+        given: keyword arguments.
+        with_what: why the forward is not packed, for the error message.
+    """
+    if any(given.get(name) is not None for name in BOUNDARIES):
+        raise ValueError(
+            f"a packed batch must not have {with_what}; pass an empty cache or use_cache=False, "
+            "and no 4D attention_mask."
+        )
 
 
 def check_one_document(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel import heads_per_rank, shard_tokens
+from flexvarlen.parallel import shard_tokens
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.models.layers import LayerKind, base_of, text_config_of, text_tower
 from flexvarlen.patches.models.qwen_vl import has_axes
@@ -56,12 +56,7 @@ def kinds_per_rank(
             f"that do not depend on other tokens, got {model.config.model_type!r}, which {reason}; "
             "leave sequence_parallel_group out, and give each rank rows of its own."
         )
-    size = dist.get_world_size(group)
-    dealt = (heads_per_rank(kind.num_heads, kind.num_kv_heads, size) for kind in kinds)
-    return tuple(
-        kind._replace(num_heads=heads, num_kv_heads=kv_heads)
-        for kind, (heads, kv_heads) in zip(kinds, dealt, strict=True)
-    )
+    return tuple(kind.per_rank(dist.get_world_size(group)) for kind in kinds)
 
 
 _OF_WHOLE_ROWS = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")

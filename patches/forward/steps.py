@@ -30,6 +30,7 @@ from flexvarlen.patches.batch.positions import (
 from flexvarlen.patches.batch.unpacked_rows import (
     check_one_document,
     one_document_per_row,
+    refuse_boundaries,
     why_not_whole_rows,
 )
 from flexvarlen.patches.batch.unsupported_keywords import (
@@ -269,11 +270,7 @@ def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
 
 def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
     """Prepare a forward that is not packed: decoding, or a 4D mask."""
-    if any(boundaries is not None for boundaries in forward.boundaries.values()):
-        raise ValueError(
-            f"a packed batch must not have {why}; pass an empty cache or "
-            "use_cache=False, and no 4D attention_mask."
-        )
+    refuse_boundaries(forward.boundaries, why)
     refuse_packed_documents(forward.cache)
     check_one_document(
         forward.row_tokens,

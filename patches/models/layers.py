@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
+from flexvarlen.parallel import heads_per_rank
 
 # As in transformers' config.layer_types.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -124,6 +125,11 @@ class LayerKind(NamedTuple):
     def spec(self) -> MaskSpec:
         """The mask of these layers."""
         return MaskSpec.of(causal=self.causal, window=self.window, chunk=self.chunk)
+
+    def per_rank(self, ranks: int) -> LayerKind:
+        """The same with the heads of one of the ranks that a row is sharded over."""
+        heads, kv_heads = heads_per_rank(self.num_heads, self.num_kv_heads, ranks)
+        return self._replace(num_heads=heads, num_kv_heads=kv_heads)
 
     def call(
         self,
