@@ -138,7 +138,7 @@ def patch_model(
     patch again, patch that), other documents do not recompile as long as `capacity` and
     `max_seqlen_bound` stay the same. If they change (by default a layout rounds them to
     powers of two), Dynamo compiles once more when the first of them changes and once when the
-    second does, then for any value; under dynamic=False for each pair, with a warning. Each
+    second does, then for any value; under dynamic=False for each pair. Each
     kind of batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and gradients on
     and off have separate graphs.
 

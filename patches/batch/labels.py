@@ -29,7 +29,7 @@ def mask_labels(
     model: nn.Module,
     inputs: dict[str, Any],
     layout: PackedLayout,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | None,
 ) -> None:
     """Set labels to -100 where a document's last token would predict the next document.
 

@@ -118,24 +118,8 @@ def prepare_shard(
                 f"{name} must be those of the shard, [1, {row_tokens}], got {list(given.shape)}; "
                 "call fv.shard_row on the whole row."
             )
-    if inputs.get("labels") is not None and (
-        inputs.get("shift_labels") is None or inputs.get("num_items_in_batch") is None
-    ):
-        raise ValueError(
-            "labels of a shard must come with shift_labels, whose last one is the next shard's "
-            "first token, and num_items_in_batch, the labels of the whole row, got labels without; "
-            "call fv.shard_row, which makes both."
-        )
-    loss = user_loss(module)
-    if inputs.get("labels") is not None and loss is not None:
-        missing = {"shift_labels", "num_items_in_batch"} - set(inspect.signature(loss).parameters)
-        if missing:
-            raise ValueError(
-                "model.loss_function must have parameters shift_labels and num_items_in_batch "
-                f"under sequence_parallel_group, got one without {', '.join(sorted(missing))}: it "
-                "would shift labels inside the shard, or take a mean over it; take the sum over "
-                "shift_labels, divided by num_items_in_batch."
-            )
+    if inputs.get("labels") is not None:
+        _check_loss(module, inputs)
     router_logits = inputs.get("output_router_logits")
     if router_logits or (router_logits is None and getattr(config, "output_router_logits", False)):
         raise NotImplementedError(
@@ -144,3 +128,23 @@ def prepare_shard(
         )
     if inputs.get("position_ids") is None:
         inputs["position_ids"] = shard_tokens(layout.position_ids(), group)[None]
+
+
+def _check_loss(module: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raise unless the loss of a shard is its share of the row's loss."""
+    if inputs.get("shift_labels") is None or inputs.get("num_items_in_batch") is None:
+        raise ValueError(
+            "labels of a shard must come with shift_labels, whose last one is the next shard's "
+            "first token, and num_items_in_batch, the labels of the whole row, got labels without; "
+            "call fv.shard_row, which makes both."
+        )
+    loss = user_loss(module)
+    if loss is not None:
+        missing = {"shift_labels", "num_items_in_batch"} - set(inspect.signature(loss).parameters)
+        if missing:
+            raise ValueError(
+                "model.loss_function must have parameters shift_labels and num_items_in_batch "
+                f"under sequence_parallel_group, got one without {', '.join(sorted(missing))}: it "
+                "would shift labels inside the shard, or take a mean over it; take the sum over "
+                "shift_labels, divided by num_items_in_batch."
+            )

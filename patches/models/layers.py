@@ -164,7 +164,7 @@ def vision_kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
     return tuple(dict.fromkeys(kinds))
 
 
-def layer_type_of(layer: nn.Module, window: int | None, chunk: int | None = None) -> str:
+def layer_type_of(layer: nn.Module, window: int | None, chunk: int | None) -> str:
     """transformers' name for the type of an attention layer with this window or chunk."""
     # Not getattr: an attribute that a module does not have costs a microsecond.
     named: str | None = layer.__dict__.get("layer_type")

@@ -28,7 +28,7 @@ def own_temperature(
     q_THD: Tensor,
     layout: PackedLayout,
     row_tokens: int,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | None,
 ) -> Tensor:
     """Rescale queries from the scale of their position in the row to that in their document.
 
