@@ -210,15 +210,6 @@ def test_a_recompile_limit_raises_under_fullgraph():
                 compiled(**inputs_of("layout", lengths_of(*size)))
 
 
-@pytest.mark.parametrize("how", ["eager", "disabled"])
-def test_an_eager_model_is_told_of_no_limit(how, told):
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    call = torch._dynamo.disable(model) if how == "disabled" else model
-    with torch.no_grad():
-        call(**inputs_of("layout"))
-    assert told() == []
-
-
 # ---- checkpointing ----
 
 
