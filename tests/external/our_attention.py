@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.patches import IMPLEMENTATIONS
 from flexvarlen.patches import api as model
-from flexvarlen.patches.attention import functions as interface
+from flexvarlen.patches.attention.context import PackedForward
 
 WAYS = ("name", "patched", "stock")
 
@@ -43,7 +43,7 @@ class OurAttention:
 
     Args:
         way: of `WAYS`.
-        calls: counts calls of `packed_attention`.
+        calls: counts attention calls of layers that are packed.
     """
 
     def __init__(self, way: str, backend: str, classes: tuple[type, ...]) -> None:
@@ -62,14 +62,14 @@ class OurAttention:
             self._patch_after_construction(monkeypatch)
 
     def _count_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        attention = interface.packed_attention
+        route = PackedForward.route
 
-        @functools.wraps(attention)
+        @functools.wraps(route)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            return attention(*args, **kwargs)
+            return route(*args, **kwargs)
 
-        monkeypatch.setattr(interface, "packed_attention", counted)
+        monkeypatch.setattr(PackedForward, "route", counted)
 
     def _lift_limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let every model ask for sdpa, in whose place ours stands.
