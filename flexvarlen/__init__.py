@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from flexvarlen.attention.api import packed_attention
     from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
     from flexvarlen.attention.explain import Explanation, explain
-    from flexvarlen.equivalence.compare import compare
-    from flexvarlen.equivalence.isolation import (
-        IsolationError,
-        IsolationReport,
-        verify_isolation,
-    )
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.mask.block_mask import document_block_mask
     from flexvarlen.mask.document_mask import DocumentMask
@@ -33,6 +27,12 @@ if TYPE_CHECKING:
     )
     from flexvarlen.parallel import shard_row
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
+    from flexvarlen.verify.compare.compare import compare
+    from flexvarlen.verify.isolation.verify import (
+        IsolationError,
+        IsolationReport,
+        verify_isolation,
+    )
 
 __all__ = [
     "BACKENDS",
@@ -65,8 +65,8 @@ _HOMES = {
     "attention.api": ("packed_attention",),
     "attention.backends.registry": ("BACKENDS", "available_backends", "why_not"),
     "attention.explain": ("Explanation", "explain"),
-    "equivalence.compare": ("compare",),
-    "equivalence.isolation": ("IsolationError", "IsolationReport", "verify_isolation"),
+    "verify.compare.compare": ("compare",),
+    "verify.isolation.verify": ("IsolationError", "IsolationReport", "verify_isolation"),
     "layout.packed_layout": ("PackedLayout",),
     "mask.block_mask": ("document_block_mask",),
     "mask.document_mask": ("DocumentMask",),

@@ -286,11 +286,15 @@ def patched(
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
     """The outermost transformers model inside, which contains all the others (base, towers)."""
-    found = [(n, part) for n, part in model.named_modules() if isinstance(part, PreTrainedModel)]
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    found = [(name, part) for name, part in named if isinstance(part, PreTrainedModel)]
     if not found:
         raise ValueError(
-            f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; "
-            "load it with AutoModel."
+            f"model must be, or wrap, a transformers PreTrainedModel, got "
+            f"{model!r:.80}; load it with AutoModelForCausalLM.from_pretrained."
+            if isinstance(model, str)
+            else "model must be, or wrap, a transformers PreTrainedModel, got "
+            f"{type(model).__name__}; load it with AutoModel."
         )
     # Not always the first: a wrapper may list a base model before the model that contains it.
     for _, inner in found:

@@ -35,11 +35,11 @@ BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""
 
 IMPLEMENTATIONS = {
-    # transformers treats any name that contains "sdpa" or "flash" as its own
+    # transformers refuses names with "sdpa" for models that its own sdpa does not support
     "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
     for backend in (*BACKENDS, "auto")
-}
-"""The backend of each `attn_implementation` name."""
+} | {"flexvarlen_sdpa": "sdpa"}
+"""The backend of each `attn_implementation` name; the first of a backend is the one that is set."""
 
 VISION_IMPLEMENTATION = "flexvarlen_flash_vision"
 """The name on the config of a patched vision tower.

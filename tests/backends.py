@@ -59,7 +59,10 @@ def kernels(*names: str, cpu: bool = True, gpu: bool = True) -> list[Any]:
     params = []
     for name in names:
         if cpu and name in ON_CPU:
-            params.append(pytest.param((name, "cpu", torch.float32), id=f"{name}-cpu"))
+            # inductor compiles C++ for seconds for each shape of flex
+            slow = [pytest.mark.slow] if name == "flex" else []
+            kernel = (name, "cpu", torch.float32)
+            params.append(pytest.param(kernel, id=f"{name}-cpu", marks=slow))
         # FlashAttention 4 compiles for seconds for each kind of call: one dtype is enough.
         both = (torch.bfloat16, torch.float16)
         for dtype in () if not gpu else both[:1] if name in ("fa4", "flex_fa4") else both:

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from flexvarlen.bench.contract.tiny_configs import tiny_config
+from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
 from flexvarlen.patches.models.families import BY_TYPE
 
 VOCABULARY = 97

@@ -5,6 +5,8 @@ Shapes: T = total_tokens; B rows of S tokens, one after another, are T = B·S.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -34,6 +36,45 @@ def round_up_to_power_of_two(n: int) -> int:
     while power < n:  # bit_length() would specialize n
         power *= 2
     return power
+
+
+def integers(name: str, values: Tensor | Iterable[int]) -> list[int]:
+    """Integers of a tensor, of numpy or of Python, as a list.
+
+    Raises:
+        ValueError: one is no integer.
+    """
+    found = []
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) != 1:
+        raise ValueError(f"{name} must be a list or a 1D array of integers, got {values!r:.80}.")
+    for i, value in enumerate(values.tolist() if isinstance(values, Tensor) else values):
+        if not is_int(value) and (isinstance(value, bool) or not hasattr(value, "__index__")):
+            raise ValueError(
+                f"{name} must be integers, got {value!r} at index {i}; pass a number of tokens "
+                "for each document."
+            )
+        found.append(value if is_int(value) else operator.index(value))
+    return found
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """The device.
+
+    Raises:
+        ValueError: it is a CUDA device, and torch sees none.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device must be one of torch's, got {device!r}; pass 'cuda' or 'cpu'."
+        ) from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device must be one that torch sees, got {str(device)!r} without a CUDA device; pass "
+            "'cpu', or check the driver with `flexvarlen doctor`."
+        )
+    return found
 
 
 def host_int32(values: list[int], device: torch.device) -> Tensor:

@@ -20,10 +20,14 @@ from flexvarlen.layout.boundaries import (
     default_capacity,
     document_starts,
     host_int32,
+    integers,
+    require_device,
     safe_boundaries,
 )
 from flexvarlen.layout.launch_sizes import LaunchSizes
 from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
+
+SHOWN_LENGTHS = 10  # of the documents, in a repr
 
 
 class PackedLayout:
@@ -109,13 +113,8 @@ class PackedLayout:
         >>> PackedLayout.from_lengths([3, 0, 2]).cu_seqlens
         tensor([0, 3, 3, 5, 5], dtype=torch.int32)
         """
-        values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        values = integers("lengths", lengths)
         for i, length in enumerate(values):
-            if isinstance(length, bool) or not isinstance(length, int):
-                raise ValueError(
-                    f"lengths must be integers, got {length!r} at index {i}; pass the number of "
-                    "tokens of each document."
-                )
             if length < 0:
                 raise ValueError(
                     f"lengths must be at least 0, got {length} at index {i}; drop or fix that "
@@ -125,7 +124,7 @@ class PackedLayout:
         for length in values:
             boundaries.append(boundaries[-1] + length)
         return cls._from_host(
-            boundaries, total_tokens, torch.device(device), capacity, max_seqlen_bound
+            boundaries, total_tokens, require_device(device), capacity, max_seqlen_bound
         )
 
     @classmethod
@@ -178,7 +177,7 @@ class PackedLayout:
     @classmethod
     def from_cu_seqlens(
         cls,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | Sequence[int],
         *,
         total_tokens: int | None = None,
         capacity: int | None = None,
@@ -188,8 +187,8 @@ class PackedLayout:
         """Build a layout from cumulative lengths, as used by FlashAttention and transformers.
 
         Args:
-            cu_seqlens: int32 `[num_docs + 1]`, on the device of the tokens; starts at 0, never
-                decreases.
+            cu_seqlens: int32 or int64 `[num_docs + 1]`, on the device of the tokens, or a list;
+                starts at 0, never decreases.
             total_tokens: T; default: the last boundary. Required where nothing is read back.
             capacity, max_seqlen_bound: as in `from_lengths`. Without a read-back, the
                 defaults are the slots of `cu_seqlens` and T; pass a bound, as tables grow with it.
@@ -202,10 +201,12 @@ class PackedLayout:
 
         One sync, if the boundaries are on a device and `checks` is "host".
         """
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-            got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        if not isinstance(cu_seqlens, Tensor):
+            cu_seqlens = torch.tensor(integers("cu_seqlens", cu_seqlens), device="cpu")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"cu_seqlens must be a torch.int32 tensor, got {got}; call .to(torch.int32) on it."
+                f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}; call .to(torch.int32) "
+                "on it."
             )
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
             raise ValueError(
@@ -222,6 +223,7 @@ class PackedLayout:
                     "total_tokens must be given where boundaries are not read back, got None; pass "
                     "the number of tokens in the row."
                 )
+            cu_seqlens = cu_seqlens.to(torch.int32)
             return cls._from_device(cu_seqlens, total_tokens, capacity, max_seqlen_bound)
         return cls._from_host(
             cu_seqlens.tolist(), total_tokens, cu_seqlens.device, capacity, max_seqlen_bound
@@ -497,10 +499,20 @@ class PackedLayout:
         self._note_launch_sizes()  # an unpickled tensor may have lost Dynamo's mark
 
     def __repr__(self) -> str:
-        docs = "?" if self.num_docs is None else self.num_docs
-        longest = "?" if self.max_seqlen is None else self.max_seqlen
+        """The lengths of the documents, the first few of many.
+
+        >>> PackedLayout.from_lengths([3, 1, 5])
+        PackedLayout(3 documents of 3, 1, 5 tokens, total_tokens=9, capacity=4, \
+max_seqlen_bound=8, device=cpu)
+        """
+        lengths = self.lengths
+        documents = f"at most {self.capacity} documents that only the device knows"
+        if lengths is not None:
+            shown = ", ".join(map(str, lengths[:SHOWN_LENGTHS]))
+            more = f", ... (longest {max(lengths)})" if len(lengths) > SHOWN_LENGTHS else ""
+            documents = f"{len(lengths)} documents" + (f" of {shown}{more} tokens" if shown else "")
         return (
-            f"PackedLayout(num_docs={docs}, total_tokens={self.total_tokens}, "
-            f"max_seqlen={longest}, capacity={self.capacity}, "
-            f"max_seqlen_bound={self.max_seqlen_bound}, device={self.device})"
+            f"PackedLayout({documents}, total_tokens={self.total_tokens}, "
+            f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, "
+            f"device={self.device})"
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
-from flexvarlen.plotstyle import STYLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
     from flexvarlen.mask.document_mask import DocumentMask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-COLORS = ("#FFFFFF", STYLES["flex_fa4"].color, STYLES["fa2"].color)
+COLORS = ("#FFFFFF", "#E69F00", "#0072B2")
 """Colors of empty, partial and full blocks."""
-BORDER = STYLES["reference"].color
+BORDER = "#000000"
 
 BLOCKS_A_SIDE = 512
 """Maximum number of blocks per side with the default block size: at least one pixel each."""

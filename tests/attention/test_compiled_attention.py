@@ -132,6 +132,7 @@ UNEVEN = {"causal": False, "window": (30, 5)}
         if (param.values[0][0], mask) != ("nested", UNEVEN)
     ],
 )
+@pytest.mark.sampled(4)
 def test_other_documents_compile_nothing_again(kernel, way, mask):
     name, device, dtype = kernel
     function, boundaries_of = WAYS[way]
@@ -238,6 +239,7 @@ def _flex_without_inductor(monkeypatch):
 
 
 @pytest.mark.usefixtures("_flex_without_inductor")
+@pytest.mark.slow
 def test_eager_flex_takes_any_number_of_scales():
     """Dynamo gives up on a function after eight compilations: each scale is a kind of its own."""
     q, k, v, _ = random_qkv(128, 2, 2, 16)
@@ -250,6 +252,7 @@ def test_eager_flex_takes_any_number_of_scales():
 
 
 @pytest.mark.usefixtures("_flex_without_inductor")
+@pytest.mark.slow
 def test_eager_flex_past_dynamos_limit():
     """Ever other strides, here: the run would end with Dynamo's error, hours after its start."""
     (q, k, v, _), layout = random_qkv(128, 4, 4, 16, seed=1), PackedLayout.from_lengths([50, 78])

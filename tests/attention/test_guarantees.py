@@ -186,6 +186,7 @@ def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
         assert torch.equal(x, y)
 
 
+@pytest.mark.slow
 def test_flex_without_the_promise_would_fail_the_test_above():
     """Documents inside a block are summed in other pieces: arranging them is not idle."""
     same, made_of = True, ((4, 2), 16, torch.float32, "cpu", 512)

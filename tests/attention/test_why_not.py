@@ -63,7 +63,9 @@ def disagreement(name, device, dtype, needs_grad, lengths, keys, align, options)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x == "flex" else x for x in BACKENDS]
+)
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [

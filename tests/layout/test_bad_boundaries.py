@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,19 +41,19 @@ from tests.sentences import (  # noqa: F401
             id="lengths_past_the_end",
         ),
         pytest.param(
-            lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 5])),
-            r"torch.int32 tensor, got torch.int64",
-            r"call \.to\(torch\.int32\)",
-            id="int64",
-        ),
-        pytest.param(
             lambda: PackedLayout.from_cu_seqlens(torch.tensor([0.0, 5.0])),
-            r"torch.int32 tensor, got torch.float32",
+            r"int32 or int64, got torch.float32",
             r"call \.to\(torch\.int32\)",
             id="float",
         ),
         pytest.param(
-            lambda: PackedLayout.from_cu_seqlens([0, 5]), "got list", r"torch\.int32", id="list"
+            lambda: PackedLayout.from_cu_seqlens([0, 2**31]), "fits in int32", "split", id="int64"
+        ),
+        pytest.param(
+            lambda: PackedLayout.from_cu_seqlens([0, 5.0]),
+            r"integers, got 5\.0 at index 1",
+            "number of tokens",
+            id="float_in_a_list",
         ),
         pytest.param(
             lambda: PackedLayout.from_cu_seqlens(int32(0, 5)[None]),
@@ -213,3 +214,31 @@ def test_boundaries_that_only_the_gpu_knows_are_read_back_and_checked(values, co
         "",
         lambda: PackedLayout.from_cu_seqlens(int32(*values).cuda(), total_tokens=TOKENS),
     )
+
+
+@pytest.mark.parametrize(
+    "boundaries", [[0, 5, 9], (0, 5, 9), torch.tensor([0, 5, 9]), np.array([0, 5, 9])]
+)
+def test_boundaries_may_be_a_list_or_int64(boundaries):
+    layout = PackedLayout.from_cu_seqlens(boundaries)
+    assert layout.cu_seqlens.dtype == torch.int32
+    assert layout.lengths == (5, 4)
+
+
+def test_lengths_of_numpy_are_integers():
+    assert PackedLayout.from_lengths(np.array([3, 1])).lengths == (3, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_gpu_is_a_sentence():
+    refused(
+        ValueError,
+        "one that torch sees, got 'cuda'",
+        "pass 'cpu'",
+        lambda: PackedLayout.from_lengths([4], device="cuda"),
+    )
+
+
+def test_print_shows_the_lengths():
+    assert "2 documents of 5, 4 tokens" in str(PackedLayout.from_lengths([5, 4]))
+    assert "... (longest 9) tokens" in str(PackedLayout.from_lengths([5] * 20 + [9]))

@@ -106,6 +106,7 @@ def trl_bins(lengths, capacity):
 
 
 @pytest.mark.parametrize("capacity", [2048, 8192])
+@pytest.mark.slow
 def test_no_more_rows_than_trl_and_less_time(capacity):
     lengths = log_normal(100_000, capacity)
     theirs, their_s = trl_bins(lengths, capacity)

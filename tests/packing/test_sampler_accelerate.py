@@ -46,6 +46,7 @@ def test_rows_of_one_process(case):
 
 
 @pytest.mark.parametrize("case", OF_RANKS)
+@pytest.mark.sampled(1)
 def test_rows_of_two_processes(made, case):
     for result in made:
         check(result.get(case, {"failed": "not run, as a case before it failed"}))

@@ -11,12 +11,12 @@ from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
-from flexvarlen.equivalence import verify_isolation
-from flexvarlen.equivalence.isolation_run import _State
-from flexvarlen.equivalence.models import build_model
 from flexvarlen.measure import time_interleaved
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+from flexvarlen.verify.isolation.model_run import _State
+from flexvarlen.verify.isolation.verify import verify_isolation
+from flexvarlen.verify.models import build_model
 from tests import forms
 
 LENGTHS = (9, 16, 15)

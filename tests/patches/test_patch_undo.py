@@ -334,6 +334,7 @@ WRAPPERS = {
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("when", ["patched_first", "wrapped_first", "called_first"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.sampled(4)
 def test_works_through_a_wrapper(wrapper, when):
     torch._dynamo.reset()
     model, plain = new_model("qwen3"), new_model("qwen3")

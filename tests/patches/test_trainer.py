@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import flexvarlen as fv
-from flexvarlen.trainer import IsolationCallback
+from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import new_model
@@ -91,6 +91,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2_windows"])
+@pytest.mark.sampled(4)
 def test_each_option_of_the_collator(kind, option, tmp_path):
     model = fv.patch_model(new_model(kind), "sdpa")
     how = {"first": OPTIONS[option].get("position_ids_start", 0)}
@@ -169,6 +170,7 @@ WAYS: dict[str, dict[str, Any]] = {
         ("cache_asked_for", True),
     ],
 )
+@pytest.mark.sampled(4)
 def test_each_way_of_training(way, flash_kwargs, tmp_path):
     changes = WAYS[way]
     how = {
@@ -190,6 +192,7 @@ def _lora(model):
 
 @pytest.mark.parametrize("patch", ["before_peft", "after_peft"])
 @pytest.mark.parametrize("way", ["position_ids", "checkpointing", "checkpointing_reentrant"])
+@pytest.mark.sampled(2)
 def test_lora(way, patch, tmp_path):
     model = new_model("qwen3")
     if patch == "before_peft":
@@ -307,6 +310,7 @@ ROW_WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
 @pytest.mark.parametrize("way", ROW_WAYS)
+@pytest.mark.sampled(2)
 def test_rows_of_fixed_shapes(way, tmp_path):
     """The loss is the mean over the labels of all rows of a step, as Trainer counts them."""
     changes = ROW_WAYS[way]

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import flexvarlen as fv
-from flexvarlen.trainer import IsolationCallback
+from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.contract_oracle import Step, check_step
 from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import VOCABULARY, exact_and_peer, new_model, one_row
@@ -110,6 +110,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*label_smoothing_factor:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(5)
 def test_each_way_of_packing(way, tmp_path):
     changes = WAYS[way]
     model = fv.patch_model(new_model("qwen3"), "sdpa")
@@ -251,6 +252,7 @@ LORA = peft.LoraConfig(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("how", ["peft_config", "peft_model", "patched_later"])
+@pytest.mark.sampled(2)
 def test_lora(how, checkpointing, tmp_path):
     model = new_model("qwen3")
     if how != "patched_later":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,8 @@ from flexvarlen.attention.auto.check_results import Expected, WrongResultError
 from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer, time_layer
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.measure import BUSY_MS, HostAndDevice, time_host_and_device
+from flexvarlen.measure import HostAndDevice, time_host_and_device
+from flexvarlen.measure.timing import BUSY_MS, wall_seconds
 
 BUDGET_S = 1.5
 """Approximate total time of the timed calls; loading and compiling candidates is extra."""
@@ -113,7 +113,7 @@ def _time(call: AttentionCall, mask: DocumentMask, names: Sequence[str]) -> Race
         if not alive or (len(alive) < 2 and ran):
             break
         round_s = sum(
-            ran[name].eager_ms / 1e3 if name in ran else _seconds(calls[name], call.device)
+            ran[name].eager_ms / 1e3 if name in ran else wall_seconds(calls[name], call.device)
             for name in alive
         )
         round_s += len(alive) * BUSY_MS / 1e3 if call.device.type == "cuda" else 1e-6
@@ -137,16 +137,6 @@ def _is_near(name: str, timings: Mapping[str, HostAndDevice], slack: float, laye
     return layer.added_by(mine) <= slack * min(
         layer.added_by(t) for t in timings.values()
     ) or mine.compiled_ms <= slack * min(t.compiled_ms for t in timings.values())
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
 
 
 def _reason(error: Exception) -> Failure:

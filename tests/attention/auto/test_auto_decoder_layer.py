@@ -11,7 +11,7 @@ from transformers import AttentionInterface, LlamaModel
 
 from flexvarlen.attention.auto import decoder_layer as layer
 from flexvarlen.attention.call import AttentionCall
-from flexvarlen.bench.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.measure import HostAndDevice, Timing
 
 CPU = torch.device("cpu")

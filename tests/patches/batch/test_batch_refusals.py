@@ -385,6 +385,7 @@ def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, head, boundaries
 @pytest.mark.parametrize("head", [DropsDocuments, KeywordsForLossAlone])
 @pytest.mark.parametrize("boundaries", BOUNDARIES)
 @pytest.mark.parametrize("what", ["whole", "base"])
+@pytest.mark.sampled(1)
 def test_a_compiled_head_that_keeps_the_documents_to_itself(monkeypatch, head, boundaries, what):
     """Whether its base model found the same by itself, a graph cannot ask."""
     monkeypatch.undo()  # here kernels run

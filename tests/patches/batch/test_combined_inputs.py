@@ -229,6 +229,7 @@ WAYS = {
     [*((True, way) for way in WAYS), *((False, way) for way in WAYS if "compiled" not in way)],
 )
 @pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.sampled(3)
 def test_gradients_of_what_is_combined(with_lora, autocast, way):
     """Autocast, LoRA, checkpointing and a compiled model, each with each."""
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 import flexvarlen as fv
-from flexvarlen.bench.contract.tiny_configs import tiny_config
+from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
 from flexvarlen.patches.batch.unsupported_keywords import _LOSS_MASKS, _OURS_BY_OTHER_NAMES
 from flexvarlen.patches.models.families import FAMILIES
 from tests.tiny_models import config_of, new_model, one_row, shared_model

@@ -145,6 +145,7 @@ def test_a_static_cache_that_was_reset_is_of_use_again(how):
 
 
 @pytest.mark.parametrize("how", ["patched", "name"])
+@pytest.mark.sampled(1)
 def test_compiled_decoding_from_a_rebuilt_cache(how):
     """The unpatched model, too."""
     cache = prefill(model_of(how))

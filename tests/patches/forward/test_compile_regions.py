@@ -91,6 +91,7 @@ ORDERS = ("patch_then_regions", "regions_then_patch")
 @pytest.mark.parametrize(
     ("kind", "backend"), [("llama", "sdpa"), ("qwen3_windows", "sdpa"), ("qwen3_windows", MIXED)]
 )
+@pytest.mark.sampled(4)
 def test_regions_are_right_and_compiled_once_a_kind_of_layers(kind, backend, how):
     compiled, counter = compiled_model(how, new_model(kind), backend=backend)
     for form in ("position_ids", "layout", "document_ids", "cu_seq_lens"):
@@ -99,6 +100,7 @@ def test_regions_are_right_and_compiled_once_a_kind_of_layers(kind, backend, how
 
 
 @pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.slow
 def test_regions_are_right_in_inductor(how):
     model = new_model("llama")
     compiled, counter = compiled_model(how, model, "inductor")
@@ -107,6 +109,7 @@ def test_regions_are_right_in_inductor(how):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "eval_no_grad"])
+@pytest.mark.sampled(1)
 def test_more_layers_make_no_more_graphs(mode):
     """A cache, which transformers makes in eval mode, would give each layer its own."""
     model = new_model("qwen3_windows", num_hidden_layers=6).train(mode == "train")
@@ -159,6 +162,7 @@ def test_unpatching_leaves_no_hook():
 
 
 @pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+@pytest.mark.sampled(1)
 def test_returning_to_an_earlier_form_compiles_nothing(how):
     model = new_model("qwen3_windows")
     forms = ("layout", "position_ids", "document_ids", "cu_seq_lens")
@@ -188,6 +192,7 @@ FORMS = ("layout", "cu_seq_lens", "collator")
 
 @pytest.mark.parametrize("form", [*FORMS, "position_ids"])
 @pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
+@pytest.mark.sampled(2)
 def test_other_sizes_cost_at_most_one_compilation_more(how, form):
     """Dynamo leaves open what has changed once; nothing of ours may fix it again."""
     compiled, counter = compiled_model(how, new_model("llama"))
@@ -235,6 +240,7 @@ def checkpointed(how, **settings):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.sampled(2)
 def test_checkpointing_runs_attention_again_and_is_right(how, reentrant, attentions):
     model, counter = checkpointed(how, use_reentrant=reentrant)
     for _ in range(2):
@@ -246,6 +252,7 @@ def test_checkpointing_runs_attention_again_and_is_right(how, reentrant, attenti
 
 
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.sampled(1)
 def test_selective_checkpointing_keeps_what_attention_gave(how, attentions):
     ops = [torch.ops.flexvarlen.sdpa_forward.default]
     contexts = partial(create_selective_checkpoint_contexts, ops)

@@ -44,6 +44,7 @@ def inputs_of(form: str, batch: int, tokens: int) -> tuple[dict, list[list[slice
         ("flex", "position_ids", 1, None),
     ],
 )
+@pytest.mark.sampled(2)
 def test_one_graph_a_length(backend, form, batch, dynamic):
     """At the ninth Dynamo gives up. A plain batch's second length did not trace at all."""
     torch._dynamo.reset()

@@ -111,11 +111,13 @@ FORMS = ("position_ids", "document_ids", "layout", "cu_seq_lens")
     ("backend", "form"),
     [*(("sdpa", form) for form in FORMS), *(("flex", form) for form in FORMS[:2])],
 )
+@pytest.mark.sampled(4)
 def test_one_graph_for_any_documents(backend, form):
     check("qwen3_windows", backend, form, "aot_eager", train=backend == "sdpa")
 
 
 @pytest.mark.parametrize(("backend", "form"), [("sdpa", "position_ids"), ("flex", "document_ids")])
+@pytest.mark.sampled(1)
 def test_one_graph_for_any_documents_in_inductor(backend, form):
     check("llama", backend, form, "inductor", train=backend == "sdpa", layers=1)
 
@@ -216,6 +218,7 @@ def test_cuda_graphs_see_other_documents(backend):
 
 @pytest.mark.parametrize("cache", ["own", "given"])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.sampled(2)
 def test_decoding_after_a_compiled_packed_prefill_raises(compiler, cache):
     torch._dynamo.reset()
     model = fv.patch_model(new_model("llama"), "sdpa")
@@ -254,6 +257,7 @@ def test_compiled_decoding_from_a_packed_cache_raises():
     ("how", "form"),
     [("patched", "position_ids"), ("patched", "document_ids"), ("name", "position_ids")],
 )
+@pytest.mark.sampled(1)
 def test_documents_beside_a_static_cache_raise(how, form):
     torch._dynamo.reset()
     name = "flexvarlen_doc" if how == "name" else "sdpa"

@@ -201,6 +201,7 @@ def test_arguments_that_the_forward_does_not_take(patch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.sampled(2)
 def test_a_loss_of_the_users_own_gets_what_it_got(when, compiled):
     torch._dynamo.reset()
 

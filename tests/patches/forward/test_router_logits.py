@@ -103,6 +103,7 @@ def test_as_the_config_asks_too(form):
         ("gpt_oss", "padding_behind_a_layout"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_in_one_graph(kind, form):
     torch._dynamo.reset()
     batch, inputs = given_in(form)

@@ -171,6 +171,7 @@ def test_by_the_plugin_name_alone(name):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.sampled(1)
 def test_one_graph_for_any_documents(name):
     torch._dynamo.reset()
     model = fv.patch_model(new_model(name), "sdpa")

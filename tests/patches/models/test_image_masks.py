@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
 import flexvarlen as fv
-from flexvarlen.bench.contract.tiny_configs import TINY
+from flexvarlen.bench.suites.contract.tiny_configs import TINY
 from tests.tiny_models import config_of, new_model
 
 GEMMA = TINY["gemma3"]

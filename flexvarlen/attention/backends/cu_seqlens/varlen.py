@@ -2,7 +2,7 @@
 
 The ATen operator is called directly to be sure which kernel runs: `varlen_attn` in torch 2.14 and
 later may choose cuDNN on Hopper. `torch.nn.attention.activate_flash_attention_impl`
-changes the kernel behind the operator; `flexvarlen.environment.environment` records which it is.
+changes the kernel behind the operator; `flexvarlen.measure.machine` records which it is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""What is no model is refused in a sentence; names of attention that users try work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import flexvarlen as fv
+from tests.sentences import refused
+from tests.tiny_models import config_of
+
+
+@pytest.mark.parametrize("call", [fv.patch_model, fv.unpatch_model, fv.is_patched, fv.compare])
+def test_a_name_is_no_model(call):
+    refused(ValueError, "PreTrainedModel, got 'Qwen", "from_pretrained", lambda: call("Qwen/Qwen3"))
+
+
+def test_another_module_is_no_transformers_model():
+    linear = torch.nn.Linear(2, 2)
+    refused(ValueError, "got Linear", "AutoModel", lambda: fv.patch_model(linear))
+
+
+@pytest.mark.parametrize("name", ["flexvarlen_doc", "flexvarlen_sdpa"])
+def test_both_names_of_sdpa_load_a_model_that_keeps_documents_apart(name):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation=name).eval()
+    layout = fv.PackedLayout.from_lengths([5, 7])
+    ids = torch.arange(12)[None]
+    batch = {"input_ids": ids, "position_ids": layout.position_ids()[None], "use_cache": False}
+    fv.patch_model(model, "sdpa")
+    expected = model(**batch).logits
+    fv.verify_isolation(model, batch)
+    fv.unpatch_model(model)
+    torch.testing.assert_close(model(**batch).logits, expected)
