@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
-from flexvarlen.bench import suite as suite_module
-from flexvarlen.bench.suite import DeviceLost, Finding
+from flexvarlen.bench.suites import SUITES
 from flexvarlen.cli import app
-from flexvarlen.rows import read_rows
-from tests.bench.test_bench_runner import Squares
+from flexvarlen.report.records import read_records
+from flexvarlen.runner.suite import DeviceLost, Finding
+from tests.runner.test_runner import Squares
 
 
 class Named(Squares):
@@ -30,7 +32,7 @@ def suite(monkeypatch):
     """Stands in for the suite `scaling`."""
     made = Named(2)
     monkeypatch.setattr(made, "name", "scaling", raising=False)
-    monkeypatch.setattr(suite_module, "suite_of", lambda name: made)
+    monkeypatch.setattr(sys.modules["flexvarlen.cli.bench"], "suite_of", lambda name: made)
     return made
 
 
@@ -42,7 +44,7 @@ def test_rows_go_to_the_file_and_tables_to_the_screen(suite, tmp_path):
     out = tmp_path / "mine.jsonl"
     found = bench("scaling", "--out", out, "--device", "cpu", "--commit", "abc")
     assert found.exit_code == 0, found.output
-    rows = read_rows([out])
+    rows = read_records([out])
     assert len(rows) == 4
     assert rows[0].environment["git_commit"] == "abc"
     assert "4 rows" in found.output
@@ -67,12 +69,18 @@ def test_what_is_wrong_ends_with_1(suite, tmp_path, variant, code):
 
 def test_a_lost_device_is_one_sentence_and_nothing_is_lost(suite, tmp_path):
     found = bench("scaling", "--out", tmp_path, "--device", "cpu", "--variants", "a,lost")
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "lost killed the device. What was measured is kept; run again" in " ".join(
         found.output.split()
     )
     assert "Traceback" not in found.output
-    assert len(read_rows([tmp_path / "scaling-cpu.jsonl"])) == 1
+    assert len(read_records([tmp_path / "scaling-cpu.jsonl"])) == 1
+
+
+def test_bench_list_names_every_suite():
+    found = bench("list")
+    assert found.exit_code == 0
+    assert [line.split()[0] for line in found.output.splitlines()] == list(SUITES)
 
 
 def test_list_measures_nothing(suite, tmp_path):
@@ -85,13 +93,13 @@ def test_list_measures_nothing(suite, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["scaling", "--cases", "["], "cases must be a regular expression"),
-        (["scaling", "--cases", "no such"], "cases must find a case"),
-        (["scaling", "--device", "tpu"], "device must be"),
-        (["all", "--out", "rows.jsonl"], "out must be a folder for several suites"),
-        (["scaling", "--out", f"{__file__}/below"], "out must be a folder that can be made"),
-        (["scaling", "--out", f"{__file__}/rows.jsonl"], "out must be a folder that can be made"),
-        (["all", "--variants", "fa2"], "variants must be of one suite"),
+        (["scaling", "--cases", "["], "--cases must be a regular expression"),
+        (["scaling", "--cases", "no such"], "--cases must find a case"),
+        (["scaling", "--device", "tpu"], "--device must be"),
+        (["all", "--out", "rows.jsonl"], "--out must be a folder for several suites"),
+        (["scaling", "--out", f"{__file__}/below"], "--out must be a folder that can be made"),
+        (["scaling", "--out", f"{__file__}/rows.jsonl"], "--out must be a folder that can be made"),
+        (["all", "--variants", "fa2"], "--variants must be of one suite"),
         (["report", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["diff", "no-such-file.jsonl", "nor-this.jsonl"], "no-such-file.jsonl"),
     ],

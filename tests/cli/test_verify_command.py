@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
-from flexvarlen.equivalence.isolation_command import FORMS, LENGTHS
+from flexvarlen.verify.isolation.command import FORMS, LENGTHS
 
 SMALL = ["--model", "qwen3", "--device", "cpu", "--lengths", "5,11,1,8"]
 
@@ -84,14 +84,14 @@ def test_backend_without_a_backward_says_so():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--model", "lama"], "model must be"),
-        (["--backend", "flsh"], "backend must be"),
-        (["--form", "cu_seqlens"], "form must be one of"),
-        (["--unpatched", "--form", "packed_layout"], "form must be one that transformers knows"),
-        (["--lengths", "5,0"], "lengths must be"),
+        (["--model", "lama"], "--model must be"),
+        (["--backend", "flsh"], "--backend must be"),
+        (["--form", "cu_seqlens"], "--form must be one of"),
+        (["--unpatched", "--form", "packed_layout"], "--form must be one that transformers knows"),
+        (["--lengths", "5,0"], "--lengths must be"),
         (["--lengths", "5"], "at least two documents"),
-        (["--dtype", "int8"], "dtype must be"),
-        (["--device", "tpu"], "device must be"),
+        (["--dtype", "int8"], "--dtype must be"),
+        (["--device", "tpu"], "--device must be"),
         (["--unpatched", "--attn-implementation", "spda"], "spda"),
     ],
 )

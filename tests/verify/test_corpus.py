@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from flexvarlen.equivalence import corpus
-from flexvarlen.equivalence.batch import PackedBatch, recut
-from flexvarlen.equivalence.corpus import (
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.verify import corpus
+from flexvarlen.verify.batch import PackedBatch, recut
+from flexvarlen.verify.corpus import (
     DEFAULT_TOKENS,
     batch_of,
     pack,
@@ -14,8 +15,7 @@ from flexvarlen.equivalence.corpus import (
     read_documents,
     tokenize,
 )
-from flexvarlen.equivalence.models import build_model
-from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.verify.models import build_model
 
 
 def test_default_documents_are_many_and_of_varied_length():
@@ -57,7 +57,7 @@ def test_unusable_file_is_one_sentence(tmp_path, content):
 
 def test_tokens_come_back_as_the_text_they_were():
     documents = ("naïve – déjà vu\n\tprint('x')", "aaaa bbbb aaaa")
-    from flexvarlen.equivalence.corpus import train_tokenizer
+    from flexvarlen.verify.corpus import train_tokenizer
 
     tokenizer = train_tokenizer(documents, 300)
     for text, ids in zip(documents, tokenize(documents, vocabulary=300), strict=True):

@@ -1,0 +1,5 @@
+"""`python -m flexvarlen`: the command."""
+
+from flexvarlen.cli import main
+
+main()

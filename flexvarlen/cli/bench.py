@@ -1,0 +1,263 @@
+"""The commands `flexvarlen bench list`, `SUITE`, `all`, `report`, `diff`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexvarlen.bench.suites import SUITES, suite_of
+from flexvarlen.cli.console import (
+    FAILURE,
+    FINDING,
+    Device,
+    Text,
+    console,
+    device_of,
+    errors,
+    progress_bar,
+    sentences,
+)
+
+if TYPE_CHECKING:
+    from flexvarlen.report.records import Record
+    from flexvarlen.runner.suite import Options, Suite
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Benchmarks: records as JSON lines, and tables and figures made of them.",
+)
+
+Files = Annotated[list[Path] | None, typer.Argument(help="JSON lines.", show_default=False)]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The options of a run, as they were typed."""
+
+    out: Path
+    quick: bool
+    cases: str | None
+    variants: str | None
+    seconds: float | None
+    until: float | None
+    again: bool
+    text: list[Path] | None
+    device: str | None
+    commit: str | None
+
+
+@bench.command("list")
+def list_() -> None:
+    """The suites, and what each measures."""
+    for name, entry in SUITES.items():
+        console.print(f"{name:16} {entry.summary}", markup=False, highlight=False)
+
+
+def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
+    """Measure suites one after another; what is measured is kept whatever comes later."""
+    with sentences():
+        from flexvarlen.report.records import require_folder
+        from flexvarlen.runner.run import chosen_cases
+        from flexvarlen.runner.suite import DeviceLost
+
+        options = _options(asked)
+        found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
+        if list_cases:
+            for suite, cases in found.items():
+                for case in cases:
+                    console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
+            return
+        single = asked.out.suffix == ".jsonl"
+        if len(names) > 1 and single:
+            raise ValueError(
+                f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
+            )
+        if len(names) > 1 and asked.variants is not None:
+            raise ValueError(
+                f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
+            )
+        require_folder(asked.out.parent if single else asked.out)
+        right, begin = True, time.perf_counter()
+        for suite in found:
+            path = asked.out if single else asked.out / _file_name(suite.name, options)
+            limit = float("inf") if asked.until is None else asked.until
+            until_s = limit - (time.perf_counter() - begin)
+            try:
+                records = _measure(suite, options, asked, path, until_s)
+            except DeviceLost as lost:
+                said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
+                errors.print(said, style="red", markup=False, highlight=False)
+                raise typer.Exit(FAILURE) from lost
+            ours = [r for r in records if "transformers:" not in r.case["variant"]]
+            right &= not any(r.status in ("wrong", "failed") for r in ours)
+    if not right:
+        raise typer.Exit(FINDING)
+
+
+def _options(asked: _Asked) -> Options:
+    from flexvarlen.runner.suite import Options
+
+    chosen = None
+    if asked.variants is not None:
+        chosen = tuple(name.strip() for name in asked.variants.split(",") if name.strip())
+    device = device_of(asked.device)
+    return Options(
+        device=device,
+        quick=asked.quick or device.type == "cpu",  # the sizes that a CPU can run
+        variants=chosen,
+        seconds=asked.seconds if asked.seconds is not None else 0.1 if asked.quick else 3.0,
+        text=tuple(asked.text) if asked.text else None,
+        say=partial(console.print, markup=False, highlight=False),
+    )
+
+
+def _file_name(suite: str, options: Options) -> str:
+    """Named by suite and GPU."""
+    import torch
+
+    if not options.on_gpu:
+        return f"{suite}-cpu.jsonl"
+    gpu = torch.cuda.get_device_name(options.device).lower().removeprefix("nvidia ")
+    return f"{suite}-{gpu.replace(' ', '-')}{'-quick' if options.quick else ''}.jsonl"
+
+
+def _measure(
+    suite: Suite, options: Options, asked: _Asked, path: Path, until_s: float
+) -> list[Record]:
+    """Run a suite and print its tables; its records."""
+    from flexvarlen.report.records import read_records, run_environment
+    from flexvarlen.runner.run import Run, run_suite
+
+    run = Run(out=path, cases=asked.cases, until_s=until_s, again=asked.again, commit=asked.commit)
+    with progress_bar(suite.name, left=True) as bar:
+        ended = run_suite(suite, options, run, bar)
+    gpu = run_environment(options.device, None)["gpu"]
+    records = [
+        record
+        for record in (read_records([path]) if path.exists() else ())
+        if record.suite == suite.name and record.environment.get("gpu") == gpu
+    ]
+    if records:
+        _print_markdown(suite.section(records))
+    parts = [f"{ended.measured} cases measured", f"{ended.done_before} done before"]
+    if ended.left:
+        parts.append(f"{ended.left} left as time was up: run again to go on")
+    said = f"{suite.name}: {', '.join(parts)}. Records in {path}."
+    console.print(said, markup=False, highlight=False)
+    return records
+
+
+def _print_markdown(text: str) -> None:
+    """Rendered on a terminal; as it stands in a pipe."""
+    from rich.markdown import Markdown
+
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _add(name: str, summary: str, suites: Sequence[str]) -> None:
+    def run(
+        out: Annotated[
+            Path,
+            typer.Option(
+                help="File of records (.jsonl), or a folder for SUITE-GPU.jsonl; what it holds is "
+                "not measured again."
+            ),
+        ] = Path("build/bench"),
+        quick: Annotated[
+            bool, typer.Option("--quick", help="Small cases, to see that all works.")
+        ] = False,
+        cases: Annotated[
+            str | None,
+            typer.Option(
+                metavar="REGEX", help="Only cases whose name this finds.", show_default=False
+            ),
+        ] = None,
+        variants: Annotated[
+            str | None,
+            typer.Option(help="Only these, with commas between.", show_default=False),
+        ] = None,
+        seconds: Annotated[
+            float | None,
+            typer.Option(
+                min=0.0,
+                help="Of timing a case, about. [default: 3, 0.1 with --quick]",
+                show_default=False,
+            ),
+        ] = None,
+        until: Annotated[
+            float | None,
+            typer.Option(
+                min=0.0, metavar="S", help="Begin no case after S seconds.", show_default=False
+            ),
+        ] = None,
+        again: Annotated[
+            bool, typer.Option("--again", help="Measure what the file holds, too.")
+        ] = False,
+        list_: Annotated[
+            bool, typer.Option("--list", help="Print the cases' names and stop.")
+        ] = False,
+        text: Text = None,
+        device: Device = None,
+        commit: Annotated[
+            str | None,
+            typer.Option(help="To record, where git cannot tell it.", show_default=False),
+        ] = None,
+    ) -> None:
+        asked = _Asked(out, quick, cases, variants, seconds, until, again, text, device, commit)
+        _run(suites, list_, asked)
+
+    run.__doc__ = summary
+    bench.command(name=name)(run)
+
+
+for _name, _entry in SUITES.items():
+    _add(_name, _entry.summary, [_name])
+_add("all", "All suites, one after another.", list(SUITES))
+
+
+@bench.command()
+def report(
+    files: Files = None,
+    page: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A Markdown file whose marked sections are replaced. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder for the PNGs.", show_default=False)
+    ] = None,
+) -> None:
+    """Tables and figures, from records alone."""
+    with sentences():
+        from flexvarlen.bench.report import report as rendered
+
+        _print_markdown(rendered(files or (), pages=page or (), figures=figures))
+
+
+@bench.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="JSON lines.")],
+    after: Annotated[Path, typer.Argument(help="The same cases, measured later.")],
+    threshold: Annotated[
+        float, typer.Option(min=0.0, help="Share by which medians must differ.")
+    ] = 0.02,
+) -> None:
+    """Faster, slower or unchanged, case by case; exit code 1 if one is slower."""
+    with sentences():
+        from flexvarlen.bench.diff import diff as compared
+
+        found = compared([before], [after], threshold=threshold)
+        _print_markdown(found.markdown())
+    if found.slower:
+        raise typer.Exit(FINDING)

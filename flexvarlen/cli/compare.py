@@ -1,0 +1,105 @@
+"""The command `flexvarlen compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexvarlen.cli.console import (
+    CPU_MODELS,
+    FAILURE,
+    FINDING,
+    Device,
+    Dtype,
+    RowTokens,
+    Seed,
+    Text,
+    Train,
+    console,
+    device_of,
+    dtype_of,
+    progress_bar,
+    quiet_transformers,
+    sentences,
+)
+
+
+def compare(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="llama, qwen2 or qwen3 (tiny, random weights), a geometry such as qwen3:1.7b or "
+            "qwen3:1.7b@14 (14 layers), a folder, or a hub name. Repeatable. "
+            "[default: llama and qwen3]",
+            show_default=False,
+        ),
+    ] = None,
+    backends: Annotated[
+        str, typer.Option(help="all, or names with commas between; see flexvarlen doctor.")
+    ] = "all",
+    tokens: RowTokens = None,
+    text: Text = None,
+    dtype: Dtype = None,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Run under torch.compile.")
+    ] = False,
+    train: Train = True,
+    seed: Seed = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder for records.jsonl, table.md and compare.png.")
+    ] = Path("compare"),
+    device: Device = None,
+) -> None:
+    """Check that packed outputs and gradients are right on every backend, and how fast each is.
+
+    The reference is each document alone, in float64. Exit code 1 if a backend of flexvarlen leaks,
+    or its error is more than twice (gradients: three times) that of a plain model of the dtype;
+    2 if no backend of flexvarlen could run.
+    """
+    with sentences():
+        from flexvarlen.report.records import require_folder
+        from flexvarlen.verify.compare import Report, compare
+        from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
+        from flexvarlen.verify.models import build_model, parse_model
+        from flexvarlen.verify.variants import variant_names
+
+        quiet_transformers()
+        where = device_of(device)
+        what = dtype_of(dtype, where)
+        specs = [parse_model(name) for name in model or CPU_MODELS]  # all mistakes before any work
+        variant_names(backends, where)
+        read_documents(text or [])
+        require_folder(out)
+        report = Report(())
+        for spec in specs:
+            built, tokenizer = build_model(spec.name, device=where, dtype=what, seed=seed)
+            batch = packed_text(
+                vocabulary=built.config.vocab_size,
+                tokens=tokens or DEFAULT_TOKENS[where.type],
+                seed=seed,
+                files=text or [],
+                tokenizer=tokenizer,
+            )
+            with progress_bar(spec.label) as progress:
+                found = compare(
+                    built,
+                    batch,
+                    backends,
+                    train=train,
+                    compile=compile,
+                    seed=seed,
+                    name=spec.label,
+                    progress=progress,
+                )
+            report += found
+            paths = report.save(out)  # after each model: nothing is lost if the next one fails
+        for line in (*report.notes(), f"Written: {', '.join(map(str, paths))}", ""):
+            console.print(line, style="dim", markup=False, highlight=False)
+        console.print(report.table().rich(console.width))
+        console.print(f"\n{report.sentence()}", markup=False, highlight=False)
+    if not report.passed:
+        raise typer.Exit(FINDING)
+    if not report.ran:
+        raise typer.Exit(FAILURE)

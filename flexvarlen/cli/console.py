@@ -1,0 +1,196 @@
+"""What the commands share: where they print, how they end, what their options mean."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN_WIDTH = 140  # columns of a whole table, where the output is no terminal
+PIPE_SECONDS = 10.0  # between two lines of progress, where the output is no terminal
+
+console = Console()
+if not console.is_terminal:  # a pipe or a file has room: no folded cells
+    console = Console(width=max(console.width, PLAIN_WIDTH))
+errors = Console(stderr=True)
+
+CPU_MODELS = ("llama", "qwen3")
+FINDING, FAILURE = 1, 2
+"""Exit codes: a leak, a wrong result, a limit that is passed; bad usage, or what failed."""
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+"""Short names of dtypes."""
+
+
+def parse_tokens(text: str | int) -> int:
+    """A number of tokens, "8k" is 8192.
+
+    >>> parse_tokens("8k"), parse_tokens("1000"), parse_tokens("1m")
+    (8192, 1000, 1048576)
+    """
+    match = re.fullmatch(r"(\d+)([km]?)", str(text).strip().lower())
+    found = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] if match else 0
+    if found < 2:
+        raise typer.BadParameter(f"must be at least 2 tokens, as 1000 or 8k, got {text!r}.")
+    return found
+
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16 or float16; or fp32, bf16, fp16. [default: float32, bfloat16 on a "
+        "GPU]",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda or cuda:1. [default: cuda if there is one]", show_default=False),
+]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A text file of documents, form feeds between them. Repeatable. [default: Python's "
+        "help topics]",
+        show_default=False,
+    ),
+]
+Train = Annotated[
+    bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
+]
+Seed = Annotated[int, typer.Option(help="Of weights, documents and all else random.")]
+RowTokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_tokens,
+        metavar="TOKENS",
+        help="Of the packed row, as 8192 or 8k. [default: 1024, 8192 on a GPU]",
+        show_default=False,
+    ),
+]
+"""Options of several commands; `dtype_of` and `device_of` read the first two."""
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Every failure ends the command with one sentence and exit code 2, never with a traceback."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        fail(_as_option(str(error)), error)
+    except Exception as error:  # the boundary to the user: kernels raise types of their own
+        fail(f"{type(error).__name__}: {' '.join(str(error).split())[:600]}", error)
+
+
+def fail(sentence: str, error: Exception) -> None:
+    """Print the sentence and end the command."""
+    errors.print(sentence, style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(FAILURE) from error
+
+
+def _as_option(text: str) -> str:
+    """Name the option in place of the argument that a function complains of.
+
+    >>> _as_option("head_dim must be at least 1, got 0; raise it.")
+    '--head-dim must be at least 1, got 0; raise it.'
+    """
+    name, _, rest = text.partition(" ")
+    if re.fullmatch(r"[\w-]+", name) and rest.startswith("must "):
+        return f"--{name.replace('_', '-')} {rest}"
+    return text
+
+
+def quiet_transformers() -> None:
+    """No warnings and no bars of transformers beside ours."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; None: a GPU if there is one. Raises a ValueError for others."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    kind, _, index = (name or ("cuda" if on_gpu else "cpu")).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device must be cpu or cuda, got {name!r}; choose one.")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be one that torch sees, got {name}; run flexvarlen doctor.")
+    return torch.device(name or kind)
+
+
+def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; None: the device's usual one. Raises a ValueError for others."""
+    import torch
+
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    full = DTYPES.get(name, name)
+    if full not in known:
+        names = ", ".join((*known, *DTYPES))
+        raise ValueError(f"dtype must be one of {names}, got {name!r}; choose one.")
+    return known[full]
+
+
+@contextmanager
+def progress_bar(
+    title: str = "", *, left: bool = False
+) -> Iterator[Callable[[int, int, str], None]]:
+    """What shows the steps done, all steps, and what is being done.
+
+    On a terminal one live line, gone in the end; elsewhere a line every 10 s, to standard error.
+
+    Args:
+        title: what all steps belong to.
+        left: also tell about how long it will still take.
+    """
+    from rich import progress as rich_progress
+    from rich.markup import escape
+
+    head = f"{title}: " if title else ""
+    if not console.is_terminal:
+        begin = last = time.perf_counter()
+
+        def tell(done: int, total: int, what: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            if what and now - last >= PIPE_SECONDS:
+                last = now
+                line = f"{now - begin:5.0f} s  {done} of {total} done, {head}{what}"
+                errors.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        yield tell
+        return
+    columns = [
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+    ]
+    if left:
+        columns += [rich_progress.TextColumn("left"), rich_progress.TimeRemainingColumn()]
+    # Cases take minutes: the speed is that of the whole run.
+    bar = rich_progress.Progress(
+        *columns, console=console, transient=True, speed_estimate_period=86_400
+    )
+    with bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=escape(head + what))
+
+        yield show

@@ -1,0 +1,305 @@
+"""The commands `flexvarlen drift op`, `model`, `train`. Heavy imports happen inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexvarlen.cli.console import (
+    CPU_MODELS,
+    FAILURE,
+    FINDING,
+    Device,
+    RowTokens,
+    Text,
+    Train,
+    console,
+    device_of,
+    dtype_of,
+    errors,
+    parse_tokens,
+    progress_bar,
+    sentences,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexvarlen.runner.suite import Options, Suite
+
+drift = typer.Typer(
+    no_args_is_help=True,
+    help="How far outputs and gradients move when only the backend, the batching or the "
+    "compilation changes. Ends with exit code 1 on a finding, 2 on bad usage or a failure.",
+)
+
+Dtypes = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="float32, bfloat16 or float16, or several with commas between. (default: float32, "
+        "bfloat16 on a GPU)",
+        show_default=False,
+    ),
+]
+Backends = Annotated[
+    str,
+    typer.Option(help="all, or names with commas between. On a CPU all leaves out slow compilers."),
+]
+Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+Out = Annotated[Path, typer.Option(help="Folder for records.jsonl and report.md.")]
+FailAbove = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MEASURE=VALUE",
+        help="End with exit code 1 if a measure is larger in any record; MEASURE is a name as in "
+        "the records, or the end of several (relative, max_abs). Repeatable.",
+        show_default=False,
+    ),
+]
+Again = Annotated[bool, typer.Option("--again", help="Measure what the folder holds, too.")]
+Commit = Annotated[
+    str | None, typer.Option(help="To record, where git cannot tell it.", show_default=False)
+]
+
+
+@drift.command()
+def op(
+    suite: Annotated[
+        str | None,
+        typer.Option(help="varlen-study, gqa or cpu. (default: cpu, varlen-study on a GPU)"),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help='Own cases instead: tokens of each document, as in "256; 320,320".'),
+    ] = None,
+    heads: Annotated[str, typer.Option(help="With --lengths: query heads/KV heads.")] = "24/24",
+    head_dim: Annotated[int, typer.Option(min=1, help="With --lengths.")] = 128,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="With --lengths.")] = True,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="With --lengths: keys that a query sees.")
+    ] = None,
+    backends: Backends = "all",
+    comparisons: Annotated[
+        str,
+        typer.Option(
+            help="all, or of exact, batch-serial, run-run, eager-compiled, backend-backend."
+        ),
+    ] = "all",
+    dtype: Dtypes = None,
+    train: Train = True,
+    device: Device = None,
+    seed: Seed = 0,
+    out: Out = Path("drift"),
+    again: Again = False,
+    fail_above: FailAbove = None,
+    commit: Commit = None,
+) -> None:
+    """Compare attention alone: batch with serial, backend with backend, each with float64.
+
+    A finding is an error above the acceptance rule, or above a limit of yours.
+    """
+    with sentences():
+        from flexvarlen.cli.machine import parse_heads
+        from flexvarlen.verify.drift.op.cases import OpCase, suite_cases
+        from flexvarlen.verify.drift.op.suite import OperatorDrift, backend_variants
+        from flexvarlen.verify.isolation.command import parse_lengths
+
+        where = device_of(device)
+        if lengths is None:
+            cases = list(suite_cases(suite or ("cpu" if where.type == "cpu" else "varlen-study")))
+        elif suite is None:
+            query, kv = parse_heads(heads)
+            each = map(parse_lengths, lengths.split(";"))
+            cases = [OpCase.of(one, query, kv, head_dim, causal, window) for one in each]
+        else:
+            raise ValueError(f"suite must not be given with --lengths, got {suite!r}; give one.")
+        dtypes = _dtypes(dtype, where)
+        drift_op = OperatorDrift.of(cases, dtypes, _names(comparisons), train=train, seed=seed)
+        options = _options(where, backend_variants(_names(backends)))
+    _run(drift_op, options, out, again, commit, fail_above)
+
+
+@drift.command(name="model")
+def model_command(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="llama, qwen3:1.7b@14, a folder, a hub name. (default: qwen3)"),
+    ] = None,
+    text: Text = None,
+    tokens: RowTokens = None,
+    backends: Backends = "all",
+    baseline: Annotated[str, typer.Option(help="The other backend of backend-backend.")] = "sdpa",
+    comparisons: Annotated[
+        str,
+        typer.Option(
+            help="all, or of packed-alone, packed-padded, backend-backend, eager-compiled, dtype."
+        ),
+    ] = "all",
+    dtype: Dtypes = None,
+    train: Train = True,
+    device: Device = None,
+    seed: Seed = 0,
+    out: Out = Path("drift"),
+    again: Again = False,
+    fail_above: FailAbove = None,
+    commit: Commit = None,
+) -> None:
+    """Compare a model on one batch: packed with alone and padded, backends, dtypes, compiled.
+
+    A finding is a backend of flexvarlen that fails, numbers that are not finite, or a measure above
+    a limit of yours. Whether a backend is right is what flexvarlen compare says.
+    """
+    with sentences():
+        from flexvarlen.verify.drift.model.suite import ModelDrift
+        from flexvarlen.verify.drift.named_models import NamedModels
+
+        where = device_of(device)
+        named = NamedModels(model or list(CPU_MODELS[1:]), text or [], where)
+        cases = named.cases(
+            _dtypes(dtype, where),
+            _names(comparisons),
+            tokens=tokens,
+            baseline=baseline,
+            train=train,
+            seed=seed,
+        )
+        options = _options(where, _variants(backends, where))
+    _run(ModelDrift(cases), options, out, again, commit, fail_above)
+
+
+@drift.command(name="train")
+def train_command(
+    model: Annotated[
+        str, typer.Option(help="As in compare; a checkpoint starts from its own parameters.")
+    ] = CPU_MODELS[1],
+    text: Text = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_tokens,
+            metavar="TOKENS",
+            help="Of each step's row, as 256 or 8k. (default: 256, 8192 on a GPU)",
+        ),
+    ] = None,
+    backends: Backends = "all",
+    baseline: Annotated[
+        str,
+        typer.Option(
+            help="What the others are compared with: unpacked (each document in its own row), or a "
+            "backend."
+        ),
+    ] = "unpacked",
+    steps: Annotated[int, typer.Option(min=4, help="Of AdamW.")] = 20,
+    seeds: Annotated[
+        int, typer.Option(min=3, help="Of the baseline; the others get the first.")
+    ] = 3,
+    lr: Annotated[float, typer.Option(help="Learning rate, constant.")] = 1e-3,
+    dtype: Dtypes = None,
+    device: Device = None,
+    out: Out = Path("drift"),
+    again: Again = False,
+    fail_above: FailAbove = None,
+    commit: Commit = None,
+) -> None:
+    """Train with each backend from the same seed, and compare the losses with the seeds' noise.
+
+    A finding is a backend of flexvarlen beyond it, or a measure above a limit of yours.
+    """
+    with sentences():
+        from flexvarlen.verify.drift.named_models import NamedModels
+        from flexvarlen.verify.drift.training.suite import TrainingDrift
+
+        where = device_of(device)
+        named = NamedModels([model], text or [], where)
+        cases = named.trainings(
+            _dtypes(dtype, where),
+            tokens=tokens,
+            steps=steps,
+            seeds=range(seeds),
+            lr=lr,
+            baseline=baseline,
+        )
+        options = _options(where, _variants(backends, where))
+    _run(TrainingDrift(cases), options, out, again, commit, fail_above)
+
+
+# ---- what options mean ----
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _dtypes(text: str | None, device: torch.device) -> list[torch.dtype]:
+    return [dtype_of(name, device) for name in (_names(text) if text else [None])]
+
+
+def _variants(backends: str, device: torch.device) -> tuple[str, ...] | None:
+    from flexvarlen.verify.variants import variant_names
+
+    return None if backends == "all" else tuple(variant_names(backends, device))
+
+
+def _options(device: torch.device, variants: tuple[str, ...] | None) -> Options:
+    import transformers
+
+    from flexvarlen.runner.suite import Options
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    def say(line: str) -> None:
+        errors.print(line, style="dim", markup=False, highlight=False)
+
+    return Options(device, variants=variants, say=say)
+
+
+# ---- the run, and what is shown ----
+
+
+def _run(
+    suite: Suite,
+    options: Options,
+    out: Path,
+    again: bool,
+    commit: str | None,
+    fail_above: Sequence[str] | None,
+) -> None:
+    """Measure what the folder does not hold yet; print the table and the findings.
+
+    Raises:
+        typer.Exit: with code 1 if there is a finding, 2 if the run failed.
+    """
+    from flexvarlen.runner.suite import DeviceLost
+
+    with sentences():
+        from flexvarlen.report.records import require_folder
+        from flexvarlen.runner.run import Run, run_suite
+        from flexvarlen.verify.drift.each import records_in
+        from flexvarlen.verify.drift.report import DriftReport
+        from flexvarlen.verify.drift.report.thresholds import MEASURES, parse_thresholds
+
+        limits = parse_thresholds(fail_above or [], MEASURES[suite.name])
+        require_folder(out)
+        path, lost = out / "records.jsonl", None
+        try:
+            with progress_bar() as show:
+                run_suite(suite, options, Run(path, again=again, commit=commit), show)
+        except DeviceLost as error:
+            lost = f"{error}. What was measured is kept; run again to go on without it."
+        report = DriftReport(records_in(path, suite, options))
+        findings = report.broken_limits(limits)
+        report.save(out / "report.md")
+    for table in report.tables():
+        console.print(table.rich(console.width))
+    console.print()
+    for sentence in [*report.sentences(), *findings, *([lost] if lost else [])]:
+        console.print(sentence, markup=False, highlight=False)
+    if lost:
+        raise typer.Exit(FAILURE)
+    if findings or not report.passed:
+        raise typer.Exit(FINDING)

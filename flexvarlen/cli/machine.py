@@ -1,0 +1,190 @@
+"""What this machine can run, as data: versions, the GPU, and each backend with its reason."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from flexvarlen.attention.backends.registry import BACKENDS, why_not
+from flexvarlen.attention.explain import Explanation, explain
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.measure.machine import environment
+from flexvarlen.patches import IMPLEMENTATIONS
+
+HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+"""The call that backends are asked about: the attention of Llama-3.1-8B."""
+
+TYPICAL_ROWS = ((8_192, 512), (32_768, 2_048))
+"""Tokens of a row and the mean length of its documents, for which "auto" is explained."""
+
+DECODING = (
+    "Decoding (a non-empty cache) is not packed: a patched model hands it to transformers' own "
+    "sdpa, with transformers' own mask."
+)
+
+
+@dataclass(frozen=True)
+class BackendState:
+    """What a backend can do here.
+
+    Attributes:
+        name: of the backend.
+        implementation: its `attn_implementation` name in transformers, or "none".
+        can: "train and run", "run only" or "nothing".
+        reason: one sentence why not more, and what to do, or None.
+    """
+
+    name: str
+    implementation: str
+    can: str
+    reason: str | None
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether it can do nothing for want of a CUDA device."""
+        return self.can == "nothing" and "CUDA" in (self.reason or "")
+
+
+def backend_states(device: torch.device | str, dtype: torch.dtype) -> list[BackendState]:
+    """Every backend, and what it can do on a device in a dtype."""
+    implementations = {backend: name for name, backend in reversed(IMPLEMENTATIONS.items())}
+    states = []
+    for name in BACKENDS:
+        training = why_not(name, device=device, dtype=dtype, **HEADS)
+        running = why_not(name, device=device, dtype=dtype, needs_grad=False, **HEADS)
+        can = "nothing" if running else "run only" if training else "train and run"
+        states.append(
+            BackendState(name, implementations.get(name, "none"), can, running or training)
+        )
+    return states
+
+
+def version_problems() -> list[str]:
+    """One sentence for each dependency that is missing or outside the range that is supported."""
+    try:
+        requirements = requires("flexvarlen") or []
+    except PackageNotFoundError:  # a checkout on the path
+        return ["flexvarlen is not installed, so versions are not checked; pip install -e . it."]
+    problems = []
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is not None:  # an extra
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            problems.append(f"{requirement.name} is not installed; install {requirement}.")
+            continue
+        if not requirement.specifier.contains(Version(found).base_version, prereleases=True):
+            problems.append(
+                f"{requirement.name} {found} is outside {requirement.specifier}, which is what is "
+                f"tested; install {requirement}."
+            )
+    return problems
+
+
+PACKAGES = ("accelerate", "trl", "peft", "liger-kernel")
+"""Packages that models are trained with."""
+
+
+def facts(device: torch.device | str) -> dict[str, str]:
+    """Hardware and versions; first those of the training stack."""
+    found = environment(device)
+    kernels = ("triton", "flash_attn", "flash_attn_3", "flash_attn_4")
+    first = {"flexvarlen": found["flexvarlen"], "torch": found["torch"]}
+    first |= {"transformers": found["transformers"]} | {x: _version(x) for x in PACKAGES}
+    shown = first | {x: found[x] for x in (*kernels, "gpu", "cuda", "cpu", "python")}
+    return {name: "none" if fact is None else str(fact) for name, fact in shown.items()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def chosen_by_auto(device: torch.device | str, dtype: torch.dtype) -> str:
+    """What "auto" takes for training on a typical row, without measuring."""
+    tokens, mean = TYPICAL_ROWS[0]
+    layout = PackedLayout.from_lengths(log_normal_lengths(tokens, mean), device=device)
+    return explain(layout, dtype=dtype, measure=False, **HEADS).sentence()
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    """Query and KV heads, written as "32/8".
+
+    Raises:
+        ValueError: anything else, or query heads that are no multiple of the KV heads.
+
+    >>> parse_heads("32/8")
+    (32, 8)
+    """
+    query, _, kv = text.partition("/")
+    if (
+        not (query.isdecimal() and kv.isdecimal())
+        or min(int(query), int(kv)) < 1
+        or int(query) % int(kv)
+    ):
+        raise ValueError(
+            f"heads must be query heads/KV heads, the first a multiple of the second, got {text!r};"
+            " write 32/8."
+        )
+    return int(query), int(kv)
+
+
+def log_normal_lengths(tokens: int, mean: int, seed: int = 0) -> list[int]:
+    """Lengths of documents as texts have them (sigma 1) that fill a row of so many tokens.
+
+    >>> sum(log_normal_lengths(1000, 100))
+    1000
+    """
+    pick = random.Random(seed)
+    lengths: list[int] = []
+    left = tokens
+    while left:
+        # exp(mu + sigma²/2) is the mean of a log-normal.
+        length = int(pick.lognormvariate(math.log(mean) - 0.5, 1.0))
+        lengths.append(max(1, min(length, left)))
+        left -= lengths[-1]
+    return lengths
+
+
+def explanations(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    tokens: int | None,
+    mean: int | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Iterator[Explanation]:
+    """What "auto" takes for training and for running, on one row or, not given one, typical ones.
+
+    Measures, as `flexvarlen.explain`, and so fills the cache.
+    """
+    rows: tuple[tuple[int, int], ...] = TYPICAL_ROWS
+    if tokens is not None or mean is not None:
+        row_tokens = tokens or TYPICAL_ROWS[0][0]
+        rows = ((row_tokens, mean or min(TYPICAL_ROWS[0][1], row_tokens)),)
+    for row_tokens, row_mean in rows:
+        lengths = log_normal_lengths(row_tokens, row_mean)
+        layout = PackedLayout.from_lengths(lengths, device=device)
+        for needs_grad in (True, False):
+            yield explain(
+                layout,
+                dtype=dtype,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                needs_grad=needs_grad,
+            )

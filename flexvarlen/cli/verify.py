@@ -1,0 +1,115 @@
+"""The command `flexvarlen verify`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from flexvarlen.cli.console import (
+    CPU_MODELS,
+    FINDING,
+    Device,
+    Dtype,
+    Seed,
+    console,
+    device_of,
+    dtype_of,
+    quiet_transformers,
+    sentences,
+)
+
+
+def verify(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="As in compare: llama, qwen3:1.7b@14, a folder, a hub name. Repeatable. "
+            "[default: llama and qwen3]",
+            show_default=False,
+        ),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="That the model is patched with.")] = "auto",
+    unpatched: Annotated[
+        bool, typer.Option("--unpatched", help="Leave the model to transformers' own attention.")
+    ] = False,
+    attn_implementation: Annotated[
+        str, typer.Option(help="With --unpatched: sdpa, eager, flash_attention_2, ...")
+    ] = "sdpa",
+    form: Annotated[
+        str,
+        typer.Option(
+            help="How the batch tells its documents: position_ids, packed_layout, document_ids (a "
+            "2D attention_mask that numbers them), cu_seq_lens (with position_ids)."
+        ),
+    ] = "position_ids",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of each document, with commas between.")
+    ] = "5,70,98,1,30,52",
+    documents: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Replace this many documents, chosen by the seed. [default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    gradients: Annotated[
+        bool | None,
+        typer.Option(
+            "--gradients/--no-gradients",
+            help="Test input gradients. [default: if the model can]",
+            show_default=False,
+        ),
+    ] = None,
+    train: Annotated[bool, typer.Option("--train/--eval", help="Mode of the model.")] = False,
+    use_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--use-cache/--no-use-cache",
+            help="Passed to the model. [default: not passed]",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check that no bit of a document reaches another: outputs of every layer, logits, gradients.
+
+    Ends with exit code 1 if one does, and says which documents, which layer and which module.
+    """
+    with sentences():
+        from flexvarlen.verify.isolation.command import Question, ask, parse_lengths, table_of
+        from flexvarlen.verify.models import parse_model
+
+        quiet_transformers()
+        where = device_of(device)
+        what = dtype_of(dtype, where)
+        question = Question(
+            backend=None if unpatched else backend,
+            implementation=attn_implementation,
+            form=form,
+            lengths=parse_lengths(lengths),
+            use_cache=use_cache,
+            train=train,
+            gradients=gradients,
+            documents=documents,
+            seed=seed,
+        )
+        names = model or list(CPU_MODELS)
+        for name in names:  # all mistakes before any work
+            parse_model(name)
+        answers = [ask(name, question, device=where, dtype=what) for name in names]
+    leaks = [answer.leak for answer in answers if answer.leak is not None]
+    if as_json:
+        typer.echo(json.dumps([answer.as_dict() for answer in answers], indent=2))
+    else:
+        console.print(table_of(answers))
+        for answer in answers:
+            said = answer.leak or (answer.report and answer.report.sentence())
+            console.print(f"\n{answer.model}: {said}", markup=False, highlight=False)
+    if leaks:
+        raise typer.Exit(FINDING)

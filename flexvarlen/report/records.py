@@ -1,0 +1,240 @@
+"""`Record`: one measured case, as a line of JSON, with where it ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal
+
+import torch
+
+from flexvarlen.measure import environment
+
+Status = Literal["ok", "oom", "unsupported", "wrong", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one case gave.
+
+    `status` is "ok"; "oom": did not fit in memory; "unsupported": cannot run here, or is refused;
+    "wrong": runs, and its numbers are false, so it is not timed; "failed": raised what is no
+    refusal; "skipped": no time was left.
+    `reason` says why it is not "ok". The names in `measures` carry their units.
+    """
+
+    suite: str
+    case: dict[str, Any]
+    status: Status
+    reason: str | None = None
+    measures: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        """Status and reason, for a table. Without what an allocator says of its state.
+
+        >>> Record("scaling", {}, "oom", "CUDA out of memory. Tried to allocate ...").outcome
+        'out of memory'
+        >>> Record("scaling", {}, "unsupported", "needs a GPU").outcome
+        'unsupported: needs a GPU'
+        """
+        if self.status == "oom":
+            return "out of memory"
+        return f"{self.status}: {self.reason}" if self.reason else self.status
+
+
+def run_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """`Record.environment` of a run that starts now.
+
+    A `commit` that was given wins over what git finds, which on a machine that got a copy of the
+    files may be a stale checkout; whether it has changes is then not known.
+    """
+    found = environment(device)
+    if commit is not None:
+        found |= {"git_commit": commit, "git_dirty": None}
+    return found | {"started_utc": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
+
+
+def ran_on(environment: dict[str, Any]) -> str:
+    """GPU, or CPU, and versions of a record's environment, for a title.
+
+    >>> ran_on({"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.17.0"})
+    'NVIDIA H200, torch 2.11.0, transformers 5.17.0'
+    """
+    where = environment.get("gpu") or environment.get("cpu")
+    return (
+        f"{where}, torch {environment.get('torch')}, transformers {environment.get('transformers')}"
+    )
+
+
+def commit_of(environment: dict[str, Any]) -> str:
+    """The commit of a record's environment, to follow its versions; empty if not recorded.
+
+    >>> commit_of({"git_commit": "0123456789abcdef", "git_dirty": True})
+    ', commit 0123456 with uncommitted changes'
+    """
+    commit = environment.get("git_commit")
+    if not commit:
+        return ""
+    return f", commit {commit[:7]}" + (
+        " with uncommitted changes" if environment.get("git_dirty") else ""
+    )
+
+
+def commits_of(records: Iterable[Record]) -> str:
+    """The commits of all records, each once, as `commit_of` writes one."""
+    return "".join(dict.fromkeys(commit_of(record.environment) for record in records))
+
+
+def records_alike(
+    records: Iterable[Record], differ: Collection[str], *, of_one_run: bool = False
+) -> list[list[Record]]:
+    """Records of one GPU, or of one run, whose cases differ in these fields only."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        shared = {name: value for name, value in record.case.items() if name not in differ}
+        run = record.environment.get("started_utc") if of_one_run else None
+        where = record.environment.get("gpu"), run
+        groups.setdefault(repr((sorted(shared.items()), where)), []).append(record)
+    return list(groups.values())
+
+
+def latest_run(records: Sequence[Record]) -> list[Record]:
+    """Those of the run that started last."""
+    latest = max(record.environment.get("started_utc") or "" for record in records)
+    return [r for r in records if (r.environment.get("started_utc") or "") == latest]
+
+
+def grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
+    """The records by one field of their cases."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.case[field], []).append(record)
+    return found
+
+
+def by_machine(records: Iterable[Record]) -> list[list[Record]]:
+    """The records of each GPU, or of the CPU."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.environment.get("gpu") or "CPU", []).append(record)
+    return list(found.values())
+
+
+def require_folder(path: Path) -> None:
+    """Check that results can be written to a folder, before anything is computed for it.
+
+    Leaves nothing behind: a folder that is not there is made with the first result.
+
+    Raises:
+        ValueError: it cannot be made, or not be written to.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            "out must be a folder that can be made and written to, got "
+            f"{str(path)!r} ({error.strerror}); name another."
+        ) from error
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # never made
+                folder.rmdir()
+
+
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Add records to a file, all or none: one write, then flushed to the disk.
+
+    A last line without an end, which a full disk or a lost machine can leave, is ended first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(
+        json.dumps(asdict(record), ensure_ascii=False, allow_nan=True) + "\n" for record in records
+    )
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            lines = "\n" + lines
+        data = lines.encode()
+        written = os.write(descriptor, data)
+        if written != len(data):  # a full disk: half a record is none
+            os.ftruncate(descriptor, size)
+            raise OSError(
+                f"records must fit on the disk of {path.name}; free some space, run again"
+            )
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    """All records of the files, in order; of equal suite, case and GPU the last only.
+
+    A line that was cut off in the writing, as a lost machine can leave one, is passed over with a
+    warning.
+
+    Raises:
+        ValueError: a line is JSON, but no record.
+    """
+    found: dict[str, Record] = {}
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+            if not line:
+                continue
+            try:
+                record = Record(**json.loads(line))
+            except json.JSONDecodeError:
+                warnings.warn(
+                    f"line {number} of {path.name} was cut off and is passed over.", stacklevel=2
+                )
+                continue
+            except TypeError as error:
+                raise ValueError(
+                    f"{path.name} must hold records, got on line {number} {line[:60]!r}"
+                    "; name a file that flexvarlen wrote."
+                ) from error
+            key = json.dumps(
+                [record.suite, record.case, record.environment.get("gpu")], sort_keys=True
+            )
+            found.pop(key, None)
+            found[key] = record
+    return list(found.values())
+
+
+_TRIED = re.compile(r"(Tried to allocate [\d.]+ \w+\.).*", re.DOTALL)
+
+
+def in_short(reason: str) -> str:
+    """A reason for a table: torch's tells of the allocator's state too, which no two calls share.
+
+    >>> in_short("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+    'OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.'
+    """
+    return _TRIED.sub(r"\1", reason)
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception as a reason: its type and the first line of its message, and of its cause.
+
+    >>> one_line(ValueError("no\\nmore"))
+    'ValueError: no'
+    >>> one_line(RuntimeError("the compiler raised:\\nTypeError: no\\nmore"))
+    'RuntimeError: the compiler raised: TypeError: no'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    while len(lines) > 1 and lines[0].endswith(":"):
+        lines[:2] = [f"{lines[0]} {lines[1]}"]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:limit]

@@ -1,0 +1,238 @@
+"""`run_suite`: measure a suite's cases one after another and append their records; resumable.
+
+What is in the file is not measured again: a case is done when each wanted variant has a record of
+the same GPU there, also one that another torch or commit made, which is said. All records of a case
+are written at once, when it ends: a run killed at any moment loses the case in flight only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexvarlen.report.records import Record, append_records, read_records, run_environment
+from flexvarlen.runner.failures import is_lost, status_of
+from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, UnknownVariant
+
+Progress = Callable[[int, int, str], None]
+"""Cases done, cases of this run, what is being measured."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How much of a suite a run takes, and where its records go.
+
+    Attributes:
+        out: file of records, read first and appended to; None keeps none.
+        cases: a regular expression that the names of cases must hold.
+        until_s: no case begins later, in seconds of the run.
+        again: measure cases that the file holds too.
+        commit: recorded in place of what git finds.
+    """
+
+    out: Path | None = None
+    cases: str | None = None
+    until_s: float = float("inf")
+    again: bool = False
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: cases measured now, done before, and left because time was up."""
+
+    measured: int
+    done_before: int
+    left: int
+
+
+def chosen_cases(
+    suites: Sequence[Suite], options: Options, pattern: str | None
+) -> dict[Suite, list[Case]]:
+    """The suites that have cases whose names a regular expression finds, with these cases.
+
+    Raises:
+        ValueError: the expression is none, or finds no case.
+    """
+    try:
+        wanted = re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(
+            f"cases must be a regular expression, got {pattern!r}: {error}; escape what is literal."
+        ) from error
+    every = {suite: list(suite.cases(options)) for suite in suites}
+    found = {
+        suite: chosen
+        for suite, cases in every.items()
+        if (chosen := [case for case in cases if wanted.search(case.name)])
+    }
+    if not found:
+        names = ", ".join(case.name for cases in every.values() for case in cases)
+        raise ValueError(f"cases must find a case, got {pattern!r}; there are {names}.")
+    return found
+
+
+def run_suite(
+    suite: Suite, options: Options, run: Run, progress: Progress = lambda done, of, what: None
+) -> Ended:
+    """Measure what the file does not hold yet; records of a case are appended when it ends.
+
+    Raises:
+        ValueError: no case is chosen, or the file holds lines that are no records.
+        DeviceLost: the device died; what is known is written, and another run goes on.
+    """
+    cases = chosen_cases([suite], options, run.cases)[suite]
+    begin = time.perf_counter()
+    environment = run_environment(options.device, run.commit)
+    before = _Before(suite, run, environment)
+    todo = [
+        (case, wanted)
+        for case in cases
+        if (wanted := before.left_of(case, *_variants(suite, case, options)))
+    ]
+    if before.others and len(todo) < len(cases):
+        options.say(
+            f"{run.out} holds records of {', '.join(sorted(before.others))}, which are not "
+            "measured again: run with --again, or to another file, if they should be."
+        )
+    for done, (case, variants) in enumerate(todo):
+        if time.perf_counter() - begin > run.until_s:
+            return Ended(done, len(cases) - len(todo), len(todo) - done)
+        progress(done, len(todo), case.name)
+        killers = before.killers(case)
+        alive = [name for name in variants if name not in killers]
+        findings = [finding for name in variants for finding in killers.get(name, ())]
+        try:
+            findings += suite.measure(case, alive, options) if alive else ()
+        except DeviceLost as error:
+            findings += error.findings
+            _append(suite, case, findings, environment, run.out)
+            raise
+        except UnknownVariant:
+            raise
+        except Exception as error:  # of this case: the others can be measured all the same
+            status, reason = status_of(error)
+            findings += [Finding(name, status, reason) for name in alive]
+            if is_lost(error, options.device):
+                _append(suite, case, findings, environment, run.out)
+                raise DeviceLost(f"{case.name} lost the device: {reason}", findings) from error
+        unknown = set(variants) - {finding.variant for finding in findings}
+        assert not unknown, f"{suite.name} has no finding of {sorted(unknown)} on {case.name}"
+        _append(suite, case, findings, environment, run.out)
+        for finding in findings:
+            if finding.status in ("wrong", "failed"):
+                passes = f" {finding.pass_}" if finding.pass_ else ""
+                options.say(
+                    f"{case.name}: {finding.variant}{passes} {finding.status}, {finding.reason}"
+                )
+    progress(len(todo), len(todo), "")
+    return Ended(len(todo), len(cases) - len(todo), 0)
+
+
+def _variants(suite: Suite, case: Case, options: Options) -> tuple[list[str], list[str]]:
+    """The variants that are wanted, and the suite's own."""
+    own = list(suite.variants(case, options))
+    return (own if options.variants is None else list(options.variants)), own
+
+
+def record_case(case: Case, finding: Finding) -> dict[str, Any]:
+    """The case of a finding's record."""
+    data = case.data() | {"variant": finding.variant}
+    return data | {"pass": finding.pass_} if finding.pass_ else data
+
+
+def _append(
+    suite: Suite,
+    case: Case,
+    findings: Sequence[Finding],
+    environment: dict[str, Any],
+    out: Path | None,
+) -> None:
+    if out is None:
+        return
+    records = [
+        Record(
+            suite.name,
+            record_case(case, finding),
+            finding.status,
+            finding.reason,
+            dict(finding.measures),
+            environment,
+        )
+        for finding in findings
+    ]
+    append_records(out, records)
+
+
+def _made_by(environment: Mapping[str, Any]) -> str:
+    return f"torch {environment.get('torch')} at commit {environment.get('git_commit')}"
+
+
+class _Before:
+    """What the file holds of this suite and this GPU.
+
+    Attributes:
+        others: what made the records that another torch or commit than this run's did.
+    """
+
+    def __init__(self, suite: Suite, run: Run, environment: Mapping[str, Any]) -> None:
+        records = read_records([run.out]) if run.out is not None and run.out.exists() else []
+        self.again = run.again
+        self.findings: dict[str, dict[str, list[Finding]]] = {}
+        self.others: set[str] = set()
+        for record in records:
+            if record.suite != suite.name or record.environment.get("gpu") != environment["gpu"]:
+                continue
+            variant, pass_ = record.case["variant"], record.case.get("pass", "")
+            finding = Finding(variant, record.status, record.reason, record.measures, pass_)
+            key = _key({k: v for k, v in record.case.items() if k not in ("variant", "pass")})
+            if (made_by := _made_by(record.environment)) != _made_by(environment):
+                self.others.add(made_by)
+            self.findings.setdefault(key, {}).setdefault(variant, []).append(finding)
+
+    def _of(self, case: Case) -> dict[str, list[Finding]]:
+        return self.findings.get(_key(case.data()), {})
+
+    def left_of(self, case: Case, variants: Sequence[str], known: Sequence[str]) -> list[str]:
+        """All variants of a case of which one is missing: they are measured interleaved.
+
+        Also those that the file holds beside the named ones, if the suite has them (`known`):
+        tables show a case as its last run has it. A record of time that ran out does not count. A
+        variant without a pass that another has was cut off in the writing.
+        """
+        found = self._of(case)
+        passes = {finding.pass_ for findings in found.values() for finding in findings}
+        done = all(
+            name in found
+            and {finding.pass_ for finding in found[name]} == passes
+            and all(finding.status != "skipped" for finding in found[name])
+            for name in variants
+        )
+        if done and not self.again:
+            return []
+        beside = [name for name in known if name in found and name not in variants]
+        return [*variants, *beside]
+
+    def killers(self, case: Case) -> dict[str, list[Finding]]:
+        """Variants that killed the device on this case, with what was found then.
+
+        A run that is to measure again gives them another chance.
+        """
+        return (
+            {}
+            if self.again
+            else {
+                name: findings
+                for name, findings in self._of(case).items()
+                if any(finding.measures.get("fatal") for finding in findings)
+            }
+        )
+
+
+def _key(case: Mapping[str, Any]) -> str:
+    return json.dumps(dict(case), sort_keys=True)

@@ -1,0 +1,146 @@
+"""`Suite`: what a benchmark brings to the runner: cases, their variants, how a case is measured.
+
+A *case* is what variants are compared on, all in one process and interleaved: one shape of
+attention, one model on one batch. Measuring it gives `Finding`s; the runner makes records of them,
+adds where it ran, and appends all of a case at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from flexvarlen.report.records import Record, Status
+
+if TYPE_CHECKING:
+    import torch
+
+
+T = TypeVar("T")
+
+
+class Case(Protocol):
+    """What variants are compared on."""
+
+    @property
+    def name(self) -> str:
+        """Short, unique in the suite: for `--cases` and the progress bar."""
+
+    def data(self) -> dict[str, Any]:
+        """What JSON can hold; with the variant and the pass the case of a record."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one variant gave on one pass of a case; names in `measures` carry their units.
+
+    `status` and `reason` are as in `flexvarlen.report.records.Record`; `pass_` is "" where a case
+    has one only.
+    """
+
+    variant: str
+    status: Status
+    reason: str | None = None
+    measures: Mapping[str, Any] = field(default_factory=dict)
+    pass_: str = ""
+
+
+class DeviceLost(Exception):
+    """An error after which the device serves this process no more.
+
+    Args:
+        message: which variant did it, as far as that is known.
+        findings: of the case, those of the culprits marked `"fatal": True` in their measures. The
+            runner writes them, and gives a variant so marked no second chance.
+    """
+
+    def __init__(self, message: str, findings: Sequence[Finding]) -> None:
+        super().__init__(message)
+        self.findings = findings
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run was asked for.
+
+    Attributes:
+        device: where all is measured.
+        quick: small cases, that all works; also the sizes for a CPU.
+        variants: only these; None for the suite's own.
+        seconds: of timing a case, about.
+        text: files of documents, where a suite's lengths come from a collection; None for Python's
+            help topics.
+        say: takes a line for the log.
+    """
+
+    device: torch.device
+    quick: bool = False
+    variants: tuple[str, ...] | None = None
+    seconds: float = 3.0
+    text: tuple[Path, ...] | None = None
+    say: Callable[[str], None] = print
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+class Suite(ABC):
+    """A benchmark. Instances hold no state of a run."""
+
+    name: ClassVar[str]
+    """Of the command and of the records' `suite`."""
+
+    @abstractmethod
+    def cases(self, options: Options) -> Sequence[Case]:
+        """All cases, in an order in which those cut off by a limit of time matter least."""
+
+    @abstractmethod
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        """The variants that a case is measured on, if none are named."""
+
+    @abstractmethod
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        """Check, then time the variants; at least one finding a variant, whatever becomes of it.
+
+        Raises:
+            DeviceLost: nothing can be measured any more in this process.
+        """
+
+    @abstractmethod
+    def section(self, records: Sequence[Record]) -> str:
+        """The suite's tables as Markdown, from its records alone."""
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        """Draw the suite's figures into a folder, from its records alone; returns their files."""
+        return ()
+
+
+class UnknownVariant(ValueError):
+    """A variant that was named and that the suite does not know."""
+
+
+def require_known(names: Sequence[str], known: Collection[str]) -> None:
+    """Refuse a name of no variant.
+
+    Raises:
+        UnknownVariant: a name that the suite does not know.
+    """
+    for name in names:
+        if name not in known:
+            raise UnknownVariant(
+                f"variants must be among {', '.join(known)}, got {name!r}; choose from these."
+            )
+
+
+def choose(names: Sequence[str], known: Mapping[str, T]) -> dict[str, T]:
+    """The named variants, in that order.
+
+    Raises:
+        UnknownVariant: a name that the suite does not know.
+    """
+    require_known(names, known)
+    return {name: known[name] for name in names}

@@ -1,0 +1,145 @@
+"""The check of one variant, as measures: errors, leaks, other packings of its tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexvarlen.measure import watch_compilation
+from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.compare.accuracy import Reference
+from flexvarlen.verify.isolation.verify import Leak, find_leak
+from flexvarlen.verify.variants import Variant, counted_labels
+
+LISTED_DOCUMENTS = 8  # that a sentence names
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What variants are checked against.
+
+    Attributes:
+        reference: of the batch.
+        others: other packings of its tokens, over which recompilations are counted.
+        last: the reference of the last of them, forward alone; None if there are none.
+        dtype: that is tested.
+        compile: whether variants are compiled.
+        seed: of the tokens that replace others.
+    """
+
+    reference: Reference
+    others: Sequence[PackedBatch]
+    last: Reference | None
+    dtype: torch.dtype
+    compile: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Measures for the record, and the wall seconds of a step that compiled nothing."""
+
+    measures: dict[str, Any]
+    step_s: float
+
+
+def check_variant(
+    variant: Variant, checks: Checks, say: Callable[[str], None], did: Callable[[], None]
+) -> Checked:
+    """Run a variant that was not called yet on all of `checks`.
+
+    Args:
+        say: takes what is being done.
+        did: called after each part: once, once for each pair of halves, once.
+    """
+    reference = checks.reference
+    say(f"checking {variant.name}: errors")
+    begin = time.perf_counter()
+    with watch_compilation() as stats, _fresh_cache(checks.compile):
+        out = variant.step(reference.batch, reference.labels, reference.counted)
+    measures: dict[str, Any] = {
+        "first_step_s": time.perf_counter() - begin,
+        "compile_s": stats.compile_s,
+        "graph_breaks": stats.graph_breaks,
+    }
+    named = variant.model.named_parameters() if variant.train else ()
+    gradients = {name: parameter.grad for name, parameter in named}
+    errors = reference.errors(out.logits, out.loss if variant.train else None, gradients)
+    why = reference.why_wrong(errors, checks.dtype)
+    measures |= errors.measures() | reference.limits(errors, checks.dtype)
+    del out, gradients
+    did()
+    say(f"checking {variant.name}: does a document see another?")
+    leak = find_leak(variant, reference.batch, checks.seed, did)
+    begin = time.perf_counter()
+    variant.step(reference.batch, reference.labels, reference.counted)
+    step_s = time.perf_counter() - begin
+    say(f"checking {variant.name}: other packings")
+    more, why_other = _other_packings(variant, checks)
+    did()
+    measures |= _leak_measures(leak) | more | _verdict(leak, why or why_other)
+    return Checked(measures, step_s)
+
+
+def _fresh_cache(compile: bool) -> AbstractContextManager[Any]:
+    """Inductor caches of this variant alone, so that each is compiled cold."""
+    if not compile:
+        return nullcontext()
+    from torch._inductor.utils import fresh_cache
+
+    # Kept on disk until the process ends: compiled code may be loaded from there late.
+    cache: AbstractContextManager[Any] = fresh_cache(delete=False)
+    return cache
+
+
+def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], str | None]:
+    """Recompilations over them, and what is wrong with the logits of the last, or None."""
+    out = None
+    with watch_compilation() as stats:
+        for other in checks.others:
+            labels = other.labels()
+            out = variant.step(other, labels, counted_labels(labels))
+    measures: dict[str, Any] = {
+        "other_packings": len(checks.others),
+        "recompiles": stats.recompilations,
+        "recompile_reasons": list(stats.first_reasons()),
+    }
+    if out is None or checks.last is None:
+        return measures, None
+    errors = checks.last.errors(out.logits, None, {})
+    measures["repacked_logits_max"] = errors.logits.max_abs
+    measures["repacked_logits_limit"] = checks.last.limits(errors, checks.dtype)["logits_limit"]
+    wrong = checks.last.why_wrong(errors, checks.dtype)
+    return measures, None if wrong is None else f"on another packing of the tokens, {wrong}"
+
+
+def _leak_measures(leak: Leak) -> dict[str, Any]:
+    return {
+        "leaked_outputs": len(leak.outputs),
+        "leaked_gradients": None if leak.gradients is None else len(leak.gradients),
+        "leaked_documents": len(leak.documents),
+        "backward_repeats": leak.backward_repeats,
+    }
+
+
+def _verdict(leak: Leak, why_wrong: str | None) -> dict[str, Any]:
+    if not leak.documents:
+        return {"verdict": "right" if why_wrong is None else "wrong", "why": why_wrong}
+    found = sorted(leak.outputs or leak.documents)
+    listed = ", ".join(map(str, found[:LISTED_DOCUMENTS]))
+    more = ", …" if len(found) > LISTED_DOCUMENTS else ""
+    documents = f"document{'s' if len(found) > 1 else ''} {listed}{more}"
+    if leak.outputs:
+        return {
+            "verdict": "leaks",
+            "why": f"the logits of {documents} change with other documents' tokens.",
+        }
+    return {
+        "verdict": "leaks",
+        "why": f"the token gradients of {documents} depend on, or reach, other documents.",
+    }

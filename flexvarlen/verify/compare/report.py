@@ -1,0 +1,241 @@
+"""`Report`: the records of a comparison, as a table, as sentences, and as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexvarlen.report.records import (
+    Record,
+    append_records,
+    grouped,
+    in_short,
+    ran_on,
+    read_records,
+    records_alike,
+)
+from flexvarlen.report.table import NOTHING, Column, Table, number, share
+
+SUITE = "compare"
+BASELINE = "transformers:eager@alone"
+"""Each document alone, eagerly, in the tested dtype: the low-precision baseline of the rule."""
+THEIRS = "transformers:"
+
+
+def variant(record: Record) -> str:
+    name: str = record.case["variant"]
+    return name
+
+
+def verdict(record: Record) -> str:
+    """ "right", "wrong", "leaks"; "baseline"; or the status of a variant that did not run."""
+    if variant(record) == BASELINE:
+        return "baseline"
+    found: str | None = record.measures.get("verdict")
+    if found is None:
+        return record.status
+    trains = record.measures.get("passes") == record.case["passes"]
+    return found if trains else f"{found} (forward)"
+
+
+def is_ours(record: Record) -> bool:
+    return not variant(record).startswith(THEIRS)
+
+
+def passes(record: Record) -> bool:
+    """Whether a record is no reason for a comparison to fail: transformers' own may leak."""
+    found = record.measures.get("verdict", "right")
+    return not is_ours(record) or (record.status != "failed" and found == "right")
+
+
+def display_name(name: str) -> str:
+    return "each document alone" if name == BASELINE else name
+
+
+@dataclass(frozen=True)
+class Report:
+    """Records, in the order measured; `print` shows the table.
+
+    Each record's `case["variant"]` is the backend; `measures` holds "verdict", "why", the errors
+    ("logits_max", "gradient_max", …), the leaks and the speed.
+    """
+
+    records: tuple[Record, ...]
+
+    def __add__(self, other: Report) -> Report:
+        return Report(self.records + other.records)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=140, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table().rich())
+        return "\n".join([capture.get().rstrip(), *self.notes(), self.sentence()])
+
+    @property
+    def passed(self) -> bool:
+        """Whether every backend of ours that ran is right."""
+        return all(passes(record) for record in self.records)
+
+    @property
+    def ran(self) -> bool:
+        """Whether a backend of ours ran."""
+        return any(is_ours(record) and "verdict" in record.measures for record in self.records)
+
+    def verdict(self, backend: str, model: str | None = None) -> str:
+        """ "right", "wrong", "leaks", or why it did not run: "unsupported", "oom", "failed"."""
+        return verdict(self.record(backend, model))
+
+    def record(self, backend: str, model: str | None = None) -> Record:
+        """The record of a backend.
+
+        Raises:
+            ValueError: there is none, or one for each of several models.
+        """
+        found = [
+            record
+            for record in self.records
+            if variant(record) == backend and model in (None, record.case["model"])
+        ]
+        if len(found) != 1:
+            names = ", ".join(dict.fromkeys(map(variant, self.records)))
+            raise ValueError(
+                f"backend must be one of {names}, of one model, got {backend!r} with "
+                f"{len(found)} records; choose one, and name the model."
+            )
+        return found[0]
+
+    def table(self) -> Table:
+        """A line for each model and variant that could run."""
+        ran = [record for record in self.records if record.status != "unsupported"]
+        several = len(grouped(ran, "model")) > 1
+        columns = [Column("model", lambda r: r.case["model"])] if several else []
+        return Table.of(ran, [*columns, *COLUMNS], is_bad=lambda record: not passes(record))
+
+    def notes(self) -> list[str]:
+        """What did not run, and why; what is wrong with what did."""
+        notes = []
+        refused: dict[str, dict[str, None]] = {}
+        for record in self.records:
+            where = f"{record.case['model']}, {display_name(variant(record))}"
+            if record.status == "unsupported":
+                on_cpu = record.environment.get("gpu") is None and "CUDA" in (record.reason or "")
+                why = "no CUDA device here" if on_cpu else in_short(record.reason or "")
+                refused.setdefault(why, {})[variant(record)] = None
+            elif record.reason is not None:
+                notes.append(f"{where}: {in_short(record.reason)}")
+            if (why_wrong := record.measures.get("why")) is not None:
+                notes.append(f"{where}: {why_wrong}")
+        notes += [f"Not run: {', '.join(names)}: {why}" for why, names in refused.items()]
+        return list(dict.fromkeys(notes))
+
+    def sentence(self) -> str:
+        """The result in one sentence."""
+        ours = [record for record in self.records if is_ours(record)]
+        bad = [f"{r.case['model']} {variant(r)}: {verdict(r)}" for r in ours if not passes(r)]
+        leaking = {variant(r): None for r in self.records if r.measures.get("verdict") == "leaks"}
+        theirs = [name for name in leaking if name.startswith(THEIRS)]
+        tail = f"; {', '.join(theirs)} leaks" if theirs else ""
+        if bad:
+            return f"Not right: {'; '.join(bad)}{tail}."
+        right = dict.fromkeys(variant(r) for r in ours if r.measures.get("verdict") == "right")
+        if not right:
+            return f"No backend of flexvarlen could run here{tail}."
+        models = ", ".join(grouped(self.records, "model"))
+        return f"Right, and no document leaks: {', '.join(right)} on {models}{tail}."
+
+    def markdown(self) -> str:
+        """A table for each model, with what it was measured on, and the notes."""
+        parts = []
+        for records in records_alike(self.records, ("variant",)):
+            own = Report(tuple(records))
+            parts.append(f"{describe(records)}\n\n{own.table().markdown()}")
+        notes = "\n".join(f"- {note}" for note in self.notes())
+        return "\n\n".join([*parts, notes, self.sentence()]) + "\n"
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Append to records.jsonl; write table.md and the pictures; the folder is made.
+
+        Returns:
+            The paths.
+        """
+        from flexvarlen.verify.compare.figure import draw
+
+        home = Path(folder)
+        append_records(home / "records.jsonl", self.records)
+        (home / "table.md").write_text(self.markdown(), encoding="utf-8")
+        pictures = draw(self.records, home, lambda own: Report(tuple(own)).sentence(), _provenance)
+        return [home / "records.jsonl", home / "table.md", *pictures]
+
+
+def read_report(file: str | Path) -> Report:
+    """The report of a records.jsonl."""
+    return Report(tuple(r for r in read_records([Path(file)]) if r.suite == SUITE))
+
+
+def section(records: Sequence[Record]) -> str:
+    """The report of a page."""
+    return Report(tuple(records)).markdown()
+
+
+def describe(records: Sequence[Record]) -> str:
+    """What the records of a model were measured on."""
+    case = records[0].case
+    mode = "compiled" if case["compiled"] else "eager"
+    return (
+        f"{case['model']}, {case['dtype']}, {case['passes']}, {mode}; {case['tokens']:,} tokens "
+        f"in {case['documents']} documents (longest {case['longest_document']:,}); reference: "
+        f"{case['reference']}; {case['source']}; {ran_on(records[0].environment)}"
+    )
+
+
+def _provenance(records: Sequence[Record]) -> str:
+    return f"{describe(records)}; flexvarlen compare."
+
+
+def _measure(name: str, show: Any) -> Any:
+    def cell(record: Record) -> str:
+        value = record.measures.get(name)
+        return NOTHING if value is None else str(show(value))
+
+    return cell
+
+
+def _leak(record: Record) -> str:
+    leaked = record.measures.get("leaked_documents")
+    if leaked is None:
+        return NOTHING
+    return f"{leaked} of {record.case['documents']}" if leaked else "none"
+
+
+def _ms(record: Record) -> str:
+    if "ms_p50" not in record.measures:
+        return NOTHING
+    middle, low, high = (record.measures[f"ms_{x}"] for x in ("p50", "p20", "p80"))
+    digits = ".0f" if middle >= 100 else ".1f"
+    return f"{middle:{digits}} ({low:{digits}}–{high:{digits}})"
+
+
+def _compiled(name: str, show: Any) -> Any:
+    cell = _measure(name, show)
+    return lambda record: cell(record) if record.case["compiled"] else NOTHING
+
+
+COLUMNS = (
+    Column("backend", lambda record: display_name(variant(record))),
+    Column("verdict", verdict),
+    Column("leaks", _leak),
+    Column("logits error", _measure("logits_max", number)),
+    Column("gradients", _measure("gradient_max", number)),
+    Column("argmax", _measure("argmax_agreement", share)),
+    Column("tokens/s", _measure("tokens_per_s", "{:,.0f}".format)),
+    Column("ms (p20–p80)", _ms),
+    Column("peak MiB", _measure("peak_mib", "{:,.0f}".format)),
+    Column("compile s", _compiled("compile_s", "{:.1f}".format)),
+    Column("graph breaks", _compiled("graph_breaks", str)),
+    Column("recompiles", _compiled("recompiles", str)),
+)
+"""Of a record. Columns that are empty in all records are left out."""

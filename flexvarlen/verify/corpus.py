@@ -1,0 +1,225 @@
+"""The batch of a comparison: a user's own, or real text: documents, tokens, one packed row.
+
+Without files, the documents are the topics of Python's own `pydoc_data.topics`, which every Python
+brings along: 79 texts of 200 to 62,000 characters.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexvarlen.verify.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""Of the packed row, by the kind of device."""
+
+VOCABULARY = 1024
+"""Tokens of the BPE that is trained on the documents, for models without a tokenizer."""
+
+SMALLEST_VOCABULARY = 257  # 256 bytes and one merge
+
+# No document may fill the row: isolation needs neighbours. Where a long document is cut varies, so
+# that boundaries fall anywhere in a kernel's blocks.
+CUT_SHARES = (16, 4)
+
+
+def batch_of(
+    model: PreTrainedModel,
+    batch: PackedBatch | Mapping[str, Any] | None,
+    *,
+    tokens: int | None = None,
+    seed: int = 0,
+) -> PackedBatch:
+    """The documents that a model is compared on, on its device.
+
+    Args:
+        model: whose vocabulary and device count.
+        batch: a `PackedBatch`, or a forward's keyword arguments; None: real text.
+        tokens: of that text; default `DEFAULT_TOKENS`.
+        seed: of how it is packed.
+
+    Raises:
+        ValueError: a batch that breaks the contract.
+    """
+    if batch is None:
+        if tokens is None:
+            tokens = DEFAULT_TOKENS.get(model.device.type, DEFAULT_TOKENS["cpu"])
+        batch = packed_text(vocabulary=model.config.vocab_size, tokens=tokens, seed=seed)
+    return PackedBatch.of(batch).to(model.device)
+
+
+def read_documents(files: Sequence[str | Path] = ()) -> tuple[str, ...]:
+    """The documents to pack.
+
+    Args:
+        files: several files: each is a document. One file: it is split at form feeds if it has any;
+            else at runs of two or more blank lines if it has any; else at blank lines. None: the
+            topics of `pydoc_data`.
+
+    Returns:
+        Texts that are not blank.
+
+    Raises:
+        ValueError: a file that is missing or not UTF-8 text, or no text in any.
+    """
+    if not files:
+        from pydoc_data.topics import topics
+
+        return tuple(text for _, text in sorted(topics.items()))
+    texts = [_read(Path(file)) for file in files]
+    if len(texts) == 1:
+        texts = _split(texts[0])
+    documents = tuple(text for text in texts if text.strip())
+    if not documents:
+        raise ValueError(
+            f"text must hold at least one document, got blank files: {', '.join(map(str, files))}; "
+            "name a file with text."
+        )
+    return documents
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(
+            f"text must name a readable file, got {str(file)!r} ({error.strerror}); check the path."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text must be UTF-8, got other bytes in {str(file)!r}; convert the file."
+        ) from error
+
+
+def _split(text: str) -> list[str]:
+    if "\f" in text:
+        return text.split("\f")
+    far_apart = re.split(r"\n(?:[ \t]*\n){2,}", text.strip())
+    return far_apart if len(far_apart) > 1 else re.split(r"\n[ \t]*\n", text.strip())
+
+
+@cache
+def train_tokenizer(documents: tuple[str, ...], vocabulary: int = VOCABULARY) -> Any:
+    """A byte-level BPE `tokenizers.Tokenizer`: any text has tokens, and comes back from them.
+
+    Raises:
+        ValueError: a vocabulary too small for the 256 bytes.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    if vocabulary < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {vocabulary}; a byte-level "
+            "BPE holds every byte: use a model with a larger vocab_size."
+        )
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = ByteLevelDecoder()  # type: ignore[assignment]
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        show_progress=False,
+        initial_alphabet=sorted(ByteLevel.alphabet()),  # type: ignore[call-arg]
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def tokenize(
+    documents: tuple[str, ...], *, vocabulary: int, tokenizer: Any = None
+) -> list[list[int]]:
+    """Token ids of each document, all below `vocabulary`.
+
+    Args:
+        documents: texts.
+        vocabulary: the model's vocab_size.
+        tokenizer: the model's own, from `AutoTokenizer`; ids past the vocabulary are clipped to its
+            last token. Without one a BPE is trained on the documents.
+    """
+    if tokenizer is None:
+        trained = train_tokenizer(documents, min(VOCABULARY, vocabulary))
+        return [encoding.ids for encoding in trained.encode_batch(list(documents))]
+    return [
+        [min(token, vocabulary - 1) for token in tokenizer.encode(text, add_special_tokens=False)]
+        for text in documents
+    ]
+
+
+def pack(documents: Sequence[Sequence[int]], tokens: int, seed: int, source: str) -> PackedBatch:
+    """Documents in random order, until the row holds `tokens`.
+
+    A long document is cut after a random 1/16 to 1/4 of the row, so that several fit; the last is
+    cut where the row ends. A corpus too small for the row comes again, in another order, and
+    `source` says so.
+
+    Raises:
+        ValueError: fewer than 2 tokens, or no document with a token.
+    """
+    if tokens < 2:
+        raise ValueError(f"tokens must be at least 2, got {tokens}; raise the budget.")
+    pieces = [list(document) for document in documents if document]
+    if not pieces:
+        raise ValueError("documents must hold at least one token, got none; give other text.")
+    chance = random.Random(seed)
+    cuts = [max(1, tokens // share) for share in CUT_SHARES]
+    ids: list[int] = []
+    lengths: list[int] = []
+    rounds = 0
+    while len(ids) < tokens:
+        rounds += 1
+        for piece in chance.sample(pieces, len(pieces)):
+            taken = piece[: min(chance.randint(*cuts), tokens - len(ids))]
+            if taken:
+                ids += taken
+                lengths.append(len(taken))
+    if rounds > 1:
+        source = f"{source}, {rounds} times over"
+    return PackedBatch(torch.tensor([ids], dtype=torch.int64, device="cpu"), tuple(lengths), source)
+
+
+def packed_text(
+    *,
+    vocabulary: int,
+    tokens: int,
+    seed: int = 0,
+    files: Sequence[str | Path] = (),
+    tokenizer: Any = None,
+) -> PackedBatch:
+    """Read, tokenize and pack in one go; arguments as in the functions above."""
+    (row,) = packed_rows(
+        vocabulary=vocabulary, tokens=tokens, seeds=[seed], files=files, tokenizer=tokenizer
+    )
+    return row
+
+
+def packed_rows(
+    *,
+    vocabulary: int,
+    tokens: int,
+    seeds: Iterable[int],
+    files: Sequence[str | Path] = (),
+    tokenizer: Any = None,
+) -> list[PackedBatch]:
+    """As `packed_text`, a row a seed; the documents are read and tokenized once."""
+    documents = read_documents(files)
+    what = "Python's pydoc topics" if not files else f"{len(files)} file(s) of the user's"
+    how = (
+        f"byte-level BPE of {min(VOCABULARY, vocabulary):,} tokens trained on them"
+        if tokenizer is None
+        else "the model's own tokenizer"
+    )
+    ids = tokenize(documents, vocabulary=vocabulary, tokenizer=tokenizer)
+    return [pack(ids, tokens, seed, f"{what}, {how}") for seed in seeds]

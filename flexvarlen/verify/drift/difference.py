@@ -1,0 +1,67 @@
+"""`Difference`: how far one tensor is from another, in the numbers that every table uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flexvarlen.reference.acceptance import Error
+
+_PIECE = 1 << 24  # elements that are widened to fp64 at once: 128 MiB a tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two tensors of one shape.
+
+    Attributes:
+        error: how far the first is from the second; NaN if a value is.
+        equal: share of elements that are equal; NaN equals nothing.
+    """
+
+    error: Error
+    equal: float
+
+    @classmethod
+    def between(cls, found: Tensor, other: Tensor) -> Difference:
+        """In fp64; any dtypes, on one device. Reads the device."""
+        return cls.over([(found, other)])
+
+    @classmethod
+    def over(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
+        """Of several pairs, as if each side were one long tensor.
+
+        Raises:
+            ValueError: the two tensors of a pair have different shapes.
+        """
+        counted: list[Tensor] = []
+        elements = 0
+
+        def pieces() -> Iterator[tuple[Tensor, Tensor]]:
+            nonlocal elements
+            for found, other in pairs:
+                if found.shape != other.shape:
+                    raise ValueError(
+                        f"found and other must have one shape, got {tuple(found.shape)} and "
+                        f"{tuple(other.shape)}; compare the same documents."
+                    )
+                halves = (x.detach().reshape(-1).split(_PIECE) for x in (found, other))
+                for one, two in zip(*halves, strict=True):
+                    counted.append((one == two).sum())
+                    elements += one.numel()
+                    yield one.double(), two.double()
+
+        error = Error.of_pieces(pieces())
+        return cls(error, sum(int(x) for x in counted) / elements if elements else 1.0)
+
+    def measures(self, prefix: str) -> dict[str, Any]:
+        """As entries of a record's measures: `{prefix}_relative` and so on."""
+        return {
+            f"{prefix}_max_abs": self.error.max_abs,
+            f"{prefix}_mean_abs": self.error.mean_abs,
+            f"{prefix}_relative": self.error.relative,
+            f"{prefix}_equal": self.equal,
+        }

@@ -1,0 +1,247 @@
+"""`ModelDrift`: how far a model's outputs and gradients move when one thing alone changes.
+
+| comparison | of what |
+|---|---|
+| packed-alone | the packed row, against each document in a row of its own |
+| packed-padded | the packed row, against one document a row, padded |
+| backend-backend | the packed row, against the same on another backend |
+| eager-compiled | the packed row compiled, against eager |
+| dtype | the packed row in low precision, against float32 with the same weights |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from flexvarlen.reference.model import own_parameters
+from flexvarlen.report.records import Record
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.corpus import batch_of
+from flexvarlen.verify.drift.each import check_baseline, checked_names, records_of
+from flexvarlen.verify.drift.model.measures import run_measures, why_not_finite
+from flexvarlen.verify.drift.model.run import ModelRun, compiled, run_alone, run_packed, run_padded
+from flexvarlen.verify.variants import Sizes, Variant, make_variant, variant_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+COMPARISONS = ("packed-alone", "packed-padded", "backend-backend", "eager-compiled", "dtype")
+BASELINE = "sdpa"
+"""Runs and differentiates anywhere; what "backend-backend" compares with by default."""
+
+# On the CPU inductor's C++ compiler alone takes a minute a model.
+COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
+
+Load = Callable[[], "tuple[PreTrainedModel, PackedBatch]"]
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One comparison of one model on one packed row.
+
+    Attributes:
+        model: its name in records.
+        dtype: e.g. "bfloat16".
+        tokens: of the row.
+        comparison: of `COMPARISONS`.
+        baseline: the other backend of "backend-backend".
+        train: whether gradients are compared.
+        seed: of weights and documents.
+        load: gives the model, which is not changed, and the row, on the model's device.
+        text: the checksum of the caller's files; 0 for Python's help topics, or a batch.
+    """
+
+    model: str
+    dtype: str
+    tokens: int
+    comparison: str
+    baseline: str
+    train: bool
+    seed: int
+    load: Load = field(compare=False, repr=False)
+    text: int = 0
+
+    @property
+    def name(self) -> str:
+        """For the progress bar."""
+        return f"{self.model} {self.dtype} {self.comparison}"
+
+    def data(self) -> dict[str, Any]:
+        """As in a record."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "tokens": self.tokens,
+            "seed": self.seed,
+            "train": self.train,
+            **({"text_crc32": self.text} if self.text else {}),
+            "comparison": self.comparison,
+            "other": self.baseline if self.comparison == "backend-backend" else None,
+        }
+
+
+class ModelDrift(Suite):
+    """Models, each in each comparison."""
+
+    name: ClassVar[str] = "drift-model"
+
+    def __init__(self, cases: Sequence[ModelCase]) -> None:
+        self._cases = tuple(cases)
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        """Those given."""
+        return self._cases
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        """All backends, and transformers' own; on the CPU few of those that compile."""
+        assert isinstance(case, ModelCase)
+        if options.on_gpu:
+            return variant_names("all", options.device)
+        if case.comparison == "eager-compiled":
+            return [BASELINE]
+        return [name for name in variant_names("all", options.device) if name != "flex"]
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        """The comparison on each backend. At most two runs' logits are held at once."""
+        from flexvarlen.patches import unpatch_model
+
+        assert isinstance(case, ModelCase)
+        model, batch = case.load()
+        base = unpatch_model(own_parameters(model, model.dtype))
+
+        def compare(name: str) -> Finding:
+            try:
+                return _Comparison(case, base, batch).finding(name)
+            finally:
+                base.zero_grad(set_to_none=True)
+
+        return measure_each(case.name, variants, compare, options.device)
+
+    def section(self, records: Sequence[Record]) -> str:
+        """The table of docs/verification.md."""
+        from flexvarlen.verify.drift.page_tables import section
+
+        return section(records)
+
+
+def model_drift(
+    model: PreTrainedModel,
+    batch: PackedBatch | Mapping[str, Any] | None = None,
+    backends: str | Sequence[str] = "all",
+    *,
+    comparisons: Sequence[str] = ("all",),
+    baseline: str = BASELINE,
+    tokens: int | None = None,
+    train: bool = True,
+    seed: int = 0,
+) -> list[Record]:
+    """Run a model in pairs of ways that should agree, and measure how far they do.
+
+    The model is not changed, whether it is patched or not; its device is where all runs.
+
+    Args:
+        model: a transformers model of a verified family, with a head for causal language modelling.
+        batch: a forward's keyword arguments (boundaries found by the contract of `patch_model`;
+            labels are not used), or a `PackedBatch`. None: real text, packed to `tokens`.
+        backends: "all" (flexvarlen's, and transformers' own for contrast), or names; also
+            "transformers:sdpa" and similar. "all" leaves out on the CPU what compiles long.
+        comparisons: of `COMPARISONS`, or "all".
+        baseline: the other backend of "backend-backend".
+        tokens: of the default batch; None: 1,024 on the CPU, 8,192 on CUDA.
+        train: whether gradients are compared.
+        seed: of how the default batch is packed.
+
+    Returns:
+        A record for each comparison and backend.
+
+    Raises:
+        ValueError: an unknown backend or comparison, or a batch that breaks the contract.
+        NotImplementedError: the model type is not verified.
+        DeviceLost: a kernel broke the device.
+    """
+    from flexvarlen.patches.models.families import require_verified
+
+    require_verified(model.config.model_type)
+    check_baseline(baseline)
+    names = variant_names(backends, model.device)
+    chosen = None if backends in ("all", ["all"], ("all",)) else tuple(names)
+    packed = batch_of(model, batch, tokens=tokens, seed=seed)
+    suite = ModelDrift(
+        [
+            ModelCase(
+                str(model.config.name_or_path or model.config.model_type),
+                str(model.dtype).removeprefix("torch."),
+                packed.total_tokens,
+                comparison,
+                baseline,
+                train,
+                seed,
+                lambda: (model, packed),
+            )
+            for comparison in checked_names("comparisons", comparisons, COMPARISONS)
+        ]
+    )
+    return records_of(suite, Options(model.device, variants=chosen))
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A case with its model (unpatched, with gradients of its own) and its documents."""
+
+    case: ModelCase
+    base: PreTrainedModel
+    batch: PackedBatch
+
+    def finding(self, backend: str) -> Finding:
+        found, other, about = self._runs(backend)
+        measures = run_measures(found, other, self.batch) | about
+        measures |= {"documents": len(self.batch.lengths), "source": self.batch.source}
+        reason = why_not_finite(found, other)
+        return Finding(backend, "wrong" if reason else "ok", reason, measures)
+
+    def _runs(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+        """The two runs, and what their record says about them."""
+        comparison, batch = self.case.comparison, self.batch
+        if comparison == "dtype":
+            return self._dtypes(backend)
+        variant = self._variant(backend, self.base)
+        about = {"why_no_gradients": variant.why_no_backward} if variant.why_no_backward else {}
+        if comparison == "eager-compiled":
+            compiler = COMPILERS[self.base.device.type]
+            eager = run_packed(variant, batch)
+            again = self._variant(backend, self.base)
+            with compiled(again.model, compiler) as call:
+                return run_packed(again, batch, call=call), eager, about | {"compiler": compiler}
+        packed = run_packed(variant, batch)
+        if comparison == "packed-alone":
+            return packed, run_alone(variant, batch), about
+        if comparison == "packed-padded":
+            return packed, run_padded(variant, batch), about
+        return packed, run_packed(self._variant(self.case.baseline, self.base), batch), about
+
+    def _dtypes(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+        """bfloat16 (or the model's half precision) against float32 of the weights so rounded.
+
+        Where a backend has no float32, the other run is that of `sdpa`.
+        """
+        is_half = self.base.dtype.itemsize < 4
+        low = self.base if is_half else own_parameters(self.base, torch.bfloat16)
+        found = run_packed(self._variant(backend, low), self.batch)
+        wide = own_parameters(low, torch.float32)
+        try:
+            variant = self._variant(backend, wide)
+        except Unsupported:
+            variant = self._variant(BASELINE, wide)
+        about = {"other_backend": variant.name, "other_dtype": "float32"}
+        return found, run_packed(variant, self.batch), about
+
+    def _variant(self, name: str, base: PreTrainedModel) -> Variant:
+        """A backend on the parameters of `base`; raises `Unsupported`."""
+        return make_variant(name, base, Sizes.of(self.batch), train=self.case.train, compile=False)

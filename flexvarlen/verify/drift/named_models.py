@@ -1,0 +1,158 @@
+"""The cases of models that a user names: checked first, built when they are measured."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, packed_text, read_documents
+from flexvarlen.verify.drift.each import check_baseline, checked_names
+from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelCase
+from flexvarlen.verify.drift.training.suite import TrainingCase
+from flexvarlen.verify.models import ModelSpec, build_model, parse_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TRAINING_TOKENS = {"cpu": 256, "cuda": 8192}
+
+
+class NamedModels:
+    """Models of one device and text, the last one kept: its comparisons follow one another.
+
+    Args:
+        names: as in `parse_model`.
+        text: files of documents; empty for Python's help topics.
+
+    Raises:
+        ValueError: an unknown model, or a text that cannot be read.
+        NotImplementedError: a checkpoint of a model type that is not verified.
+    """
+
+    def __init__(self, names: Sequence[str], text: Sequence[Path], device: torch.device) -> None:
+        self.specs = [_checked(name) for name in names]
+        read_documents(text)
+        self.text, self.device = tuple(text), device
+        self.checksum = zlib.crc32(b"\f".join(file.read_bytes() for file in text))
+        self._last: tuple[object, tuple[PreTrainedModel, PackedBatch]] | None = None
+
+    def cases(
+        self,
+        dtypes: Sequence[torch.dtype],
+        comparisons: Sequence[str],
+        *,
+        tokens: int | None,
+        baseline: str,
+        train: bool,
+        seed: int,
+    ) -> list[ModelCase]:
+        """Each model in each dtype and comparison; arguments as in `model_drift`.
+
+        Raises:
+            ValueError: an unknown comparison or baseline.
+        """
+        wanted = checked_names("comparisons", comparisons, COMPARISONS)
+        check_baseline(baseline)
+        width = tokens or DEFAULT_TOKENS[self.device.type]
+        return [
+            ModelCase(
+                spec.label,
+                str(dtype).removeprefix("torch."),
+                width,
+                comparison,
+                baseline,
+                train,
+                seed,
+                partial(self._load, spec.name, dtype, width, seed),
+                self.checksum,
+            )
+            for spec, dtype, comparison in product(self.specs, dtypes, wanted)
+        ]
+
+    def trainings(
+        self,
+        dtypes: Sequence[torch.dtype],
+        *,
+        tokens: int | None,
+        steps: int,
+        seeds: Sequence[int],
+        lr: float,
+        baseline: str,
+    ) -> list[TrainingCase]:
+        """Each model in each dtype; arguments as in `TrainingCase`.
+
+        Raises:
+            ValueError: too few steps or seeds, or an unknown baseline.
+        """
+        width = tokens or TRAINING_TOKENS[self.device.type]
+        return [
+            TrainingCase(
+                spec.label,
+                str(dtype).removeprefix("torch."),
+                width,
+                steps,
+                tuple(seeds),
+                lr,
+                baseline,
+                partial(self._new_model, spec.name, dtype),
+                partial(self._rows, spec.name, dtype, width, steps),
+                self.checksum,
+            )
+            for spec, dtype in product(self.specs, dtypes)
+        ]
+
+    def _load(
+        self, name: str, dtype: torch.dtype, tokens: int, seed: int
+    ) -> tuple[PreTrainedModel, PackedBatch]:
+        key = (name, dtype)
+        if self._last is None or self._last[0] != key:
+            self._last = None  # before the next is built: two may not fit
+            model, tokenizer = build_model(name, device=self.device, dtype=dtype, seed=seed)
+            batch = packed_text(
+                vocabulary=model.config.vocab_size,
+                tokens=tokens,
+                seed=seed,
+                files=self.text,
+                tokenizer=tokenizer,
+            )
+            self._last = key, (model, batch.to(self.device))
+        return self._last[1]
+
+    def _new_model(self, name: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+        return build_model(name, device=self.device, dtype=dtype, seed=seed)[0]
+
+    def _rows(self, name: str, dtype: torch.dtype, tokens: int, steps: int) -> list[PackedBatch]:
+        model, tokenizer = build_model(name, device=self.device, dtype=dtype)
+        return packed_rows(
+            vocabulary=model.config.vocab_size,
+            tokens=tokens,
+            seeds=range(steps),
+            files=self.text,
+            tokenizer=tokenizer,
+        )
+
+
+def _checked(name: str) -> ModelSpec:
+    """The model's name, taken apart; of a checkpoint the config is read too."""
+    from transformers import AutoConfig
+
+    from flexvarlen.patches.models.families import require_verified
+
+    spec = parse_model(name)
+    if spec.family is None:
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"model must be a folder or hub name that transformers can load, got {name!r}: "
+                f"{' '.join(str(error).split()).partition('. ')[0][:200]}"
+            ) from error
+        require_verified(config.model_type)
+    return spec

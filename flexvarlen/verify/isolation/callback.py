@@ -1,0 +1,193 @@
+"""A callback of transformers' Trainer that verifies isolation: before the first step, and later.
+
+trainer = Trainer(model, args, train_dataset=..., data_collator=DataCollatorWithFlattening(),
+                  callbacks=[IsolationCallback()])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.measure.random_state import RandomState
+from flexvarlen.verify.batch import real_documents
+from flexvarlen.verify.isolation.model_run import documents_of
+from flexvarlen.verify.isolation.verify import IsolationReport, verify_isolation
+
+
+class IsolationCallback(TrainerCallback):  # type: ignore[misc]
+    """Ends the training with an `IsolationError` if a document sees another.
+
+    The batch is the collator's, of as many examples as a step has on one device, or the one given.
+    They are the first of the dataset, or, where these are a single document, others: see
+    `several_documents`. Nothing is taken from the data loader, and random generators, gradients and
+    modes are left as they were, so that a run with the callback trains as one without. The model
+    runs in training mode, as Trainer wraps it for mixed precision, not compiled, and without DDP.
+    It is verified on the first process alone, or, where parameters are sharded (FSDP, DeepSpeed
+    ZeRO-3), on all with the same batch.
+
+    Args:
+        every: verify again each so many steps; None: only before the first.
+        examples: so many, the first of the dataset, make the batch; None: as above.
+        batch: keyword arguments of a forward, in place of the dataset's; needed with an
+            `IterableDataset`.
+        gradients, documents, layout, seed: as in `verify_isolation`. With `every`, another seed
+            each time.
+
+    Attributes:
+        reports: by the number of steps done.
+
+    Raises:
+        ValueError: `every` or `examples` is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int | None = None,
+        examples: int | None = None,
+        batch: Mapping[str, Any] | None = None,
+        gradients: bool | None = None,
+        documents: int | Sequence[int] | None = None,
+        layout: PackedLayout | None = None,
+        seed: int = 0,
+    ) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every must be at least 1, got {every}; None means only at first.")
+        if examples is not None and examples < 1:
+            raise ValueError(f"examples must be at least 1, got {examples}; None means a step's.")
+        self.every, self.examples, self.batch, self.seed = every, examples, batch, seed
+        self.options: dict[str, Any] = {
+            "gradients": gradients,
+            "documents": documents,
+            "layout": layout,
+        }
+        self.reports: dict[int, IsolationReport] = {}
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Verify before the first step.
+
+        Raises:
+            IsolationError: a document sees another.
+            ValueError: an `IterableDataset` and no batch; else as `verify_isolation`.
+        """
+        self._verify(args, state, kwargs["model"], kwargs["train_dataloader"])
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Verify each `every` steps. Raises as `on_train_begin`."""
+        if self.every is not None and state.global_step % self.every == 0:
+            self._verify(args, state, kwargs["model"], kwargs["train_dataloader"])
+
+    def _verify(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, loader: Any
+    ) -> None:
+        if not state.is_world_process_zero and not is_sharded(model):
+            return
+        with ExitStack() as stack:
+            stack.callback(RandomState().restore)
+            stack.enter_context(training_mode(model))
+            batch = self.batch
+            if batch is None and self.examples is not None:
+                batch = batch_of(loader, range(self.examples))
+            elif batch is None:
+                batch = several_documents(
+                    loader, args.per_device_train_batch_size, self.options["layout"]
+                )
+            self.reports[state.global_step] = verify_isolation(
+                model, batch, seed=self.seed + state.global_step, **self.options
+            )
+
+
+def batch_of(loader: Any, indices: Iterable[int]) -> Mapping[str, Any]:
+    """What the loader's collator makes of those of these examples that its dataset has.
+
+    Raises:
+        ValueError: the dataset cannot be indexed; to iterate it could take from the training.
+    """
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            "batch must be given to IsolationCallback where the dataset can only be iterated, got "
+            f"a {type(dataset).__name__}; pass batch=, what the collator makes of a few examples."
+        )
+    return dict(loader.collate_fn([dataset[i] for i in indices if i < len(dataset)]))
+
+
+def several_documents(
+    loader: Any, size: int, layout: PackedLayout | None = None
+) -> Mapping[str, Any]:
+    """A batch of `size` examples that holds two documents at least; of more, if there is none.
+
+    An example may be a document, or a whole row of them beside which fixed shapes have no room for
+    another. So first come other places in the dataset, each twice as far as the one before, and its
+    end (packing puts long documents into the first rows), then an example more at once.
+
+    Args:
+        loader: its dataset and collator make the batch.
+        size: examples of a step on one device.
+        layout: the documents, where the batch does not tell.
+
+    Raises:
+        ValueError: as `batch_of`; or each place has one document, and the collator takes no more
+            examples.
+    """
+
+    def is_enough(batch: Mapping[str, Any]) -> bool:
+        return len(real_documents(documents_of(batch, layout))) > 1
+
+    batch = batch_of(loader, range(size))
+    start, last = size, len(loader.dataset) - size
+    while not is_enough(batch) and start <= last:
+        batch = batch_of(loader, range(start, start + size))
+        start = last if start < last < 2 * start else 2 * start
+    if is_enough(batch):
+        return batch
+    try:
+        return batch_of(loader, range(size + 1))
+    except ValueError as error:
+        raise ValueError(
+            f"batch must hold at least two documents, got one in each {size} examples looked at, "
+            f"and the collator takes no {size + 1}; pass batch= to IsolationCallback, what the "
+            "collator makes of two short documents."
+        ) from error
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether no process holds all parameters: FSDP's, or DeepSpeed ZeRO-3's."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+        for parameter in model.parameters()
+    )
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """In training mode; afterwards each module is in its own again."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -1,0 +1,298 @@
+"""One forward, and one backward, of any model on one batch with some documents replaced.
+
+Every run starts from the same state of the random generators and of the model's buffers, so that
+dropout drops the same; afterwards both are as they were, and no parameter has a gradient from it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.measure.random_state import RandomState
+from flexvarlen.verify.batch import PackedBatch, layout_of, real_documents
+from flexvarlen.verify.isolation.tokens import special_tokens, with_other_tokens
+from flexvarlen.verify.isolation.trace import Trace, by_token, tensors_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NO_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+"""Left out of the batch: a loss is over all documents, and may be taken without any logits."""
+
+BUFFER_BYTES = 1 << 24  # larger buffers hold weights (GPTQ's), which no forward writes to
+
+
+class NoGradients(Exception):
+    """The model gives no gradient of its input embeddings; the message says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gives.
+
+    Attributes:
+        outputs: `[T, N]` logits, or last hidden states of a model without a head; detached.
+        gradient: `[T, hidden]`, of the input embeddings; None without a backward.
+    """
+
+    outputs: Tensor
+    gradient: Tensor | None
+
+
+class ModelRun:
+    """A model and a batch for it.
+
+    Args:
+        model: a transformers model, or a wrapper of one.
+        batch: see `verify_isolation`.
+        layout: the documents, if the batch does not tell them.
+        seed: of the other tokens and of the loss.
+
+    Attributes:
+        spans: first token, and the one past the last, of each document but padding.
+        batch, row_tokens: B and S.
+        forwards: those that were run.
+        gradients: whether runs have a backward; set by the caller.
+
+    Raises:
+        ValueError: see `verify_isolation`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: PackedBatch | Mapping[str, Any],
+        *,
+        layout: PackedLayout | None,
+        seed: int,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model must be a transformers model, or a wrapper of one, got {model!r:.80}; load "
+                "it with AutoModelForCausalLM.from_pretrained."
+            )
+        # DDP's forward would wait for a backward of all parameters, and send buffers around.
+        while isinstance(model, DistributedDataParallel):
+            model = model.module
+        self.model, self.inner, self.seed = model, transformers_model(model), seed
+        stacks = [getattr(self.inner.base_model, name, None) for name in ("encoder", "decoder")]
+        if self.inner.config.is_encoder_decoder and None not in stacks:
+            raise ValueError(
+                f"model must have one stack of layers, got {type(self.inner).__name__}, an encoder "
+                "with a decoder; pass model.get_encoder()."
+            )
+        inputs = dict(batch.inputs() if isinstance(batch, PackedBatch) else batch)
+        self.device = device_of_inputs(self.inner)
+        self.inputs: dict[str, Any] = {
+            key: x.to(self.device) if isinstance(x, Tensor | PackedLayout) else x
+            for key, x in inputs.items()
+            if key not in NO_LOSS
+        }
+        found = documents_of(self.inputs, layout)
+        self.ids: Tensor = self.inputs["input_ids"]
+        self.batch: int = self.ids.shape[0]
+        self.row_tokens: int = self.ids.shape[1]
+        self.spans = real_documents(found)
+        self.special = special_tokens(self.inner.config)
+        self.vocabulary = int(self.inner.config.get_text_config().vocab_size)
+        self.gradients = False
+        self.forwards = 0
+        self._state = _State(self.inner)
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Afterwards random generators and buffers are as they were."""
+        try:
+            yield
+        finally:
+            self._state.restore()
+
+    def __call__(
+        self,
+        replaced: Sequence[int],
+        losses: Sequence[int] | None = None,
+        trace: Trace | None = None,
+    ) -> Outcome:
+        """One forward with the tokens of some documents replaced, and a backward if asked for.
+
+        Args:
+            replaced: documents.
+            losses: those with a loss: a fixed linear function of the outputs; None: all.
+            trace: hooks the model for this run.
+
+        Raises:
+            NoGradients: there is no backward.
+            ValueError: no outputs by token.
+        """
+        self._state.restore()
+        self.forwards += 1
+        ids = with_other_tokens(
+            self.ids.reshape(-1), self.spans, replaced, self.vocabulary, self.seed, self.special
+        ).view(self.ids.shape)
+        # A cache in the batch would be filled.
+        given = {
+            key: x if isinstance(x, Tensor) else copy.deepcopy(x) for key, x in self.inputs.items()
+        }
+        embeddings: list[Tensor] = []
+
+        def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            embeddings.append(output.detach().requires_grad_())
+            return embeddings[-1]
+
+        with ExitStack() as stack:
+            if self.gradients:
+                lookup = self._lookup()
+                stack.callback(lookup.register_forward_hook(cut).remove)
+            if trace is not None:
+                stack.enter_context(trace)
+            with torch.set_grad_enabled(self.gradients):
+                outputs = self._outputs(self.model(**{**given, "input_ids": ids}))
+            if trace is not None:
+                trace.stop()
+            gradient = self._gradient(outputs, embeddings, losses) if self.gradients else None
+        return Outcome(outputs.detach(), gradient)
+
+    def _outputs(self, output: Any) -> Tensor:
+        named = output if isinstance(output, Mapping) else {}
+        first = [named[key] for key in ("logits", "last_hidden_state") if key in named]
+        for x in tensors_in([*first, output]):
+            rows = by_token(x, self.batch, self.row_tokens)
+            if rows is not None and x.is_floating_point():
+                return rows
+        raise ValueError(
+            f"model must put out a vector for each of the {self.batch} x {self.row_tokens} tokens, "
+            f"got none from {type(self.inner).__name__}; pass its base model (model.base_model), "
+            "and no logits_to_keep."
+        )
+
+    def _gradient(
+        self, outputs: Tensor, embeddings: list[Tensor], losses: Sequence[int] | None
+    ) -> Tensor:
+        if not embeddings or not outputs.requires_grad:
+            raise NoGradients(
+                "its outputs have no gradient of the input embeddings (a compiled graph hides them)"
+            )
+        rng = torch.Generator().manual_seed(self.seed)
+        weights = torch.randn(outputs.shape[1], generator=rng, device="cpu").to(outputs)
+        grad_output = torch.zeros_like(outputs)
+        for document in range(len(self.spans)) if losses is None else losses:
+            grad_output[slice(*self.spans[document])] = weights
+        # Not backward(): parameters would get gradients, and DDP would send them around.
+        (gradient,) = torch.autograd.grad(outputs, embeddings[:1], grad_output, allow_unused=True)
+        rows = None if gradient is None else by_token(gradient, self.batch, self.row_tokens)
+        if rows is None:
+            raise NoGradients("its outputs have no gradient of the input embeddings")
+        return rows.detach()
+
+    def _lookup(self) -> nn.Module:
+        reason = why_no_gradients(self.model)
+        if reason is not None:
+            raise NoGradients(reason)
+        lookup: nn.Module = self.inner.get_input_embeddings()
+        return lookup
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model that a model is, or wraps.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(
+        f"model must be, or wrap, a transformers PreTrainedModel, got {type(model).__name__}; load "
+        "it with AutoModel."
+    )
+
+
+def why_no_gradients(model: nn.Module) -> str | None:
+    """Why gradients of the embeddings alone cannot be had: checkpoints that are reentrant."""
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        keywords: dict[str, Any] = getattr(checkpoint, "keywords", {})
+        if (
+            module.training
+            and getattr(module, "gradient_checkpointing", False)
+            and keywords.get("use_reentrant", False)
+        ):
+            return "its gradient checkpointing is reentrant (pass use_reentrant=False)"
+    return None
+
+
+def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:
+    """The documents of a batch, by the contract of `patch_model`, or the layout if one is given.
+
+    Also understood: `seq_idx` `[B, S]`, and `position_ids` `[n, B, S]`, of which the first counts.
+    A mask that is not 2D tells nothing.
+
+    Raises:
+        ValueError: no `input_ids` `[B, S]`, or boundaries that break the contract.
+    """
+    known = dict(inputs)
+    mask, positions = known.get("attention_mask"), known.get("position_ids")
+    if not (isinstance(mask, Tensor) and mask.ndim == 2):
+        known["attention_mask"] = None
+    if isinstance(positions, Tensor) and positions.ndim == 3:
+        known["position_ids"] = positions[0]
+    numbers = known.get("seq_idx")
+    if isinstance(numbers, Tensor) and known["attention_mask"] is None:
+        known["attention_mask"] = numbers - numbers.min() + 1
+    found = layout_of(known) if layout is None else layout
+    ids = known.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
+        raise ValueError(
+            f"layout must cover the batch's input_ids, got {found.total_tokens} tokens; pass "
+            "total_tokens= when you make it."
+        )
+    return found
+
+
+def device_of_inputs(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs: of one that accelerate has dispatched, a hook knows."""
+    for module in model.modules():  # the root first, then the embeddings
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            device: Any = getattr(each, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    device = model.device
+    return torch.device(device)
+
+
+class _State:
+    """Random generators and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._random = RandomState({parameter.device for parameter in model.parameters()})
+        self._buffers = [
+            (module, name, buffer, _copy(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    def restore(self) -> None:
+        self._random.restore()
+        for owner, name, buffer, copied in self._buffers:
+            owner._buffers[name] = buffer
+            if buffer is not None and copied is not None and not torch.equal(buffer, copied):
+                with torch.no_grad():
+                    buffer.copy_(copied)
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    if buffer is None or buffer.numel() * buffer.element_size() > BUFFER_BYTES:
+        return None
+    return buffer.detach().clone()

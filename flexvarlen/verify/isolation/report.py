@@ -1,0 +1,109 @@
+"""What `verify_isolation` returns, and what it raises."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+REMEDIES = {
+    "attention": "call flexvarlen.patch_model(model), where it knows the model type, or hand over "
+    "the boundaries in a form that the model honours (a mask [B, 1, S, S], with layout=)",
+    "linear attention": "its state must start anew with each document: pass the boundaries as its "
+    "kernels take them (cu_seq_lens_q, with flash-linear-attention installed), or pad instead",
+    "state space": "its state must start anew with each document: pass the boundaries as its "
+    "kernels take them (seq_idx, with mamba-ssm installed), or pad instead",
+    "convolution": "it must not reach over the start of a document: pass the boundaries as its "
+    "kernel takes them (seq_idx), or pad instead",
+    "MoE experts": "experts whose capacity is shared, or whose kernel rounds by how many tokens "
+    "it got, mix documents: lift the capacity; where the change is mere rounding, call "
+    "model.set_experts_implementation('batched_mm')",
+    "norm": "it must not take statistics over the row: normalise each token, or use eval()",
+}
+PATCHED = "the model is patched, so report this to flexvarlen, with model, backend and batch"
+OTHER_REMEDY = "it must treat each token alone, or each document alone"
+
+
+class IsolationError(RuntimeError):
+    """Information of one document reached another.
+
+    Attributes:
+        layer: the first layer that shows it, from 0, in the order in which layers run (in the
+            backward: the last); None if the leak is outside all layers.
+        module: dotted name of the first module whose output (in the backward: the gradient of whose
+            input) changes for the target, while what comes in does not; "" is the model itself.
+        kind: of that module: "attention", "linear attention", "state space", "convolution",
+            "MoE router", "MoE experts", "MLP", "norm", "embeddings", "linear", "rotary embedding",
+            "layer", or "module".
+        source, target: the documents, by their place in the batch, from 0. In the forward, the
+            source's tokens reach the target's outputs; in the backward, its loss or its tokens
+            reach the gradient of the target's tokens.
+        direction: "forward" (also if the backward leaks too) or "backward".
+        change: the largest absolute change there, which tells a leak from rounding; None if only
+            the outputs of the model itself show it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        layer: int | None,
+        source: int,
+        target: int,
+        module: str = "",
+        kind: str = "module",
+        direction: Literal["forward", "backward"] = "forward",
+        change: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.layer, self.source, self.target = layer, source, target
+        self.module, self.kind, self.direction, self.change = module, kind, direction, change
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes and the message."""
+        return {"message": str(self), **vars(self)}
+
+
+@dataclass(frozen=True)
+class IsolationReport:
+    """What was tested where nothing leaked.
+
+    Attributes:
+        documents: those whose tokens were replaced; every other document was watched.
+        num_docs: documents in the batch, padding left out.
+        forwards: that it took.
+        layers: watched, each in the order in which it ran.
+        gradients: how input gradients were tested: "bits" (they kept their bits, and were zero
+            where only other documents had a loss), "zeros" (only the latter: two backwards of the
+            same batch gave other bits), or None.
+        why_no_gradients: why None, if gradients were not declined.
+        training: whether the model was in training mode.
+    """
+
+    documents: tuple[int, ...]
+    num_docs: int
+    forwards: int
+    layers: int
+    gradients: Literal["bits", "zeros"] | None
+    why_no_gradients: str | None
+    training: bool
+
+    def __str__(self) -> str:
+        return self.sentence()
+
+    def sentence(self) -> str:
+        """The report in words."""
+        how = {
+            "bits": "gradients kept their bits too",
+            "zeros": "gradients were zero where they had to be (their bits do not repeat)",
+            None: f"gradients were not tested: {self.why_no_gradients or 'declined'}",
+        }[self.gradients]
+        tested = len(self.documents)
+        whose = f"{tested} of {self.num_docs}" if tested < self.num_docs else f"{tested}"
+        return (
+            f"No bit of {whose} documents reached another in {self.layers} layers and the outputs "
+            f"({self.forwards} forwards, {'train' if self.training else 'eval'} mode); {how}."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)

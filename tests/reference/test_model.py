@@ -1,0 +1,155 @@
+"""The model's reference is fp64 throughout, in every family, and each document is alone in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+from flexvarlen.reference import model as reference_model
+from flexvarlen.reference.acceptance import Error
+from flexvarlen.reference.model import (
+    Float64,
+    baseline_model,
+    float64_model,
+    next_token_loss,
+    run_alone,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
+WINDOW = {"sliding_window": 5}
+EXPERTS = {"num_experts_per_tok": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen3": Qwen3Config(**SMALL),
+    "gemma2": Gemma2Config(**SMALL, **WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "gemma3": Gemma3TextConfig(**SMALL, **WINDOW, query_pre_attn_scalar=8),
+    "mixtral": MixtralConfig(**SMALL, **EXPERTS, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4, moe_intermediate_size=16),
+    "gpt_oss": GptOssConfig(**SMALL, **WINDOW, **EXPERTS, num_local_experts=4),
+}
+LENGTHS = (9, 1, 14)
+FAMILIES = pytest.mark.parametrize("family", sorted(CONFIGS))
+
+
+def build(family, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def ids():
+    return torch.randint(0, 64, (1, 24), generator=torch.Generator().manual_seed(1))
+
+
+def results(model):
+    return run_alone(
+        model, ids(), LENGTHS, loss=next_token_loss(model, ids(), LENGTHS, range(len(LENGTHS)))
+    )
+
+
+class NarrowOperators(TorchDispatchMode):
+    """Notes the operators that return a tensor of a narrower float than fp64."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            # RoPE's tables, [1, L, D] or half of D, and positions alone may be narrower.
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+                if x.ndim == 3 and x.shape[0] == 1 and x.shape[2] in (1, 4, 8):
+                    continue
+                self.found.add((str(func), tuple(x.shape)))
+        return out
+
+
+@FAMILIES
+def test_everything_but_rope_tables_is_fp64(family):
+    model = float64_model(build(family))
+    with NarrowOperators() as narrow:
+        found = results(model)
+    assert not narrow.found
+    assert all(gradient.dtype == torch.float64 for gradient in found.gradients.values())
+
+
+def test_without_the_mode_norms_are_fp32():
+    model = float64_model(build("llama"))
+    with NarrowOperators() as narrow, torch.no_grad():
+        model(ids())
+    assert narrow.found
+
+
+@FAMILIES
+def test_baseline_is_the_reference_but_for_rounding(family):
+    base = build(family, torch.float32)
+    exact, baseline = results(float64_model(base)), results(baseline_model(base))
+    assert baseline.loss == pytest.approx(exact.loss, rel=1e-5)
+    for found, expected in zip(baseline.logits(), exact.logits(), strict=True):
+        assert Error.between(found[2], expected[2]).relative < 1e-4
+    for name, gradient in exact.gradients.items():
+        assert Error.between(baseline.gradients[name], gradient).relative < 1e-3, name
+
+
+def test_blocks_of_queries_change_nothing(monkeypatch):
+    """Long documents: blocks of queries, whose scores the backward computes again."""
+    for family in ("llama", "gemma3"):
+        base = build(family)
+        whole = results(float64_model(base))
+        monkeypatch.setattr(reference_model, "PIECE_ELEMENTS", 4 * 14 * 3)
+        pieces = results(float64_model(base))
+        monkeypatch.undo()
+        for name, gradient in whole.gradients.items():
+            torch.testing.assert_close(pieces.gradients[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_each_document_is_alone_and_the_base_is_untouched():
+    base = build("qwen3")
+    before = {name: x.clone() for name, x in base.state_dict().items()}
+    everything = results(float64_model(base))
+    model = float64_model(base)
+    last = run_alone(model, ids(), LENGTHS, documents=[2])
+    assert last.documents == (2,)
+    assert not last.gradients
+    assert torch.equal(last.hidden[0], everything.hidden[2])
+    with Float64(), torch.no_grad():
+        alone = model.base_model(ids()[:, 10:]).last_hidden_state[0]
+    assert torch.equal(alone, everything.hidden[2])
+    assert base.dtype == torch.bfloat16
+    assert all(torch.equal(x, before[name]) for name, x in base.state_dict().items())
+
+
+def test_gradients_of_chosen_parameters():
+    model = float64_model(build("qwen3"))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    loss = next_token_loss(model, ids(), LENGTHS, range(3))
+    chosen = run_alone(model, ids(), LENGTHS, loss=loss, parameters=[name])
+    assert list(chosen.gradients) == [name]
+    assert torch.equal(chosen.gradients[name], results(model).gradients[name])

@@ -1,0 +1,418 @@
+"""`compare` finds what is wrong, calls right what is right, and leaves the model alone."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.attention.backends.sdpa import SdpaBackend
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.reference.acceptance import Error
+from flexvarlen.verify.batch import PackedBatch, recut
+from flexvarlen.verify.compare import Report
+from flexvarlen.verify.compare import compare as run_compare
+from flexvarlen.verify.compare.accuracy import ModelErrors, Reference
+from flexvarlen.verify.compare.report import BASELINE, read_report
+from flexvarlen.verify.models import GEOMETRIES, build_model, parse_model
+from flexvarlen.verify.variants import Sizes
+
+LENGTHS = (30, 1, 17, 40, 8)
+TOKENS = sum(LENGTHS)
+
+
+def new_batch(lengths=LENGTHS, vocabulary=1024):
+    generator = torch.Generator().manual_seed(0)
+    return PackedBatch(torch.randint(vocabulary, (1, sum(lengths)), generator=generator), lengths)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build_model("llama")[0]
+
+
+@pytest.fixture(scope="module")
+def report(llama):
+    return run_compare(llama, new_batch(), packings=2, name="llama tiny")
+
+
+def compare_sdpa(model, **options):
+    """The measures of the backend that bugs are planted in."""
+    return (
+        run_compare(model, new_batch(), "sdpa", **{"packings": 0, **options})
+        .record("sdpa")
+        .measures
+    )
+
+
+# ---- what is right ----
+
+
+def test_every_backend_has_its_record(report):
+    names = [record.case["variant"] for record in report.records]
+    assert names == [BASELINE, *fv.BACKENDS, "auto", "transformers:sdpa"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU more is usable")
+def test_missing_backends_say_what_to_do(report):
+    for name in ("varlen", "fa2"):
+        record = report.record(name)
+        assert (record.status, record.measures) == ("unsupported", {})
+        assert record.reason == fv.why_not(name, needs_grad=False)
+    flex = report.record("flex")
+    assert "backward" in flex.reason
+    assert report.verdict("flex") == "right (forward)"
+    assert "gradient_max" not in flex.measures
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", "auto"])
+def test_right_backend_is_right_in_all_measures(report, name):
+    m = report.record(name).measures
+    assert (m["verdict"], m["why"]) == ("right", None)
+    assert 0 < m["logits_max"] <= m["logits_limit"] < 1e-3
+    assert m["loss_error"] < 1e-5
+    assert m["gradient_max"] < 1e-4
+    assert m["worst_gradient_ratio"] <= 1
+    assert m["leaked_documents"] == m["leaked_outputs"] == m["leaked_gradients"] == 0
+    assert m["backward_repeats"]
+    assert m["argmax_agreement"] == 1
+    assert 0 < m["repacked_logits_max"] <= m["repacked_logits_limit"]
+    assert (m["graph_breaks"], m["recompiles"], m["other_packings"]) == (0, 0, 2)
+    assert m["ms_p20"] <= m["ms_p50"] <= m["ms_p80"]
+    assert m["tokens_per_s"] == pytest.approx(TOKENS / m["ms_p50"] * 1e3)
+
+
+def test_plain_transformers_with_its_default_cache_is_shown_to_leak(report):
+    m = report.record("transformers:sdpa").measures
+    assert m["verdict"] == "leaks"
+    assert m["leaked_outputs"] == len(LENGTHS) - 1  # all but the first
+    assert m["leaked_gradients"] >= m["leaked_outputs"] - 1
+    assert m["logits_max"] > 1
+    assert report.passed  # theirs is not ours to fail
+
+
+def test_low_precision_is_compared_with_a_baseline_of_its_own(llama):
+    m = compare_sdpa(llama, dtype=torch.bfloat16)
+    assert (m["verdict"], m["why"]) == ("right", None)
+    assert m["logits_max"] > 1e-3
+    assert llama.dtype == torch.float32
+
+
+def test_forward_alone_measures_no_gradients(llama):
+    m = compare_sdpa(llama, train=False)
+    assert (m["passes"], m["verdict"]) == ("forward", "right")
+    assert "gradient_max" not in m
+    assert m["leaked_gradients"] is None
+
+
+def test_row_of_one_document_cannot_leak(llama):
+    assert run_compare(llama, new_batch((12,)), "sdpa", packings=1).verdict("sdpa") == "right"
+
+
+# ---- what is wrong ----
+
+
+def plant(monkeypatch, change):
+    """Make the `sdpa` backend call `change(attend, q, k, v, sinks, call, mask, plan)`."""
+    attend = SdpaBackend.attend
+
+    def wrong(self, q, k, v, sinks, call, mask, plan):
+        return change(lambda *args: attend(self, *args), q, k, v, sinks, call, mask, plan)
+
+    monkeypatch.setattr(SdpaBackend, "attend", wrong)
+
+
+def other_boundaries(boundaries):
+    """Attention under boundaries that `boundaries(lengths)` makes of the right ones."""
+
+    def change(attend, q, k, v, sinks, call, mask, plan):
+        layout = PackedLayout.from_lengths(boundaries(list(mask.layout.lengths)))
+        wrong = DocumentMask(layout, mask.spec)
+        return attend(q, k, v, sinks, call, wrong, SdpaBackend().plan(wrong))
+
+    return change
+
+
+def one_token_late(lengths):
+    return [lengths[0] + 1, *lengths[1:-1], lengths[-1] - 1]
+
+
+def last_two_joined(lengths):
+    return [*lengths[:-2], lengths[-2] + lengths[-1]]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "leaked"),
+    [
+        (lambda lengths: [sum(lengths)], set(range(1, len(LENGTHS)))),
+        (one_token_late, None),
+        (last_two_joined, {4}),
+    ],
+    ids=["boundaries_ignored", "boundary_off_by_one", "last_boundary_lost"],
+)
+def test_leak_is_reported(llama, monkeypatch, boundaries, leaked):
+    plant(monkeypatch, other_boundaries(boundaries))
+    row = compare_sdpa(llama)
+    assert row["verdict"] == "leaks"
+    assert row["leaked_outputs"] > 0
+    assert leaked is None or row["leaked_outputs"] == len(leaked)
+    assert "change with other documents' tokens" in row["why"]
+
+
+def test_leak_below_rounding_is_reported(llama, monkeypatch):
+    """A bit is enough: what drowns in the tolerance of the errors is still a leak."""
+
+    def change(attend, q, k, v, sinks, call, mask, plan):
+        out, lse = attend(q, k, v, sinks, call, mask, plan)
+        return out + v[:1].repeat_interleave(q.shape[1] // v.shape[1], 1) * 1e-6, lse
+
+    plant(monkeypatch, change)
+    row = compare_sdpa(llama, train=False)
+    assert row["verdict"] == "leaks"
+
+
+def test_leak_in_the_backward_alone_is_reported(llama, monkeypatch):
+    class Leaky(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            grad[0] += grad[-2] * 1e-3  # the last token has no loss
+            return grad
+
+    def change(attend, *args):
+        out, lse = attend(*args)
+        return Leaky.apply(out), lse
+
+    plant(monkeypatch, change)
+    row = compare_sdpa(llama)
+    assert row["verdict"] == "leaks"
+    assert (row["leaked_outputs"], row["leaked_gradients"]) == (0, 1)
+    assert "token gradients" in row["why"]
+
+
+def test_wrong_scale_is_wrong_but_no_leak(llama, monkeypatch):
+    plant(
+        monkeypatch,
+        lambda attend, q, *rest: attend(q * 1.001, *rest),
+    )
+    row = compare_sdpa(llama)
+    assert (row["verdict"], row["leaked_documents"]) == ("wrong", 0)
+    assert "logits" in row["why"]
+
+
+def test_wrong_gradient_alone_is_wrong(llama, monkeypatch):
+    def change(attend, q, k, *rest):
+        k = k + (k - k.detach()) * 1e-3  # the same value, a slightly larger gradient
+        return attend(q, k, *rest)
+
+    plant(monkeypatch, change)
+    row = compare_sdpa(llama)
+    assert row["verdict"] == "wrong"
+    assert "gradient of" in row["why"]
+    assert row["worst_gradient_ratio"] > 1
+    assert compare_sdpa(llama, train=False)["verdict"] == "right"
+
+
+def test_boundaries_kept_from_the_first_batch_are_found_on_another_packing(llama, monkeypatch):
+    kept = []
+
+    def change(attend, q, k, v, sinks, call, mask, plan):
+        kept.append(plan)
+        return attend(q, k, v, sinks, call, mask, kept[0])
+
+    plant(monkeypatch, change)
+    row = compare_sdpa(llama, packings=1)
+    assert row["verdict"] == "wrong"
+    assert row["why"].startswith("on another packing")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "passed"),
+    [
+        (RuntimeError("kernel died"), "failed", False),
+        (NotImplementedError("no such head_dim"), "unsupported", True),
+        (torch.OutOfMemoryError("no room"), "oom", True),
+    ],
+)
+def test_backend_that_raises_has_a_record_and_the_others_theirs(
+    llama, monkeypatch, error, status, passed
+):
+    def change(*args):
+        raise error
+
+    plant(monkeypatch, change)
+    found = run_compare(llama, new_batch((6, 4)), "sdpa,reference", packings=0, train=False)
+    assert found.record("sdpa").status == status
+    assert str(error) in found.record("sdpa").reason
+    assert found.verdict("reference") == "right"
+    assert found.passed == passed
+
+
+def test_nan_is_wrong(llama, monkeypatch):
+    def change(attend, *args):
+        out, lse = attend(*args)
+        return out * float("nan"), lse
+
+    plant(monkeypatch, change)
+    row = compare_sdpa(llama, train=False)
+    assert row["verdict"] == "wrong"
+    assert math.isnan(row["logits_max"])
+
+
+def test_rule_names_what_is_too_far_off():
+    small = Error(1e-5, 1e-6, 1e-6, 1.0, 0.5)
+    right = ModelErrors(small, small, 1.0, {"w": small})
+    reference = Reference(new_batch(), (0,), None, None, None, right)
+    assert reference.why_wrong(right, torch.float32) is None
+    assert reference.limits(right, torch.float32)["worst_gradient_ratio"] < 1 / 2.9
+    large, nan = replace(small, mean_abs=1e-4), replace(small, max_abs=math.nan)
+    for wrong, words in (
+        (replace(right, logits=large), "logits"),
+        (replace(right, loss=large), "the loss"),
+        (replace(right, gradients={"w": large}), "the gradient of w"),
+        (replace(right, gradients={"w": nan}), "the gradient of w"),
+        (replace(right, gradients={"w": Error.missing()}), "the gradient of w"),
+    ):
+        assert words in reference.why_wrong(wrong, torch.float32)
+
+
+# ---- the model, the batch, the options ----
+
+
+@pytest.mark.parametrize("patch", [None, "reference"])
+def test_model_is_left_as_it_was(patch):
+    model = build_model("qwen3")[0].eval()
+    if patch:
+        fv.patch_model(model, patch)
+    before = copy.deepcopy(model.state_dict())
+    implementation = model.config._attn_implementation
+    compare_sdpa(model)
+    assert model.config._attn_implementation == implementation
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert ("forward" in model.__dict__) == bool(patch)
+
+
+def test_batch_of_keyword_arguments_is_compared_by_its_boundaries(llama):
+    batch = new_batch()
+    inputs = batch.inputs() | {"labels": batch.input_ids}
+    record = run_compare(llama, inputs, "sdpa", packings=0).record("sdpa")
+    assert (record.case["documents"], record.measures["verdict"]) == (len(LENGTHS), "right")
+
+
+def test_unknown_backend_is_one_sentence(llama):
+    with pytest.raises(ValueError, match="backends must be all, reference"):
+        run_compare(llama, new_batch(), "falsh")
+
+
+def test_unverified_model_is_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+    with pytest.raises(NotImplementedError, match="gpt2"):
+        run_compare(model, new_batch((4, 4), 16), "sdpa")
+
+
+def test_other_packings_fit_the_shapes_of_the_first():
+    batch = new_batch()
+    sizes = Sizes.of(batch)
+    for seed in range(30):
+        other = recut(batch, seed, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
+        PackedLayout.from_lengths(
+            other.lengths, capacity=sizes.capacity, max_seqlen_bound=sizes.max_seqlen_bound
+        )
+
+
+def test_progress_reaches_its_end(llama):
+    seen = []
+    run_compare(
+        llama,
+        new_batch(),
+        "sdpa,fa2",
+        packings=1,
+        progress=lambda done, total, what: seen.append((done, total)),
+    )
+    assert seen[-1][0] == seen[-1][1]
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lama", "model must be"),
+        ("llama:9b", "size of llama"),
+        ("qwen3:1.7b@0", "at least 1"),
+        ("no/such/folder", "model must be"),
+    ],
+)
+def test_bad_model_name_is_one_sentence(name, words):
+    with pytest.raises(ValueError, match=words):
+        parse_model(name)
+
+
+def test_every_geometry_is_a_valid_configuration():
+    from transformers import AutoConfig
+
+    for family, sizes in GEOMETRIES.items():
+        for geometry in sizes.values():
+            config = AutoConfig.for_model(family, **geometry)
+            assert config.num_attention_heads % config.num_key_value_heads == 0
+
+
+def test_local_folder_is_loaded(tmp_path, llama):
+    llama.save_pretrained(tmp_path)
+    model, tokenizer = build_model(str(tmp_path))
+    assert tokenizer is None
+    ids = new_batch().input_ids
+    assert torch.equal(model(ids).logits, llama.eval()(ids).logits)
+
+
+# ---- the report ----
+
+
+def test_saved_report_is_read_back(report, tmp_path):
+    paths = report.save(tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == ["records.jsonl", "table.md", "compare.png"]
+    assert read_report(paths[0]).table() == report.table()
+    assert paths[2].stat().st_size > 10_000
+    assert "Right, and no document leaks" in paths[1].read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU more is usable")
+def test_kernels_that_need_a_gpu_share_one_line(report):
+    (line,) = (note for note in report.notes() if note.startswith("Not run"))
+    assert all(name in line for name in ("varlen", "fa2", "fa3", "flex_fa4"))
+    assert "varlen" not in {line[0] for line in report.table().lines}
+
+
+def test_failure_is_in_the_sentence_and_in_passed(report):
+    leaked = [
+        replace(r, measures=r.measures | {"verdict": "leaks"}) if r.case["variant"] == "sdpa" else r
+        for r in report.records
+    ]
+    failed = Report(tuple(leaked))
+    assert not failed.passed
+    assert "Not right: llama tiny sdpa: leaks" in failed.sentence()
+    assert "sdpa" in str(report)
+
+
+@pytest.mark.parametrize("error", [0.0, math.nan, math.inf])
+def test_picture_has_room_for_errors_that_a_log_axis_has_not(report, tmp_path, error):
+    records = tuple(
+        replace(r, measures=r.measures | {"logits_max": error}) if r.measures else r
+        for r in report.records
+    )
+    assert len(Report(records).save(tmp_path)) == 3
+
+
+def test_no_picture_where_nothing_ran(report, tmp_path):
+    refused = tuple(r for r in report.records if r.status == "unsupported")
+    assert len(Report(refused).save(tmp_path)) == 2

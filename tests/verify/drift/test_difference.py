@@ -1,0 +1,61 @@
+"""`Difference` against plain arithmetic, and its pieces against the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flexvarlen.verify.drift import difference
+from flexvarlen.verify.drift.difference import Difference
+
+
+def test_numbers_by_hand():
+    found = torch.tensor([1.0, 2.0, -4.0, 0.0], dtype=torch.bfloat16)
+    other = torch.tensor([1.0, 2.0 + 2**-6, -3.0, -0.0], dtype=torch.bfloat16)
+    got = Difference.between(found, other)
+    assert got.measures("x") == {
+        "x_max_abs": 1.0,
+        "x_mean_abs": (1 + 2**-6) / 4,
+        "x_relative": pytest.approx(
+            math.sqrt((1 + 2**-12) / (1 + (2 + 2**-6) ** 2 + 9)), rel=1e-12
+        ),
+        "x_equal": 0.5,  # -0 is 0
+    }
+
+
+def test_half_precision_is_subtracted_in_half_precision():
+    a, b = (torch.tensor([x], dtype=torch.bfloat16) for x in (256.0, 0.0078125))
+    assert Difference.between(a, b).error.max_abs == 256 - 0.0078125
+
+
+def test_nan_is_called_equal():
+    a, b = torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0])
+    got = Difference.between(a, b)
+    assert math.isnan(got.error.max_abs)
+    assert math.isnan(got.error.relative)
+    assert got.equal == 0.5
+
+
+def test_of_zeros_and_of_nothing():
+    zero = torch.zeros(3)
+    assert Difference.between(zero, zero) == Difference.between(zero, -zero)
+    assert Difference.between(zero, zero).error.relative == 0
+    assert Difference.between(zero[:0], zero[:0]).equal == 1
+
+
+def test_other_shapes_are_compared():
+    with pytest.raises(ValueError, match="must have one shape"):
+        Difference.between(torch.zeros(3), torch.zeros(1, 3))
+
+
+def test_pieces_are_not_the_whole(monkeypatch):
+    found, other = torch.randn(2, 37, generator=torch.Generator().manual_seed(0))
+    other[:9] = found[:9]
+    whole = Difference.between(found, other)
+    monkeypatch.setattr(difference, "_PIECE", 5)
+    split = Difference.over(zip(found.split([20, 17]), other.split([20, 17]), strict=True))
+    assert split.equal == whole.equal == 9 / 37
+    assert split.error.relative == pytest.approx(whole.error.relative, rel=1e-12)
+    assert split.error.max_abs == whole.error.max_abs

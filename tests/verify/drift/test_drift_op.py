@@ -1,0 +1,210 @@
+"""`drift op`: planted bugs are findings, right backends are not, what breaks is a record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexvarlen.attention.backends.reference import ReferenceBackend
+from flexvarlen.reference import acceptance
+from flexvarlen.runner.suite import DeviceLost, Options
+from flexvarlen.verify.drift.op.cases import SUITES, Inputs, OpCase
+from flexvarlen.verify.drift.op.suite import COMPARISONS, OperatorDrift, operator_drift
+from tests.verify.drift.planted import KernelError, leak, nan, plant, raising, wrong_scale
+
+SMALL = OpCase(
+    "causal", (40, 1, 23), num_heads=4, num_kv_heads=2, head_dim=16, causal=True, window=9
+)
+QUICK = ("exact", "batch-serial", "run-run", "backend-backend")
+
+
+def drift(backends=("reference",), comparisons=QUICK, case=SMALL, dtype=torch.float32, **options):
+    return operator_drift(
+        [case], backends, device="cpu", dtypes=[dtype], comparisons=comparisons, **options
+    )
+
+
+def only(records):
+    (record,) = records
+    return record
+
+
+def test_study_is_the_published_one():
+    study = SUITES["varlen-study"]
+    assert [case.lengths for case in study] == [
+        *[(256,), (319,), (320,), (320, 320), (321,), (384,), (299, 1115), (1088, 2368)],
+        *[(1088, 4160), (4160,), (4160,) * 2, (4160,) * 4, (4160,) * 8],
+    ]
+    assert {(c.num_heads, c.num_kv_heads, c.head_dim, c.causal) for c in study} == {
+        (24, 24, 128, False)
+    }
+    assert all(len({case.name for case in cases}) == len(cases) for cases in SUITES.values())
+
+
+def test_inputs_are_other_numbers_in_each_dtype():
+    wide, narrow = (Inputs.random(SMALL, d, "cpu", 3) for d in (torch.float32, torch.bfloat16))
+    assert torch.equal(wide.q, narrow.q.float())
+    assert not torch.equal(wide.q, Inputs.random(SMALL, torch.float32, "cpu", 4).q)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({"lengths": (3, 0)}, "at least 1 token"), ({"num_kv_heads": 3}, "a multiple of")],
+)
+def test_bad_case_is_taken(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replace(SMALL, **change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_right_backend_is_called_wrong(dtype, causal):
+    records = drift(("reference", "sdpa"), case=replace(SMALL, causal=causal), dtype=dtype)
+    assert len(records) == 2 * len(QUICK)
+    assert {record.status for record in records} == {"ok"}
+    for record in records:
+        if record.case["comparison"] == "exact":
+            ratios = [v for k, v in record.measures.items() if k.startswith(("ratio", "serial_r"))]
+            assert len(ratios) >= 8  # output and gradients, in one call and one call a document
+            assert 0 < max(ratios) < 1
+        else:
+            other = "sdpa" if record.case["comparison"] == "backend-backend" else None
+            assert record.case["other"] == other
+            limit = 0.01 if dtype == torch.bfloat16 else 1e-5
+            assert record.measures["dq_relative"] < limit
+
+
+@pytest.mark.parametrize("bug", [wrong_scale, leak, nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bug_is_called_right(monkeypatch, bug, dtype):
+    plant(monkeypatch, bug)
+    records = drift(("reference", "sdpa"), ["exact"], dtype=dtype)
+    wrong, right = sorted(records, key=lambda record: record.case["variant"])
+    assert (wrong.status, right.status) == ("wrong", "ok")
+    assert wrong.reason.startswith("out: largest error")
+    assert "in document" in wrong.reason
+
+
+def test_rule_is_another_than_the_references(monkeypatch):
+    """Twice the baseline's error for outputs, three times for gradients."""
+    monkeypatch.setattr(acceptance, "OUTPUT_FACTOR", 1e-9)
+    record = only(drift(comparisons=["exact"]))
+    assert (record.status, record.reason.split(":")[0]) == ("wrong", "out")
+    assert record.measures["ratio_out"] > 1e6 > 1 > record.measures["ratio_dq"]
+
+
+def test_reason_names_another_document(monkeypatch):
+    """A leak into the last document alone."""
+
+    def into_the_last(attend, plan, call):
+        if len(plan) == 64:
+            plan = plan.clone()
+            plan[-23:, -24] = True
+        return attend(plan, call)
+
+    plant(monkeypatch, into_the_last)
+    record = only(drift(comparisons=["exact"]))
+    assert "largest in document 2 (23 tokens)" in record.reason
+
+
+def test_one_call_a_document_is_not_checked(monkeypatch):
+    def alone(attend, plan, call):
+        out, lse = attend(plan, call)
+        return (out * 1.5 if len(plan) < 40 else out), lse
+
+    plant(monkeypatch, alone)
+    record = only(drift(comparisons=["exact"]))
+    assert (record.status, record.measures["ratio_out"] < 1) == ("wrong", True)
+    assert record.reason.startswith("one call a document: out: ")
+    assert only(drift(comparisons=["batch-serial"])).measures["out_relative"] > 0.1
+
+
+def test_what_changes_from_call_to_call_is_the_same(monkeypatch):
+    calls = []
+
+    def other(attend, plan, call):
+        calls.append(call)
+        out, lse = attend(plan, call)
+        return out + len(calls), lse
+
+    plant(monkeypatch, other)
+    assert only(drift(comparisons=["run-run"])).measures["out_max_abs"] == pytest.approx(1)
+
+
+def test_what_compilation_changes_is_the_same(monkeypatch):
+    def compiled(attend, plan, call):
+        out, lse = attend(plan, call)
+        return (out * 2 if torch.compiler.is_compiling() else out), lse
+
+    plant(monkeypatch, compiled)
+    record = only(drift(comparisons=["eager-compiled"], train=False))
+    assert record.measures["out_relative"] == pytest.approx(1, rel=1e-5)
+    assert "dq_relative" not in record.measures
+
+
+def test_backend_without_a_backward_has_no_record(monkeypatch):
+    def why_not(self, call):
+        return "no backward here" if call.needs_grad else None
+
+    monkeypatch.setattr(ReferenceBackend, "why_not", why_not)
+    record = only(drift(comparisons=["exact"]))
+    assert record.status == "ok"
+    assert "ratio_out" in record.measures
+    assert "ratio_dq" not in record.measures
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (RuntimeError("broke\nmore"), "failed", "RuntimeError: broke"),
+        (KernelError("broke"), "failed", "KernelError: broke"),
+        (ValueError("broke"), "failed", "ValueError: broke"),
+        (torch.OutOfMemoryError("no room"), "oom", "OutOfMemoryError: no room"),
+    ],
+)
+def test_what_a_kernel_raises_ends_the_run(monkeypatch, error, status, reason):
+    plant(monkeypatch, raising(error))
+    records = {r.case["variant"]: r for r in drift(("reference", "sdpa", "varlen"), ["run-run"])}
+    assert (records["reference"].status, records["reference"].reason) == (status, reason)
+    assert records["sdpa"].status == "ok"
+    assert records["varlen"].status == "unsupported"
+    assert "CUDA" in records["varlen"].reason
+
+
+def test_lost_device_fails_the_others(monkeypatch):
+    plant(monkeypatch, raising(RuntimeError("an illegal memory access was encountered")))
+    with pytest.raises(DeviceLost, match="reference lost the device") as raised:
+        drift(("reference", "sdpa"), ["run-run"])
+    (finding,) = raised.value.findings
+    assert (finding.variant, finding.measures["fatal"]) == ("reference", True)
+
+
+def test_all_compiles_every_backend_on_the_cpu():
+    suite = OperatorDrift.of([SMALL], [torch.float32])
+    options = Options(torch.device("cpu"))
+    names = {c.comparison: suite.variants(c, options) for c in suite.cases(options)}
+    assert list(names) == list(COMPARISONS)
+    assert "flex" in names["exact"]
+    assert "flex" not in names["eager-compiled"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"backends": ["flsh"]}, "backends must be all, or of"),
+        ({"comparisons": ["exat"]}, "comparisons must be all, or of"),
+    ],
+)
+def test_unknown_name_is_taken(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        drift(**options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flex", "varlen", "fa2", "fa3", "fa4", "cudnn"])
+def test_kernel_of_a_gpu_is_called_wrong(backend):
+    case = OpCase("causal", (200, 1, 127, 300, 76), 8, 4, 64, causal=True)
+    for record in operator_drift([case], [backend], device="cuda"):
+        assert record.status in ("ok", "unsupported"), record.reason

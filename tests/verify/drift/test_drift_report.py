@@ -1,0 +1,213 @@
+"""Tables, sentences and limits of drift, from records made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from flexvarlen.report.records import Record
+from flexvarlen.verify.drift import DriftReport
+from flexvarlen.verify.drift.page_tables import section
+from flexvarlen.verify.drift.report.thresholds import (
+    MODEL_MEASURES,
+    OP_MEASURES,
+    TRAINING_MEASURES,
+    Measured,
+    broken_limits,
+    parse_thresholds,
+)
+
+H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.17.0"}
+
+
+def op_record(variant, comparison, status="ok", reason=None, name="64,64", **measures):
+    case = {"name": name, "dtype": "bfloat16", "comparison": comparison, "variant": variant}
+    return Record("drift-op", case, status, reason, measures, H200)
+
+
+def model_record(variant, comparison="packed-alone", status="ok", reason=None, **measures):
+    case = {"model": "m", "dtype": "bfloat16", "tokens": 8192, "comparison": comparison}
+    measures = {"logits_relative": 0.01, "logits_equal": 0.1, "first_part": "block 0"} | measures
+    measures |= {"documents": 10}
+    return Record("drift-model", case | {"variant": variant}, status, reason, measures, H200)
+
+
+def training_record(variant, verdict=None, sigmas=0.5, status="ok"):
+    case = {"model": "m", "dtype": "float32", "tokens": 64, "steps": 8, "baseline": "unpacked"}
+    measures = {"loss": 7.5, "losses": [7.5] * 8}
+    if variant != "unpacked":
+        measures |= {"angles": [0.2, 0.3], "sigmas": sigmas, "verdict": verdict}
+    return Record("drift-training", case | {"variant": variant}, status, verdict, measures, H200)
+
+
+OPS = (
+    op_record("fa3", "exact", ratio_out=0.2, out_relative=2e-3),
+    op_record("fa3", "exact", name="7", ratio_out=0.4, serial_ratio_dq=0.5),
+    op_record("fa3", "batch-serial", out_relative=0.0, lse_relative=0.0, dq_relative=3e-5),
+    op_record("cudnn", "exact", "unsupported", "needs a newer GPU"),
+)
+
+
+def test_operators_are_a_line_each_with_their_largest_error():
+    (table,) = DriftReport(OPS).tables()
+    assert table.header[:4] == ("backend", "dtype", "status", "error / allowed")
+    assert "2 cases" in table.title
+    assert "NVIDIA H200" in table.title
+    lines = {line[0]: dict(zip(table.header, line, strict=True)) for line in table.lines}
+    assert lines["fa3"]["error / allowed"] == "50.00%"
+    assert lines["fa3"]["batch-serial fwd"] == "0"
+    assert lines["fa3"]["batch-serial bwd"] == "3.0e-05"
+    assert lines["cudnn"]["status"] == "unsupported (1)"
+    assert table.notes == ("(1) needs a newer GPU",)
+
+
+def test_sentence_names_the_largest_error_and_passes():
+    report = DriftReport(OPS)
+    assert report.passed
+    (sentence,) = report.sentences()
+    assert "within the acceptance rule" in sentence
+    assert "50.00%" in sentence
+    assert "dq of fa3: 7, bfloat16, exact" in sentence
+
+
+@pytest.mark.parametrize("status", ["wrong", "failed"])
+def test_finding_passes_or_is_repeated(status):
+    bad = [op_record("fa3", c, status, "out: too far.", name=n) for c in "ab" for n in "xy"]
+    report = DriftReport((*OPS, *bad))
+    assert not report.passed
+    (sentence,) = report.sentences()
+    assert sentence.startswith("fa3 is wrong" if status == "wrong" else "fa3 failed")
+    assert sentence.count("out: too far.") == 1
+    assert sentence.endswith("(x, bfloat16, a; y, bfloat16, a; x, bfloat16, b; y, bfloat16, b)")
+    assert report.tables()[0].bad == {0}
+
+
+def test_leak_of_transformers_own_fails():
+    report = DriftReport((model_record("transformers:sdpa", status="wrong", reason="NaN"),))
+    assert report.passed
+    assert DriftReport(()).sentences() == ["Nothing was compared."]
+
+
+def test_models_have_a_table_a_dtype_and_a_sentence():
+    other = model_record("flex", logits_relative=0.02)
+    wide = replace(other, case=other.case | {"dtype": "float32"})
+    report = DriftReport((model_record("sdpa", logits_equal=1, first_part=None), other, wide))
+    first, second = report.tables()
+    assert "bfloat16, 8,192 tokens" in first.title
+    assert [line[:4] for line in first.lines] == [
+        ("packed-alone", "sdpa", "ok", "none"),
+        ("packed-alone", "flex", "ok", "block 0"),
+    ]
+    assert "float32" in second.title
+    assert report.sentences() == [
+        "3 comparisons of models: logits differ by at most 2.0e-02 relative "
+        "(flex: m, bfloat16, packed-alone)."
+    ]
+
+
+def test_trainings_have_their_verdict_and_the_rule():
+    records = (
+        training_record("unpacked"),
+        training_record("rounding"),
+        training_record("fa3", "within seed noise"),
+    )
+    (table,) = DriftReport(records).tables()
+    assert [line[2] for line in table.lines] == [
+        "the baseline",
+        "the rounding twin",
+        "within seed noise",
+    ]
+    assert "more than 2 σ" in table.notes[-1]
+    assert "0.5 σ (fa3: m, float32)" in DriftReport(records).sentences()[0]
+    bad = (*records, training_record("flex", "not rounding", status="wrong"))
+    assert DriftReport(bad).sentences() == ["flex is wrong: not rounding (m, float32)"]
+
+
+def test_machines_share_a_table():
+    here = replace(OPS[0], environment={"gpu": None, "cpu": "a CPU"})
+    assert len(DriftReport((*OPS, here)).tables()) == 2
+
+
+def test_report_has_a_path_of_the_machine(tmp_path):
+    bad = op_record("fa3", "exact", "failed", "OSError: /usr/secret/lib.so is gone")
+    DriftReport((bad,)).save(tmp_path / "report.md")
+    text = (tmp_path / "report.md").read_text()
+    assert "lib.so is gone" in text
+    assert "secret" not in text
+
+
+def test_page_table_is_the_range_over_our_backends():
+    leak = model_record("transformers:sdpa", logits_relative=1.3)
+    records = [model_record("sdpa", logits_relative=0.0), model_record("flex"), leak]
+    text = section(records)
+    assert "a packed row of 8,192 tokens in 10 documents" in text
+    assert "| packed against each document alone | 0 to 0.01 |" in text
+    assert "| a leak: transformers' `sdpa`, packed against alone | 1.3 |" in text
+    assert "| `fa3` | 0.40 | 0 |" in section(OPS)
+
+
+# ---- limits ----
+
+
+def limits(text, *records, known=OP_MEASURES):
+    return DriftReport(records).broken_limits(parse_thresholds([text], known))
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("out_relative=1e-2", None),
+        ("out_relative=1e-3", "out_relative is 0.002 in fa3: 64,64, bfloat16, exact."),
+        ("relative=1e-3", "out_relative is 0.002 in fa3"),
+        ("ratio_out=0.3", "ratio_out is 0.4 in fa3: 7"),
+    ],
+)
+def test_limit_is_passed_or_not(text, broken):
+    said = limits(text, *OPS)
+    assert (said == []) if broken is None else (broken in said[0])
+
+
+def test_nan_is_below_a_limit():
+    assert "nan" in limits("relative=1", op_record("fa3", "exact", out_relative=math.nan))[0]
+
+
+def test_negative_difference_is_below_a_limit():
+    record = model_record("fa3", loss_difference=-2e-3)
+    assert limits("loss_difference=1e-3", record, known=MODEL_MEASURES)
+    assert not limits("loss_difference=1e-2", record, known=MODEL_MEASURES)
+
+
+def test_limit_is_on_the_first_of_a_list_or_on_the_rounding_twin():
+    record = training_record("fa3")
+    assert limits("angles=0.25", record, known=TRAINING_MEASURES)
+    twin = replace(record, case=record.case | {"variant": "rounding"})
+    kept = training_record("sdpa", sigmas=0.1)
+    assert limits("sigmas=0.2", twin, kept, known=TRAINING_MEASURES) == []
+
+
+def test_limit_on_nothing_passes():
+    assert limits("dq_relative=1", OPS[0]) == [
+        "fail-above dq_relative=1: no record has such a measure."
+    ]
+    runs = [Measured("run", {"angles": []})]
+    assert broken_limits(parse_thresholds(["angles=1"], ["angles"]), runs)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dq_relative", "must be MEASURE=VALUE"),
+        ("=1", "must name a measure"),
+        ("relativ=1", "got 'relativ'; choose among out_max_abs"),
+        ("kl_mean=1", "must name a measure of this command"),
+        ("equal=1", "must name a measure"),
+        ("relative=", "must have a value of at least 0"),
+        ("relative=-1", "must have a value of at least 0"),
+        ("relative=nan", "must have a value of at least 0"),
+    ],
+)
+def test_bad_limit_is_taken(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_thresholds([text], OP_MEASURES)

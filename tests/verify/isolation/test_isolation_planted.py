@@ -1,0 +1,293 @@
+"""Leaks planted in a model that has none: each is found, and blamed on where it was planted."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import flexvarlen as fv
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.isolation.verify import IsolationError, verify_isolation
+from flexvarlen.verify.models import build_model
+
+LENGTHS = (5, 11, 1, 8, 7)
+
+
+@pytest.fixture
+def model():
+    return fv.patch_model(build_model("llama")[0].eval(), "sdpa")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return PackedBatch(torch.randint(3, 1024, (1, sum(LENGTHS)), generator=generator), LENGTHS)
+
+
+def blamed(model, batch, **options):
+    with pytest.raises(IsolationError) as caught:
+        verify_isolation(model, batch, **options)
+    error = caught.value
+    return error, (error.direction, error.layer, error.module, error.kind)
+
+
+def replace_output(module, change):
+    """Its forward, then `change` of the output."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
+
+
+def test_boundary_off_by_one(model, batch):
+    """The first token of a document sees the one before it; the layout said is another."""
+    position_ids = batch.inputs()["position_ids"]
+    off = PackedLayout.from_lengths([5, 12, 1, 7, 7])
+    inputs = {"input_ids": batch.input_ids, "position_ids": position_ids, "packed_layout": off}
+    layout = PackedLayout.from_lengths(LENGTHS)
+    error, where = blamed(model, inputs, layout=layout)
+    assert where == ("forward", 0, "model.layers.0.self_attn", "attention")
+    assert (error.source, error.target) in {(1, 2), (2, 3)}
+    assert error.change > 1e-3
+
+
+def test_convolution_over_the_row(model, batch):
+    class ShortConv(nn.Module):
+        def __init__(self, channels):
+            super().__init__()
+            self.conv1d = nn.Conv1d(channels, channels, 3, groups=channels, padding=2)
+
+        def forward(self, x):
+            return x + self.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+    layer = model.model.layers[1]
+    layer.mlp = nn.Sequential(layer.mlp, ShortConv(96))
+    error, where = blamed(model, batch)
+    assert where == ("forward", 1, "model.layers.1.mlp.1.conv1d", "convolution")
+    assert error.target == error.source + 1  # it reaches two tokens
+
+
+def test_embeddings_of_the_row(model, batch):
+    replace_output(model.model.embed_tokens, lambda x: x + x[:, -1:])
+    error, (direction, _, module, kind) = blamed(model, batch)
+    assert (direction, module, kind) == ("forward", "model.embed_tokens", "embeddings")
+    assert error.source == 4
+
+
+def test_leak_after_the_last_layer(model, batch):
+    replace_output(model.lm_head, lambda x: x + x[:, :1])
+    error, where = blamed(model, batch)
+    assert where == ("forward", None, "lm_head", "linear")
+    assert (error.source, error.target) == (0, 1)
+
+
+def test_leak_in_the_model_s_own_forward_is_no_layer_s(model, batch):
+    replace_output(model, lambda out: out.__class__(logits=out.logits + out.logits[:, :1]))
+    _, where = blamed(model, batch)
+    assert where == ("forward", None, "", "module")
+
+
+class BackwardLeak(torch.autograd.Function):
+    """The identity, whose gradient of token 4 has some of token 17's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        leaky = gradient.clone()
+        leaky[:, 4] += gradient[:, 17]
+        return leaky
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [("self_attn.q_proj", "linear"), ("input_layernorm", "norm"), ("mlp", "MLP")],
+)
+def test_leak_in_the_backward_alone(model, batch, part, kind):
+    replace_output(model.model.layers[1].get_submodule(part), BackwardLeak.apply)
+    error, where = blamed(model, batch)
+    assert where == ("backward", 1, f"model.layers.1.{part}", kind)
+    assert (error.source, error.target) == (3, 0)
+    assert not verify_isolation(model, batch, gradients=False).gradients
+
+
+class BackwardOfTheRow(torch.autograd.Function):
+    """The identity, whose gradient is scaled by what stands in the row: zero stays zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x[:, 4].mean()
+
+
+def test_gradient_that_depends_on_another_s_tokens(model, batch):
+    replace_output(model.model.layers[0].mlp.up_proj, BackwardOfTheRow.apply)
+    error, where = blamed(model, batch)
+    assert where == ("backward", 0, "model.layers.0.mlp.up_proj", "linear")
+    assert error.source == 0
+    assert "with other tokens in document 0 alone" in str(error)
+
+
+class InfiniteBackward(torch.autograd.Function):
+    """The identity, whose gradient overflows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+class Shaky(torch.autograd.Function):
+    """The identity, whose gradients differ by a bit from one backward to the next."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Shaky.calls += 1
+        return gradient * (1 + Shaky.calls * 2**-20)
+
+
+def test_backward_that_does_not_repeat_is_tested_for_zeros(model, batch):
+    replace_output(model.model.norm, Shaky.apply)
+    assert verify_isolation(model, batch).gradients == "zeros"
+    replace_output(model.model.layers[1].mlp, BackwardLeak.apply)
+    _, where = blamed(model, batch)
+    assert where == ("backward", 1, "model.layers.1.mlp", "MLP")
+
+
+def test_forward_that_does_not_repeat_is_no_leak(model, batch):
+    calls = []
+    replace_output(model.model.layers[1].mlp, lambda x: calls.append(1) or x + len(calls))
+    with pytest.raises(ValueError, match=r"same bits for the same batch.*layer 1"):
+        verify_isolation(model, batch)
+
+
+def test_outputs_that_are_not_finite_hide_a_leak(model, batch):
+    replace_output(model.model.norm, InfiniteBackward.apply)
+    with pytest.raises(ValueError, match="gradients must be finite"):
+        verify_isolation(model, batch)
+    replace_output(model.lm_head, lambda x: x * float("nan"))
+    with pytest.raises(ValueError, match="outputs must be finite"):
+        verify_isolation(model, batch)
+
+
+def test_model_that_ignores_its_tokens_is_refused(model, batch):
+    replace_output(model.model.embed_tokens, torch.zeros_like)
+    with pytest.raises(ValueError, match="must change with their tokens"):
+        verify_isolation(model, batch)
+
+
+def test_end_of_document_tokens_stay(model):
+    """A stack may find its documents by them."""
+    model.config.eos_token_id = 2
+    seen = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    ids = torch.tensor([[7, 8, 2, 9, 2, 2]])
+    verify_isolation(model, PackedBatch(ids, (3, 2, 1)))
+    assert all(row[2] == row[4] == 2 for row in seen)
+    assert not any(2 in (row[0], row[1], row[3]) for row in seen)
+    assert {row[5] for row in seen} > {2}  # nothing else is there to replace
+
+
+# ---- what it leaves behind ----
+
+
+def test_mode_gradients_random_state_and_buffers_are_as_before(batch):
+    model, _ = build_model("llama")
+    model.config.attention_dropout = 0.0
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.5))
+    model.model.layers[0].register_buffer("calls", torch.zeros(()))
+    model.model.layers[0].register_forward_hook(lambda m, a, o: m.calls.add_(1) and None)
+    fv.patch_model(model, "sdpa").train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    weights = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    report = verify_isolation(model, batch)
+    assert (report.gradients, report.training) == ("bits", True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+    assert torch.is_grad_enabled()
+
+
+def test_cache_in_the_batch_stays_empty(batch):
+    from transformers import DynamicCache
+
+    model = build_model("llama")[0].eval()
+    cache = DynamicCache()
+    with pytest.raises(IsolationError):
+        verify_isolation(model, batch.inputs() | {"past_key_values": cache})
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(model, batch, reentrant):
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    report = verify_isolation(model, batch)
+    assert report.gradients == (None if reentrant else "bits")
+    assert report.layers == 2  # not those that run again in the backward
+    if reentrant:
+        assert "reentrant" in report.why_no_gradients
+        with pytest.raises(NotImplementedError, match="use_reentrant=False"):
+            verify_isolation(model, batch, gradients=True)
+    else:
+        replace_output(model.model.layers[1].mlp, BackwardLeak.apply)
+        _, where = blamed(model, batch)
+        assert where == ("backward", 1, "model.layers.1.mlp", "MLP")
+
+
+def test_frozen_model_with_adapters_is_tested_inside_peft(batch):
+    from peft import LoraConfig, get_peft_model
+
+    base, _ = build_model("llama")
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    _, where = blamed(model.eval(), batch)
+    assert where == ("forward", 0, "model.layers.0.self_attn", "attention")
+    fv.patch_model(model, "sdpa")
+    report = verify_isolation(model, batch)
+    assert (report.layers, report.gradients) == (2, "bits")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_trains_on_afterwards(model, batch):
+    from torch.nn.parallel import DistributedDataParallel
+
+    parallel = DistributedDataParallel(model.train())
+    calls = []
+    parallel.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert verify_isolation(parallel, batch).gradients == "bits"
+    assert not calls  # each would send buffers to processes that wait elsewhere
+    for _ in range(2):
+        parallel(**batch.inputs(), labels=batch.input_ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_compiled_graph_is_tested_by_its_outputs(batch):
+    model = fv.patch_model(build_model("llama@1")[0].eval(), "sdpa")  # Dynamo traces it many times
+    compiled = torch.compile(model, backend="eager")
+    compiled(**batch.inputs())  # hooks that come later are not seen
+    assert verify_isolation(compiled, batch).num_docs == 5
+    fv.unpatch_model(model)
+    with pytest.raises(IsolationError):
+        verify_isolation(torch.compile(model, backend="eager"), batch)
