@@ -1,73 +1,48 @@
-"""`diff`: two files of rows compared, before and after, with a verdict for each case.
+"""`diff`: the records of two files compared, before and after, with a verdict for each case.
 
-A time has changed if the bands p20–p80 of before and after do not overlap and the medians differ by
-more than a threshold: spread alone is no verdict, nor is a difference too small to matter. Of fewer
-than three repeats there is no band, and so no verdict. A peak of memory that torch's allocator
-counted has no spread: the threshold alone decides. On a CPU it is the process's growth, which a run
-before it may hide: it is not compared.
+A time has changed if the ranges p20–p80 of before and after do not overlap and the medians differ
+by more than a threshold. With fewer than three repeats there is no range, and so no verdict. A
+peak of memory on a GPU has no spread: the threshold alone decides.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from flexvarlen.markdown import markdown
-from flexvarlen.rows import Row, read_rows
+from flexvarlen.report.records import Record, read_records
+from flexvarlen.report.table import NOTHING, Column, Table
 
-Verdict = Literal[
-    "slower",
-    "worse",
-    "larger",
-    "faster",
-    "better",
-    "smaller",
-    "unchanged",
-    "not comparable",
-    "new",
-    "lost",
-]
-"""Of a row. "worse": was right and timed, and is so no more; "better": the other way round.
-"larger", "smaller": of a peak of memory."""
+WORSE = ("worse", "slower", "larger")
+VERDICTS = (*WORSE, "better", "faster", "smaller", "not comparable", "lost", "new", "unchanged")
+"""In the order of the tables. "worse": was measured, and is refused or wrong now; "better": the
+opposite. "larger", "smaller": of a peak of memory."""
 
-ORDER: tuple[Verdict, ...] = (
-    "worse", "slower", "larger", "better", "faster", "smaller", "not comparable", "lost", "new",
-    "unchanged",
-)  # fmt: skip
-PERCENTILES = ("p20", "p50", "p80")
-FEWEST_REPEATS = 3  # of fewer, p20 and p80 are what lies between two samples
+FEWEST_REPEATS = 3
 PEAK = "peak_mib"
 RATE = "_per_s"  # in the name of a measure of which more is better
+Range = tuple[float, float, float]
+"""p20, p50 and p80."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row before and after; one timing of it, where it has several.
+    """One measure of a case, before and after."""
 
-    Attributes:
-        timing: name of the measure without its percentile, "device_ms", or "peak_mib"; empty where
-            none.
-        before, after: p20, p50, p80, in the unit of that name, of a peak all the same; None where
-            there are none.
-        reason: why it is not comparable, or what became of it.
-    """
-
-    suite: str
-    case: Mapping[str, Any]
-    machine: str
-    verdict: Verdict
-    timing: str = ""
-    before: tuple[float, float, float] | None = None
-    after: tuple[float, float, float] | None = None
+    verdict: str
+    record: Record
+    measure: str = ""
+    before: Range | None = None
+    after: Range | None = None
     reason: str = ""
 
     @property
     def ratio(self) -> float | None:
-        """After over before, of the medians."""
+        """After divided by before, of the medians."""
         if self.before is None or self.after is None or self.before[1] == 0:
             return None
         return self.after[1] / self.before[1]
@@ -75,10 +50,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """All changes, the worst first, and where the two files were made elsewhere or otherwise.
+    """All changes, the worst first.
 
     Attributes:
-        environments: by name of what differs, its values before and after, with commas between.
+        environments: by field, the values before and after, where these differ.
     """
 
     changes: Sequence[Change]
@@ -87,227 +62,161 @@ class Diff:
 
     @property
     def slower(self) -> bool:
-        """Whether anything got slower, takes more memory, or is right and timed no more."""
-        return any(change.verdict in ("slower", "larger", "worse") for change in self.changes)
+        """Whether anything got slower, takes more memory, or works no more."""
+        return any(change.verdict in WORSE for change in self.changes)
 
     def markdown(self) -> str:
-        """What differs between the runs, the rule, the counts, a line a case and timing."""
+        """What differs between the runs, the counts, and a table for each suite."""
+        where = "Both on the same machine, versions and commit."
         if self.environments:
-            lines = [[name, *values] for name, values in self.environments.items()]
-            where = f"Made elsewhere or otherwise:\n\n{markdown(['', 'before', 'after'], lines)}"
-        else:
-            where = "Both on the same machine, versions and commit."
+            lines = tuple((name, *values) for name, values in self.environments.items())
+            where = Table("The runs differ", ("", "before", "after"), lines).markdown()
         counts = Counter(change.verdict for change in self.changes)
-        said = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
-        rule = (
-            "Slower or faster: the bands p20–p80 do not overlap, and the medians differ by more "
-            f"than {self.threshold:.3g} of the smaller. Larger or smaller: the peaks of memory "
-            f"differ by more than that. Not comparable: fewer than {FEWEST_REPEATS} repeats, too."
-        )
-        tables = [
-            f"{suite}:\n\n{_table([x for x in self.changes if x.suite == suite])}"
-            for suite in dict.fromkeys(change.suite for change in self.changes)
-        ]
-        return "\n\n".join([where, f"{said or 'No rows'}. {rule}", *tables])
+        said = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
+        rule = f"A median must differ by more than {self.threshold:.3g}, and p20–p80 not overlap."
+        suites: dict[str, list[Change]] = {}
+        for change in self.changes:
+            suites.setdefault(change.record.suite, []).append(change)
+        tables = [_table(suite, own).markdown() for suite, own in suites.items()]
+        return "\n\n".join([where, f"{said}. {rule}", *tables])
 
 
 def diff(before: Iterable[Path], after: Iterable[Path], *, threshold: float = 0.02) -> Diff:
-    """Compare rows of the same suite, case, variant, pass and GPU.
+    """Compare records of the same suite, case, variant, pass and machine.
 
     Args:
-        before, after: JSON lines of rows; of equal rows in several files the last counts.
+        before, after: JSON lines of records; of equal records the last counts.
         threshold: share of the smaller median by which medians must differ.
 
     Raises:
-        ValueError: the threshold is negative, a file holds no rows, or lines that are none.
+        ValueError: the threshold is negative, or a file holds no records.
     """
     if threshold < 0:
         raise ValueError(f"threshold must be at least 0, got {threshold}; give a share, 0.02.")
-    old, new = _rows(before, "before"), _rows(after, "after")
-    changes: list[Change] = []
-    for key in dict.fromkeys((*old, *new)):
-        changes += _changes(old.get(key), new.get(key), threshold)
-    changes.sort(key=lambda change: ORDER.index(change.verdict))
-    return Diff(changes, _environments(old.values(), new.values()), threshold)
+    old, new = _records(before, "before"), _records(after, "after")
+    changes = [
+        change
+        for key in dict.fromkeys((*old, *new))
+        for change in _changes(old.get(key), new.get(key), threshold)
+    ]
+    changes.sort(key=lambda change: VERDICTS.index(change.verdict))
+    fields = _fields(old.values()), _fields(new.values())
+    environments = {
+        name: (fields[0].get(name, NOTHING), fields[1].get(name, NOTHING))
+        for name in dict.fromkeys((*fields[0], *fields[1]))
+        if fields[0].get(name) != fields[1].get(name)
+    }
+    return Diff(changes, environments, threshold)
 
 
-def _rows(paths: Iterable[Path], name: str) -> dict[str, Row]:
+def _records(paths: Iterable[Path], name: str) -> dict[str, Record]:
     paths = list(paths)
     found = {
-        json.dumps([row.suite, row.case, _machine(row)], sort_keys=True): row
-        for row in read_rows(paths)
+        json.dumps([r.suite, r.case, _machine(r)], sort_keys=True): r for r in read_records(paths)
     }
     if not found:
         files = ", ".join(path.name for path in paths)
-        raise ValueError(f"{name} must hold rows, got none in {files or 'no file'}; name others.")
+        raise ValueError(f"{name} must hold records, got none in {files}; name other files.")
     return found
 
 
-def _machine(row: Row) -> str:
-    where = row.environment
-    return str(where.get("gpu") or where.get("cpu") or where.get("device") or "unknown")
+def _machine(record: Record) -> str:
+    where = record.environment
+    return str(where.get("gpu") or where.get("cpu") or "unknown")
 
 
-def _environments(before: Iterable[Row], after: Iterable[Row]) -> dict[str, tuple[str, str]]:
-    sides = [_values(before), _values(after)]
-    return {
-        name: (sides[0].get(name, "–"), sides[1].get(name, "–"))
-        for name in dict.fromkeys((*sides[0], *sides[1]))
-        if sides[0].get(name) != sides[1].get(name)
-    }
-
-
-def _values(rows: Iterable[Row]) -> dict[str, str]:
+def _fields(records: Iterable[Record]) -> dict[str, str]:
     found: dict[str, set[str]] = {}
-    for row in rows:
-        for name, value in row.environment.items():
-            if name != "started_utc":
-                found.setdefault(name, set()).add("–" if value is None else str(value))
+    for record in records:
+        for name, value in record.environment.items():
+            if name != "started_utc" and value is not None:
+                found.setdefault(name, set()).add(str(value))
     return {name: ", ".join(sorted(values)) for name, values in found.items()}
 
 
-def _changes(old: Row | None, new: Row | None, threshold: float) -> list[Change]:
-    row = new or old
-    assert row is not None
-
-    def change(verdict: Verdict, reason: str = "") -> Change:
-        return Change(row.suite, row.case, _machine(row), verdict, reason=reason)
-
+def _changes(old: Record | None, new: Record | None, threshold: float) -> Iterator[Change]:
     if old is None or new is None:
-        return [change("new" if old is None else "lost", row.status)]
-    if "ok" not in (old.status, new.status):
-        return [
-            change("unchanged" if old.status == new.status else "not comparable", _said(old, new))
-        ]
-    if new.status != "ok":
-        return [change("worse", _said(old, new))]
-    if old.status != "ok":
-        return [change("better", _said(old, new))]
-    times = timings(new.measures)
-    both = [name for name in timings(old.measures) if name in times]
-    timed = [_timed(old, new, name, threshold) for name in both]
-    return [
-        *(timed or [change("not comparable", "no timing in both")]),
-        *_peaks(old, new, threshold),
-    ]
-
-
-def _said(old: Row, new: Row) -> str:
-    why = new.reason if new.status != "ok" else old.reason
-    became = new.status if old.status == new.status else f"{old.status} → {new.status}"
-    return became + (f": {why}" if why else "")
+        record = new or old
+        assert record is not None
+        yield Change("new" if old is None else "lost", record, reason=record.status)
+        return
+    if old.status != "ok" or new.status != "ok":
+        verdict = "worse" if old.status == "ok" else "better" if new.status == "ok" else ""
+        same = "unchanged" if old.status == new.status else "not comparable"
+        why = (new if new.status != "ok" else old).reason or ""
+        yield Change(verdict or same, new, reason=f"{old.status} → {new.status}: {why}")
+        return
+    shared = [name for name in timings(new.measures) if name in timings(old.measures)]
+    if not shared:
+        yield Change("not comparable", new, reason="no timing in both")
+    for name in shared:
+        yield _timed(old, new, name, threshold)
+    a, b = (r.measures.get(PEAK) for r in (old, new))
+    if new.environment.get("gpu") and a is not None and b is not None:
+        larger, smaller = b > a * (1 + threshold), a > b * (1 + threshold)
+        verdict = "larger" if larger else "smaller" if smaller else "unchanged"
+        yield Change(verdict, new, PEAK, (a, a, a), (b, b, b))
 
 
 def timings(measures: Mapping[str, Any]) -> list[str]:
-    """Names of what has p20, p50 and p80, without these; host times only where no others are.
+    """Names of what has p20, p50 and p80; the host's time only where nothing else has.
 
     >>> ms = {f"{name}_ms_p{p}": 1.0 for name in ("host", "device") for p in (20, 50, 80)}
     >>> timings(ms), timings({"ms_p50": 1.0})
     (['device_ms'], [])
     """
+    names = [name.removesuffix("_p50") for name in measures if name.endswith("_p50")]
     found = [
-        name.removesuffix("_p50")
-        for name in measures
-        if name.endswith("_p50")
-        and all(_is_number(measures.get(f"{name.removesuffix('p50')}{p}")) for p in PERCENTILES)
+        name for name in names if all(measures.get(f"{name}_p{p}") is not None for p in (20, 80))
     ]
     return [name for name in found if not name.startswith("host_")] or found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _timed(old: Row, new: Row, timing: str, threshold: float) -> Change:
-    a, b = (_percentiles(row.measures, timing) for row in (old, new))
-    few = [n for row in (old, new) if (n := repeats_of(row.measures, timing)) is not None]
-    if few and min(few) < FEWEST_REPEATS:
-        counts = " and ".join(map(str, few))
-        reason = f"of {counts} repeats; {FEWEST_REPEATS} are needed"
-        return Change(
-            new.suite, new.case, _machine(new), "not comparable", timing, a, b, reason=reason
-        )
+def _timed(old: Record, new: Record, name: str, threshold: float) -> Change:
+    a, b = (
+        (r.measures[f"{name}_p20"], r.measures[f"{name}_p50"], r.measures[f"{name}_p80"])
+        for r in (old, new)
+    )
+    prefix = f"{name.rpartition('_')[0]}_repeats"
+    repeats = [r.measures.get(prefix, r.measures.get("repeats")) for r in (old, new)]
+    few = [str(count) for count in repeats if count is not None and count < FEWEST_REPEATS]
+    if few:
+        reason = f"{' and '.join(few)} repeats; {FEWEST_REPEATS} are needed"
+        return Change("not comparable", new, name, a, b, reason)
     more = b[0] > a[2] and b[1] > a[1] * (1 + threshold)
     less = b[2] < a[0] and a[1] > b[1] * (1 + threshold)
-    if RATE in timing:
+    if RATE in name:
         more, less = less, more
-    verdict: Verdict = "slower" if more else "faster" if less else "unchanged"
-    return Change(new.suite, new.case, _machine(new), verdict, timing, a, b)
+    return Change("slower" if more else "faster" if less else "unchanged", new, name, a, b)
 
 
-def repeats_of(measures: Mapping[str, Any], timing: str) -> int | None:
-    """How many calls a timing is of; None where the row does not say.
-
-    >>> repeats_of({"device_repeats": 30, "repeats": 2}, "device_ms"), repeats_of({}, "ms")
-    (30, None)
-    """
-    prefix = timing.rpartition("_")[0]
-    found: int | None = measures.get(f"{prefix}_repeats", measures.get("repeats"))
-    return found
-
-
-def _peaks(old: Row, new: Row, threshold: float) -> list[Change]:
-    """Of torch's allocator, on a GPU; none where one side has none."""
-    peaks = [row.measures.get(PEAK) for row in (old, new)]
-    if not new.environment.get("gpu") or not all(_is_number(peak) for peak in peaks):
-        return []
-    a, b = (float(peak) for peak in peaks if peak is not None)
-    larger, smaller = b > a * (1 + threshold), a > b * (1 + threshold)
-    verdict: Verdict = "larger" if larger else "smaller" if smaller else "unchanged"
-    place = (new.suite, new.case, _machine(new))
-    return [Change(*place, verdict, PEAK, (a, a, a), (b, b, b))]
-
-
-def _percentiles(measures: Mapping[str, Any], timing: str) -> tuple[float, float, float]:
-    low, middle, high = (float(measures[f"{timing}_{p}"]) for p in PERCENTILES)
-    return low, middle, high
-
-
-# --- Markdown ------------------------------------------------------------------------------------
-
-
-def _table(changes: Sequence[Change]) -> str:
-    fields = _varying(changes)
-    lines = [
-        [
-            change.verdict,
-            *(_shown(change.case.get(field)) for field in fields),
-            change.machine,
-            change.timing,
-            _band(change.before),
-            _band(change.after),
-            "–" if change.ratio is None else f"{change.ratio:.3f}",
-            change.reason,
-        ]
-        for change in changes
-    ]
-    header = ["verdict", *fields, "machine", "timing", "before", "after", "after ÷ before", ""]
-    return markdown(header, lines)
-
-
-def _varying(changes: Sequence[Change]) -> list[str]:
-    """Fields of the cases in which they differ; the variant first."""
-    names = dict.fromkeys(("variant", "pass"))
-    names |= dict.fromkeys(name for change in changes for name in change.case)
-
-    def values(name: str) -> set[str]:
-        return {_shown(change.case.get(name)) for change in changes}
-
-    return [
+def _table(suite: str, changes: Sequence[Change]) -> Table:
+    fields = dict.fromkeys(("variant", "pass"))
+    fields |= dict.fromkeys(name for change in changes for name in change.record.case)
+    shown = [
         name
-        for name in names
-        if values(name) != {"–"} and (name == "variant" or len(values(name)) > 1)
+        for name in fields
+        if name == "variant" or len({str(x.record.case.get(name)) for x in changes}) > 1
     ]
 
+    def field(name: str) -> Column:
+        return Column(name, lambda change: str(change.record.case.get(name, NOTHING)))
 
-def _shown(value: object) -> str:
-    return "–" if value is None else str(value)
+    columns = [
+        Column("verdict", lambda change: change.verdict),
+        *map(field, shown),
+        Column("machine", lambda change: _machine(change.record)),
+        Column("measure", lambda change: change.measure),
+        Column("before", lambda change: _range(change.before)),
+        Column("after", lambda change: _range(change.after)),
+        Column("after ÷ before", lambda x: NOTHING if x.ratio is None else f"{x.ratio:.3f}"),
+        Column("why", lambda change: change.reason),
+    ]
+    return Table.of(changes, columns, suite, lambda change: change.verdict in WORSE)
 
 
-def _band(values: tuple[float, float, float] | None) -> str:
+def _range(values: Range | None) -> str:
     if values is None:
-        return "–"
+        return NOTHING
     low, middle, high = (f"{value:.4g}" for value in values)
-    if low == high:
-        return middle
-    return f"{middle} ({low}–{high})"
+    return middle if low == high else f"{middle} ({low}–{high})"

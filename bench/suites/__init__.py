@@ -1,0 +1,57 @@
+"""The suites of the benchmarks, by name; a module is imported when its suite is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from flexvarlen.runner.suite import Suite
+
+
+class Entry(NamedTuple):
+    """Where a suite is, and what it measures."""
+
+    module: str
+    summary: str
+    name: str = "SUITE"
+
+
+SUITES: dict[str, Entry] = {
+    "kernels": Entry("attention.kernels", "Every backend beside the kernel that it wraps; auto."),
+    "varlen-study": Entry("attention.varlen_study", "FA2 and torch's varlen on a study's rows."),
+    "scaling": Entry("attention.equal_documents", "From 512 to 16,384 tokens.", "SCALING"),
+    "padding": Entry("attention.padding", "Packed against padded attention."),
+    "sdpa-backends": Entry(
+        "attention.equal_documents", "The kernels behind SDPA, each forced.", "SDPA_BACKENDS"
+    ),
+    "host-time": Entry("attention.host_time", "The host's time for a call, over the raw kernel's."),
+    "model": Entry("model.whole_model", "Steps of whole models, packed, padded and one by one."),
+    "packings": Entry("model.packings", "Compiled steps, one packing after another."),
+    "compile": Entry("model.compile_time", "Seconds of torch.compile, cold and warm."),
+    "layer-time": Entry("model.layer_time", "A decoder layer, and what auto takes it for."),
+    "small-inference": Entry("model.small_inference", "Short forwards, where the host decides."),
+    "end-to-end": Entry("training.end_to_end", "transformers' Trainer, tokens a second."),
+    "convergence": Entry("training.convergence", "Training from scratch, packed and padded."),
+    "scaling-ranks": Entry("training.scaling_ranks", "Training on several GPUs."),
+    "mask-build": Entry("masks.mask_build", "Document BlockMasks, beside create_block_mask's."),
+    "leaks": Entry("contract.leaks", "In which form of a batch documents leak."),
+    "families": Entry("contract.families", "Every verified family in every form of a batch."),
+    "capabilities": Entry("contract.capabilities", "What each backend supports."),
+}
+"""By name, in the order of `flexvarlen bench list`."""
+
+
+def suite_of(name: str) -> Suite:
+    """The suite of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in SUITES:
+        raise ValueError(
+            f"suite must be one of {', '.join(SUITES)}, or all, got {name!r}; choose one."
+        )
+    entry = SUITES[name]
+    module = importlib.import_module(f"flexvarlen.bench.suites.{entry.module}")
+    return cast("Suite", getattr(module, entry.name))

@@ -1,0 +1,352 @@
+"""`measure_attention`: check each variant of one attention, then time those that are right.
+
+A variant is prepared and called once (compilation), and its output and gradients are held to the
+acceptance rule: on sampled documents against fp64, on the whole row against a plain computation in
+the same dtype. What is right is timed, forward and backward apart, all variants in turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared
+from flexvarlen.bench.suites.attention.packed import forget_compiled
+from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device
+from flexvarlen.reference.acceptance import GRADIENT_FACTOR, OUTPUT_FACTOR, Error, largest
+from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone, samples
+from flexvarlen.report.records import Status, one_line
+from flexvarlen.runner.failures import Unsupported, is_lost, status_of
+from flexvarlen.runner.suite import DeviceLost, Finding, Options
+
+PASSES = ("forward", "backward")
+MOST_REPEATS, FEWEST_REPEATS = 30, 5
+REFUSALS = (Unsupported, NotImplementedError, ImportError)
+
+
+def measure_attention(
+    inputs: Inputs,
+    calls: Mapping[str, Prepare],
+    options: Options,
+    *,
+    peak: bool = False,
+    repeats: int = MOST_REPEATS,
+) -> list[Finding]:
+    """Check, then time, each variant's forward and backward on the same tensors.
+
+    Args:
+        calls: what prepares each variant.
+        peak: measure `peak_mib` too, by how much torch's allocator grows in a call.
+        repeats: timed calls of each, at most.
+
+    Returns:
+        A finding for each variant and pass. Measures of what was timed: `device_ms_p20`, `_p50`,
+        `_p80`, `host_ms_…`, `host_bound` (the device waited for the host, so its time is none of
+        kernels), `tflops` of unmasked work, `error_*` and `baseline_error_*`, `first_call_s`,
+        `num_docs`, `longest`, and what a `Prepared` adds.
+
+    Raises:
+        DeviceLost: an error left the device unusable; with the findings so far.
+    """
+    forget_compiled()
+    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
+    keep_buffers = torch._functorch.config.patch(donated_buffer=False)  # for repeated backwards
+    with torch._dynamo.config.patch(limits), keep_buffers:
+        try:
+            expected = Expected(inputs)
+        except torch.OutOfMemoryError as error:
+            return findings_of_all(calls, "oom", f"no room for the reference: {one_line(error)}")
+        run = _Run(inputs, expected, options, peak=peak, repeats=repeats)
+        # "auto" last: the kernels that it times are compiled by then.
+        for variant in sorted(calls, key=lambda name: name == "auto"):
+            run.check(variant, calls[variant])
+        del expected, run.expected
+        run.time(run.checked)
+        return [run.found[variant, pass_] for variant in calls for pass_ in PASSES]
+
+
+def findings_of_all(variants: Iterable[str], status: Status, reason: str) -> list[Finding]:
+    """The same finding for every variant and pass."""
+    return [Finding(x, status, reason, pass_=pass_) for x in variants for pass_ in PASSES]
+
+
+class Expected:
+    """What the results of a row must be close to."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        qkv = (inputs.q, inputs.k, inputs.v, inputs.lengths)
+        options: dict[str, Any] = {"causal": inputs.causal, "grad_out": inputs.grad_out}
+        self.samples = samples(*qkv, **options)
+        self.plain = attend_alone(*qkv, dtype=inputs.q.dtype, **options).named()
+        self.baseline = {
+            name: largest([sample.baseline[name].relative for sample in self.samples])
+            for name in ("out", *GRADIENTS)
+        }
+
+    def errors(self, found: Results) -> dict[str, float]:
+        """`error_*` and `baseline_error_*`: relative errors, the worst sample's."""
+        measures = {}
+        errors = [sample.errors(found) for sample in self.samples]
+        for name in found.named():
+            measures[f"error_{name}"] = largest([x[name].relative for x in errors])
+            measures[f"baseline_error_{name}"] = self.baseline[name]
+        return measures
+
+    def why_wrong(self, found: Results) -> str | None:
+        """The sentence that says what is wrong, or None."""
+        for sample in self.samples:
+            if (reason := sample.why_wrong(found)) is not None:
+                return reason
+        return self._why_apart(found)
+
+    def _why_apart(self, found: Results) -> str | None:
+        """Of the documents that are not sampled, against the plain computation.
+
+        A right result is at most `factor` errors of the baseline from the reference, so at most
+        one more from the baseline.
+        """
+        for name, x in found.named().items():
+            factor = GRADIENT_FACTOR if name in GRADIENTS else OUTPUT_FACTOR
+            most = (factor + 1) * (self.baseline[name] + torch.finfo(x.dtype).eps)
+            apart = Error.between(x, self.plain[name]).relative
+            if not apart <= most:
+                return (
+                    f"{name} of the whole row differs from a plain computation of each document "
+                    f"by {apart:.2g}, relative, where {most:.2g} is allowed"
+                )
+        return None
+
+
+@dataclass
+class _Checked:
+    """A variant that is right; `seconds` of a call of each pass decide how often it is timed."""
+
+    variant: str
+    prepare: Callable[[], Prepared]
+    measures: dict[str, dict[str, Any]]
+    seconds: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, Callable[[], object]] | None = None
+
+    def awake(self) -> dict[str, Callable[[], object]]:
+        """The calls of each pass, prepared again if they were dropped."""
+        if self.calls is None:
+            prepared = self.prepare()
+            self.calls = {"forward": prepared.forward}
+            if "backward" in self.measures:
+                out = prepared.forward()
+                self.calls["backward"] = lambda: prepared.backward(out)
+        return self.calls
+
+
+class _Run:
+    """The variants of one case: those that were right, and the findings."""
+
+    def __init__(
+        self, inputs: Inputs, expected: Expected, options: Options, *, peak: bool, repeats: int
+    ) -> None:
+        self.inputs, self.expected, self.options = inputs, expected, options
+        self.peak, self.repeats = peak, repeats
+        self.checked: list[_Checked] = []
+        self.found: dict[tuple[str, str], Finding] = {}
+
+    def give_up(self, variant: str, status: Status, reason: str, **measures: Any) -> None:
+        """A finding for each pass that has none."""
+        for pass_ in PASSES:
+            finding = Finding(variant, status, reason, measures, pass_)
+            self.found.setdefault((variant, pass_), finding)
+
+    def check(self, variant: str, prepare: Prepare) -> None:
+        """Check it; if it does not fit in memory, once more with the other variants dropped."""
+        for last in (False, True):
+            try:
+                with self.stops_if_lost(variant):
+                    self._check(variant, prepare)
+                return
+            except torch.OutOfMemoryError as error:
+                self.release()
+                if last:
+                    self.give_up(variant, "oom", one_line(error))
+            except DeviceLost:
+                raise
+            except Exception as error:  # kernel packages assert and raise types of their own
+                self.give_up(variant, *status_of(error))
+                return
+
+    def _check(self, variant: str, prepare: Prepare) -> None:
+        begin = _now(self.options)
+        needs_grad = True
+        try:
+            prepared = prepare(self.inputs, True)
+        except REFUSALS as error:  # of the backward, perhaps
+            prepared = prepare(self.inputs, False)
+            needs_grad = False
+            self.found[variant, "backward"] = Finding(variant, *status_of(error), pass_="backward")
+        out = prepared.forward()
+        gradients = prepared.backward(out) if needs_grad else ()
+        first_call_s = _now(self.options) - begin
+        results = prepared.results(out, gradients)
+        errors = self.expected.errors(results)
+        common = {
+            "num_docs": len(self.inputs.lengths),
+            "longest": self.inputs.longest,
+            "first_call_s": first_call_s,
+            **prepared.measures,
+        }
+        reason = self.expected.why_wrong(results)
+        right = [pass_ for pass_ in PASSES if pass_ == "forward" or needs_grad]
+        if reason is not None:
+            alone = Results(results.out)
+            right = ["forward"] if needs_grad and self.expected.why_wrong(alone) is None else []
+            self.give_up_wrong(variant, reason, common | errors, right)
+        measures = {pass_: common | _of_pass(pass_, errors) for pass_ in right}
+        del out, gradients, results
+        if right:
+            one = _Checked(variant, lambda: prepare(self.inputs, needs_grad), measures)
+            self.try_out(one)
+            self.checked.append(one)
+
+    def give_up_wrong(
+        self, variant: str, reason: str, measures: dict[str, Any], right: Sequence[str]
+    ) -> None:
+        for pass_ in PASSES:
+            if pass_ not in right:
+                finding = Finding(variant, "wrong", reason, measures, pass_)
+                self.found.setdefault((variant, pass_), finding)
+
+    def try_out(self, one: _Checked) -> None:
+        """The seconds of a second call of each pass, and its memory."""
+        device, on_gpu = self.options.device, self.options.on_gpu
+        for pass_, call in one.awake().items():
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device) if on_gpu else 0
+            begin = _now(self.options)
+            call()
+            one.seconds[pass_] = _now(self.options) - begin
+            if self.peak and on_gpu:
+                grown = torch.cuda.max_memory_allocated(device) - before
+                one.measures[pass_]["peak_mib"] = grown / 2**20
+
+    def time(self, group: Sequence[_Checked]) -> None:
+        """Time a group in turns; each alone if they do not fit or one fails."""
+        if not group:
+            return
+        names = {f"{x.variant} {pass_}": (x, pass_) for x in group for pass_ in x.measures}
+        running = [group[0].variant]
+
+        def progress(name: str) -> None:
+            running.append(names[name][0].variant)
+
+        try:
+            calls = {name: x.awake()[pass_] for name, (x, pass_) in names.items()}
+            seconds = {name: x.seconds[pass_] for name, (x, pass_) in names.items()}
+            with self.stops_if_lost(running):
+                times = _timed(calls, seconds, self.options, self.repeats, progress)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            self.release()
+            if len(group) == 1:
+                self.give_up(group[0].variant, *status_of(error))
+            for one in group if len(group) > 1 else ():
+                self.time([one])
+                self.release()
+            return
+        alone = {"timed_alone": True} if len(group) == 1 < len(self.checked) else {}
+        for name, (x, pass_) in names.items():
+            measures = x.measures[pass_] | times[name] | alone
+            if not measures.get("host_bound"):
+                measures["tflops"] = self.flops(pass_) / (measures["device_ms_p50"] * 1e9)
+            self.found[x.variant, pass_] = Finding(x.variant, "ok", None, measures, pass_)
+
+    def flops(self, pass_: str) -> float:
+        """Of unmasked work."""
+        layout = fv.PackedLayout.from_lengths(self.inputs.lengths, device=self.inputs.q.device)
+        mask = DocumentMask.of(layout, causal=self.inputs.causal)
+        _, heads, head_dim = self.inputs.q.shape
+        return mask.flops(head_dim, heads, backward=pass_ == "backward")
+
+    def release(self) -> None:
+        """Drop what the checked variants hold."""
+        for one in self.checked:
+            one.calls = None
+        gc.collect()
+        if self.options.on_gpu:
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def stops_if_lost(self, running: str | Sequence[str]) -> Iterator[None]:
+        """Raise `DeviceLost` for an error after which the device is of no use."""
+        try:
+            yield
+            synchronize(self.options.device)
+        except Exception as error:
+            if not is_lost(error, self.options.device):
+                raise
+            culprit = running if isinstance(running, str) else running[-1]
+            reason = f"{culprit} lost the device: {one_line(error)}"
+            self.give_up(culprit, "failed", reason, fatal=True)
+            raise DeviceLost(f"{reason}; run again to go on", list(self.found.values())) from error
+
+
+def _now(options: Options) -> float:
+    """Seconds, when the device has done all its work."""
+    synchronize(options.device)
+    return time.perf_counter()
+
+
+def _of_pass(pass_: str, errors: Mapping[str, float]) -> dict[str, float]:
+    """The errors of what a pass returns."""
+    return {
+        name: value
+        for name, value in errors.items()
+        if name.endswith("_out") == (pass_ == "forward")
+    }
+
+
+def _timed(
+    calls: Mapping[str, Callable[[], object]],
+    seconds: Mapping[str, float],
+    options: Options,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    """Device and host milliseconds of each call, in turns, for about `options.seconds` in all."""
+    share = options.seconds * max(1.0, repeats / MOST_REPEATS) / len(calls)
+    busy_s = BUSY_MS / 1e3 if options.on_gpu else 0.0
+    wanted = {
+        name: max(FEWEST_REPEATS, min(repeats, int(share / (2 * seconds[name] + busy_s + 1e-6))))
+        for name in calls
+    }
+    gc.collect()
+    gc.disable()
+    try:
+        timings = time_host_and_device(
+            calls,
+            device=options.device,
+            warmup=1,
+            repeats=wanted,
+            lead_in=int(options.on_gpu),  # the variant before drove this one's code from caches
+            progress=progress,
+        )
+    finally:
+        gc.enable()
+    found = {}
+    for name, both in timings.items():
+        device, host = asdict(both.device), asdict(both.host)
+        found[name] = {f"device_{key}": value for key, value in device.items()}
+        if options.on_gpu:
+            found[name] |= {f"host_{key}": value for key, value in host.items()}
+            if both.host.ms_p50 >= BUSY_MS:
+                found[name]["host_bound"] = True
+    return found

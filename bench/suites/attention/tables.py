@@ -1,0 +1,153 @@
+"""Tables of attention: a line for each case and pass, a column for each variant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flexvarlen.report.records import Record, by_machine, commits_of, latest_run
+from flexvarlen.report.table import Column, Notes, Table, best, three_digits
+
+HOST_BOUND = "†"
+HOST_BOUND_NOTE = f"{HOST_BOUND} the device waited for the host; never the best of a line."
+PACKAGES = ("torch", "triton", "flash_attn", "flash_attn_3", "flash_attn_4")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass of one case: the records of its variants, all of one run.
+
+    Attributes:
+        case: of the records, without the variant and the pass.
+    """
+
+    case: Mapping[str, Any]
+    pass_: str
+    records: Mapping[str, Record]
+
+    def ms(self, variant: str) -> float | None:
+        """Median milliseconds on the device; None if it was not timed."""
+        record = self.records.get(variant)
+        if record is None or record.status != "ok":
+            return None
+        value: float | None = record.measures.get("device_ms_p50")
+        return value
+
+    def host_bound(self, variant: str) -> bool:
+        record = self.records.get(variant)
+        return record is not None and bool(record.measures.get("host_bound"))
+
+    def kernel_ms(self, variant: str) -> float | None:
+        """`ms` where it is the time of kernels."""
+        return None if self.host_bound(variant) else self.ms(variant)
+
+
+def measured(records: Sequence[Record]) -> list[Measured]:
+    """The cases and passes of one machine, each from its latest run: times of two runs are not
+    compared."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        case = {name: x for name, x in record.case.items() if name != "variant"}
+        groups.setdefault(json.dumps(case, sort_keys=True), []).append(record)
+    found = []
+    for own in groups.values():
+        kept = latest_run(own)
+        case = {k: v for k, v in kept[0].case.items() if k not in ("variant", "pass")}
+        by_variant = {x.case["variant"]: x for x in kept}
+        found.append(Measured(case, kept[0].case.get("pass", ""), by_variant))
+    return found
+
+
+def times_section(
+    records: Sequence[Record],
+    columns: Sequence[Column],
+    *,
+    said: Callable[[Mapping[str, Any]], str],
+    sort: Callable[[Measured], Any],
+    kept: Callable[[str], bool] = lambda variant: True,
+) -> str:
+    """Each machine's table of device times; forwards first.
+
+    Args:
+        columns: of a `Measured`, what tells the cases apart.
+        said: what the times are of, from a case.
+        sort: a key that orders the lines of a pass.
+        kept: which variants have a column.
+    """
+    tables = []
+    for own in by_machine(records):
+        lines = sorted(measured(own), key=lambda x: (x.pass_ != "forward", sort(x)))
+        tables.append(
+            times_table(lines, columns, f"{said(lines[0].case)}; {where(own)}", kept=kept)
+        )
+    return "\n\n".join(table.markdown() for table in tables)
+
+
+def times_table(
+    lines: Sequence[Measured],
+    columns: Sequence[Column],
+    said: str,
+    *,
+    kept: Callable[[str], bool] = lambda variant: True,
+    value: Callable[[Measured, str], float | None] = Measured.ms,
+    after: Sequence[Column] = (),
+) -> Table:
+    """A column for each variant, the best of each line bold; then the columns `after`."""
+    notes = Notes()
+    variants = dict.fromkeys(name for line in lines for name in line.records if kept(name))
+    shown = [Column(f"`{name}`", _cell(name, tuple(variants), value, notes)) for name in variants]
+    table = Table.of(lines, [*columns, *shown, *after], said)
+    marked = any(HOST_BOUND in cell for line in table.lines for cell in line)
+    below = (*([HOST_BOUND_NOTE] if marked else []), *notes.lines())
+    return Table(table.title, table.header, table.lines, notes=below)
+
+
+def _cell(
+    name: str,
+    variants: Sequence[str],
+    value: Callable[[Measured, str], float | None],
+    notes: Notes,
+) -> Callable[[Measured], str]:
+    def cell(line: Measured) -> str:
+        record = line.records.get(name)
+        if record is None:
+            return ""
+        found = value(line, name)
+        if found is None:
+            return f"{_word(record)} {notes.mark(record.reason or '')}" if record.reason else ""
+        text = three_digits(found)
+        if line.host_bound(name):
+            return text + HOST_BOUND
+        others = [value(line, x) for x in variants if not line.host_bound(x)]
+        return f"**{text}**" if found == best(others, min) else text
+
+    return cell
+
+
+def _word(record: Record) -> str:
+    return "–" if record.status == "unsupported" else record.status
+
+
+def where(records: Sequence[Record]) -> str:
+    """The machine, the versions of the kernels and the commits of some records."""
+    found = records[0].environment
+    versions = [f"{name} {found[name]}" for name in PACKAGES if found.get(name)]
+    machine = found.get("gpu") or found.get("cpu")
+    return f"{machine}, {', '.join(versions)}{commits_of(records)}"
+
+
+def field(title: str, name: str, show: Callable[[Any], str] = str) -> Column:
+    """A column of a field of the case."""
+    return Column(title, lambda line: show(line.case[name]))
+
+
+def heads(case: Mapping[str, Any]) -> str:
+    """The heads of a case without grouped queries."""
+    return f"{case['num_heads']} heads of {case['head_dim']}"
+
+
+PASS = Column("pass", lambda line: line.pass_)
+MASK = field("mask", "causal", lambda causal: "causal" if causal else "full")
+TOKENS = field("tokens a document", "tokens", "{:,}".format)

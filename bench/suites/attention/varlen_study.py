@@ -1,0 +1,158 @@
+"""Suite "varlen-study": FlashAttention-2 beside torch's varlen kernel, on a study's 13 packings.
+
+Each packing in one call of all documents, and in one call for each document ("@serial").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from flexvarlen.bench.suites.attention.engine import findings_of_all, measure_attention
+from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, serial
+from flexvarlen.bench.suites.attention.packed import (
+    ON_CPU,
+    RAW,
+    RAW_PREFIX,
+    packed_calls,
+    packed_variants,
+    sdpa_of_one,
+)
+from flexvarlen.bench.suites.attention.tables import (
+    PASS,
+    Measured,
+    field,
+    heads,
+    measured,
+    times_section,
+    where,
+)
+from flexvarlen.report.figure import bars, chart, save, style_of
+from flexvarlen.report.records import Record, one_line
+from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
+from flexvarlen.verify.study import PACKINGS, packing_name
+
+SERIAL = "@serial"
+FA2, VARLEN = "raw:fa2", "raw:varlen"
+SDPA_SERIAL = f"{RAW_PREFIX}sdpa{SERIAL}"
+SHOWN = (FA2, VARLEN, "fa2", "varlen", "fa3", "fa4", "flex", *ON_CPU)
+"""The columns of the tables; the records hold more."""
+
+
+@dataclass(frozen=True)
+class StudyCase:
+    """Some documents, 24 heads of 128, not causal; the fields of the records."""
+
+    lengths: tuple[int, ...]
+    num_heads: int = 24
+    num_kv_heads: int = 24
+    head_dim: int = 128
+    causal: bool = False
+    window: int | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """As the study writes it."""
+        return packing_name(self.lengths)
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self) | {"name": self.name, "lengths": list(self.lengths)}
+
+
+def study_calls() -> dict[str, Prepare]:
+    """Kernels and backends in one call, and in one call for each document."""
+    together = packed_calls()
+    alone = {name + SERIAL: serial(call) for name, call in together.items() if name != "auto"}
+    return together | alone | {SDPA_SERIAL: serial(sdpa_of_one)}
+
+
+class VarlenStudy(Suite):
+    """The 13 packings."""
+
+    name: ClassVar[str] = "varlen-study"
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        if options.quick or not options.on_gpu:
+            return [StudyCase((40, 24), 2, 2, 16, dtype="float32")]
+        return [StudyCase(lengths) for lengths in PACKINGS]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, StudyCase)
+        names = packed_variants(on_gpu=options.on_gpu)
+        names = [*(RAW_PREFIX + x for x in RAW if options.on_gpu), *names]
+        several = [x + SERIAL for x in names] if len(case.lengths) > 1 else []
+        return [*names, *several, SDPA_SERIAL]
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, StudyCase)
+        shape, dtype = (case.num_heads, case.num_kv_heads), getattr(torch, case.dtype)
+        try:
+            inputs = Inputs.random(
+                case.lengths, shape, case.head_dim, dtype, options.device, case.causal
+            )
+        except torch.OutOfMemoryError as error:
+            return findings_of_all(variants, "oom", one_line(error))
+        return measure_attention(inputs, choose(variants, study_calls()), options)
+
+    def section(self, records: Sequence[Record]) -> str:
+        def said(case: Mapping[str, Any]) -> str:
+            mask = "causal" if case["causal"] else "not causal"
+            return f"{heads(case)}, {case['dtype']}, {mask}: ms on the device, median"
+
+        return "\n\n".join(
+            times_section(
+                records,
+                [PASS, field("documents", "name")],
+                said=lambda case, form=form: f"{said(case)}; {form}",  # type: ignore[misc]
+                sort=lambda x: sum(x.case["lengths"]),
+                kept=lambda name, shown=shown: name in shown,  # type: ignore[misc]
+            )
+            for form, shown in (
+                ("one call", SHOWN),
+                ("one call for each document", [*(name + SERIAL for name in SHOWN), SDPA_SERIAL]),
+            )
+        )
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        own = [r for r in records if r.environment.get("gpu")]
+        return [draw(own, folder)] if own else []
+
+
+SUITE = VarlenStudy()
+
+
+def draw(records: Sequence[Record], folder: Path) -> Path:
+    """How many times as long torch's kernel takes as FlashAttention-2, on each packing."""
+    found = sorted(measured(records), key=lambda x: sum(x.case["lengths"]))
+    panels = {
+        pass_: {x.case["name"]: ratio for x in found if x.pass_ == pass_ and (ratio := _ratio(x))}
+        for pass_ in ("forward", "backward")
+    }
+    ratios = [ratio for panel in panels.values() for ratio in panel.values()]
+    figure, axes = chart(
+        f"torch's varlen kernel takes {min(ratios):.2f} to {max(ratios):.2f} times as long as "
+        "FlashAttention-2 on the packings of a public study",
+        "Device time, median, one call of all documents, 24 heads, head_dim 128, bfloat16, not "
+        f"causal; {where(records)}; flexvarlen bench varlen-study.",
+        height_px=420,
+        panels=2,
+    )
+    for each, (pass_, values) in zip(axes, panels.items(), strict=True):
+        each.axvline(1, color="#888888", linestyle="--", linewidth=1)
+        bars(
+            each,
+            values,
+            label=f"{pass_}: time of torch's varlen ÷ FA2's",
+            colors=[style_of("varlen").color] * len(values),
+        )
+    return save(figure, folder / "varlen-study.png")
+
+
+def _ratio(line: Measured) -> float | None:
+    slow, fast = line.kernel_ms(VARLEN), line.kernel_ms(FA2)
+    return slow / fast if slow and fast else None

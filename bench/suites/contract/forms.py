@@ -1,0 +1,260 @@
+"""`Forms`: the suites that ask which attention is right in which form of a packed batch.
+
+Tiny models with random weights that have all that is special to their family. Packed logits, and
+the gradients of all parameters, are compared with those of each document alone in fp64, by the rule
+of `flexvarlen.reference`. A leak is a logit that changes, in any bit, with another document's
+tokens.
+
+A mixture of experts runs on `batched_mm`, whose rounding does not depend on the rest of the batch;
+in half precision each token goes to every expert, as rounding alone may choose another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.contract.batch_forms import (
+    FORMS,
+    LENGTHS,
+    RESTART,
+    Batch,
+    Form,
+    documents_of,
+)
+from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
+from flexvarlen.patches.models.families import BY_TYPE
+from flexvarlen.reference.acceptance import Error, largest, why_wrong
+from flexvarlen.reference.model import Float64, float64_model
+from flexvarlen.report.records import Status, one_line
+from flexvarlen.runner.failures import is_lost
+from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite
+from flexvarlen.verify.isolation.tokens import halves
+
+QUICK_FORMS = (
+    "position_ids, use_cache=False",
+    "position_ids and an attention_mask of ones",
+    "2D mask of document ids",
+    "two packed rows",
+    "left padding",
+)
+FIRST_POSITION = {"roberta": 2}
+"""Of families that do not count positions from 0."""
+REFUSALS = (NotImplementedError, ImportError)
+
+
+@dataclass(frozen=True)
+class FormsCase:
+    """One family's tiny model, in every form of a batch."""
+
+    model: str
+    dtype: str
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return self.model
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Forms(Suite):
+    """What both suites do: they differ in models, variants and tables."""
+
+    name: ClassVar[str]
+    models: ClassVar[tuple[str, ...]]
+    gradients: ClassVar[bool]
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        shape = ("bfloat16", 64) if options.on_gpu else ("float32", 16)
+        models = self.models[:2] if options.quick else self.models
+        return [FormsCase(model, *shape) for model in models]
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, FormsCase)
+        forms = [f for f in FORMS if f.name in QUICK_FORMS] if options.quick else FORMS
+        models = TinyModels(case, options.device)
+        findings = []
+        for form in forms:
+            for variant in variants:
+                finding = self.finding(models, variant, form)
+                findings.append(finding)
+                if finding.measures.get("fatal"):
+                    raise DeviceLost(f"{variant} of {case.name} lost the device", findings)
+        return findings
+
+    def finding(self, models: TinyModels, variant: str, form: Form) -> Finding:
+        """One implementation in one form."""
+        # FlexAttention has no backward on the CPU.
+        trains = self.gradients and (models.on_gpu or not variant.endswith("flex"))
+        try:
+            with attending(models.packed, variant) as model:
+                model.train(form.train)
+                found = models.answer(model, [form.batch(models.ids)], gradients=trains)
+                leaks = count_leaks(model, form, models.ids)
+        except Exception as error:  # what a form makes transformers raise is of any type
+            status, reason = _status(error, ours=not variant.startswith("transformers:"))
+            fatal = {"fatal": True} if is_lost(error, models.ids.device) else {}
+            return Finding(variant, status, reason, fatal, form.name)
+        finally:
+            models.packed.eval()
+        measures, wrong = models.compare(found, form)
+        if leaks:
+            wrong = f"{leaks} logits change with another document's tokens"
+        status = "ok" if wrong is None else "wrong"
+        return Finding(variant, status, wrong, measures | {"leaks": leaks}, form.name)
+
+
+def _status(error: Exception, *, ours: bool) -> tuple[Status, str]:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom", one_line(error)
+    refused = isinstance(error, REFUSALS) or (isinstance(error, ValueError) and not ours)
+    return ("unsupported" if refused else "failed"), one_line(error)
+
+
+@contextmanager
+def attending(model: PreTrainedModel, variant: str) -> Iterator[PreTrainedModel]:
+    """The model on one implementation: a backend of ours, or "transformers:" and theirs."""
+    kind, _, name = variant.rpartition(":")
+    if kind != "transformers":
+        with fv.patched(model, name):
+            yield model
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Logits of each document, and the gradients of all parameters."""
+
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+class TinyModels:
+    """A family's tiny model in the run's dtype and, document by document, the reference's answers.
+
+    Attributes:
+        packed: that every implementation runs.
+        ids: int64 `[T]`, the documents' tokens.
+    """
+
+    def __init__(self, case: FormsCase, device: torch.device) -> None:
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.first_position = FIRST_POSITION.get(case.model, 0)
+        self.on_gpu = device.type == "cuda"
+        low = {"every_expert": self.dtype != torch.float32}
+        self.packed = new_model(case, "batched_mm", **low).to(device, self.dtype)
+        base = new_model(case, "eager", **low).to(device)
+        self.reference, self.baseline = float64_model(base), base.to(self.dtype)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(3, 97, (sum(LENGTHS),), generator=generator).to(device)
+        shape = (sum(LENGTHS), self.packed.config.get_text_config().vocab_size)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
+        self.grad_outputs = [x.double() for x in noise.split(list(LENGTHS))]
+        self._alone: dict[tuple[int, ...], tuple[Answer, Answer]] = {}
+
+    def answer(self, model: nn.Module, batches: Sequence[Batch], *, gradients: bool) -> Answer:
+        """Of the documents of all batches, one after another."""
+        model.zero_grad()
+        found: list[Tensor] = []
+        left = list(self.grad_outputs)
+        with torch.set_grad_enabled(gradients):
+            for batch in batches:
+                logits = model(**batch.inputs).logits
+                parts = [logits[row, tokens] for row, tokens in batch.places]
+                if gradients:
+                    own, left = left[: len(parts)], left[len(parts) :]
+                    torch.autograd.backward([part.double() for part in parts], own)
+                found += [part.detach().double() for part in parts]
+        named = model.named_parameters()
+        return Answer(found, {n: p.grad.double() for n, p in named if p.grad is not None})
+
+    def compare(self, found: Answer, form: Form) -> tuple[dict[str, Any], str | None]:
+        """Errors as measures, and the sentence that says which is too large, or None."""
+        # Where the batch has no positions, each document's begin at 0.
+        given = "position_ids" in form.batch(self.ids).inputs
+        reference, baseline = self.alone(tuple(form.starts if given else RESTART))
+        pairs = zip(found.logits, reference.logits, strict=True)
+        plain = zip(baseline.logits, reference.logits, strict=True)
+        error, allowed = Error.of_pieces(pairs), Error.of_pieces(plain)
+        measures: dict[str, Any] = {
+            "error": error.max_abs,
+            "baseline_error": allowed.max_abs,
+            "largest_logit": error.max_size,
+        }
+        wrong = why_wrong("logits", error, allowed, self.dtype)
+        worst = {"grad_error": 0.0, "baseline_grad_error": 0.0}
+        for name, expected in reference.gradients.items() if found.gradients else ():
+            if name in found.gradients:
+                own = Error.between(found.gradients[name], expected)
+            else:
+                own = Error.missing()
+            plain_error = Error.between(baseline.gradients[name], expected)
+            what = f"gradient of {name}"
+            wrong = wrong or why_wrong(what, own, plain_error, self.dtype, gradient=True)
+            for key, value in zip(worst, (own.relative, plain_error.relative), strict=True):
+                worst[key] = largest((worst[key], value))
+        return measures | (worst if found.gradients else {}), wrong
+
+    def alone(self, starts: tuple[int, ...]) -> tuple[Answer, Answer]:
+        """Each document in a forward of its own, in fp64 and in the run's dtype."""
+        if starts not in self._alone:
+            batches = []
+            for document, start in zip(documents_of(self.ids), starts, strict=True):
+                begin = start + (self.first_position if starts[0] == 0 else 0)
+                positions = torch.arange(begin, begin + len(document), device=self.ids.device)
+                inputs = {"input_ids": document[None], "position_ids": positions[None]}
+                batches.append(Batch(inputs, [(0, slice(0, len(document)))]))
+            with Float64():
+                first = self.answer(self.reference, batches, gradients=True)
+            second = self.answer(self.baseline, batches, gradients=True)
+            self._alone[starts] = first, second
+        return self._alone[starts]
+
+
+def new_model(case: FormsCase, experts: str, *, every_expert: bool) -> PreTrainedModel:
+    """A family's tiny model, always with the same weights, in fp32 and eval mode."""
+    config = tiny_config(case.model, head_dim=case.head_dim, every_expert=every_expert)
+    config._experts_implementation = experts
+    maker = getattr(transformers, f"AutoModelFor{BY_TYPE[case.model].task}")
+    torch.manual_seed(0)
+    model: PreTrainedModel = maker.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
+                parameter.normal_(std=0.2)
+            parameter.copy_(parameter.to(torch.bfloat16))  # the very same values in every dtype
+    return model.eval()
+
+
+def count_leaks(model: nn.Module, form: Form, ids: Tensor) -> int:
+    """Logits that change, in any bit, with the tokens of other documents."""
+
+    def logits(tokens: Tensor) -> list[Tensor]:
+        batch = form.batch(tokens)
+        with torch.no_grad():
+            found = model(**batch.inputs).logits
+        return [found[row, place] for row, place in batch.places]
+
+    before, count = logits(ids), 0
+    for replaced, watched in halves(len(LENGTHS)):
+        documents = documents_of(ids)
+        other = [3 + (x - 3 + 1) % 94 if i in replaced else x for i, x in enumerate(documents)]
+        after = logits(torch.cat(other))
+        count += sum(int((before[i] != after[i]).sum()) for i in watched)
+    return count

@@ -1,0 +1,73 @@
+"""Suite "leaks": in which form of a packed batch documents leak, in transformers and in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from flexvarlen.bench.suites.contract.forms import Forms
+from flexvarlen.reference.acceptance import largest
+from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on
+from flexvarlen.report.table import Column, Notes, Table
+from flexvarlen.runner.suite import Case, Options
+
+
+class Leaks(Forms):
+    """Llama and Qwen3 on plain transformers' attention, beside ours."""
+
+    name = "leaks"
+    models = ("llama", "qwen3")
+    gradients = False
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        theirs = ("eager", "sdpa", "flash_attention_2")
+        ours = ("sdpa", "flex", "varlen", "fa2") if options.on_gpu else ("sdpa",)
+        return (*(f"transformers:{x}" for x in theirs), *(f"flexvarlen:{x}" for x in ours))
+
+    def section(self, records: Sequence[Record]) -> str:
+        return leaks_section(records)
+
+
+def leaks_section(records: Sequence[Record]) -> str:
+    """A table for each machine: forms down, implementations across."""
+    return "\n\n".join(_leaks(own).markdown() for own in by_machine(records))
+
+
+def _leaks(records: Sequence[Record]) -> Table:
+    notes = Notes()
+    by_form = grouped(records, "pass")
+    variants = list(dict.fromkeys(r.case["variant"] for r in records))
+    columns = [
+        Column("packed batch", str),
+        *(Column(x.replace(":", " `") + "`", _leak_of(by_form, x, notes)) for x in variants),
+    ]
+    models = " and ".join(dict.fromkeys(r.case["model"] for r in records))
+    title = (
+        f"Largest error of packed logits against each document alone in fp64, over tiny random "
+        f"{models} models; {records[0].case['dtype']}, {ran_on(records[0].environment)}"
+        f"{commits_of(records)}. Bold: documents leak, or the numbers are false"
+    )
+    table = Table.of(by_form, columns, title=title)
+    return Table(table.title, table.header, table.lines, notes=notes.lines())
+
+
+def _leak_of(
+    groups: Mapping[str, Sequence[Record]], variant: str, notes: Notes
+) -> Callable[[str], str]:
+    def cell(form: str) -> str:
+        own = [r for r in groups[form] if r.case["variant"] == variant]
+        measured = [r.measures["error"] for r in own if "error" in r.measures]
+        parts = []
+        if measured:
+            worst = largest(measured)
+            value = f"{worst:.1f}" if worst >= 0.1 or worst != worst else f"{worst:.0e}"
+            parts.append(f"**{value}**" if any(r.status == "wrong" for r in own) else value)
+        for r in own:
+            if r.status not in ("ok", "wrong"):
+                word = "refused" if r.status == "unsupported" else r.status
+                parts.append(f"{word} {notes.mark(r.reason or '')}")
+        return ", ".join(dict.fromkeys(parts))
+
+    return cell
+
+
+SUITE = Leaks()

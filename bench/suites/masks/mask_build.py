@@ -1,0 +1,432 @@
+"""Suite "mask-build": building document BlockMasks, ours and create_block_mask's.
+
+Packed rows of log-normal documents; boundaries on the device. Each builder's first mask is
+compared, block by block, with tables made by plain torch on the CPU; one that differs is not timed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.masks.check import difference, expected_tables
+from flexvarlen.bench.suites.model.geometries import log_normal_lengths
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE
+from flexvarlen.measure import (
+    HostAndDevice,
+    peak_memory_mib,
+    time_host_and_device,
+    time_interleaved,
+    watch_compilation,
+)
+from flexvarlen.report.figure import chart, lines, save
+from flexvarlen.report.records import Record, commits_of, in_short, ran_on
+from flexvarlen.report.table import NOTHING, Column, Table, best, three_digits
+from flexvarlen.runner.failures import Unsupported, is_lost, status_of
+from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, UnknownVariant
+
+SIGMA, SEED = 1.0, 0
+UNTIMED_BUILDS = 5
+HEADLINE_TOKENS = 131_072  # the longest row that people pack today; longer ones flatter us
+EAGER_BYTES_A_PAIR = 10
+"""create_block_mask evaluates T² pairs: 640 MiB at 8,192 tokens on an H200, torch 2.11."""
+
+Build = Callable[[], BlockMask]
+
+
+@dataclass(frozen=True)
+class MaskCase:
+    """A packed row: causal documents by every builder ("build"), or other masks by ours."""
+
+    part: str
+    tokens: int
+    mean_doc: int
+    sigma: float = SIGMA
+    seed: int = SEED
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}-t{self.tokens}-mean{self.mean_doc}"
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lengths(self) -> list[int]:
+        return log_normal_lengths(self.tokens, self.mean_doc, self.sigma, self.seed)
+
+
+# --- builders ------------------------------------------------------------------------------------
+
+
+def ours(case: MaskCase, device: torch.device) -> Build:
+    """From a layout in hand."""
+    layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
+    return lambda: fv.document_block_mask(layout)
+
+
+def ours_from_cu_seqlens(case: MaskCase, device: torch.device) -> Build:
+    """From boundaries on the device, which are never read back."""
+    cu_seqlens = cu_seqlens_of(case, device)
+    bound = min(round_up_to_power_of_two(max(case.lengths())), case.tokens)
+
+    def build() -> BlockMask:
+        layout = fv.PackedLayout.from_cu_seqlens(
+            cu_seqlens, total_tokens=case.tokens, max_seqlen_bound=bound, checks="device"
+        )
+        return fv.document_block_mask(layout)
+
+    return build
+
+
+def create_eagerly(case: MaskCase, device: torch.device) -> Build:
+    return theirs(case, device, create_block_mask)
+
+
+def create_compiled(case: MaskCase, device: torch.device) -> Build:
+    if device.type == "cpu":
+        raise Unsupported("compiled create_block_mask is measured on CUDA only")
+    return theirs(case, device, torch.compile(create_block_mask, dynamic=False))
+
+
+def create_as_transformers_does(case: MaskCase, device: torch.device) -> Build:
+    """With the flag that transformers sets wherever torch still has it: compiled in each call."""
+    if device.type == "cpu":
+        raise Unsupported("compiled create_block_mask is measured on CUDA only")
+    if "_compile" not in inspect.signature(create_block_mask).parameters:
+        raise Unsupported("this torch's create_block_mask has no _compile")
+    return theirs(case, device, partial(create_block_mask, _compile=True))
+
+
+def theirs(case: MaskCase, device: torch.device, create: Callable[..., BlockMask]) -> Build:
+    """Causal documents as users of create_block_mask write them, from boundaries on the device."""
+    cu_seqlens, tokens = cu_seqlens_of(case, device), case.tokens
+
+    def build() -> BlockMask:
+        index = torch.arange(tokens, device=device, dtype=torch.int32)
+        document = torch.searchsorted(cu_seqlens[1:], index, right=True, out_int32=True)
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return (document[q] == document[kv]) & (q >= kv)
+
+        return create(
+            mask_mod, None, None, tokens, tokens, device=device, BLOCK_SIZE=case.block_size
+        )
+
+    return build
+
+
+def cu_seqlens_of(case: MaskCase, device: torch.device) -> Tensor:
+    """int32 `[num_docs + 1]`."""
+    ends = torch.tensor([0, *case.lengths()]).cumsum(0)
+    return ends.to(device, torch.int32)
+
+
+COMPARED = "flexvarlen from cu_seqlens"
+"""Ours that starts from what create_block_mask starts from."""
+BASELINES = {
+    "create_block_mask compiled": "× compiled create_block_mask",
+    "create_block_mask(_compile=True)": "× _compile=True",
+}
+BUILDERS: dict[str, Callable[[MaskCase, torch.device], Build]] = {
+    "flexvarlen": ours,
+    COMPARED: ours_from_cu_seqlens,
+    "create_block_mask eager": create_eagerly,
+    "create_block_mask compiled": create_compiled,
+    "create_block_mask(_compile=True)": create_as_transformers_does,
+}
+KINDS = (
+    "bidirectional",
+    "window=1024",
+    "two-sided window=1024",
+    "chunk=8192",
+    "prefix=64",
+    "cross",
+)
+"""The kinds of mask beside causal."""
+
+
+def options_of_kind(kind: str, case: MaskCase, layout: fv.PackedLayout) -> dict[str, Any]:
+    """The arguments of `document_block_mask` for one of `KINDS`."""
+    prefix = torch.full((layout.capacity,), 64, dtype=torch.int32, device=layout.device)
+    keys = fv.PackedLayout.from_lengths(case.lengths()[::-1], device=layout.device)
+    options: dict[str, dict[str, Any]] = {
+        "bidirectional": {"causal": False},
+        "window=1024": {"window": 1024},
+        "two-sided window=1024": {"causal": False, "window": 1024},
+        "chunk=8192": {"chunk": 8192},
+        "prefix=64": {"prefix": prefix},
+        "cross": {"layout_k": keys},
+    }
+    return options[kind]
+
+
+# --- the suite -----------------------------------------------------------------------------------
+
+
+class MaskBuild(Suite):
+    """Builders of one mask, checked, then timed in turns."""
+
+    name: ClassVar[str] = "mask-build"
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        sizes = [(8192, 512), (32_768, 2048), (131_072, 4096), (1_048_576, 8192)]
+        if options.quick:
+            sizes = [(1000, 128)]
+        return [MaskCase(part, *size) for size in sizes for part in ("build", "kinds")]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, MaskCase)
+        return tuple(BUILDERS) if case.part == "build" else KINDS
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, MaskCase)
+        findings: list[Finding] = []
+        right: dict[str, tuple[Build, dict[str, Any]]] = {}
+        for name in variants:
+            try:
+                build, mask_options = self.builder(case, name, options.device)
+                right[name] = (build, checked(case, build, mask_options, options.device))
+            except WrongMask as error:
+                findings.append(Finding(name, "wrong", str(error)))
+            except Exception as error:  # compilers of kernels raise types of their own
+                status, reason = status_of(error)
+                findings.append(Finding(name, status, reason))
+                if is_lost(error, options.device):
+                    findings[-1] = Finding(name, "failed", reason, {"fatal": True})
+                    raise DeviceLost(f"{name} of {case.name} lost the device", findings) from error
+        times = timed({name: build for name, (build, _) in right.items()}, options)
+        for name, (build, measures) in right.items():
+            peak = {"peak_mib": peak_memory_mib(build, options.device)} if options.on_gpu else {}
+            findings.append(Finding(name, "ok", None, measures | times[name] | peak))
+        return findings
+
+    def builder(
+        self, case: MaskCase, name: str, device: torch.device
+    ) -> tuple[Build, dict[str, Any]]:
+        """A variant's builder, and the options of its mask."""
+        if name not in self.variants(case, Options(device)):
+            raise UnknownVariant(f"{case.name} has no variant {name!r}; name one of its own.")
+        if case.part == "build":
+            if name.startswith("create") and "compiled" not in name:
+                require_memory(case, device)
+            return BUILDERS[name](case, device), {}
+        layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
+        options = options_of_kind(name, case, layout)
+        return lambda: fv.document_block_mask(layout, **options), options
+
+    def section(self, records: Sequence[Record]) -> str:
+        return "\n\n".join(
+            table.markdown()
+            for part, make, known in (
+                ("build", build_table, BUILDERS),
+                ("kinds", kinds_table, KINDS),
+            )
+            if (table := make(_of(records, part, known))) is not None
+        )
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        own = [r for r in _of(records, "build", BUILDERS) if r.status == "ok"]
+        return [draw(own, folder)] if own else []
+
+
+class WrongMask(Exception):
+    """A builder's mask lists other blocks than it should; the message says which."""
+
+
+def require_memory(case: MaskCase, device: torch.device) -> None:
+    """Raise where evaluating T² pairs cannot fit, before it is tried."""
+    needed = case.tokens**2 * EAGER_BYTES_A_PAIR
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise torch.OutOfMemoryError(
+            f"evaluating T² pairs would take about {needed / 2**30:,.0f} GiB of the device's "
+            f"{there / 2**30:,.0f} GiB; not tried"
+        )
+
+
+def checked(
+    case: MaskCase, build: Build, mask_options: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """What is known of the documents and of a builder's first mask, once that is right."""
+    layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
+    with watch_compilation() as stats:
+        mask = build()
+    reason = difference(mask, expected_tables(layout, **mask_options))
+    if reason is not None:
+        raise WrongMask(reason)
+    assert mask.full_kv_num_blocks is not None
+    return {
+        "num_docs": len(case.lengths()),
+        "longest": max(case.lengths()),
+        "blocks": int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()),
+        "compile_s": stats.compile_s,
+    }
+
+
+def timed(builds: Mapping[str, Build], options: Options) -> dict[str, dict[str, Any]]:
+    """`wall_us_*` of a build on an idle device, and `gpu_us` of its device work, by builder."""
+    if not builds:
+        return {}
+    device = options.device
+    once = time_interleaved(builds, device=device, warmup=1, repeats=1, flush_l2=False)
+    share_ms = 1e3 * options.seconds / len(builds)
+    repeats = {
+        name: max(3, min(200, int(share_ms / ((UNTIMED_BUILDS + 1) * max(t.ms_p50, 1e-3)))))
+        for name, t in once.items()
+    }
+    wall = time_interleaved(
+        builds,
+        device=device,
+        warmup=0,
+        repeats=repeats,
+        flush_l2=False,
+        lead_in=UNTIMED_BUILDS if max(t.ms_p50 for t in once.values()) < 200 else 0,
+    )
+    apart: Mapping[str, HostAndDevice] = (
+        time_host_and_device(builds, device=device, warmup=0, repeats=min(20, *repeats.values()))
+        if options.on_gpu
+        else {}
+    )
+    return {
+        name: {
+            "wall_us_p20": t.ms_p20 * 1e3,
+            "wall_us_p50": t.ms_p50 * 1e3,
+            "wall_us_p80": t.ms_p80 * 1e3,
+            "repeats": t.repeats,
+            "gpu_us": apart[name].device.ms_p50 * 1e3 if name in apart else None,
+        }
+        for name, t in wall.items()
+    }
+
+
+# --- tables and the chart, from records ----------------------------------------------------------
+
+
+def _of(records: Sequence[Record], part: str, variants: Collection[str]) -> list[Record]:
+    """A part's records, in the order of its variants."""
+    order = list(variants)
+    found = [r for r in records if r.case["part"] == part and r.case["variant"] in order]
+    return sorted(found, key=lambda r: (r.case["tokens"], order.index(r.case["variant"])))
+
+
+def _measure(name: str) -> Callable[[Record], str]:
+    return lambda record: three_digits(record.measures.get(name))
+
+
+def _wall(record: Record) -> str:
+    if record.status != "ok":
+        return f"{record.status}: {in_short(record.reason or '')}"
+    p20, p50, p80 = (record.measures[f"wall_us_p{p}"] for p in (20, 50, 80))
+    return f"{three_digits(p50)} ({three_digits(p20)}–{three_digits(p80)})"
+
+
+_COLUMNS = (
+    Column("tokens", lambda r: f"{r.case['tokens']:,}"),
+    Column("mean document", lambda r: f"{r.case['mean_doc']:,}"),
+    Column("builder", lambda r: r.case["variant"]),
+    Column("wall µs, p50 (p20–p80)", _wall),
+    Column("GPU µs", _measure("gpu_us")),
+    Column("peak MiB", _measure("peak_mib")),
+)
+
+
+def build_table(records: Sequence[Record]) -> Table | None:
+    """Every builder of causal documents, with how many times as fast ours is."""
+    if not records:
+        return None
+    wall = {
+        (r.case["tokens"], r.case["variant"]): r.measures["wall_us_p50"]
+        for r in records
+        if r.status == "ok"
+    }
+
+    def times(record: Record, baseline: str) -> str:
+        if record.case["variant"] != COMPARED:
+            return NOTHING
+        mine = wall.get((record.case["tokens"], COMPARED))
+        found = wall.get((record.case["tokens"], baseline))
+        return three_digits(found / mine) if mine and found else NOTHING
+
+    speed = [Column(title, partial(times, baseline=name)) for name, title in BASELINES.items()]
+    return Table.of(records, [*_COLUMNS, *speed], title=_title("Causal documents", records))
+
+
+def kinds_table(records: Sequence[Record]) -> Table | None:
+    """The other kinds of mask, by ours."""
+    if not records:
+        return None
+    columns = [*_COLUMNS, Column("blocks kept", lambda r: f"{r.measures['blocks']:,}")]
+    return Table.of(records, columns, title=_title("Other kinds of mask, by flexvarlen", records))
+
+
+def _title(what: str, records: Sequence[Record]) -> str:
+    return f"{what}; {ran_on(records[0].environment)}{commits_of(records)}"
+
+
+def speed_up(records: Sequence[Record]) -> tuple[int, float] | None:
+    """The longest row of at most `HEADLINE_TOKENS`, and how many times as fast ours is."""
+    wall: dict[int, dict[str, float]] = {}
+    for r in records:
+        if r.case["part"] == "build" and r.status == "ok":
+            wall.setdefault(r.case["tokens"], {})[r.case["variant"]] = r.measures["wall_us_p50"]
+    for tokens in sorted((x for x in wall if x <= HEADLINE_TOKENS), reverse=True):
+        theirs = best([wall[tokens].get(name) for name in BASELINES], min)
+        if theirs is not None and COMPARED in wall[tokens]:
+            return tokens, theirs / wall[tokens][COMPARED]
+    return None
+
+
+def draw(records: Sequence[Record], folder: Path) -> Path:
+    """Wall time of a build by the length of the row."""
+    series: dict[str, dict[float, float]] = {}
+    for record in records:
+        points = series.setdefault(STYLE_OF[record.case["variant"]], {})
+        points[record.case["tokens"]] = record.measures["wall_us_p50"]
+    found = speed_up(records)
+    title = (
+        "Time to build a document BlockMask"
+        if found is None
+        else f"Building the mask of {found[0]:,} tokens is {found[1]:,.0f} times as fast as with "
+        "create_block_mask"
+    )
+    figure, (axes,) = chart(
+        title,
+        f"{ran_on(records[0].environment)}{commits_of(records)}; causal log-normal documents, "
+        "boundaries on the device. flexvarlen bench mask-build.",
+    )
+    lines(
+        axes,
+        series,
+        x_label="tokens of the row",
+        y_label="µs a build",
+        log_y=True,
+        labels={style: name for name, style in STYLE_OF.items()},
+    )
+    return save(figure, folder / "mask-build.png")
+
+
+STYLE_OF = {
+    "flexvarlen": "flex",
+    COMPARED: "flex_fa4",
+    "create_block_mask eager": "transformers:eager",
+    "create_block_mask compiled": "fa2",
+    "create_block_mask(_compile=True)": "transformers:flash_attention_2",
+}
+"""The backend whose colour each builder has."""
+
+SUITE = MaskBuild()

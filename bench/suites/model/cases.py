@@ -1,0 +1,243 @@
+"""The cases of the suite "model", and the variants that each is measured on.
+
+A variant is named `<batching>:<attention>`: how the documents are batched, and an attention of
+`flexvarlen.bench.suites.model.variants`: "packed:auto", "padded:transformers:sdpa", "serial:fa2".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flexvarlen.bench.suites.model.documents import (
+    LONGEST_SHARE,
+    Documents,
+    drawn_lengths,
+    source_of,
+    text_lengths,
+)
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.model.variants import require_known
+from flexvarlen.runner.suite import Options
+
+Mode = Literal["eager", "compiled"]
+
+SORTED = "padded-sorted"
+BATCHINGS = ("packed", "padded", SORTED, "serial")
+STEP = "forward, next-token loss, backward, fused AdamW"
+SEED, MEAN_DOC = 6, 2048
+
+LONGEST_KEPT = {
+    "qwen3-0.6b": 32_768,
+    "llama-3.2-1b": 8192,
+    "qwen3-1.7b": 8192,
+    "qwen3-4b": 2048,
+    "llama-3.1-8b": 2048,
+}
+"""Tokens of the longest step whose activations an H200 (141 GB) can keep beside weights, gradients,
+AdamW's moments and the logits; in a longer one the layers are checkpointed."""
+LARGE = ("qwen3-4b", "llama-3.1-8b")
+"""Of 128K tokens through these a step takes a quarter of a minute: it has the fewest variants."""
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One model on one set of documents.
+
+    Attributes:
+        geometry: of `flexvarlen.bench.suites.model.geometries.GEOMETRIES`.
+        layers: how many of them the model has here.
+        mode: eager, or the base model under torch.compile.
+        tokens: of all documents, padding not counted.
+        documents: where their lengths come from: texts, one length, or log-normal.
+        source: which texts; "" where the lengths come from none.
+        mean_doc: mean tokens of a document, where that is not the texts' own; else None.
+        longest_doc: tokens at which a text is cut; None where there are none.
+        checkpointing: whether the backward computes the layers' insides again.
+        dtype: of weights and activations; of the optimizer's state too.
+        seed: of weights, tokens, documents.
+    """
+
+    geometry: str
+    layers: int
+    mode: Mode
+    tokens: int
+    documents: Documents
+    source: str
+    mean_doc: int | None
+    longest_doc: int | None
+    checkpointing: bool
+    dtype: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        tokens = f"{self.tokens // 1024}K" if self.tokens >= 1024 else str(self.tokens)
+        return "-".join([self.geometry, self.mode, tokens, self.documents])
+
+    def data(self) -> dict[str, Any]:
+        """The fields, and what a step is."""
+        return asdict(self) | {"step": STEP}
+
+    def lengths(self, files: Sequence[Path] | None) -> list[int]:
+        """Tokens of each document; their sum is `tokens`."""
+        if self.documents == "text":
+            return text_lengths(self.tokens, self.seed, files, self.longest_doc)
+        assert self.mean_doc is not None
+        return drawn_lengths(self.tokens, self.documents, self.mean_doc, self.seed)
+
+
+def split_variant(variant: str) -> tuple[str, str]:
+    """How a variant batches, and the attention's name.
+
+    >>> split_variant("padded:transformers:sdpa")
+    ('padded', 'transformers:sdpa')
+
+    Raises:
+        ValueError: it does not begin with a way of batching, or the attention is unknown.
+    """
+    batching, _, attention = variant.partition(":")
+    if batching not in BATCHINGS or not attention:
+        known = ", ".join(f"{name}:<attention>" for name in BATCHINGS)
+        raise ValueError(
+            f"variant must be one of {known}, got {variant!r}; say how its documents are batched."
+        )
+    require_known(attention)
+    return batching, attention
+
+
+# --- which cases ---------------------------------------------------------------------------------
+
+WHOLE = "qwen3-1.7b"
+"""The geometry of all cases and variants; the others have the contexts, on fewer variants."""
+MEASURED = (WHOLE, "llama-3.2-1b", "llama-3.1-8b", "qwen3-4b", "qwen3-0.6b")
+"""Geometries, those that matter most first."""
+
+
+def cases_of(options: Options) -> list[ModelCase]:
+    """All cases, geometry by geometry."""
+    if options.quick or not options.on_gpu:
+        return list(_quick(options))
+    return [case for geometry in MEASURED for case in _geometry(geometry, options)]
+
+
+def _geometry(geometry: str, options: Options) -> Iterator[ModelCase]:
+    def train(tokens: int, documents: Documents = "text", mode: Mode = "eager") -> ModelCase:
+        return _case(geometry, tokens, documents, options, mode)
+
+    yield train(8192)
+    yield train(32_768)
+    yield train(131_072)
+    yield train(2048)
+    if geometry == WHOLE:
+        yield train(8192, mode="compiled")
+        yield train(32_768, "log-normal")
+        yield train(32_768, "uniform")
+
+
+def _quick(options: Options) -> Iterator[ModelCase]:
+    yield _case("qwen3-tiny", 256, "text", options)
+    yield _case("llama-tiny", 128, "log-normal", options, checkpointing=True)
+    yield _case("qwen3-tiny", 128, "uniform", options, "compiled")
+
+
+def _case(
+    geometry: str,
+    tokens: int,
+    documents: Documents,
+    options: Options,
+    mode: Mode = "eager",
+    *,
+    checkpointing: bool | None = None,
+) -> ModelCase:
+    texts = documents == "text"
+    if checkpointing is None:
+        checkpointing = tokens > LONGEST_KEPT.get(geometry, tokens)
+    return ModelCase(
+        geometry=geometry,
+        layers=GEOMETRIES[geometry](None).num_hidden_layers,
+        mode=mode,
+        tokens=tokens,
+        documents=documents,
+        source=source_of(options.text) if texts else "",
+        mean_doc=None if texts else min(MEAN_DOC, tokens // 8),
+        longest_doc=max(1, tokens // LONGEST_SHARE) if texts else None,
+        checkpointing=checkpointing,
+        dtype="bfloat16" if options.on_gpu else "float32",
+        seed=SEED,
+    )
+
+
+# --- which variants ------------------------------------------------------------------------------
+
+THEIR_FLASH = tuple(f"transformers:flash_attention_{x}@cu_seq_lens" for x in (2, 3))
+"""With cu_seq_lens nothing is read back; with position_ids each layer reads."""
+PACKED = (
+    "auto",
+    "fa3",
+    "fa2",
+    "flex",
+    "varlen",
+    "fa4",
+    "flex_fa4",
+    "transformers:flash_attention_2",
+    "transformers:flash_attention_3",
+    *THEIR_FLASH,
+    "transformers:flex_attention",
+    "transformers:sdpa",
+    "transformers:eager",
+)
+UNPACKED = ("auto", "transformers:sdpa", "transformers:flash_attention_2")
+TRAIN = (
+    *(f"packed:{name}" for name in PACKED),
+    *(f"padded:{name}" for name in (*UNPACKED, "transformers:eager")),
+    *(f"{batching}:{name}" for batching in (SORTED, "serial") for name in UNPACKED),
+)
+# A compilation each takes most of the time; of padded documents, for any shape, minutes.
+COMPILED = (
+    *(f"packed:{name}" for name in ("auto", "fa3", "flex", *THEIR_FLASH)),
+    "packed:transformers:flex_attention",
+    "packed:transformers:sdpa",
+    "padded-sorted:transformers:sdpa",
+)
+FEWEST = (
+    "packed:auto",
+    *(f"packed:{name}" for name in THEIR_FLASH),
+    "padded-sorted:transformers:sdpa",
+)
+FEWER = (
+    *FEWEST,
+    "packed:flex",
+    "packed:transformers:flex_attention",
+    "packed:transformers:flash_attention_2",
+    "padded:transformers:sdpa",
+    "padded:transformers:flash_attention_2",
+    "padded-sorted:transformers:flash_attention_2",
+    "serial:transformers:sdpa",
+)
+LONGEST_WHOLE = 32_768  # tokens of a step on all variants
+ON_A_CPU: dict[str, tuple[str, ...]] = {
+    "eager": (
+        "packed:auto",
+        "packed:transformers:flash_attention_2",
+        "padded:transformers:sdpa",
+        "padded-sorted:transformers:sdpa",
+        "serial:transformers:eager",
+    ),
+    "compiled": ("packed:sdpa",),
+}
+
+
+def variants_of(case: ModelCase, options: Options) -> tuple[str, ...]:
+    """The variants that a case is measured on, if none are named."""
+    if not options.on_gpu:
+        return ON_A_CPU[case.mode]
+    if case.mode == "compiled":
+        return COMPILED
+    whole = case.documents == "text" and (case.geometry == WHOLE or options.quick)
+    if whole and case.tokens <= LONGEST_WHOLE:
+        return TRAIN
+    few = case.geometry in LARGE and case.tokens > LONGEST_WHOLE
+    return FEWEST if few else FEWER

@@ -1,0 +1,300 @@
+"""Suite "compile": what the first compiled step takes, of a whole model and layer by layer.
+
+By layer as accelerate does it, which compiles what surrounds the layers too, and the decoder layers
+alone, which is one graph. Each compilation has a process of its own: cold, with empty cache folders
+(inductor's, Triton's and FA4's), then warm, with what the cold process left there. The warm process
+also compares a step with the reference and times more of them.
+
+Compile time is the wall time of the first compiled step (forward and backward) less that of the
+fastest of the next three: all that a user waits for. Two eager steps come before, and the first
+less the second is reported apart: CUDA's start, and kernels that a package compiles by itself. None
+comes before flex, whose eager call inductor compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.model.row import Row, RowCase
+from flexvarlen.bench.suites.model.tables import (
+    attention_title,
+    cell,
+    model_title,
+    spread,
+    table_of,
+    took,
+    value,
+    where,
+)
+from flexvarlen.bench.suites.model.variants import (
+    Sizes,
+    Variant,
+    make_variant,
+    require_known,
+)
+from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
+from flexvarlen.measure import time_interleaved, watch_compilation
+from flexvarlen.measure.timing import wall_seconds
+from flexvarlen.report.records import Record, by_machine, grouped
+from flexvarlen.report.table import NOTHING, Column, Notes, Table
+from flexvarlen.runner.failures import status_of
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
+
+SCOPES = {
+    "whole": "the whole model",
+    "layer": "layer by layer, and what surrounds them",
+    "decoder": "decoder layers alone",
+}
+COLD, WARM = "cold", "warm"
+STEPS_AFTER, TIMED_STEPS = 3, 15
+TIMEOUT_S = 300.0  # of a process
+CHILD = "from flexvarlen.bench.suites.model.compile_time import child; child()"
+
+
+@dataclass(frozen=True)
+class CompileCase(RowCase):
+    """One scope of one model, on one packed row."""
+
+    scope: str = "whole"
+
+    @property
+    def name(self) -> str:
+        return f"{self.geometry}-{self.scope}"
+
+
+class CompileTime(Suite):
+    """Processes, one after another; of "auto", name the backend that it takes."""
+
+    name: ClassVar[str] = "compile"
+
+    def cases(self, options: Options) -> Sequence[CompileCase]:
+        if options.quick or not options.on_gpu:
+            how = ("bfloat16", "inductor") if options.on_gpu else ("float32", "aot_eager")
+            return [CompileCase("qwen3-tiny", 4, 256, 32, *how, scope=scope) for scope in SCOPES]
+        layers = GEOMETRIES["qwen3-1.7b"](None).num_hidden_layers
+        return [CompileCase("qwen3-1.7b", layers, 32_768, 2048, scope=scope) for scope in SCOPES]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        if not options.on_gpu:
+            return ("sdpa",)
+        return ("fa3", "fa4", "transformers:flash_attention_2@cu_seq_lens")
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, CompileCase)
+        found: list[Finding] = []
+        for variant in variants:
+            require_known(variant)
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                for part in (COLD, WARM):
+                    answer = in_process(case, variant, part, options.device, Path(folder))
+                    status, reason = answer.pop("status", "ok"), answer.pop("reason", None)
+                    found.append(Finding(variant, status, reason, answer, part))
+        return found
+
+    def section(self, records: Sequence[Record]) -> str:
+        return "\n\n".join(_table(own).markdown() for own in by_machine(records))
+
+
+def in_process(
+    case: CompileCase, variant: str, part: str, device: torch.device, folder: Path
+) -> dict[str, Any]:
+    """What a process of its own measured, or "status" and "reason".
+
+    Args:
+        case, variant, part, device: what it measures.
+        folder: holds all its caches.
+    """
+    path = folder / f"{part}.json"
+    task = {"case": case.data(), "variant": variant, "part": part, "device": str(device)}
+    command = [sys.executable, "-c", CHILD, json.dumps(task | {"answer": str(path)})]
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        FA4_KEEPS: "1",
+        FA4_FOLDER: str(folder / "fa4"),
+    }
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | caches,
+            timeout=TIMEOUT_S,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "failed", "reason": f"not done within {TIMEOUT_S:g} s"}
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return {"status": "failed", "reason": f"exit {done.returncode}: {last[:300]}"}
+
+
+# --- in the process ------------------------------------------------------------------------------
+
+
+def child() -> None:
+    """The process: the last argument says what to measure, and where to write the answer."""
+    task = json.loads(sys.argv[-1])
+    try:
+        case, device = CompileCase(**task["case"]), torch.device(task["device"])
+        answer = Process(case, task["variant"], device).run(task["part"])
+    except Exception as error:  # kernel packages assert, and raise types of their own
+        status, reason = status_of(error)
+        answer = {"status": status, "reason": reason}
+    Path(task["answer"]).write_text(json.dumps(answer))
+
+
+class Process:
+    """A model, its packed row, and one variant."""
+
+    def __init__(self, case: CompileCase, variant: str, device: torch.device) -> None:
+        self.case, self.name, self.device = case, variant, device
+        self.row = Row(case, device)
+        self.lengths = case.packing()
+        self.inputs = self.variant().inputs(self.lengths)
+
+    def variant(self) -> Variant:
+        """A model over the shared parameters."""
+        return make_variant(self.name, self.row.base, Sizes.of(self.case.tokens, self.lengths))
+
+    def run(self, part: str) -> dict[str, Any]:
+        """Two eager steps, the first compiled one, and those after it."""
+        found: dict[str, Any] = {"attends": self.name}
+        if "flex" not in self.name:
+            eager = partial(self.step, self.variant().model)
+            found["eager_start_s"] = wall_seconds(eager, self.device) - wall_seconds(
+                eager, self.device
+            )
+        call, found["how"] = compiled(self.variant(), self.case)
+        step = partial(self.step, call)
+        with watch_compilation() as stats:
+            first = wall_seconds(step, self.device)
+        with watch_compilation() as after:
+            rest = [wall_seconds(step, self.device) for _ in range(STEPS_AFTER)]
+        reason = nothing_compiled(stats.compilations, found["how"])
+        if reason is not None:
+            return found | {"status": "failed", "reason": reason}
+        found |= {
+            "compile_wall_s": first - min(rest),
+            "first_step_s": first,
+            "step_s": min(rest),
+            "compile_s": stats.compile_s,
+            "graphs": stats.compilations,
+            "graph_breaks": stats.graph_breaks,
+            "graphs_later": after.compilations,
+        }
+        return found | (self.checked(step) if part == WARM else {})
+
+    def checked(self, step: Callable[[], Tensor]) -> dict[str, Any]:
+        """A step compared with the reference, and timed if it is right."""
+        alone = self.row.alone(self.lengths)
+        found, wrong = alone.check(step(), alone.packed_gradients())
+        if wrong is not None:
+            return found | {"status": "wrong", "reason": wrong}
+        timing = time_interleaved(
+            {"": step}, device=self.device, repeats=TIMED_STEPS, flush_l2=False
+        )[""]
+        return found | asdict(timing)
+
+    def step(self, call: Callable[..., Any]) -> Tensor:
+        return self.row.step(call, self.inputs)
+
+
+def compiled(variant: Variant, case: CompileCase) -> tuple[Callable[..., Any], str]:
+    """A variant compiled in the case's scope, and by what."""
+    settings: dict[str, Any] = {"backend": case.compiler, "fullgraph": not variant.theirs}
+    if case.scope == "layer":
+        from accelerate.utils import compile_regions
+
+        return compile_regions(variant.model, **settings), "accelerate.utils.compile_regions"
+    if case.scope == "decoder":
+        layers: nn.Module = variant.model.get_submodule("layers")
+        for layer in layers.children():
+            layer.compile(**settings)
+        return variant.model, "Module.compile"
+    return torch.compile(variant.model, **settings), "torch.compile"
+
+
+def nothing_compiled(graphs: int, how: str) -> str | None:
+    """The sentence for steps that ran eagerly though they were to be compiled, else None."""
+    if graphs > 0:
+        return None
+    return (
+        f"nothing was compiled ({how}), so the steps ran eagerly; accelerate before 1.15 compiles "
+        "nothing of a model that was patched first: use a newer one, or compile_regions first."
+    )
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+Line = Mapping[str, Record]
+"""Records of one attention and scope, by pass."""
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """One machine: an attention and a scope a line."""
+    notes = Notes()
+    lines: list[Line] = [
+        {r.case.get("pass", ""): r for r in own if r.case["scope"] == scope}
+        for own in grouped(records, "variant").values()
+        for scope in SCOPES
+    ]
+
+    def compiling(part: str, name: str = "compile_wall_s") -> Callable[[Line], str]:
+        def text(line: Line) -> str:
+            found = value(line.get(part), name)
+            return cell(line.get(part), None if found is None else f"{found:.1f}", notes)
+
+        return text
+
+    def count(name: str) -> Callable[[Line], str]:
+        return lambda line: str(NOTHING if (x := value(line.get(COLD), name)) is None else x)
+
+    columns = [
+        Column("attention", _attention),
+        Column("compiled", lambda line: SCOPES[_any(line).case["scope"]]),
+        Column("cold s", compiling(COLD)),
+        Column("warm s", compiling(WARM)),
+        Column("eager start s", compiling(COLD, "eager_start_s")),
+        Column("graphs", count("graphs")),
+        Column("graph breaks", count("graph_breaks")),
+        Column("step ms (p20–p80)", _step_ms),
+    ]
+    case = records[0].case
+    title = (
+        f"{model_title(records[0])}, one row of {case['tokens']:,} tokens, documents of mean "
+        f"{case['mean_doc']:,}; {case['passes']}; {where(records)}"
+    )
+    return table_of([line for line in lines if line], columns, title, notes)
+
+
+def _any(line: Line) -> Record:
+    return next(iter(line.values()))
+
+
+def _attention(line: Line) -> str:
+    return attention_title(_any(line).case["variant"], took(line.values()))
+
+
+def _step_ms(line: Line) -> str:
+    """Older records have their timed steps in a pass of its own, "steady"."""
+    return next((x for r in line.values() if (x := spread(r)) is not None), NOTHING)
+
+
+SUITE = CompileTime()

@@ -1,0 +1,114 @@
+"""Geometries of published models, models of them with random weights, and log-normal documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from flexvarlen.verify.models import GEOMETRIES as PUBLISHED
+
+Geometry = Callable[[int | None], PretrainedConfig]
+
+
+def _geometry(family: str, shape: dict[str, Any]) -> Geometry:
+    def config(layers: int | None) -> PretrainedConfig:
+        chosen = {} if layers is None else {"num_hidden_layers": layers}
+        found: PretrainedConfig = AutoConfig.for_model(family, **shape | chosen)
+        return found
+
+    return config
+
+
+_QWEN3_4B = PUBLISHED["qwen3"]["1.7b"] | {
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+}
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+
+GEOMETRIES: dict[str, Geometry] = {
+    "qwen3-0.6b": _geometry("qwen3", PUBLISHED["qwen3"]["0.6b"]),
+    "qwen3-1.7b": _geometry("qwen3", PUBLISHED["qwen3"]["1.7b"]),
+    "qwen3-4b": _geometry("qwen3", _QWEN3_4B),
+    "llama-3.2-1b": _geometry("llama", PUBLISHED["llama"]["1b"]),
+    "llama-3.1-8b": _geometry("llama", PUBLISHED["llama"]["8b"]),
+    "qwen3-tiny": _geometry("qwen3", _TINY),
+    "llama-tiny": _geometry("llama", _TINY),
+}
+"""Configurations of published models, and tiny ones for a CPU; each takes a number of layers, None
+for the model's own."""
+
+GEOMETRY_TITLES = {
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen3-1.7B",
+    "qwen3-4b": "Qwen3-4B",
+    "llama-3.2-1b": "Llama-3.2-1B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+}
+"""For headings; the tiny ones go by their own names."""
+
+
+def new_causal_lm(
+    geometry: str, layers: int | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """A model with its LM head and random weights; `layers`: None for the model's own number."""
+    return _new_model(AutoModelForCausalLM, geometry, layers, dtype, device)
+
+
+def new_base_model(
+    geometry: str, layers: int | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The same without the LM head."""
+    return _new_model(AutoModel, geometry, layers, dtype, device)
+
+
+def _new_model(
+    maker: type[AutoModel] | type[AutoModelForCausalLM],
+    geometry: str,
+    layers: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    config = GEOMETRIES[geometry](layers)
+    with torch.device(device):
+        model: PreTrainedModel = maker.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.to(device)
+    return model
+
+
+def log_normal_lengths(total_tokens: int, mean: float, sigma: float, seed: int) -> list[int]:
+    """Document lengths of one packed row, log-normal with this mean; the last one is cut to fit.
+
+    >>> sum(log_normal_lengths(1000, 50, 1.0, seed=0))
+    1000
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mu = math.log(mean) - sigma**2 / 2
+    lengths: list[int] = []
+    left = total_tokens
+    while left > 0:
+        draw = torch.randn((), generator=generator, dtype=torch.float64).item()
+        length = min(left, max(1, round(math.exp(mu + sigma * draw))))
+        lengths.append(length)
+        left -= length
+    return lengths

@@ -1,0 +1,138 @@
+"""`measure_variants`: check every variant of a case, then time the right ones in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from flexvarlen.bench.suites.model.step import free
+from flexvarlen.bench.suites.model.variants import LIMITS
+from flexvarlen.measure import (
+    Timing,
+    memory_meaning,
+    peak_memory_mib,
+    summarize,
+    time_interleaved,
+    watch_compilation,
+)
+from flexvarlen.measure.timing import wall_seconds
+from flexvarlen.runner.failures import is_lost, status_of
+from flexvarlen.runner.suite import DeviceLost, Finding, Options
+
+MOST_REPEATS = 15
+SLOW_S = 2.0
+"""A call that takes longer is not timed again: the seconds of its second run stand, if nothing was
+compiled in them. A shorter one is timed after another of its own, as a hot GPU's clocks follow the
+power that the last half second drew."""
+
+Measures = dict[str, Any]
+
+
+@dataclass
+class Checked:
+    """A variant after its first run.
+
+    Attributes:
+        call: what is timed.
+        measures: what is known so far.
+        wrong: what is wrong with its numbers, or None; then it is not timed.
+        conclude: the median in ms -> more measures.
+        afterwards: run once all is timed; gives more measures, and what was wrong, or None.
+        took_s: seconds of the second run; None where something was compiled in it.
+    """
+
+    call: Callable[[], object]
+    measures: Measures
+    wrong: str | None = None
+    conclude: Callable[[float], Measures] = lambda ms: {}
+    afterwards: Callable[[], tuple[Measures, str | None]] = lambda: ({}, None)
+    took_s: float | None = None
+
+
+def measure_variants(
+    variants: Sequence[str],
+    check: Callable[[str], Checked],
+    options: Options,
+    *,
+    most_repeats: int = MOST_REPEATS,
+    slow_s: float = SLOW_S,
+) -> list[Finding]:
+    """A finding of each variant.
+
+    Args:
+        variants: names.
+        check: a variant's first run, compared with the reference; raises what the variant raises.
+        options: of the run; a variant is timed for about `options.seconds`.
+        most_repeats: timed calls of a variant at most.
+        slow_s: calls that take longer are timed once.
+
+    Raises:
+        DeviceLost: nothing can be measured any more in this process.
+    """
+    findings: list[Finding] = []
+    right: dict[str, Checked] = {}
+    torch._dynamo.reset()  # what another case compiled, and the models it holds
+    with torch._dynamo.config.patch(LIMITS):
+        for variant in variants:
+            try:
+                checked = check(variant)
+                if checked.wrong is None:
+                    _run_again(checked, options)
+                    right[variant] = checked
+                else:
+                    findings.append(Finding(variant, "wrong", checked.wrong, checked.measures))
+            except Exception as error:  # kernel packages assert, and raise types of their own
+                status, reason = status_of(error)
+                lost = is_lost(error, options.device)
+                findings.append(Finding(variant, status, reason, {"fatal": True} if lost else {}))
+                if lost:
+                    raise DeviceLost(f"{variant} lost the device", findings) from error
+            free(options.device)
+            options.say(f"{variant}: {'right' if variant in right else findings[-1].status}")
+        for variant, timing in _time(right, options, most_repeats, slow_s).items():
+            checked = right[variant]
+            more, wrong = checked.afterwards()
+            free(options.device)
+            measures = checked.measures | asdict(timing) | checked.conclude(timing.ms_p50) | more
+            findings.append(Finding(variant, "wrong" if wrong else "ok", wrong, measures))
+    torch._dynamo.reset()
+    free(options.device)
+    return findings
+
+
+def _run_again(checked: Checked, options: Options) -> None:
+    """The second run, for its time and its peak of memory."""
+
+    def timed() -> None:
+        checked.took_s = wall_seconds(checked.call, options.device)
+
+    with watch_compilation() as stats:
+        peak_mib = peak_memory_mib(timed, options.device)
+    if stats.compilations:
+        checked.took_s = None
+    checked.measures |= {"peak_mib": peak_mib, "peak_meaning": memory_meaning(options.device)}
+
+
+def _time(
+    right: dict[str, Checked], options: Options, most_repeats: int, slow_s: float
+) -> dict[str, Timing]:
+    """Timings of all variants, in turns."""
+    slow = {x: c.took_s for x, c in right.items() if c.took_s is not None and c.took_s > slow_s}
+    fast = {x: c for x, c in right.items() if x not in slow}
+    repeats = {
+        name: max(3, min(most_repeats, int(options.seconds / (checked.took_s or slow_s))))
+        for name, checked in fast.items()
+    }
+    found = time_interleaved(
+        {name: checked.call for name, checked in fast.items()},
+        device=options.device,
+        warmup=0,  # each ran twice
+        repeats=repeats,
+        flush_l2=False,
+        lead_in=1,
+    )
+    found |= {name: summarize([took * 1e3]) for name, took in slow.items()}
+    return {name: found[name] for name in right}

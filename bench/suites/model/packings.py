@@ -1,0 +1,257 @@
+"""Suite "packings": one compiled step on packing after packing, ours and transformers'.
+
+One packed row of log-normal documents; forward and backward of the base model, without an LM head,
+whose logits would hide the difference. Each variant is compiled, checked and timed on one packing;
+then come others of as many tokens: what they compile anew is counted, and the last one's outputs
+are checked again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
+from flexvarlen.bench.suites.model.row import Row, RowCase
+from flexvarlen.bench.suites.model.tables import (
+    attention_title,
+    cell,
+    is_ok,
+    model_title,
+    spread,
+    table_of,
+    to_best,
+    took,
+    value,
+    where,
+)
+from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop, utilisation
+from flexvarlen.bench.suites.model.variants import (
+    Sizes,
+    Variant,
+    make_variant,
+    require_known,
+)
+from flexvarlen.measure import environment, watch_compilation
+from flexvarlen.report.figure import bars, chart, save, style_of
+from flexvarlen.report.records import Record, one_line, records_alike
+from flexvarlen.report.table import NOTHING, Column, Notes, Table
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
+
+OTHER_PACKINGS = 50
+PACKINGS_S = 120.0
+"""No other packing of a variant begins later, in seconds: some compile anew for each."""
+VARIANTS = (
+    "transformers:flash_attention_2",
+    "transformers:flash_attention_3",
+    "transformers:flash_attention_3@cu_seq_lens",
+    "transformers:flex_attention",
+    "auto",
+    "auto@position_ids",
+    "fa3",
+    "flex",
+)
+
+
+class Packings(Suite):
+    """What a change of documents costs a compiled step."""
+
+    name: ClassVar[str] = "packings"
+
+    def cases(self, options: Options) -> Sequence[RowCase]:
+        if options.quick or not options.on_gpu:
+            how = ("bfloat16", "inductor") if options.on_gpu else ("float32", "aot_eager")
+            return [RowCase("qwen3-tiny", 2, 256, 32, *how)]
+        llama = GEOMETRIES["llama-3.2-1b"](None).num_hidden_layers
+        return [
+            RowCase("qwen3-1.7b", 14, 32_768, 2048),
+            RowCase("qwen3-1.7b", 14, 65_536, 16_384),
+            RowCase("llama-3.2-1b", llama, 32_768, 2048),
+        ]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        return VARIANTS if options.on_gpu else ("transformers:sdpa", "auto", "sdpa@position_ids")
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, RowCase)
+        for variant in variants:
+            require_known(variant)
+        run = OneCase(case, options, others=2 if options.quick else OTHER_PACKINGS)
+        return measure_variants(variants, run.check, options)
+
+    def section(self, records: Sequence[Record]) -> str:
+        groups = records_alike(records, ("variant",), of_one_run=True)
+        return "\n\n".join(packings_table(group).markdown() for group in groups)
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        """Of the run with the most variants: the others say the same."""
+        groups = records_alike([r for r in records if is_ok(r)], ("variant",), of_one_run=True)
+        return [draw(max(groups, key=len), folder)] if groups else []
+
+
+class OneCase:
+    """A case's model, its packings, and the references of the first and the last of them."""
+
+    def __init__(self, case: RowCase, options: Options, others: int) -> None:
+        self.case, self.device = case, options.device
+        self.row = Row(case, options.device)
+        self.packings = [case.packing(index) for index in range(1 + others)]
+        self.sizes = Sizes.of(case.tokens, *self.packings)
+        self.first = self.row.alone(self.packings[0])
+        self.last = self.row.alone(self.packings[-1], gradients=False)
+
+    def check(self, name: str) -> Checked:
+        """Compile a variant, and compare its first step with the reference."""
+        variant = make_variant(name, self.row.base, self.sizes)
+        lengths = self.packings[0]
+        attends = variant.attends(lengths, compiled=True)  # before anything is compiled
+        call = variant.compiled(self.case.compiler)
+        inputs = variant.inputs(lengths)
+        with watch_compilation() as stats:
+            outputs = self.row.step(call, inputs)
+        errors, wrong = self.first.check(outputs, self.first.packed_gradients())
+        measures: Measures = {
+            "attends": attends,
+            "compile_s": stats.compile_s,
+            "graph_breaks": stats.graph_breaks,
+            "graphs": stats.compilations,
+            "documents": len(lengths),
+            "longest_document": max(lengths),
+            "capacity": self.sizes.capacity,
+            "max_seqlen_bound": self.sizes.max_seqlen_bound,
+        }
+        return Checked(
+            lambda: self.row.step(call, inputs),
+            measures | errors,
+            wrong,
+            self.utilised,
+            lambda: self.other_packings(variant, call),
+        )
+
+    def utilised(self, ms: float) -> Measures:
+        tflop = step_tflop(self.row.base, self.packings[0])
+        peak = peak_tflops(environment(self.device)["gpu"], self.case.dtype)
+        mfu = utilisation(tflop, ms, peak)
+        return {"mfu": mfu, "model_tflop": tflop, "peak_tflops": peak}
+
+    def other_packings(
+        self, variant: Variant, call: Callable[..., Any]
+    ) -> tuple[Measures, str | None]:
+        """Run the other packings; what they compiled, and why one of them is wrong, or None."""
+        done, wrong, measures, begin = 0, None, {}, time.perf_counter()
+        outputs = None
+        with watch_compilation() as stats:
+            for lengths in self.packings[1:]:
+                if time.perf_counter() - begin > PACKINGS_S:
+                    break
+                try:
+                    outputs = self.row.step(call, variant.inputs(lengths))
+                except Exception as error:  # kernels and compilers raise types of their own
+                    wrong = f"raised on another packing: {one_line(error)}"
+                    break
+                done += 1
+        if outputs is not None and done == len(self.packings) - 1:
+            errors, wrong = self.last.check(outputs)
+            measures["error_last_packing"] = errors["error"]
+        measures |= {
+            "other_packings": done,
+            "recompilations": stats.recompilations,
+            "recompile_s": stats.compile_s,
+            "recompile_reasons": stats.first_reasons(),
+        }
+        return measures, wrong
+
+
+# --- the table and the chart ---------------------------------------------------------------------
+
+
+def packings_table(records: Sequence[Record]) -> Table:
+    """One case: variants down."""
+    notes = Notes()
+
+    def number(name: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
+        def text(record: Record) -> str:
+            found = value(record, name)
+            return NOTHING if found is None else f"{found * scale:{form}}"
+
+        return text
+
+    columns = [
+        Column("attention", _name),
+        Column("eager ms", number("eager_ms_p50", ".0f")),
+        Column("compiled ms (p20–p80)", lambda r: cell(r, spread(r), notes)),
+        Column(
+            "ratio to the best",
+            lambda r: f"{to_best(r, 'ms_p50', records):.2f}" if is_ok(r) else NOTHING,
+        ),
+        Column("MFU", number("mfu", ".0%")),
+        Column("graph breaks", number("graph_breaks", ".0f")),
+        Column("recompilations", lambda r: _recompilations(r, notes)),
+        Column("peak GiB", number("peak_mib", ".1f", 1 / 1024)),
+        Column("relative error", number("error", ".1e")),
+    ]
+    done = next((r.measures for r in records if is_ok(r)), None)
+    said = [] if done is None else [f"Error of each document alone: {done['baseline_error']:.1e}."]
+    return table_of(records, columns, _title(records), notes, *said)
+
+
+def _title(records: Sequence[Record]) -> str:
+    case = records[0].case
+    documents = next((r.measures["documents"] for r in records if "documents" in r.measures), "")
+    return (
+        f"{model_title(records[0])}, a row of {case['tokens']:,} tokens, {documents} documents of "
+        f"mean {case['mean_doc']:,}; {case['passes']}; {where(records)}"
+    )
+
+
+def _name(record: Record) -> str:
+    return attention_title(record.case["variant"], took([record]))
+
+
+def _recompilations(record: Record, notes: Notes) -> str:
+    if not is_ok(record):
+        return NOTHING
+    m = record.measures
+    if not m.get("other_packings"):
+        return f"none run {notes.mark('no time was left for other packings')}"
+    said = f"{m['recompilations']} in {m['other_packings']} packings"
+    if "error_last_packing" in m:
+        return said
+    return f"{said} {notes.mark('no time was left for the last packing, which is checked')}"
+
+
+def draw(records: Sequence[Record], folder: Path) -> Path:
+    """The time of a step, and how often other packings compiled it anew."""
+    own = sorted(records, key=lambda r: r.measures["ms_p50"])[:7]
+    ours = [r for r in own if not r.case["variant"].startswith("transformers:")]
+    theirs = [r for r in own if r not in ours]
+    again, most = (
+        max((r.measures["recompilations"] for r in some), default=0) for some in (ours, theirs)
+    )
+    count = max(r.measures["other_packings"] for r in own)
+    title = "A compiled step, and what other packings compile anew"
+    if most and not again:
+        title = (
+            f"Over {count} other packings flexvarlen compiles nothing anew, transformers' "
+            f"FlashAttention up to {most} times"
+        )
+    figure, (left, right) = chart(title, f"{_title(own)}. flexvarlen bench packings.", panels=2)
+    names = [_plain(r) for r in own]
+    colors = [style_of(r.case["variant"]).color for r in own]
+    times = {name: r.measures["ms_p50"] for name, r in zip(names, own, strict=True)}
+    bars(left, times, label="ms a compiled step", colors=colors)
+    anew = {name: r.measures["recompilations"] for name, r in zip(names, own, strict=True)}
+    texts = [str(value) for value in anew.values()]
+    bars(right, anew, label=f"recompilations in {count} packings", colors=colors, texts=texts)
+    right.set_yticks([])
+    return save(figure, folder / "packings.png")
+
+
+def _plain(record: Record) -> str:
+    return _name(record).replace("`", "").replace(", boundaries from ", "\n").replace(" (", "\n(")
+
+
+SUITE = Packings()

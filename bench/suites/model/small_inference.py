@@ -1,0 +1,221 @@
+"""Suite "small-inference": the latency of a forward on four short documents.
+
+Where the host, not the GPU, sets the time: each attention eagerly, compiled, and compiled with CUDA
+graphs (`mode="reduce-overhead"`), under `no_grad`. Each is checked on one packing and then on
+another, which is copied into the same tensors: a graph that kept the first is wrong, and not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.model.alone import Alone
+from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
+from flexvarlen.bench.suites.model.tables import (
+    attention_title,
+    cell,
+    model_title,
+    table_of,
+    took,
+    value,
+    where,
+    with_ratio,
+)
+from flexvarlen.bench.suites.model.variants import Sizes, make_variant, require_known
+from flexvarlen.measure import watch_compilation
+from flexvarlen.report.records import Record, grouped, records_alike
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
+
+CUDA_GRAPHS = "cuda graphs"
+MODES = ("eager", CUDA_GRAPHS, "compiled")
+DOCUMENTS = (128, 64, 40, 24)
+REPEATS = 60
+THEIR_FLASH = ("flash_attention_2", "flash_attention_3")
+VARIANTS = (
+    "auto",
+    "auto@position_ids",
+    "fa3",
+    "fa4",
+    "fa2",
+    "varlen",
+    "flex",
+    "transformers:sdpa",
+    "transformers:flex_attention",
+    *(f"transformers:{name}{form}" for form in ("", "@cu_seq_lens") for name in THEIR_FLASH),
+)
+
+
+@dataclass(frozen=True)
+class SmallCase:
+    """One model in one mode."""
+
+    mode: str
+    geometry: str
+    layers: int
+    documents: tuple[int, ...] = DOCUMENTS
+    dtype: str = "bfloat16"
+    compiler: str = "inductor"
+    seed: int = 0
+    passes: str = "forward"
+
+    @property
+    def name(self) -> str:
+        return f"{self.geometry}-{self.mode.replace(' ', '-')}"
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self) | {"documents": list(self.documents)}
+
+
+class SmallInference(Suite):
+    """A case a mode."""
+
+    name: ClassVar[str] = "small-inference"
+
+    def cases(self, options: Options) -> Sequence[SmallCase]:
+        if options.quick or not options.on_gpu:
+            how = ("bfloat16", "inductor") if options.on_gpu else ("float32", "aot_eager")
+            return [SmallCase(mode, "qwen3-tiny", 2, (9, 4, 2, 1), *how) for mode in MODES]
+        return [SmallCase(mode, "qwen3-1.7b", 14) for mode in MODES]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        return VARIANTS if options.on_gpu else ("auto", "auto@position_ids", "transformers:sdpa")
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, SmallCase)
+        for variant in variants:
+            require_known(variant)
+        repeats = 3 if options.quick else REPEATS
+        check = OneMode(case, options).check
+        return measure_variants(variants, check, options, most_repeats=repeats)
+
+    def section(self, records: Sequence[Record]) -> str:
+        groups = records_alike(records, ("variant", "mode"), of_one_run=True)
+        return "\n\n".join(_table(group).markdown() for group in groups)
+
+
+class OneMode:
+    """A case's model, two packings of equal shapes, and their references."""
+
+    def __init__(self, case: SmallCase, options: Options) -> None:
+        self.case, self.options = case, options
+        torch.manual_seed(case.seed)
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        self.base = new_base_model(case.geometry, case.layers, dtype, options.device).eval()
+        tokens = sum(case.documents)
+        vocabulary = self.base.config.vocab_size
+        self.ids = torch.randint(vocabulary, (1, tokens), device=options.device)
+        self.packings = (list(case.documents), list(case.documents[::-1]))
+        self.sizes = Sizes(tokens, len(case.documents), tokens)
+        self.alone = [Alone(self.base, self.ids, lengths) for lengths in self.packings]
+
+    def check(self, name: str) -> Checked:
+        """Run a variant on both packings, and on the first one again."""
+        mode = self.case.mode
+        if mode == CUDA_GRAPHS and not self.options.on_gpu:
+            raise Unsupported("CUDA graphs need a GPU")
+        variant = make_variant(name, self.base, self.sizes, needs_grad=False)
+        # Before anything is compiled: "auto" measures nothing inside a graph.
+        attends = variant.attends(self.packings[0], compiled=mode != "eager", needs_grad=False)
+        inputs = variant.inputs(self.packings[0])
+        model: Callable[..., Any] = variant.model
+        if mode != "eager":
+            model = variant.compiled(self.case.compiler, cuda_graphs=mode == CUDA_GRAPHS)
+
+        def call() -> Tensor:
+            if mode == CUDA_GRAPHS:
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                outputs: Tensor = model(input_ids=self.ids, **inputs).last_hidden_state
+            return outputs
+
+        skips = _skipped()
+        with watch_compilation() as first:
+            for _ in range(3):  # a graph is recorded at the second call and replayed at the third
+                errors, wrong = self.alone[0].check(call()[0])
+        with watch_compilation() as later:
+            for index in (1, 0):
+                refill(inputs, variant.inputs(self.packings[index]))
+                other, why = self.alone[index].check(call()[0])
+                errors.setdefault("error_other_packing", other["error"])
+                wrong = wrong or (why and f"after other documents came: {why}")
+        measures: Measures = {
+            "attends": attends,
+            "compile_s": first.compile_s,
+            "graphs": first.compilations,
+            "graph_breaks": first.graph_breaks,
+            "recompilations": later.compilations,
+            "cudagraph_skips": _skipped() - skips,
+        }
+        return Checked(call, measures | errors, wrong)
+
+
+def refill(inputs: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Copy other documents into the same tensors, where graphs look for them."""
+    for name, kept in inputs.items():
+        if isinstance(kept, Tensor | fv.PackedLayout):
+            kept.copy_(others[name])  # type: ignore[arg-type]
+
+
+def _skipped() -> int:
+    """Graphs so far that inductor ran without a CUDA graph."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["cudagraph_skips"])
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """Attentions down, modes across."""
+    notes = Notes()
+    by_mode = grouped(records, "mode")
+    by_variant = grouped(records, "variant")
+
+    def in_mode(mode: str) -> Callable[[str], str]:
+        def text(variant: str) -> str:
+            record = next((r for r in by_variant[variant] if r.case["mode"] == mode), None)
+            said = cell(record, with_ratio(record, "ms_p50", by_mode.get(mode, []), ".2f"), notes)
+            skipped = value(record, "cudagraph_skips")
+            return said + (f", {skipped} graphs not captured" if skipped else "")
+
+        return text
+
+    def breaks(variant: str) -> str:
+        most = best([value(r, "graph_breaks") for r in by_variant[variant]], max)
+        return NOTHING if most is None else str(most)
+
+    columns = [
+        Column("attention", lambda variant: _name(variant, by_variant[variant])),
+        Column("eager ms", in_mode("eager")),
+        Column("compiled ms", in_mode("compiled")),
+        Column("CUDA graphs ms", in_mode(CUDA_GRAPHS)),
+        Column("graph breaks", breaks),
+    ]
+    title = (
+        f"{model_title(records[0])}, documents of "
+        f"{', '.join(map(str, records[0].case['documents']))} tokens in one row, forward under "
+        f"no_grad; in parentheses the ratio to the best; {where(records)}"
+    )
+    return table_of(by_variant, columns, title, notes)
+
+
+def _name(variant: str, records: Sequence[Record]) -> str:
+    """For "auto" with what it took in each mode."""
+    names = took(records)
+    if len(names) > 1:
+        found = [r for r in records if took([r])]
+        names = [f"{r.case['mode']}: {r.measures['attends']}" for r in found]
+    return attention_title(variant, names)
+
+
+SUITE = SmallInference()

@@ -1,0 +1,131 @@
+"""One training step: forward and backward of batches, the loss's gradient, layers checkpointed.
+
+Shapes: B rows of S positions, S = T for a packed row of T tokens; V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from transformers import PreTrainedModel
+
+from flexvarlen.reference.model import IGNORE_INDEX
+
+# Tokens whose logits exist at once: in fp32, with their gradient, 5 GiB at a vocabulary of 152k.
+LOSS_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward of a step.
+
+    Attributes:
+        inputs: keyword arguments of the base model.
+        real: bool `[B, S]`, the positions that are not padding; None: all.
+        labels: int64 `[B, S]`, the next token, `IGNORE_INDEX` where there is none; None without a
+            loss.
+    """
+
+    inputs: Mapping[str, Any]
+    real: Tensor | None = None
+    labels: Tensor | None = None
+
+    def tokens_of(self, outputs: Tensor) -> Tensor:
+        """`[B, S, hidden]` -> `[tokens, hidden]`, row by row without the padding."""
+        outputs = outputs.detach()
+        return outputs.flatten(0, 1) if self.real is None else outputs[self.real]
+
+
+GradientOf = Callable[[Tensor, Batch], Tensor]
+"""Outputs `[B, S, hidden]` of a batch -> where the backward starts."""
+
+
+def forward_backward(
+    module: nn.Module,
+    call: Callable[..., Any],
+    batches: Sequence[Batch],
+    gradient_of: GradientOf,
+    *,
+    keep: bool = False,
+) -> list[Tensor]:
+    """Drop the gradients; then forward and backward of each batch, gradients summed.
+
+    Args:
+        module: whose parameters' gradients these are.
+        call: the base model, or the base model compiled.
+        batches: of one step.
+        gradient_of: the loss's gradient.
+        keep: whether to return the outputs.
+
+    Returns:
+        Tokens' outputs `[tokens, hidden]`, batch by batch; none unless kept.
+    """
+    module.zero_grad(set_to_none=True)
+    kept = []
+    for batch in batches:
+        outputs: Tensor = call(**batch.inputs).last_hidden_state
+        outputs.backward(gradient_of(outputs, batch))
+        if keep:
+            kept.append(batch.tokens_of(outputs))
+        del outputs
+    return kept
+
+
+def next_token_gradient(hidden: Tensor, head: Tensor, labels: Tensor, counted: int) -> Tensor:
+    """The gradient of the language model's loss, a chunk of logits at a time; fills `head.grad`.
+
+    The loss is transformers' own: cross-entropy of the next token in fp32 or wider, summed, over
+    `counted`. Chunks, as in fused linear cross-entropy kernels, because the logits of a long row
+    would not fit: they are 40 GB in bf16 at 128K tokens.
+
+    Args:
+        hidden: `[..., hidden]`, what the head gets.
+        head: `[V, hidden]`; a parameter gets a gradient, another tensor does not.
+        labels: int64 `[...]`, `IGNORE_INDEX` where nothing is predicted.
+        counted: the labels that count, of the whole step.
+
+    Returns:
+        Of the shape and dtype of `hidden`.
+    """
+    found = []
+    rows = hidden.detach().flatten(0, -2).split(LOSS_ROWS)
+    for chunk, wanted in zip(rows, labels.flatten().split(LOSS_ROWS), strict=True):
+        chunk.requires_grad_()
+        logits = linear(chunk, head)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum") / counted
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert chunk.grad is not None
+        found.append(chunk.grad)
+    return torch.cat(found).view_as(hidden)
+
+
+def checkpoint_layers(
+    model: PreTrainedModel, again: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> None:
+    """Checkpoint every layer, with torch's checkpointing that is not reentrant.
+
+    Args:
+        model: changed in place.
+        again: the context in which a layer is computed again.
+    """
+    # transformers 5.2x calls it activation checkpointing, and warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
+    (enable or model.gradient_checkpointing_enable)(how)
+
+
+def free(device: torch.device, *modules: nn.Module) -> None:
+    """Drop gradients; on CUDA give back what the allocator holds free, and what cycles hold."""
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,100 @@
+"""Model FLOP utilisation, and what "auto" takes.
+
+Utilisation is the work that a step needs, over what the GPU could do in its time.
+
+Counted is what the mathematics needs, without recomputation: six operations a token for each
+parameter of a matrix product (two forward, four backward; the embedding is only looked up), and
+attention's pairs of query and key, causal and within a document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import flexvarlen as fv
+from flexvarlen.attention.auto.keys import sizes
+from flexvarlen.attention.choose import decision_for
+from flexvarlen.patches.models.layers import kinds_of
+
+PEAK_TFLOPS = {
+    "GB200": 2500.0,  # GB200 NVL72 data sheet: 360 PFLOPS with sparsity over 72 GPUs
+    "B200": 2250.0,  # HGX B200: 36 PFLOPS with sparsity over 8 GPUs
+    "H200 NVL": 835.5,  # H200 data sheet: 1,671 with sparsity
+    "H200": 989.4,  # H200 data sheet, SXM: 1,979 with sparsity
+    "GH200": 989.4,  # GH200 data sheet: 1,979 with sparsity
+    "H100 PCIe": 756.5,  # H100 data sheet of 2022: 1,513 with sparsity
+    "H100 NVL": 835.5,  # H100 data sheet: 1,671 with sparsity
+    "H100": 989.4,  # H100 data sheet, SXM: 1,979 with sparsity
+    "A100": 312.0,  # A100 data sheet: 624 with sparsity
+    "L40S": 362.0,  # L40S data sheet: 733 with sparsity, 362.05 without
+}
+"""Dense bf16 and fp16 peak by words of the GPU's name, in 1e12 operations a second; the first words
+found count, so a longer name stands before one that it contains. NVIDIA's figures "with sparsity"
+are halved."""
+
+
+def peak_tflops(gpu: str | None, dtype: str) -> float | None:
+    """The GPU's peak for a dtype, or None where the table has none (nor of a MIG slice).
+
+    >>> peak_tflops("NVIDIA H200", "bfloat16"), peak_tflops("NVIDIA H200", "float32")
+    (989.4, None)
+    """
+    if gpu is None or "MIG" in gpu.split() or dtype not in ("bfloat16", "float16"):
+        return None
+    found = (peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", gpu))
+    return next(found, None)
+
+
+def step_tflop(
+    model: PreTrainedModel, lengths: Sequence[int], *, backward: bool = True, head: int = 0
+) -> float:
+    """Operations (1e12) of one step of a causal base model over these documents.
+
+    Args:
+        model: the base model; every layer is causal and has no window.
+        lengths: tokens of each document; padding is no work.
+        backward: a backward too.
+        head: parameters of an LM head that every token passes, tied or not.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = sum(module.weight.numel() for module in embeddings)
+    products = sum(p.numel() for p in model.parameters()) - looked_up + head
+    config = model.config
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    layers = config.num_hidden_layers
+    forward = 4 * pairs * config.head_dim * config.num_attention_heads * layers
+    attention = forward * 7 // 2 if backward else forward  # backward: 2.5 times forward
+    work: float = (6 if backward else 2) * products * sum(lengths) + attention
+    return work / 1e12
+
+
+def utilisation(tflop: float, ms: float, peak: float | None) -> float | None:
+    """The share of the peak that a step reached, or None where the peak is unknown.
+
+    >>> utilisation(98.94, 200.0, 989.4)
+    0.5
+    """
+    return None if peak is None else tflop / (ms / 1e3) / peak
+
+
+def resolved_auto(
+    model: PreTrainedModel,
+    layout: fv.PackedLayout,
+    dtype: torch.dtype | None = None,
+    *,
+    needs_grad: bool = True,
+    compiled: bool = False,
+) -> dict[str, str]:
+    """What "auto" takes for a model's layers, by layer type; it measures, if it has not yet."""
+    found = {}
+    for kind in kinds_of(model):
+        call = kind.call(layout.device, dtype or model.dtype, needs_grad=needs_grad)
+        mask = fv.DocumentMask(layout, kind.spec)
+        decision = decision_for(call, sizes(mask), mask)
+        found[kind.layer_type] = decision.compiled if compiled else decision.backend
+    return found

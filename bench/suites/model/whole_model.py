@@ -1,0 +1,252 @@
+"""Suite "model": training steps of whole models, packed, padded, one document at a time.
+
+Llama and Qwen geometries with random weights; documents of a text collection's lengths, log-normal,
+or of one length. Every variant of a case shares weights, documents and process; each one's first
+step is compared with every document alone in fp64, and what is wrong is not timed. Throughput
+counts the documents' tokens, never padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from flexvarlen.bench.suites.model.cases import (
+    BATCHINGS,
+    WHOLE,
+    ModelCase,
+    cases_of,
+    split_variant,
+    variants_of,
+)
+from flexvarlen.bench.suites.model.tables import (
+    attention_title,
+    cell,
+    is_ok,
+    model_title,
+    table_of,
+    took,
+    value,
+    where,
+    with_ratio,
+)
+from flexvarlen.bench.suites.model.train import Training
+from flexvarlen.report.figure import chart, lines, save
+from flexvarlen.report.records import Record, by_machine, grouped
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
+
+
+class Model(Suite):
+    """Training steps on packed rows and on other batches."""
+
+    name: ClassVar[str] = "model"
+
+    def cases(self, options: Options) -> Sequence[ModelCase]:
+        return cases_of(options)
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, ModelCase)
+        return variants_of(case, options)
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, ModelCase)
+        for variant in variants:
+            split_variant(variant)
+        return Training(case, options).measure(variants)
+
+    def section(self, records: Sequence[Record]) -> str:
+        """A table of training for each model; of records of generation, one for each pass."""
+        tables: list[Table] = []
+        for own in by_machine(records):
+            trained = grouped((r for r in own if "pass" not in r.case), "geometry")
+            tables += [training_table(found) for found in trained.values()]
+            generated = grouped((r for r in own if "pass" in r.case), "pass")
+            tables += [generation_table(found) for found in generated.values()]
+        return "\n\n".join(table.markdown() for table in tables)
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        shown = [r for r in records if r.case["geometry"] == WHOLE and _is_drawn(r)]
+        return [draw(shown, folder)] if shown else []
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+Step = tuple[int, str]
+"""The tokens of a step, and what is special about it."""
+_KINDS = {"text": "", "uniform": " of one length", "log-normal": " log-normal"}
+
+
+def _step_of(record: Record) -> Step:
+    mode = " compiled" if record.case["mode"] == "compiled" else ""
+    return record.case["tokens"], _KINDS[record.case["documents"]] + mode
+
+
+def training_table(records: Sequence[Record]) -> Table:
+    """One model's tokens a second: variants down, contexts across."""
+    notes = Notes()
+    found = {(r.case["variant"], _step_of(r)): r for r in records}
+    steps = sorted({step for _, step in found}, key=lambda step: (step[1], step[0]))
+    in_memory = _measured_by_most(records)
+
+    def rate(variant: str, step: Step) -> str:
+        record = found.get((variant, step))
+        others = [r for (_, other), r in found.items() if other == step]
+        return cell(record, with_ratio(record, "tokens_per_s", others, ",.0f"), notes)
+
+    def peak(variant: str) -> str:
+        mib = value(found.get((variant, in_memory)), "peak_mib")
+        return NOTHING if mib is None else f"{mib / 1024:.1f}"
+
+    columns = [
+        *_name_columns(records),
+        *(Column(f"{step[0]:,}{step[1]}", partial(rate, step=step)) for step in steps),
+        Column(f"peak GiB at {in_memory[0]:,}", peak),
+    ]
+    title = (
+        f"{model_title(records[0])}, training ({records[0].case['step']}): tokens a second by the "
+        f"tokens of a step, in parentheses the ratio to the best; {where(records)}"
+    )
+    return table_of(_variants(records), columns, title, notes, _errors_of(records))
+
+
+def _measured_by_most(records: Sequence[Record]) -> Step:
+    """The longest step in which most variants ran, so that their memory can be compared."""
+    counts = Counter(_step_of(r) for r in records if is_ok(r))
+    most = max(counts.values(), default=0)
+    steps = [step for step, count in counts.items() if 4 * count >= 3 * most]
+    return max(steps, default=_step_of(records[0]), key=lambda step: (not step[1], step[0]))
+
+
+def generation_table(records: Sequence[Record]) -> Table:
+    """Tokens a second of every model in one pass of generation: attentions down, models across."""
+    notes, models = Notes(), grouped(records, "geometry")
+
+    def rate(variant: str, geometry: str) -> str:
+        own = models[geometry]
+        record = next((r for r in own if r.case["variant"] == variant), None)
+        return cell(record, with_ratio(record, "tokens_per_s", own, ",.0f"), notes)
+
+    columns = [
+        *_name_columns(records),
+        *(Column(model_title(own[0]), partial(rate, geometry=x)) for x, own in models.items()),
+    ]
+    case = records[0].case
+    title = (
+        f"Generation, {case['pass']}, {case['prompts']} prompts of {case['tokens']:,} tokens in "
+        f"all, {case['new_tokens']} tokens each: tokens a second, in parentheses the ratio to the "
+        f"best; {where(records)}"
+    )
+    return table_of(_variants(records), columns, title, notes)
+
+
+def _name_columns(records: Sequence[Record]) -> list[Column]:
+    """How a variant batches, and its attention."""
+    by_variant = grouped(records, "variant")
+    return [
+        Column("batch", lambda v: split_variant(v)[0]),
+        Column("attention", lambda v: attention_title(split_variant(v)[1], took(by_variant[v]))),
+    ]
+
+
+def _variants(records: Sequence[Record]) -> list[str]:
+    """Packed, padded, one by one; within each, in the order of the records."""
+    found = dict.fromkeys(r.case["variant"] for r in records)
+    return sorted(found, key=lambda name: BATCHINGS.index(split_variant(name)[0]))
+
+
+def _errors_of(records: Sequence[Record]) -> str:
+    done = [r.measures for r in records if is_ok(r)]
+    if not done:
+        return ""
+    worst = {
+        name: max(m[name] for m in done)
+        for name in ("error", "grad_error", "baseline_error", "baseline_grad_error")
+    }
+    return (
+        f"Largest relative errors against each document alone: outputs {worst['error']:.1e}, "
+        f"gradients {worst['grad_error']:.1e}; of each document alone in "
+        f"{records[0].case['dtype']}: {worst['baseline_error']:.1e} and "
+        f"{worst['baseline_grad_error']:.1e}."
+    )
+
+
+# --- the chart -----------------------------------------------------------------------------------
+
+DRAWN = {
+    "packed:auto": ("auto", "packed, flexvarlen auto"),
+    "packed:transformers:flash_attention_3@cu_seq_lens": (
+        "transformers:flash_attention_3",
+        "packed, transformers FA3\nwith cu_seq_lens",
+    ),
+    "packed:transformers:flex_attention": (
+        "transformers:flex_attention",
+        "packed, transformers flex",
+    ),
+    "packed:transformers:flash_attention_2": (
+        "transformers:flash_attention_2",
+        "packed, transformers FA2",
+    ),
+    "padded-sorted:transformers:flash_attention_2": (
+        "padded:masked",
+        "padded, sorted by length,\ntransformers FA2",
+    ),
+    "padded:transformers:sdpa": ("padded:unmasked", "padded, transformers sdpa"),
+    "serial:transformers:sdpa": ("transformers:eager", "one document at a time,\nsdpa"),
+}
+"""Variants of the chart: whose style each has, and its label."""
+
+
+def _is_drawn(record: Record) -> bool:
+    """Whether it is an eager training step on texts."""
+    case = record.case
+    eager_text = (case["mode"], case["documents"]) == ("eager", "text")
+    return eager_text and "pass" not in case and is_ok(record)
+
+
+def draw(records: Sequence[Record], folder: Path) -> Path:
+    """Tokens a second of training by the tokens of a step."""
+    rates: dict[str, dict[float, float]] = {}
+    for record in records:
+        points = rates.setdefault(record.case["variant"], {})
+        points[record.case["tokens"]] = record.measures["tokens_per_s"]
+    figure, (axes,) = chart(
+        _finding(rates),
+        f"{model_title(records[0])}, documents of texts, eager; {where(records)}. "
+        "flexvarlen bench model.",
+    )
+    lines(
+        axes,
+        {style: rates[variant] for variant, (style, _) in DRAWN.items() if variant in rates},
+        x_label="tokens of a training step",
+        y_label="documents' tokens a second",
+        labels=dict(DRAWN.values()),
+    )
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return save(figure, folder / "model.png")
+
+
+def _finding(rates: Mapping[str, Mapping[float, float]]) -> str:
+    """What packing gains in the longest step over the fastest padded batches."""
+
+    def fastest(batching: str) -> float | None:
+        own = [points.get(x) for name, points in rates.items() if name.startswith(f"{batching}:")]
+        return best(own, max)
+
+    x = max(rates.get("packed:auto", {}), default=0)
+    padded, in_order = fastest("padded"), fastest("padded-sorted")
+    if padded is None or in_order is None:
+        return "Training whole models on packed rows and on padded batches"
+    packed = rates["packed:auto"][x]
+    return (
+        f"In a step of {x:,.0f} tokens packed rows train {packed / padded:.1f} times as many "
+        f"tokens a second as the fastest padded batches, {packed / in_order:.1f} times as many as "
+        "the fastest sorted by length"
+    )
+
+
+SUITE = Model()

@@ -1,0 +1,268 @@
+"""The verdict on trainings that began alike, with their table and chart, from records alone.
+
+A variant is trained on seeds of the padded baseline: the same parameters, documents and order.
+
+1. "beyond seed noise": over n seeds the final losses (means of the last 50 steps) lie on average
+   more than two standard errors, σ √(2/n), from the baseline's of the same seeds, or on one seed
+   more than 4 σ, or a loss is not finite. σ is the standard deviation of the baseline's final
+   losses, over at least 3 seeds.
+2. Else "not rounding": the gradient of a first step is wrong. A small model learns in spite of a
+   wrong attention, and losses alone would not show it.
+3. Else "no verdict" with fewer than 3 seeds.
+4. Else "within seed noise".
+
+A single seed proves little: rounding alone separates two runs of one seed by about σ.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexvarlen.report.figure import chart, lines, save
+from flexvarlen.report.records import Record, commit_of, commits_of, grouped, ran_on, records_alike
+from flexvarlen.report.table import NOTHING, Column, Table
+
+PADDED, UNPATCHED = "padded", "unpatched"
+WITHIN, BEYOND = "within seed noise", "beyond seed noise"
+NOT_ROUNDING, NO_VERDICT = "not rounding", "no verdict"
+LAST_STEPS = 50
+FEWEST_SEEDS = 3  # below, neither a standard deviation nor a mean says much
+MOST_STANDARD_ERRORS = 2.0  # of the mean
+MOST_SIGMAS = 4.0  # of one seed
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """The mean over the last 50 steps, or the last quarter of fewer than 200."""
+    count = min(LAST_STEPS, math.ceil(len(losses) / 4))
+    return math.fsum(losses[-count:]) / count
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A variant's trainings.
+
+    Attributes:
+        records: all of them.
+        runs: those that ended, by seed.
+        difference: of the final loss from the baseline's, mean over the seeds that both have.
+        standard_errors: the same, in standard errors.
+        worst: the largest of these seeds' differences.
+    """
+
+    variant: str
+    records: Sequence[Record]
+    verdict: str
+    difference: float = math.nan
+    standard_errors: float = math.nan
+    worst: float = math.nan
+
+    @property
+    def runs(self) -> dict[int, Record]:
+        return ended(self.records)
+
+    def median(self, measure: str) -> float:
+        """Over the seeds; NaN if none has it."""
+        found = [r.measures[measure] for r in self.runs.values() if r.measures.get(measure)]
+        return statistics.median(found) if found else math.nan
+
+
+def ended(records: Sequence[Record]) -> dict[int, Record]:
+    """Trainings that came to their end, by seed."""
+    found = {r.case["seed"]: r for r in records if "losses" in r.measures}
+    return dict(sorted(found.items()))
+
+
+def sigma_of(baseline: dict[int, Record]) -> float | None:
+    """The standard deviation of the baseline's final losses; None with fewer than 3 seeds."""
+    losses = [float(r.measures["final_loss"]) for r in baseline.values()]
+    return statistics.stdev(losses) if len(losses) >= FEWEST_SEEDS else None
+
+
+def outcomes(records: Sequence[Record]) -> list[Outcome]:
+    """Each variant by the rule above, the baseline first."""
+    by_variant = grouped(records, "variant")
+    baseline = ended(by_variant.get(PADDED, []))
+    found = [_outcome(name, own, baseline) for name, own in by_variant.items()]
+    return sorted(found, key=lambda each: each.variant != PADDED)
+
+
+def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) -> Outcome:
+    runs, sigma = ended(records), sigma_of(baseline)
+    wrong = any(r.status == "wrong" for r in runs.values())
+    if name == PADDED:
+        return Outcome(name, records, NOT_ROUNDING if wrong else "the baseline")
+    shared = [seed for seed in runs if seed in baseline]
+    if sigma is None or not shared:
+        return Outcome(name, records, NOT_ROUNDING if wrong else NO_VERDICT)
+    final = "final_loss"
+    gaps = [runs[seed].measures[final] - baseline[seed].measures[final] for seed in shared]
+    worst = max(gaps, key=lambda gap: math.inf if math.isnan(gap) else abs(gap))
+    mean = math.fsum(gaps) / len(gaps)
+    error = sigma * math.sqrt(2 / len(gaps))
+    errors = abs(mean) / error if error > 0 else (0.0 if mean == 0 else math.inf)
+    finite = all(math.isfinite(x) for r in runs.values() for x in r.measures["losses"])
+    # Comparisons with NaN are False: a NaN anywhere is beyond.
+    if not (errors <= MOST_STANDARD_ERRORS and abs(worst) <= MOST_SIGMAS * sigma and finite):
+        verdict = BEYOND
+    elif wrong:
+        verdict = NOT_ROUNDING
+    else:
+        verdict = WITHIN if len(shared) >= FEWEST_SEEDS else NO_VERDICT
+    return Outcome(name, records, verdict, mean, errors, worst)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def groups_of(records: Sequence[Record]) -> list[list[Record]]:
+    """Trainings that differ in the variant and the seed alone, on machines of one kind."""
+    return records_alike(records, ("variant", "seed"))
+
+
+def _run(each: Outcome) -> str:
+    """The variant, and the kernels that "auto" took, with how many runs if not all."""
+    taken = Counter(
+        kernel
+        for r in each.runs.values()
+        for kernel in (r.measures.get("attends") or "").split(", ")
+        if kernel
+    )
+    kernels = [
+        kernel if count == len(each.runs) else f"{kernel} in {count} of {len(each.runs)}"
+        for kernel, count in taken.most_common()
+    ]
+    return ", ".join([f"`{each.variant}`", *kernels])
+
+
+def _verdict(each: Outcome) -> str:
+    if not each.runs:
+        return each.records[0].outcome
+    return f"**{each.verdict}**" if each.verdict in (BEYOND, NOT_ROUNDING) else each.verdict
+
+
+def _seeds(each: Outcome) -> str:
+    ran, begun = len(each.runs), len(each.records)
+    return str(ran) if ran == begun else f"{ran} of {begun}"
+
+
+def _number(value: Callable[[Outcome], float], form: str) -> Callable[[Outcome], str]:
+    def cell(each: Outcome) -> str:
+        number = value(each) if each.runs else math.nan
+        return NOTHING if math.isnan(number) else format(number, form)
+
+    return cell
+
+
+def _gradient_ratio(each: Outcome) -> float:
+    return max(
+        float(r.measures["gradient_error"] / r.measures["baseline_gradient_error"])
+        for r in each.runs.values()
+    )
+
+
+def _final(each: Outcome) -> float:
+    return statistics.fmean(r.measures["final_loss"] for r in each.runs.values())
+
+
+COLUMNS = (
+    Column("run", _run),
+    Column("verdict", _verdict),
+    Column("seeds", _seeds),
+    Column("final loss", _number(_final, ".4f")),
+    Column("difference", _number(lambda each: each.difference, "+.4f")),
+    Column("in standard errors", _number(lambda each: each.standard_errors, ".2f")),
+    Column("worst seed", _number(lambda each: each.worst, "+.4f")),
+    Column("first gradient's error ÷ baseline's", _number(_gradient_ratio, ".3g")),
+    Column("tokens/s", _number(lambda each: each.median("tokens_per_s"), ",.0f")),
+    Column("peak GiB", _number(lambda each: each.median("peak_mib") / 1024, ".1f")),
+)
+
+
+def table(records: Sequence[Record]) -> Table:
+    """The verdicts on one group."""
+    found, case = outcomes(records), records[0].case
+    baseline = ended([r for r in records if r.case["variant"] == PADDED])
+    sigma = sigma_of(baseline)
+    spread = "not known" if sigma is None else f"{sigma:.4f} over {len(baseline)} seeds"
+    parameters = next((r.measures["parameters"] for r in records if r.measures), 0)
+    commits = commits_of(records)
+    notes = [
+        "Final loss: the mean over the last 50 steps. Difference: from the padded runs of the same "
+        f"seeds. σ is the padded runs' standard deviation, {spread}. The verdict is within seed "
+        f"noise if over n ≥ {FEWEST_SEEDS} seeds the mean difference is at most "
+        f"{MOST_STANDARD_ERRORS:g} standard errors σ √(2/n), no seed's is above {MOST_SIGMAS:g} σ, "
+        "and the first gradient is right.",
+        "Tokens are the documents' own; medians over the seeds."
+        + (
+            " The runs are not of one process: differences of a tenth in tokens/s mean nothing."
+            if commits != commit_of(records[0].environment)
+            else ""
+        ),
+    ]
+    if baseline and found[0].variant == PADDED:
+        positions = found[0].median("positions") / found[0].median("tokens")
+        notes[1] += f" A padded batch has {positions:.1f} positions for each token."
+    title = (
+        f"Llama of {parameters / 1e6:.1f}M parameters from scratch, {case['steps']} steps of up to "
+        f"{case['tokens']:,} tokens, {case['dtype']}, eager; {ran_on(records[0].environment)}"
+        f"{commits}"
+    )
+    return Table.of(found, COLUMNS, title, lambda each: each.verdict == BEYOND, notes)
+
+
+# --- the chart -----------------------------------------------------------------------------------
+
+DRAWN = {
+    PADDED: "padded:masked",
+    "auto": "auto",
+    "flex": "flex",
+    "fa3": "fa3",
+    "fa2": "fa2",
+    "varlen": "varlen",
+    UNPATCHED: "transformers:sdpa",
+}
+"""The variants of the chart, and the style that each has."""
+LABELS = {PADDED: "padded", UNPATCHED: "packed, not patched"}
+POINTS = 20  # of a line
+
+
+def draw(records: Sequence[Record], folder: Path) -> Path | None:
+    """Loss over steps, mean over seeds; None if nothing was trained."""
+    found = {each.variant: each for each in outcomes(records) if each.runs}
+    series = {DRAWN[name]: _curve(found[name]) for name in DRAWN if name in found}
+    if not series:
+        return None
+    ours = [each for name, each in found.items() if name not in (PADDED, UNPATCHED)]
+    within = sum(each.verdict == WITHIN for each in ours)
+    case = records[0].case
+    figure, (axes,) = chart(
+        f"The loss of packed training is that of padded training: {within} of {len(ours)} backends "
+        "are within the noise of seeds",
+        f"{case['steps']} steps of up to {case['tokens']:,} tokens, {case['dtype']}; "
+        f"{ran_on(records[0].environment)}{commits_of(records)}. flexvarlen bench convergence.",
+    )
+    lines(
+        axes,
+        series,
+        x_label="step",
+        y_label="loss, mean over seeds",
+        log_x=False,
+        labels={style: LABELS.get(name, name) for name, style in DRAWN.items()},
+    )
+    return save(figure, folder / "convergence.png")
+
+
+def _curve(each: Outcome) -> dict[float, float]:
+    """Means over seeds and over `POINTS` equal parts of the steps, by the last step of each."""
+    runs = [r.measures["losses"] for r in each.runs.values()]
+    steps = [statistics.fmean(values) for values in zip(*runs, strict=True)]
+    size = max(1, len(steps) // POINTS)
+    return {
+        float(end): statistics.fmean(steps[end - size : end])
+        for end in range(size, len(steps) + 1, size)
+    }

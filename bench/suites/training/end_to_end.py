@@ -1,0 +1,313 @@
+"""Suite "end-to-end": transformers' `Trainer`, packed and padded, eager and with `torch_compile`.
+
+A step's documents are Python's help topics in random order, exactly `tokens` of them; each variant
+gets the same documents in the same steps. A variant is `<batching>:<attention>`:
+
+    packed:auto               `PackedCollator` and `patch_model`; or any backend in place of "auto"
+    packed:auto@kept          the same, and checkpointed layers keep attention's outputs
+    packed:transformers:NAME  `DataCollatorWithFlattening`, with FlashAttention's arguments where
+                              NAME is one: its fastest form
+    padded:transformers:NAME  padded batches and an attention_mask: the step's documents in as many
+                              batches of equal count as keep each within `tokens` positions
+    padded-sorted:…           the same, a step's documents sorted by length: the fewest pads that
+                              `train_sampling_strategy="group_by_length"` can reach
+
+Loss and gradients of the first step are compared with each document alone in fp64; a variant that
+is wrong is not timed. Trainer takes all GPUs that it sees: show the process one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
+from flexvarlen.bench.suites.model.utilisation import (
+    peak_tflops,
+    resolved_auto,
+    step_tflop,
+    utilisation,
+)
+from flexvarlen.bench.suites.training import end_to_end_tables, texts
+from flexvarlen.bench.suites.training.batches import Collate, flatten, pack, pad, padded_batches
+from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
+from flexvarlen.bench.suites.training.first_step import FirstStep, checkpoint_layers
+from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.bench.suites.training.trainer import Clock, OrderedTrainer, fresh_accelerate
+from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
+from flexvarlen.report.records import Record
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.verify.variants import set_transformers
+
+THEIRS = "transformers:"
+PACKED = (
+    "packed:auto",
+    f"packed:auto{KEPT}",
+    "packed:transformers:flash_attention_3",
+    "packed:transformers:flash_attention_2",
+    "packed:transformers:flex_attention",
+)
+PADDED = (
+    "padded:transformers:sdpa",
+    "padded-sorted:transformers:sdpa",
+    "padded:transformers:flash_attention_2",
+    "padded-sorted:transformers:flash_attention_2",
+)
+ON_CPU = (*PACKED[:2], *PADDED[:2])
+KNOWN = (
+    *PACKED,
+    *PADDED,
+    *(f"packed:{backend}{kept}" for backend in fv.BACKENDS for kept in ("", KEPT)),
+    *(f"packed:{THEIRS}{name}" for name in ("eager", "sdpa", "flash_attention_4")),
+)
+LEARNING_RATE = 1e-5
+ATTENTION = (
+    torch.ops.flexvarlen.cu_seqlens_forward.default,  # of FlashAttention and varlen
+    torch.ops.flexvarlen.sdpa_forward.default,
+)
+"""Operators whose outputs `@kept` keeps."""
+
+
+@dataclass(frozen=True)
+class TrainerCase:
+    """One model on the same documents, eager or compiled.
+
+    Attributes:
+        tokens: of a step's documents.
+        longest: tokens at which a document is cut.
+        warmup, steps: before the clock, and timed.
+    """
+
+    mode: str
+    geometry: str = "qwen3-1.7b"
+    layers: int = 28
+    tokens: int = 32_768
+    longest: int = 8192
+    warmup: int = 3
+    steps: int = 10
+    checkpointing: bool = True
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.geometry}-{self.mode}"
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def documents(self) -> list[list[Document]]:
+        """Of each step."""
+        vocab_size = GEOMETRIES[self.geometry](self.layers).vocab_size
+        topics = texts.topic_ids(vocab_size, self.longest)
+        return texts.full_rows(topics, self.tokens, self.warmup + self.steps, self.seed)
+
+    def new_model(self, device: torch.device) -> PreTrainedModel:
+        """In train mode, always with the same weights."""
+        torch.manual_seed(self.seed)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        model = new_causal_lm(self.geometry, self.layers, dtype, device)
+        model.config.use_cache = False  # transformers' own would leak in train mode
+        return model.train()
+
+
+class EndToEnd(Suite):
+    """Each variant is one run of Trainer on a fresh model."""
+
+    name: ClassVar[str] = "end-to-end"
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        case = TrainerCase("eager")
+        if options.quick:
+            small: dict[str, Any] = {
+                "geometry": "qwen3-tiny",
+                "layers": 2,
+                "tokens": 96,
+                "longest": 40,
+            }
+            case = replace(case, **small, warmup=1, steps=2, dtype="float32")
+        return [case, replace(case, mode="compiled")]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, TrainerCase)
+        if not options.on_gpu:
+            return ON_CPU if case.mode == "eager" else ON_CPU[:1]
+        return PACKED if case.mode == "compiled" else PACKED + PADDED
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, TrainerCase)
+        if options.on_gpu and torch.cuda.device_count() > 1:
+            raise ValueError(
+                "one GPU must be visible, Trainer takes all; set CUDA_VISIBLE_DEVICES."
+            )
+        run = _Run(case, options)
+        require_known(variants, KNOWN)
+        return measure_each(case.name, variants, run.finding, options.device)
+
+    def section(self, records: Sequence[Record]) -> str:
+        groups = end_to_end_tables.groups_of(records)
+        return "\n\n".join(end_to_end_tables.table(group).markdown() for group in groups)
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        groups = end_to_end_tables.groups_of(records)
+        drawn = [end_to_end_tables.draw(group, folder) for group in groups]
+        return [path for path in drawn if path is not None]
+
+
+class _Run:
+    """A case's documents and the reference of its first step."""
+
+    def __init__(self, case: TrainerCase, options: Options) -> None:
+        self.case, self.options, self.device = case, options, options.device
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.steps = case.documents()
+        new_model = partial(case.new_model, self.device)
+        self.first = FirstStep.of(new_model, self.steps[0], dtype=self.dtype)
+
+    def finding(self, variant: str) -> Finding:
+        """One run of Trainer."""
+        case = self.case
+        _, attention, kept = parts_of(variant)
+        model = self.model(attention, kept=kept)
+        groups, collate = self.batches(variant)
+        clock = Clock(self.device, case.warmup)
+        checked: list[tuple[dict[str, Any], str | None]] = []
+        with (
+            fresh_accelerate(),
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            watch_compilation() as stats,
+        ):
+            trainer = OrderedTrainer(
+                model=model,
+                args=self.arguments(folder, len(groups[0])),
+                train_dataset=[group for step in groups for group in step],
+                data_collator=lambda items: collate(items[0]),
+                callbacks=[clock],
+            )
+            trainer.remove_callback(PrinterCallback)
+
+            def check(loss: float) -> bool:
+                checked.append(self.first.check(model, loss))
+                return checked[0][1] is None
+
+            trainer.go_on_after_first_backward = check
+            trainer.train()
+        ((measures, reason),) = checked
+        if reason is not None:
+            return Finding(variant, "wrong", reason, measures)
+        measures |= {"attends": self.attends(model) if attention == "auto" else None}
+        return Finding(
+            variant, "ok", None, measures | self.measures(variant, model, clock, groups, stats)
+        )
+
+    def model(self, attention: str, *, kept: bool) -> PreTrainedModel:
+        model = self.case.new_model(self.device)
+        name = attention.removeprefix(THEIRS)
+        if attention == name:
+            fv.patch_model(model, name)
+        else:
+            set_transformers(model, name)
+        if self.case.checkpointing:
+            contexts = partial(create_selective_checkpoint_contexts, list(ATTENTION))
+            checkpoint_layers(model, contexts if kept else None)
+        return model
+
+    def batches(self, variant: str) -> tuple[list[list[list[Document]]], Collate]:
+        """Each step's groups of documents, and what makes a batch of one."""
+        batching, attention, _ = parts_of(variant)
+        if batching == "packed":
+            whole = [[documents] for documents in self.steps]
+            if attention.startswith(THEIRS):
+                return whole, flatten(flash="flash" in attention)
+            return whole, pack(self.case.tokens, self.steps)
+        steps = self.steps
+        if batching == "padded-sorted":
+            steps = [sorted(documents, key=len, reverse=True) for documents in steps]
+        return padded_batches(steps, self.case.tokens), pad
+
+    def arguments(self, folder: str, batches: int) -> TrainingArguments:
+        on_gpu = self.options.on_gpu
+        compiled = {"torch_compile": True}
+        if self.options.quick:
+            compiled["torch_compile_backend"] = "eager"  # type: ignore[assignment]
+        return TrainingArguments(
+            output_dir=folder,
+            max_steps=self.case.warmup + self.case.steps,
+            per_device_train_batch_size=1,  # of groups
+            gradient_accumulation_steps=batches,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            use_cpu=not on_gpu,
+            seed=self.case.seed,
+            **(compiled if self.case.mode == "compiled" else {}),
+        )
+
+    def attends(self, model: PreTrainedModel) -> str:
+        """The kernel that "auto" took for the first step."""
+        layout = pack(self.case.tokens, self.steps)(self.steps[0])["packed_layout"]
+        return ", ".join(
+            dict.fromkeys(resolved_auto(model, layout.to(self.device), self.dtype).values())
+        )
+
+    def measures(
+        self,
+        variant: str,
+        model: PreTrainedModel,
+        clock: Clock,
+        groups: list[list[list[Document]]],
+        stats: CompileStats,
+    ) -> dict[str, Any]:
+        """What the timed steps gave."""
+        case, on_gpu = self.case, self.options.on_gpu
+        timed, compiling = clock.steady()
+        lengths = [len(ids) for step in timed for ids in self.steps[step]]
+        head = model.get_output_embeddings().weight.numel()
+        tflop = step_tflop(model.base_model, lengths, head=head) / len(timed)
+        gpu = torch.cuda.get_device_name(self.device) if on_gpu else None
+        peak = peak_tflops(gpu, case.dtype)
+        timing = summarize([seconds * 1e3 for seconds in timed.values()])
+        packed = variant.startswith("packed")
+        positions = [
+            case.tokens if packed else len(group) * max(map(len, group))
+            for step in timed
+            for group in groups[step]
+        ]
+        return {
+            "ms_p20": timing.ms_p20,
+            "ms_p50": timing.ms_p50,
+            "ms_p80": timing.ms_p80,
+            "tokens_per_s": case.tokens * len(timed) / sum(timed.values()),
+            "steps_compiling": compiling,
+            "mfu": utilisation(tflop, statistics.fmean(timed.values()) * 1e3, peak),
+            "model_tflop": tflop,
+            "peak_tflops": peak,
+            "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
+            "peak_meaning": memory_meaning(self.device),
+            "documents": len(lengths) / len(timed),
+            "batches": len(groups[0]),
+            "positions": sum(positions) / len(timed),
+            "graph_breaks": stats.graph_breaks,
+            "recompilations": stats.recompilations,
+            "compile_s": stats.compile_s,
+            "texts_crc32": texts.crc_of(self.steps),
+        }
+
+
+SUITE = EndToEnd()

@@ -1,0 +1,149 @@
+"""Tables and charts of the suite "end-to-end", from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
+from flexvarlen.report.figure import bars, chart, save, style_of
+from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
+from flexvarlen.report.table import NOTHING, Column, Table
+
+OURS = "packed:auto"
+KEPT = "@kept"
+
+
+def parts_of(variant: str) -> tuple[str, str, bool]:
+    """How it batches, its attention, and whether checkpointed layers keep attention's outputs.
+
+    >>> parts_of("packed:auto@kept")
+    ('packed', 'auto', True)
+    """
+    batching, _, attention = variant.partition(":")
+    return batching, attention.removesuffix(KEPT), attention.endswith(KEPT)
+
+
+def groups_of(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that differ in the variant alone, the fastest first."""
+    return [
+        sorted(group, key=lambda r: -r.measures.get("tokens_per_s", 0.0))
+        for group in records_alike(records, ("variant",))
+    ]
+
+
+def _shown(record: Record, quote: str = "") -> str:
+    batching, attention, kept = parts_of(record.case["variant"])
+    name = f"{quote}{attention.replace('transformers:', 'transformers ')}{quote}"
+    return f"{batching}, {name}" + (", attention's outputs kept" if kept else "")
+
+
+def _speed(record: Record) -> str:
+    return f"{record.measures['tokens_per_s']:,.0f}" if record.status == "ok" else record.outcome
+
+
+def _measure(text: Callable[[Record], str | None]) -> Callable[[Record], str]:
+    return lambda record: (text(record) if record.status == "ok" else None) or NOTHING
+
+
+def _compiling(r: Record) -> str:
+    steps = r.measures["steps_compiling"]
+    return f"{steps} of {r.case['steps']}" if steps else "0"
+
+
+COLUMNS = (
+    Column("batch, attention", partial(_shown, quote="`")),
+    Column("tokens/s", _speed),
+    Column("ms a step", _measure(lambda r: f"{r.measures['ms_p50']:,.0f}")),
+    Column("MFU", _measure(lambda r: (x := r.measures["mfu"]) and f"{x:.1%}")),
+    Column("peak GiB", _measure(lambda r: (x := r.measures["peak_mib"]) and f"{x / 1024:.1f}")),
+    Column(
+        "positions a token",
+        _measure(lambda r: f"{r.measures['positions'] / r.case['tokens']:.2f}"),
+    ),
+    Column("batches a step", _measure(lambda r: str(r.measures["batches"]))),
+    Column(
+        "graph breaks",
+        _measure(lambda r: str(r.measures["graph_breaks"]) * (r.case["mode"] == "compiled")),
+    ),
+    Column("steps that compiled", _measure(_compiling)),
+)
+
+
+def table(records: Sequence[Record]) -> Table:
+    """One group."""
+    done = [r for r in records if r.status == "ok"]
+    ours = next((r.measures["tokens_per_s"] for r in done if r.case["variant"] == OURS), None)
+
+    def ratio(record: Record) -> str | None:
+        if ours is None or record.case["variant"] == OURS:
+            return None
+        return f"{ours / record.measures['tokens_per_s']:.2f}×"
+
+    notes = [
+        "Tokens are the documents' own, without pads. Timed steps that compiled a graph are left "
+        "out, unless all did. MFU: 6 operations a token for each parameter of a matrix product, "
+        "and attention's unmasked pairs, no recomputation, over the GPU's peak."
+    ]
+    if done:
+        errors = [
+            f"{max(r.measures[f'{what}_error'] for r in done):.1e} ({what}; each document alone "
+            f"{done[0].measures[f'baseline_{what}_error']:.1e})"
+            for what in ("loss", "gradient")
+        ]
+        notes[0] += f" The first step's largest relative errors: {', '.join(errors)}."
+    columns = [*COLUMNS, Column("speed of `auto` ÷ its own", _measure(ratio))]
+    return Table.of(records, columns, _title(records), notes=notes)
+
+
+def _title(records: Sequence[Record]) -> str:
+    case = records[0].case
+    name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
+    documents = next((r.measures["documents"] for r in records if r.measures), None)
+    counted = "" if documents is None else f" of {documents:.0f} documents on average"
+    return (
+        f"Trainer, {name} geometry, {case['layers']} layers, {case['tokens']:,} tokens a step"
+        f"{counted}, Python's help topics cut at {case['longest']:,}; {case['dtype']}, "
+        f"{case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}; "
+        f"{ran_on(records[0].environment)}{commits_of(records)}"
+    )
+
+
+def draw(records: Sequence[Record], folder: Path) -> Path | None:
+    """Tokens a second of one group: flexvarlen's auto beside transformers' own."""
+    found = [r for r in records if r.status == "ok" and not r.case["variant"].endswith(KEPT)]
+    speed = {r.case["variant"]: r.measures["tokens_per_s"] for r in found}
+    if OURS not in speed or len(speed) < 2:
+        return None
+    case = found[0].case
+    missing = [r for r in records if r.status != "ok"]
+    left_out = "".join(f" {_shown(r)}: {r.status}." for r in missing)
+    height = 120 + 32 * len(found)
+    figure, (axes,) = chart(
+        _finding(speed, case["mode"]),
+        f"{_title(records)}. flexvarlen bench end-to-end.{left_out}",
+        height_px=height + 40,
+    )
+    bars(
+        axes,
+        {_shown(r): speed[r.case["variant"]] for r in found},
+        label="documents' tokens a second",
+        colors=[style_of(parts_of(r.case["variant"])[1]).color for r in found],
+        texts=[f"{value:,.0f}" for value in speed.values()],
+    )
+    return save(figure, folder / f"end-to-end-{case['mode']}.png")
+
+
+def _finding(speed: dict[str, float], mode: str) -> str:
+    padded = [x for name, x in speed.items() if not name.startswith("packed")]
+    others = [x for name, x in speed.items() if name.startswith("packed") and name != OURS]
+    if padded:
+        gains = [speed[OURS] / x for x in (max(padded), min(padded))]
+        what = f"{gains[0]:.1f} to {gains[1]:.1f} times as many tokens a second as padding"
+    else:
+        gains = [speed[OURS] / x for x in (max(others), min(others))]
+        what = (
+            f"{gains[0]:.2f} to {gains[1]:.2f} times the tokens a second of transformers' packing"
+        )
+    return f"Trainer, {mode}: packed with auto gives {what}"

@@ -1,0 +1,157 @@
+"""The first step of a training, as it must be: each document alone in fp64."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from flexvarlen.bench.suites.model.step import free
+from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.reference.acceptance import Error, why_wrong
+from flexvarlen.reference.attention import spans_of
+from flexvarlen.reference.model import Float64, Loss, ModelResults, float64_model, run_alone
+
+LOGIT_ROWS = 4096  # tokens whose logits exist at once: 5 GiB in fp64 at a vocabulary of 152k
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """The reference of a step, and the error of its low-precision baseline.
+
+    Attributes:
+        dtype: of the training's arithmetic.
+        loss: the mean over all next tokens, in fp64.
+        gradients: fp64, on the host, of the matrices of the first and the last layer.
+        baseline_loss, baseline_gradient: errors of each document alone in `dtype`.
+    """
+
+    dtype: torch.dtype
+    loss: float
+    gradients: dict[str, Tensor]
+    baseline_loss: Error
+    baseline_gradient: Error
+
+    @classmethod
+    def of(
+        cls,
+        new_model: Callable[[], PreTrainedModel],
+        documents: Sequence[Document],
+        *,
+        dtype: torch.dtype,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> FirstStep:
+        """Compute both.
+
+        Args:
+            new_model: makes the model that the training begins with, in train mode.
+            documents: of the first step.
+            dtype: of the training's arithmetic.
+            precision: what the training's forward runs in (autocast).
+        """
+        model = new_model()
+        double = float64_model(model)
+        # The backward computes layers again in a thread of its own, which has no Float64.
+        checkpoint_layers(double, lambda: (nullcontext(), Float64()))
+        reference = _alone(double, documents)
+        checkpoint_layers(model)
+        with precision():
+            baseline = _alone(model, documents)
+        pairs = [(baseline.gradients[name], x) for name, x in reference.gradients.items()]
+        found = cls(
+            dtype,
+            reference.loss,
+            {name: x.cpu() for name, x in reference.gradients.items()},
+            _scalar_error(baseline.loss, reference.loss),
+            Error.of_pieces(pairs),
+        )
+        device = model.device
+        del model, double, reference, baseline, pairs
+        free(device)  # both would stand in the way of the training
+        return found
+
+    def check(self, model: nn.Module, loss: float) -> tuple[dict[str, Any], str | None]:
+        """A training's own first step, before its gradients are clipped. Syncs.
+
+        Returns:
+            Measures, and the sentence about what is wrong, or None.
+        """
+        named = dict(model.named_parameters())
+        gradients = {name: named[name].grad for name in self.gradients}
+        pairs = [(g, self.gradients[name]) for name, g in gradients.items() if g is not None]
+        complete = len(pairs) == len(gradients)
+        error = Error.of_pieces(pairs) if complete else Error.missing()
+        loss_error = _scalar_error(loss, self.loss)
+        measures: dict[str, Any] = {
+            "first_loss": loss,
+            "reference_loss": self.loss,
+            "loss_error": loss_error.relative,
+            "baseline_loss_error": self.baseline_loss.relative,
+            "gradient_error": error.relative,
+            "baseline_gradient_error": self.baseline_gradient.relative,
+        }
+        what = "of the first step"
+        reason = why_wrong(f"loss {what}", loss_error, self.baseline_loss, self.dtype)
+        return measures, reason or why_wrong(
+            f"gradient {what}", error, self.baseline_gradient, self.dtype, gradient=True
+        )
+
+
+def checkpoint_layers(model: PreTrainedModel, context_fn: Callable[[], Any] | None = None) -> None:
+    """Gradient checkpointing of every layer, not reentrant.
+
+    Args:
+        context_fn: as in `torch.utils.checkpoint.checkpoint`.
+    """
+    # transformers 5.2x calls it activation checkpointing, and warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    options: dict[str, Any] = {"use_reentrant": False}
+    enable(options if context_fn is None else options | {"context_fn": context_fn})
+
+
+def _alone(model: PreTrainedModel, documents: Sequence[Document]) -> ModelResults:
+    lengths = [len(ids) for ids in documents]
+    ids = torch.tensor([[token for document in documents for token in document]])
+    ids = ids.to(model.device)
+    loss = _next_token_loss(model, ids, lengths)
+    return run_alone(model, ids, lengths, loss=loss, parameters=_matrices(model))
+
+
+def _next_token_loss(model: PreTrainedModel, ids: Tensor, lengths: Sequence[int]) -> Loss:
+    """As `reference.model.next_token_loss`, a piece of the logits at a time."""
+    head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+    spans, counted = spans_of(lengths), max(1, sum(lengths) - len(lengths))
+
+    def piece(states: Tensor, labels: Tensor) -> Tensor:
+        logits = head(states)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return cross_entropy(logits.to(wide), labels, reduction="sum") / counted
+
+    def loss(document: int, states: Tensor) -> Tensor:
+        start, end = spans[document]
+        labels = ids[0, start + 1 : end].split(LOGIT_ROWS)
+        pieces = zip(states[:-1].split(LOGIT_ROWS), labels, strict=True)
+        terms = [checkpoint(piece, *each, use_reentrant=False) for each in pieces]
+        return torch.stack(terms).sum()
+
+    return loss
+
+
+def _matrices(model: PreTrainedModel) -> list[str]:
+    """Names of the first and the last layer's projections."""
+    last = model.config.num_hidden_layers - 1
+    wanted = re.compile(rf"\blayers\.(0|{last})\..*proj\.weight$")
+    return [name for name, _ in model.named_parameters() if wanted.search(name)]
+
+
+def _scalar_error(found: float, reference: float) -> Error:
+    pair = (torch.tensor([x], dtype=torch.float64) for x in (found, reference))
+    return Error.between(*pair)

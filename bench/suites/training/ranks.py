@@ -1,0 +1,88 @@
+"""What all measurements of the suite "scaling-ranks" share on a rank: models, and agreement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
+from flexvarlen.bench.suites.model.utilisation import resolved_auto
+from flexvarlen.bench.suites.training import texts
+from flexvarlen.bench.suites.training.first_step import checkpoint_layers
+from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase, TrainingCase
+from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.measure.timing import synchronize
+from flexvarlen.report.records import Status
+
+Measured = tuple[Status, str | None, dict[str, Any]]
+"""A finding's status, reason and measures, the same on every rank."""
+
+LEARNING_RATE = 1e-5
+ModelCase = TrainingCase | SequenceCase
+
+
+def rows_of(case: ModelCase, count: int) -> list[list[Document]]:
+    """Packed rows of the help topics."""
+    vocab_size = GEOMETRIES[case.geometry](case.layers).vocab_size
+    return texts.full_rows(texts.topic_ids(vocab_size, case.tokens), case.tokens, count, case.seed)
+
+
+def new_model(case: ModelCase, device: torch.device) -> PreTrainedModel:
+    """In train mode, the same weights on each rank."""
+    torch.manual_seed(case.seed)
+    return new_causal_lm(case.geometry, case.layers, getattr(torch, case.dtype), device).train()
+
+
+def patched_model(case: ModelCase, device: torch.device, **options: Any) -> PreTrainedModel:
+    model = new_model(case, device)
+    fv.patch_model(model, case.backend, **options)
+    if case.checkpointing:
+        checkpoint_layers(model)
+    return model
+
+
+def attends(
+    case: ModelCase, model: PreTrainedModel, batch: Mapping[str, Any], device: torch.device
+) -> str:
+    """The kernels: those that "auto" took for a batch, or the backend."""
+    if case.backend != "auto":
+        return case.backend
+    layout = batch["packed_layout"].to(device)
+    found = resolved_auto(model, layout, getattr(torch, case.dtype))
+    return ", ".join(dict.fromkeys(found.values()))
+
+
+def data_parallel(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """The model under DDP, whose gradients are the means over the ranks."""
+    devices = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def new_optimizer(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=device.type == "cuda")
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Wall seconds of a call that begins on all ranks at once."""
+    dist.barrier()
+    synchronize(device)
+    begin = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def largest(values: Sequence[float], device: torch.device) -> list[float]:
+    """The maximum over all ranks, value by value."""
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    of_all: list[float] = found.tolist()
+    return of_all

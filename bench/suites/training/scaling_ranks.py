@@ -1,0 +1,209 @@
+"""Suite "scaling-ranks": packed training on several GPUs of one host, by torchrun.
+
+    ddp, fsdp2  tokens a second of whole training steps, a packed row for each rank and step, rows
+                in a shuffled order or in `BalancedSampler`'s. The rows are the same whatever the
+                number of ranks: Python's help topics in random order, cut where a row ends. FSDP2
+                shards each layer and the rest.
+    ulysses     attention over one long row through `ulysses_attention`, against one GPU
+    sequence    training on one document, cut over the ranks, which does not fit on one GPU
+
+Each measurement is a launch of torchrun with one of `ranks_child`'s functions on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from flexvarlen.bench.suites.training import scaling_ranks_tables as tables
+from flexvarlen.report.records import Record
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+
+CHILD = "flexvarlen.bench.suites.training.ranks_child"
+RANKS = (1, 2, 4)
+LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class RanksCase:
+    """What all three kinds of case have."""
+
+    ranks: int
+    backend: str = "auto"
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainingCase(RanksCase):
+    """A packed row for each rank and step.
+
+    Attributes:
+        order: of the rows, "shuffled" or "balanced".
+        timed_rows: over all ranks, after `warmup` steps.
+        tokens: of a row.
+    """
+
+    order: str = "shuffled"
+    timed_rows: int = 32
+    geometry: str = "qwen3-1.7b"
+    layers: int = 28
+    tokens: int = 32_768
+    warmup: int = 3
+    checkpointing: bool = True
+
+    kinds: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
+
+    @property
+    def name(self) -> str:
+        return f"training-{self.ranks}-{self.order}"
+
+
+@dataclass(frozen=True)
+class UlyssesCase(RanksCase):
+    """Attention over one row of log-normal documents."""
+
+    tokens: int = 262_144
+    mean_doc: int = 32_768
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    kinds: ClassVar[tuple[str, ...]] = ("ulysses",)
+
+    @property
+    def name(self) -> str:
+        return f"ulysses-{self.ranks}-heads{self.num_heads}"
+
+
+@dataclass(frozen=True)
+class SequenceCase(RanksCase):
+    """A whole model trained on one document over all ranks.
+
+    Attributes:
+        tokens: of the packed row that is compared with the reference.
+        document: tokens of the document that is timed.
+        steps: timed.
+    """
+
+    geometry: str = "qwen3-1.7b"
+    layers: int = 28
+    tokens: int = 32_768
+    document: int = 98_304
+    steps: int = 3
+    checkpointing: bool = True
+
+    kinds: ClassVar[tuple[str, ...]] = ("sequence",)
+
+    @property
+    def name(self) -> str:
+        return f"sequence-{self.ranks}"
+
+
+CASES: dict[str, type[TrainingCase | UlyssesCase | SequenceCase]] = {
+    kind: each for each in (TrainingCase, UlyssesCase, SequenceCase) for kind in each.kinds
+}
+"""The kind of case by variant."""
+
+
+class ScalingRanks(Suite):
+    """Each variant of a case is a launch of its own."""
+
+    name: ClassVar[str] = "scaling-ranks"
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        training, ulysses, sequence = TrainingCase(1), UlyssesCase(2), SequenceCase(1)
+        if options.quick:
+            tiny: dict[str, Any] = {"dtype": "float32", "backend": "sdpa"}
+            model = {**tiny, "geometry": "qwen3-tiny", "layers": 2, "tokens": 96}
+            heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+            training = replace(training, **model, timed_rows=4, warmup=1)
+            ulysses = replace(ulysses, **tiny, **heads, tokens=256, mean_doc=60)
+            sequence = replace(sequence, **model, document=160, steps=2)
+        several = [ranks for ranks in RANKS if 1 < ranks <= (2 if options.quick else 4)]
+        return [
+            training,
+            *(
+                replace(training, ranks=ranks, order=order)
+                for ranks in several
+                for order in ("shuffled", "balanced")
+            ),
+            *(
+                replace(ulysses, ranks=ranks, num_heads=heads)
+                for ranks in several
+                for heads in dict.fromkeys((ulysses.num_heads, ulysses.num_heads // 2))
+                if not options.quick or heads == ulysses.num_heads
+            ),
+            *(replace(sequence, ranks=ranks) for ranks in (1, *several)),
+        ]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, TrainingCase | UlyssesCase | SequenceCase)
+        return case.kinds
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, TrainingCase | UlyssesCase | SequenceCase)
+        known = case.kinds
+
+        def launched(variant: str) -> Finding:
+            return launch(case, variant, options.device)
+
+        require_known(variants, known)
+        return measure_each(case.name, variants, launched, options.device)
+
+    def section(self, records: Sequence[Record]) -> str:
+        return "\n\n".join(table.markdown() for table in tables.tables(records))
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        drawn = tables.draw(records, folder)
+        return [] if drawn is None else [drawn]
+
+
+def launch(case: RanksCase, variant: str, device: torch.device) -> Finding:
+    """Run a variant on `case.ranks` processes, and read rank 0's finding.
+
+    Raises:
+        Unsupported: there are fewer GPUs.
+        RuntimeError: a rank ended otherwise; the message is the last line of its error.
+    """
+    if device.type == "cuda" and torch.cuda.device_count() < case.ranks:
+        raise Unsupported(f"needs {case.ranks} GPUs, has {torch.cuda.device_count()}")
+    if not dist.is_available():
+        raise Unsupported("this torch has no torch.distributed")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "finding.json"
+        task = json.dumps({"variant": variant, "case": case.data(), "device": device.type})
+        torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}")
+        done = subprocess.run(
+            [sys.executable, "-m", *torchrun, "-m", CHILD, task, str(out)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if not out.exists():
+            raise RuntimeError(_error_of(done.stderr))
+        return Finding(variant, **json.loads(out.read_text(encoding="utf-8")))
+
+
+def _error_of(stderr: str) -> str:
+    """The first error that a rank printed: torchrun's own come after it."""
+    errors = [line for line in stderr.splitlines() if "Error" in line and "Traceback" not in line]
+    return next(iter(errors), "the ranks ended without a finding")
+
+
+SUITE = ScalingRanks()

@@ -1,0 +1,201 @@
+"""Tables and the chart of the suite "scaling-ranks", from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
+from flexvarlen.report.figure import bars, chart, save
+from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
+from flexvarlen.report.table import NOTHING, Column, Table
+
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
+COLORS = {"shuffled": "#56B4E9", "balanced": "#0072B2"}
+
+
+def groups_of(records: Sequence[Record], *variants: str) -> list[list[Record]]:
+    """Records of these variants on one model or row, which differ in ranks, order and heads."""
+    own = [r for r in records if r.case["variant"] in variants]
+    return records_alike(own, ("variant", "order", "ranks", "num_heads"))
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """A table of each group."""
+    return [
+        make(group)
+        for make, variants in (
+            (training_table, tuple(NAMES)),
+            (ulysses_table, ("ulysses",)),
+            (sequence_table, ("sequence",)),
+        )
+        for group in groups_of(records, *variants)
+    ]
+
+
+def efficiency_of(record: Record, records: Sequence[Record]) -> float | None:
+    """Tokens a second and GPU over those of one GPU by the same variant, or else by another."""
+    one = [r for r in records if r.case["ranks"] == 1 and r.status == "ok"]
+    own = [r for r in one if r.case["variant"] == record.case["variant"]] or one
+    if not own or record.status != "ok":
+        return None
+    alone: float = own[-1].measures["tokens_per_s_rank"]
+    return float(record.measures["tokens_per_s_rank"]) / alone
+
+
+def _measure(title: str, text: Callable[[Record], str]) -> Column:
+    return Column(title, lambda r: text(r) if r.status == "ok" else NOTHING)
+
+
+def _first(title: str, text: Callable[[Record], str]) -> Column:
+    """The column that says what became of a case that is not "ok"."""
+    return Column(title, lambda r: text(r) if r.status == "ok" else r.outcome)
+
+
+def _gib(record: Record) -> str:
+    peak = record.measures["peak_mib"]
+    return NOTHING if peak is None else f"{peak / 1024:.1f}"
+
+
+GPUS = Column("GPUs", lambda r: str(r.case["ranks"]))
+TOKENS = _first("tokens/s", lambda r: f"{r.measures['tokens_per_s']:,.0f}")
+PEAK = _measure("peak GiB", _gib)
+
+
+def training_table(records: Sequence[Record]) -> Table:
+    """DDP and FSDP2."""
+
+    def efficiency(record: Record) -> str:
+        found = efficiency_of(record, records)
+        return NOTHING if found is None else f"{found:.1%}"
+
+    ordered = sorted(records, key=lambda r: (r.case["variant"], r.case["ranks"], r.case["order"]))
+    columns = [
+        Column("parallel", lambda r: NAMES[r.case["variant"]]),
+        GPUS,
+        Column("rows", lambda r: r.case["order"]),
+        TOKENS,
+        _measure("tokens/s a GPU", lambda r: f"{r.measures['tokens_per_s_rank']:,.0f}"),
+        _measure("of one GPU", efficiency),
+        _measure("ms a step", lambda r: f"{r.measures['ms_step']:,.0f}"),
+        _measure("waits for attention", lambda r: f"{r.measures['imbalance'] - 1:.1%}"),
+        PEAK,
+    ]
+    case = records[0].case
+    note = (
+        f"The same {case['timed_rows']} rows of Python's help topics, whatever the GPUs. Waits for "
+        "attention: how much more of it the slowest rank of each step has than the mean."
+    )
+    row = f"a packed row of {case['tokens']:,} tokens a GPU and step, "
+    return Table.of(ordered, columns, _title(records, row), notes=[note])
+
+
+def ulysses_table(records: Sequence[Record]) -> Table:
+    """Attention alone."""
+
+    def both(record: Record, which: str) -> str:
+        one, all_ = (record.measures[f"{kind}_{which}ms"] for kind in ("single", "ulysses"))
+        return f"{one:.1f} → {all_:.1f}"
+
+    def speed_up(record: Record) -> float:
+        return float(record.measures["single_ms"] / record.measures["ulysses_ms"])
+
+    def error(record: Record) -> str:
+        m = record.measures
+        names = ("out", "dq", "dk", "dv")
+        return f"{max(m[f'error_{n}'] / m[f'single_error_{n}'] for n in names):.2f}"
+
+    ordered = sorted(records, key=lambda r: (-r.case["num_heads"], r.case["ranks"]))
+    columns = [
+        Column("heads / KV heads", lambda r: f"{r.case['num_heads']} / {r.case['num_kv_heads']}"),
+        GPUS,
+        _first("forward ms, one GPU → all", partial(both, which="forward_")),
+        _measure("forward + backward ms", partial(both, which="")),
+        _measure("faster", lambda r: f"{speed_up(r):.2f}×"),
+        _measure("efficiency", lambda r: f"{speed_up(r) / r.case['ranks']:.0%}"),
+        _measure("error ÷ one GPU's", error),
+        _measure("largest difference", lambda r: f"{r.measures['max_difference']:.1e}"),
+    ]
+    case, where = records[0].case, records[0].environment
+    documents = next((r.measures["documents"] for r in records if r.measures), None)
+    counted = "" if documents is None else f" of {documents} documents"
+    title = (
+        f"Ulysses, one row of {case['tokens']:,} tokens{counted}, head_dim {case['head_dim']}, "
+        f"`{case['backend']}`, {case['dtype']}; {ran_on(where)}{commits_of(records)}"
+    )
+    note = (
+        "Errors against sampled documents alone in fp64, the worst of the output and the "
+        "gradients. Largest difference: from one GPU's, relative to its largest value."
+    )
+    return Table.of(ordered, columns, title, notes=[note])
+
+
+def sequence_table(records: Sequence[Record]) -> Table:
+    """One document over all ranks."""
+
+    def errors(record: Record, what: str) -> str:
+        found, baseline = (record.measures[f"{kind}{what}_error"] for kind in ("", "baseline_"))
+        return f"{found:.1e} / {baseline:.1e}"
+
+    columns = [
+        GPUS,
+        TOKENS,
+        _measure("ms a step", lambda r: f"{r.measures['ms_p50']:,.0f}"),
+        PEAK,
+        _measure("loss", partial(errors, what="loss")),
+        _measure("gradients", partial(errors, what="gradient")),
+    ]
+    case = records[0].case
+    title = (
+        f"Sequence parallelism, {_title(records)}; trained on one document of "
+        f"{case['document']:,} tokens over all GPUs"
+    )
+    note = (
+        f"Loss and gradients: relative errors on a row of {case['tokens']:,} tokens against each "
+        f"document alone in fp64 / those of each document alone in {case['dtype']}."
+    )
+    ordered = sorted(records, key=lambda r: r.case["ranks"])
+    return Table.of(ordered, columns, title, notes=[note])
+
+
+def _title(records: Sequence[Record], row: str = "") -> str:
+    case = records[0].case
+    name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
+    checkpointed = ", layers checkpointed" if case["checkpointing"] else ""
+    return (
+        f"{name} geometry, {case['layers']} layers, {row}`{case['backend']}`, {case['dtype']}"
+        f"{checkpointed}; {ran_on(records[0].environment)}{commits_of(records)}"
+    )
+
+
+# --- the chart -----------------------------------------------------------------------------------
+
+
+def draw(records: Sequence[Record], folder: Path) -> Path | None:
+    """Share of one GPU's speed that each GPU keeps; None unless one GPU and more were measured."""
+    group = max(groups_of(records, *NAMES), key=len, default=[])
+    ordered = sorted(group, key=lambda r: (r.case["variant"], r.case["ranks"], r.case["order"]))
+    shares = {
+        (r.case["variant"], r.case["ranks"], r.case["order"]): share
+        for r in ordered
+        if (share := efficiency_of(r, group)) is not None and r.case["ranks"] > 1
+    }
+    if not shares:
+        return None
+    most = max(ranks for _, ranks, _ in shares)
+    best = max(share for (_, ranks, _), share in shares.items() if ranks == most)
+    figure, (axes,) = chart(
+        f"On {most} GPUs each GPU keeps {best:.0%} of its speed if BalancedSampler deals the rows",
+        f"{_title(group, 'one packed row a GPU and step, ').replace('`', '')}. flexvarlen bench "
+        "scaling-ranks.",
+        height_px=380,
+    )
+    bars(
+        axes,
+        {f"{NAMES[name]}, {n} GPUs, {order}": 100 * x for (name, n, order), x in shares.items()},
+        label="% of one GPU's tokens a second, by each GPU",
+        colors=[COLORS[order] for _, _, order in shares],
+        texts=[f"{share:.1%}" for share in shares.values()],
+    )
+    return save(figure, folder / "scaling-ranks.png")

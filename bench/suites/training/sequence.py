@@ -1,0 +1,98 @@
+"""A whole model trained on one document over all ranks, by sequence parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.training import texts
+from flexvarlen.bench.suites.training.batches import pack
+from flexvarlen.bench.suites.training.first_step import FirstStep
+from flexvarlen.bench.suites.training.ranks import (
+    Measured,
+    data_parallel,
+    largest,
+    new_model,
+    new_optimizer,
+    patched_model,
+    rows_of,
+    seconds_of,
+)
+from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase
+from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
+
+WARMUP_STEPS = 2
+
+
+def measure_sequence(case: SequenceCase, device: torch.device) -> Measured:
+    """A packed row compared with the reference, then timed steps on one long document."""
+    (row,) = rows_of(case, 1)
+    tokens = [token for ids in row for token in ids]
+    document = (tokens * (case.document // len(tokens) + 1))[: case.document]
+    first = FirstStep.of(lambda: new_model(case, device), row, dtype=getattr(torch, case.dtype))
+    model = patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
+    loss_of = _sequence_loss(data_parallel(model, device), case, device)
+    measures, reason = first.check(model, float(loss_of(row)))
+    reasons: list[str | None] = [None] * case.ranks
+    dist.all_gather_object(reasons, reason)  # no rank may return alone
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        return "wrong", reason, measures
+    del first
+    optimizer = new_optimizer(model, device)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss_of([document]))
+        optimizer.step()
+
+    for _ in range(WARMUP_STEPS):
+        step()
+    own_ms: list[float] = []
+    own_peak = peak_memory_mib(
+        lambda: own_ms.extend(seconds_of(step, device) * 1e3 for _ in range(case.steps)), device
+    )
+    *ms, peak = largest([*own_ms, own_peak or 0.0], device)
+    found: list[float] = torch.stack(losses).double().tolist()
+    if not all(map(math.isfinite, found)):
+        return "wrong", "a loss is not finite", measures
+    timing = summarize(ms)
+    measures |= {
+        "attends": case.backend,
+        "ms_p20": timing.ms_p20,
+        "ms_p50": timing.ms_p50,
+        "ms_p80": timing.ms_p80,
+        "repeats": timing.repeats,
+        "tokens_per_s": case.document / timing.ms_p50 * 1e3,
+        "document_first_loss": found[0],
+        "document_last_loss": found[-1],
+        "peak_mib": None if own_peak is None else peak,
+        "peak_meaning": memory_meaning(device),
+        "texts_crc32": texts.crc_of([row, [document]]),
+    }
+    return "ok", None, measures
+
+
+def _sequence_loss(
+    wrapped: nn.Module, case: SequenceCase, device: torch.device
+) -> Callable[[Sequence[Document]], Tensor]:
+    """Documents -> the row's loss, after its backward."""
+
+    def loss_of(documents: Sequence[Document]) -> Tensor:
+        collate = pack(sum(map(len, documents)), [documents])
+        shard = fv.shard_row(send_to_device(collate(documents), device))
+        loss: Tensor = wrapped(**shard).loss
+        (loss * case.ranks).backward()  # DDP's mean of gradients is then their sum
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        return loss
+
+    return loss_of

@@ -1,0 +1,131 @@
+"""Suites leaks, families and capabilities: known leaks are seen, and ours is right everywhere."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexvarlen.bench.suites.contract import capabilities, families, forms, leaks
+from flexvarlen.bench.suites.contract.batch_forms import FORMS, LENGTHS
+from flexvarlen.bench.suites.contract.forms import FormsCase
+from flexvarlen.report.records import read_records
+from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.suite import Options
+
+OPTIONS = Options(torch.device("cpu"), quick=True)
+LLAMA = FormsCase("llama", "float32", 16)
+
+# Forms in which plain transformers, eager and sdpa, is right.
+RIGHT_IN_PLAIN = {
+    "position_ids, use_cache=False",
+    "two packed rows",
+    "first document continues at position 100",
+    "a later document starts at position 2",
+    "right padding",
+    "left padding",
+}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    out = tmp_path_factory.mktemp("leaks") / "records.jsonl"
+    run_suite(leaks.SUITE, Options(torch.device("cpu")), Run(out))
+    return read_records([out])
+
+
+def of(records, variant):
+    return [r for r in records if r.case["variant"] == variant]
+
+
+def test_ours_is_right_in_every_form(records):
+    ours = of(records, "flexvarlen:sdpa")
+    assert len(ours) == len(FORMS) * 2
+    assert {(r.status, r.measures["leaks"]) for r in ours} == {("ok", 0)}
+
+
+@pytest.mark.parametrize("variant", ["transformers:eager", "transformers:sdpa"])
+def test_known_leaks_of_plain_transformers_are_seen(records, variant):
+    theirs = of(records, variant)
+    assert {r.case["pass"] for r in theirs if r.status == "ok"} == RIGHT_IN_PLAIN
+    wrong = [r for r in theirs if r.case["pass"] not in RIGHT_IN_PLAIN]
+    assert all(r.status == "wrong" and r.measures["error"] > 1 for r in wrong)
+
+
+def test_a_missing_kernel_has_its_record_and_reason(records):
+    flash = of(records, "transformers:flash_attention_2")
+    assert len(flash) == len(FORMS) * 2
+    assert all(r.status == "unsupported" and r.reason for r in flash)
+
+
+def test_the_table_of_leaks_has_every_form_and_marks_leaks(records):
+    text = leaks.SUITE.section(records)
+    assert all(f"| {form.name} |" in text for form in FORMS)
+    (line,) = [x for x in text.splitlines() if x.startswith("| 2D mask of document ids")]
+    assert line.count("**") == 4  # eager and sdpa
+    assert "refused (1)" in line
+    there = [replace(r, environment=r.environment | {"gpu": "NVIDIA H200"}) for r in records]
+    both = leaks.SUITE.section([*records, *there])
+    assert both == "\n\n".join([text, leaks.SUITE.section(there)])
+
+
+def test_forms_cover_all_tokens():
+    ids = torch.arange(sum(LENGTHS))
+    for form in FORMS:
+        batch = form.batch(ids)
+        tokens = batch.inputs["input_ids"]
+        found = torch.cat([tokens[row, place] for row, place in batch.places])
+        assert torch.equal(found, ids), form.name
+
+
+def test_a_backend_is_right_or_refuses_in_each_family():
+    found = {}
+    for model in ("llama", "gemma2"):
+        for finding in families.SUITE.measure(
+            replace(LLAMA, model=model), ["sdpa", "reference"], OPTIONS
+        ):
+            found.setdefault((model, finding.variant), set()).add(finding.status)
+    assert found == {
+        ("llama", "sdpa"): {"ok"},
+        ("llama", "reference"): {"ok"},
+        ("gemma2", "sdpa"): {"unsupported"},  # softcap
+        ("gemma2", "reference"): {"ok"},
+    }
+
+
+def test_an_unpatched_model_leaks(monkeypatch):
+    monkeypatch.setattr(forms, "attending", lambda model, variant: nullcontext(model))
+    found = families.SUITE.measure(LLAMA, ["sdpa"], OPTIONS)
+    (leaky,) = [f for f in found if f.pass_ == "2D mask of document ids"]
+    assert leaky.status == "wrong"
+    assert leaky.measures["leaks"] > 0
+
+
+@pytest.mark.parametrize("what", ["logits", "gradients"])
+def test_an_error_is_wrong(monkeypatch, what):
+    answer = forms.TinyModels.answer
+
+    def scaled(self, model, batches, *, gradients):
+        found = answer(self, model, batches, gradients=gradients)
+        if len(batches) > 1:  # each document alone
+            return found
+        if what == "logits":
+            return replace(found, logits=[0.5 * x for x in found.logits])
+        return replace(found, gradients={k: 0.5 * x for k, x in found.gradients.items()})
+
+    monkeypatch.setattr(forms.TinyModels, "answer", scaled)
+    assert {f.status for f in families.SUITE.measure(LLAMA, ["sdpa"], OPTIONS)} == {"wrong"}
+
+
+def test_every_backend_says_what_it_can_do(tmp_path):
+    out = tmp_path / "records.jsonl"
+    run_suite(capabilities.SUITE, OPTIONS, Run(out))
+    found = {r.case["variant"]: r for r in read_records([out])}
+    assert set(found) == set(capabilities.BACKENDS)
+    assert found["sdpa"].measures["why_not"]["sliding window"] is None
+    assert found["fa2"].status == "unsupported"
+    text = capabilities.SUITE.section(list(found.values()))
+    assert "| `sdpa` | yes |" in text
+    assert "| `fa2` | not here |" in text

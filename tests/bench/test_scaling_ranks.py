@@ -1,0 +1,142 @@
+"""Suite scaling-ranks: two ranks on the CPU; checks that can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.training import ranks, ranks_child, scaling_ranks, sequence, ulysses
+from flexvarlen.bench.suites.training.scaling_ranks_tables import efficiency_of
+from flexvarlen.report.records import Record
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.run import record_case
+from flexvarlen.runner.suite import Options
+
+CPU = torch.device("cpu")
+CASES = {case.name: case for case in scaling_ranks.SUITE.cases(Options(CPU, quick=True))}
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def measured(name, variant, **changes):
+    return ranks_child.measured(variant, replace(CASES[name], **changes), CPU)
+
+
+def recorded(name, finding):
+    case = record_case(CASES[name], finding)
+    return Record("scaling-ranks", case, finding.status, finding.reason, finding.measures, {})
+
+
+def test_two_ranks_learn_from_a_document_what_one_does(one_rank):
+    """The launch, too: torchrun, the child, its file."""
+    two = scaling_ranks.launch(CASES["sequence-2"], "sequence", CPU)
+    assert two.status == "ok"
+    status, _, one = measured("sequence-1", "sequence")
+    assert status == "ok"
+    for name in ("document_first_loss", "document_last_loss", "first_loss"):
+        assert two.measures[name] == pytest.approx(one[name], rel=1e-5)
+    assert one["document_last_loss"] < one["document_first_loss"]
+    text = scaling_ranks.SUITE.section([recorded("sequence-2", two)])
+    assert "one document of 160 tokens over all GPUs" in text
+
+
+def test_a_rank_that_fails_is_reported():
+    said = "[rank0]: Traceback (most recent call last):\n[rank0]: KeyError: 'x'\nE ChildFailedError"
+    assert scaling_ranks._error_of(said + ": ranks_child FAILED") == "[rank0]: KeyError: 'x'"
+    assert "without a finding" in scaling_ranks._error_of("")
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Unsupported, match="needs 2 GPUs, has 1"):
+        scaling_ranks.launch(CASES["sequence-2"], "sequence", torch.device("cuda"))
+
+
+def test_ddp_and_fsdp2_take_the_same_steps(one_rank):
+    found = [measured("training-1-shuffled", variant) for variant in ("ddp", "fsdp2")]
+    assert [status for status, _, _ in found] == ["ok", "ok"]
+    for name in ("first_loss", "last_loss"):
+        assert found[0][2][name] == pytest.approx(found[1][2][name], rel=1e-5)
+
+
+def test_each_row_is_taken_once_in_either_order():
+    lengths = [[90], [30, 30], [10] * 9, [50, 40]]
+    for order in ("shuffled", "balanced"):
+        case = replace(CASES["training-2-shuffled"], order=order)
+        steps = ranks_child.order_of(case, lengths)
+        assert sorted(row for step in steps for row in step) == [0, 1, 2, 3]
+        assert {len(step) for step in steps} == {2}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [("training-1-shuffled", "ddp"), ("sequence-1", "sequence")]
+)
+def test_a_loss_that_is_not_finite(one_rank, monkeypatch, name, variant):
+    monkeypatch.setattr(ranks, "LEARNING_RATE", 1e30)  # the first loss is still right
+    status, reason, measures = measured(name, variant)
+    assert (status, reason) == ("wrong", "a loss is not finite")
+    assert "tokens_per_s" not in measures
+
+
+def test_a_sequence_that_learns_from_half_the_row_is_wrong(one_rank, monkeypatch):
+    pack = sequence.pack
+
+    def half(tokens, rows):
+        def collate(documents):
+            batch = pack(tokens, rows)(documents)
+            batch["labels"][:, 48:] = -100
+            return batch
+
+        return collate
+
+    monkeypatch.setattr(sequence, "pack", half)
+    status, reason, _ = measured("sequence-1", "sequence")
+    assert status == "wrong"
+    assert "of the first step" in reason
+
+
+def test_ulysses_is_compared_and_timed(one_rank):
+    status, _, measures = measured("ulysses-2-heads4", "ulysses", ranks=1)
+    assert status == "ok"
+    assert measures["max_difference"] == 0
+    assert measures["ulysses_ms"] > 0
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_ranks_that_answer_otherwise_are_wrong(name):
+    lengths = [30, 34]
+    layout = fv.PackedLayout.from_lengths(lengths)
+    inputs = [torch.randn(64, heads, 16) for heads in (4, 2, 2, 4)]
+
+    def attend(q_THD, k_THD, v_THD):
+        return fv.packed_attention(q_THD, k_THD, v_THD, layout, backend="sdpa")
+
+    right = ulysses._results(attend, inputs)
+    assert ulysses.compare(inputs, lengths, right, right)[1] is None
+    wrong = replace(right, **{name: right.named()[name].roll(1, 0)})
+    assert ulysses.compare(inputs, lengths, right, wrong)[1].startswith(f"{name}: ")
+
+
+def test_efficiency_is_against_one_gpu(tmp_path):
+    def record(ranks, order, rate):
+        case = {"variant": "ddp", "order": order, "ranks": ranks, "geometry": "qwen3-1.7b"}
+        case |= {"layers": 28, "backend": "auto", "dtype": "bfloat16", "checkpointing": False}
+        measures = {"tokens_per_s_rank": rate}
+        return Record("scaling-ranks", case, "ok", None, measures)
+
+    records = [record(1, "shuffled", 10.0), record(2, "balanced", 9.0)]
+    assert efficiency_of(records[1], records[1:]) is None
+    assert efficiency_of(records[1], records) == 0.9
+    (path,) = scaling_ranks.SUITE.figures(records, tmp_path)
+    assert path.name == "scaling-ranks.png"
+    assert scaling_ranks.SUITE.figures(records[1:], tmp_path) == []
