@@ -9,28 +9,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flexvarlen.markdown import markdown
 from flexvarlen.patches.models.families import FAMILIES
 from flexvarlen.patches.models.unsupported import STATEFUL
+from flexvarlen.report.table import markdown
 
 PAGE = Path(__file__).resolve().parent / "families.md"
 
 
 def verified() -> str:
-    """Each verified family."""
-    rows = [
-        [
-            family.name,
-            f"`{family.model_type}`",
-            f"`AutoModelFor{family.task}`",
-            family.has,
-            family.needs,
-            "yes" if family.by_name_alone else "no",
-        ]
-        for family in FAMILIES
-    ]
-    header = ["family", "model_type", "verified as", "has", "what is done, or to know", "by name"]
-    return markdown(header, rows)
+    """The verified families; those of equal features share a row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family in FAMILIES:
+        by_name = "yes" if family.by_name_alone else "no"
+        key = (family.has, family.needs, family.task, by_name)
+        alike.setdefault(key, []).append(f"{family.name} (`{family.model_type}`)")
+    rows = [[", ".join(names), *key] for key, names in alike.items()]
+    return markdown(
+        ["families", "have", "what is done, or to know", "AutoModelFor", "by name"], rows
+    )
 
 
 def stateful() -> str:

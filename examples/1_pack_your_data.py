@@ -11,16 +11,16 @@
 # %% [markdown]
 # # 1. Pack your data, and see what padding wasted
 #
-# A GPU wants rectangles: a batch is a tensor of rows that all have the same number of tokens. Texts
-# are not rectangles. There are two ways out:
+# A batch is a tensor: all its rows have the same number of tokens. Documents do not. There are two
+# solutions:
 #
-# - **Padding**: one document a row, filled up to the longest with tokens that mean nothing. The
-#   model computes on them all the same.
-# - **Packing**: several documents in one row, with nothing between them. Then the attention must
-#   know where one document ends and the next begins, or they read each other.
+# - **Padding**: one document a row, filled up to the length of the longest with padding tokens. The
+#   model computes on them too.
+# - **Packing**: several documents in one row, with nothing between them. The attention must then
+#   know where one document ends and the next begins, or they see each other.
 #
-# This notebook counts what the first costs, does the second, and shows what the model gets. It
-# needs no GPU, and downloads nothing: the texts are the help topics that Python brings along.
+# This notebook measures what the first costs, does the second, and shows what the model gets. It
+# needs no GPU and downloads nothing: the texts are Python's own help topics.
 
 # %%
 import time
@@ -32,9 +32,9 @@ from IPython.display import Image, display
 from matplotlib.ticker import FuncFormatter
 
 import flexvarlen as fv
-from flexvarlen.equivalence.corpus import read_documents, train_tokenizer
 from flexvarlen.packing import efficiency
-from flexvarlen.plotstyle import STYLES
+from flexvarlen.report.figure import STYLES
+from flexvarlen.verify.corpus import read_documents, train_tokenizer
 
 FULL = torch.cuda.is_available()  # the same cells, at a larger size
 ROW = 8192 if FULL else 4096  # tokens of a row
@@ -48,7 +48,7 @@ plt.rcParams.update({"font.size": 9, "figure.dpi": 80, "axes.edgecolor": "#A0A0A
 # %% [markdown]
 # ## How long are the documents?
 #
-# With your own files: `read_documents(["notes.txt"])`. Any list of token ids will do.
+# With your own files: `read_documents(["notes.txt"])`. Any lists of token ids will do.
 
 # %%
 texts = read_documents()
@@ -61,7 +61,7 @@ print(f"shortest {lengths.min()}, median {np.median(lengths):.0f}, longest {leng
 
 
 def plain(axes, title):
-    """What all pictures here share."""
+    """The style of all figures here."""
     axes.set_title(title, loc="left", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
@@ -80,8 +80,8 @@ plt.show()
 # %% [markdown]
 # The axis is logarithmic: the longest document is hundreds of times as long as the shortest.
 #
-# A model has a longest row that it can take. Documents that are longer must be cut, whatever we do
-# next; `split_long` says where.
+# A model has a maximum row length. Longer documents must be cut in any case; `split_long` says
+# where.
 
 # %%
 pieces = fv.split_long(lengths, ROW)
@@ -92,9 +92,9 @@ print(f"the longest document is {lengths.max() / lengths.min():.0f} times the sh
 # %% [markdown]
 # ## What padding costs
 #
-# Documents in random order, eight a batch, each batch padded to its longest. A common remedy sorts
-# by length first, so that a batch holds documents of a size. That wastes less, and has a price of
-# its own: batches are no longer random, and the last ones are all of the longest documents.
+# Documents in random order, eight in a batch, each batch padded to its longest document. A common
+# remedy is to sort by length first, so that a batch holds documents of similar length. That wastes
+# less, but batches are no longer random, and the last ones hold all the longest documents.
 
 
 # %%
@@ -117,8 +117,8 @@ for name, tokens in computed.items():
     print(f"{name:25} {tokens:9,} tokens computed, {1 - real / tokens:6.1%} of them wasted")
 
 # %% [markdown]
-# `pack` takes the documents longest first, and puts each into the fullest row in which it fits
-# ("best fit decreasing"). None is cut. There are two other strategies, for when the order matters.
+# `pack` takes the documents longest first and puts each into the fullest row in which it fits
+# ("best fit decreasing"). None is cut. Two other strategies keep more of the order.
 
 # %%
 for strategy in ("best_fit_decreasing", "first_fit", "in_order"):
@@ -128,8 +128,8 @@ for strategy in ("best_fit_decreasing", "first_fit", "in_order"):
 # %% [markdown]
 # ## Before and after
 #
-# The first two padded batches, and the very same documents packed. One shade is one document, and
-# what is hatched is padding. A GPU's time goes with the area.
+# The first two padded batches, and the same documents packed. Each shade is a document; padding is
+# hatched. The computation grows with the area.
 
 
 # %%
@@ -165,13 +165,14 @@ plt.show()
 # %% [markdown]
 # ## What the model gets
 #
-# `PackedCollator` makes a batch of the documents of a row. Three things go along with the tokens:
+# `PackedCollator` makes a batch from the documents of a row. It adds three things to the tokens:
 #
-# - `position_ids` start again at 0 in each document: the model's sense of place is the document's.
-# - `labels` are -100 (no loss) at each document's first token: nothing before it may foretell it.
+# - `position_ids` restart at 0 in each document.
+# - `labels` are -100 (no loss) at each document's first token, which the previous document must not
+#   predict.
 # - `packed_layout` says where the documents are. The attention needs it.
 #
-# Here is the border between the first two documents of the row with the most documents.
+# Here is the boundary between the first two documents of the row with the most documents.
 
 # %%
 most = max(rows, key=len)
@@ -179,23 +180,23 @@ chosen = [documents[pieces[i].document][pieces[i].start : pieces[i].stop] for i 
 collate = fv.PackedCollator(total_tokens=ROW)
 packed = collate(chosen)
 layout = packed["packed_layout"]
-border = int(layout.cu_seqlens[1])
+boundary = int(layout.cu_seqlens[1])
 
 print("shapes:", {name: tuple(packed[name].shape) for name in ("input_ids", "labels")})
 print("documents:", [len(ids) for ids in chosen])
 print(f"\n{'token':>6}  {'text':12} {'position':>8} {'label':>6}")
-for i in range(border - 3, border + 3):
+for i in range(boundary - 3, boundary + 3):
     token = int(packed["input_ids"][0, i])
     position, label = int(packed["position_ids"][0, i]), int(packed["labels"][0, i])
     print(f"{i:6}  {tokenizer.decode([token])!r:12} {position:8} {label:6}")
-    if i == border - 1:
+    if i == boundary - 1:
         print("  ---- here one document ends, and the next begins ----")
 
 # %% [markdown]
 # ## Who may see whom
 #
-# The mask of a packed row: a triangle a document (each token sees those before it), and nothing
-# between documents. Attention is computed in blocks, and a kernel skips those that are empty.
+# The mask of a packed row: one triangle per document, in which each token sees those before it, and
+# nothing between documents. Attention is computed in blocks, and a kernel skips the empty ones.
 
 # %%
 mask = fv.DocumentMask.of(layout)
@@ -204,8 +205,8 @@ display(Image(picture.read_bytes(), width=460))
 
 # %% [markdown]
 # So packing saves work twice: no token is padding, and no pair of tokens from different documents
-# is computed. A row that is packed without a mask pays for all those pairs, and gets wrong answers
-# too: notebook 4 shows how wrong.
+# is computed. A row packed without such a mask pays for all those pairs and gives wrong results:
+# notebook 4 shows how wrong.
 
 # %%
 own = np.array([len(ids) for ids in chosen])
@@ -221,7 +222,8 @@ for name, count in pairs.items():
 # %% [markdown]
 # ## Is packing slow?
 #
-# It is done once, on the host, on the lengths alone. Here are many more of them, log-normal ones.
+# It runs once, on the host, on the lengths alone. Here are many more lengths, drawn from a
+# log-normal distribution.
 
 # %%
 many = np.random.default_rng(0).lognormal(6, 1, MILLION).astype(int).clip(1, ROW)
@@ -232,27 +234,27 @@ filled = efficiency(many, many_rows, ROW)
 print(f"{MILLION:,} documents into {len(many_rows):,} rows in {took:.2f} s, {filled:.2%} full")
 
 # %% [markdown]
-# For a stream that never ends, `fv.StreamPacker` packs within a bounded buffer; on several GPUs,
-# `fv.BalancedSampler` gives the ranks of a step rows of like cost.
+# For an endless stream, `fv.StreamPacker` packs within a bounded buffer. On several GPUs,
+# `fv.BalancedSampler` gives the ranks rows of similar cost in each step.
 #
 # ## What was claimed, checked
 
 # %%
-# No piece is lost, none comes twice, and no row is too long.
+# No piece is lost or repeated, and no row is too long.
 assert sorted(i for row in rows for i in row) == list(range(len(pieces)))
 assert max(sizes[row].sum() for row in rows) <= ROW
 
-# Packing wastes least: a row at most is more than the tokens would fill if they could be cut.
+# Packing wastes least: at most one row more than if documents could be cut anywhere.
 assert computed["packed"] < computed["padded, sorted by length"] < computed["padded, random order"]
 assert len(rows) <= -(-real // ROW) + 1
 
-# The batch says where documents are: positions restart there, and no label stands there.
+# The batch says where documents start: positions restart there, and there is no label.
 starts = layout.cu_seqlens[: len(chosen)].long()
 assert (packed["position_ids"][0, starts] == 0).all()
 assert (packed["labels"][0, starts] == -100).all()
 assert packed["input_ids"][0, : own.sum()].tolist() == [token for ids in chosen for token in ids]
 
-# The mask keeps just the pairs that the documents alone have.
+# The mask keeps exactly the pairs that the documents alone have.
 assert pairs["packed, with the mask"] == pairs["each document alone"] < pairs["padded"]
 assert filled > 0.99
 print("all true")

@@ -9,11 +9,11 @@
 # ---
 
 # %% [markdown]
-# # 2. Patch a model: three backends, the same answers, other speeds
+# # 2. Patch a model: three backends, the same outputs, different speeds
 #
-# A packed row holds several documents. `fv.patch_model(model)` makes a transformers model honour
-# their borders, on the attention kernel (the **backend**) that you name. This notebook asks two
-# questions of each backend: are the answers those of each document alone, and how fast is it?
+# A packed row holds several documents. `fv.patch_model(model)` makes a transformers model keep them
+# apart, on the attention kernel (the **backend**) that you name. This notebook asks two questions
+# of each backend: are the outputs those of each document alone, and how fast is it?
 #
 # Weights are random here, so nothing is downloaded. For yours,
 # `AutoModelForCausalLM.from_pretrained`.
@@ -29,16 +29,16 @@ from IPython.display import Image, Markdown, display
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import flexvarlen as fv
-from flexvarlen.equivalence.corpus import packed_text
 from flexvarlen.measure import time_interleaved
-from flexvarlen.plotstyle import style_of
+from flexvarlen.report.figure import style_of
+from flexvarlen.verify.corpus import packed_text
 
 FULL = torch.cuda.is_available()  # the same cells, at a larger size
 DEVICE = torch.device("cuda" if FULL else "cpu")
 DTYPE = torch.bfloat16 if FULL else torch.float32
 TOKENS = 8192 if FULL else 256
-# Wide enough weights that attention is not all but uniform, as it is in a model fresh from 0.02:
-# what a token sees then shows.
+# Larger initial weights than the usual 0.02, with which attention would be almost uniform: now it
+# matters what a token sees.
 SHAPE = {"vocab_size": 1024, "initializer_range": 0.15, "max_position_embeddings": 32_768} | (
     {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "head_dim": 128}
     | {"num_attention_heads": 16, "num_key_value_heads": 8, "initializer_range": 0.04}
@@ -61,14 +61,14 @@ layout = fv.PackedLayout.from_lengths(lengths, device=DEVICE)
 print(f"{len(lengths)} documents in one row of {ids.shape[1]:,} tokens: {lengths}")
 
 # %% [markdown]
-# ## The truth: each document alone
+# ## The reference: each document alone
 #
-# The model as transformers made it, one document a call. Two of these runs:
+# The model as transformers made it, one document a call, twice:
 #
-# - in float64, which we take as the truth;
-# - in the model's own dtype. Its distance from the truth is **rounding**, that nobody can avoid. It
-#   is the yardstick: a packed answer is right if it is not much further away. We allow twice that,
-#   and twice the rounding of the largest logit.
+# - in float64: this is the reference;
+# - in the model's own dtype: its distance from the reference is **rounding**, which nobody can
+#   avoid. A packed output is right if it is not much further away. We allow twice that, plus twice
+#   the rounding of the largest logit.
 
 
 # %%
@@ -78,23 +78,23 @@ def alone(model):
     return torch.cat([model(part[None]).logits[0] for part in ids[0].split(lengths)])
 
 
-truth = alone(copy.deepcopy(model).double())
+reference = alone(copy.deepcopy(model).double())
 before = alone(model)
 
 
 def error(logits):
-    """Largest distance from the truth."""
-    return (logits - truth).abs().max().item()
+    """Largest distance from the reference."""
+    return (logits - reference).abs().max().item()
 
 
 rounding = error(before)
-allowed = 2 * (rounding + torch.finfo(DTYPE).eps * truth.abs().max().item())
-print(f"logits reach {truth.abs().max().item():.1f}; rounding moves them by {rounding:.1e}")
+allowed = 2 * (rounding + torch.finfo(DTYPE).eps * reference.abs().max().item())
+print(f"logits reach {reference.abs().max().item():.1f}; rounding moves them by {rounding:.1e}")
 
 # %% [markdown]
 # ## Which backends are there?
 #
-# `why_not` gives a backend's reason in a sentence. We take the first three that can run.
+# `why_not` says in a sentence why a backend cannot run. We take the first three that can.
 
 # %%
 HEADS = {
@@ -113,8 +113,8 @@ print("\nwe take:", ", ".join(backends))
 # %% [markdown]
 # ## Three backends, by hand
 #
-# `patched` patches for the length of a `with`; `patch_model` and `unpatch_model` do it for good.
-# The call is transformers' own, with one argument more: `packed_layout`.
+# `patched` patches a model within a `with` block; `patch_model` does it until `unpatch_model`. The
+# call is transformers' own, with one more argument: `packed_layout`.
 
 # %%
 errors = {}
@@ -126,12 +126,10 @@ for name in backends:
 
 with torch.no_grad():
     unaware = error(model(input_ids=ids).logits[0])
-print(
-    f"{'unpatched':10} error {unaware:.1e}, {unaware / rounding:,.0f} × rounding: it sees one text"
-)
+print(f"{'unpatched':10} error {unaware:.1e}, {unaware / rounding:,.0f} × rounding: one document")
 
 # %% [markdown]
-# Afterwards the model is the one that we had: the same bits come out.
+# Afterwards the model is as before: its outputs have the same bits.
 
 # %%
 after = alone(model)
@@ -140,12 +138,11 @@ print("bit for bit as before:", torch.equal(before, after))
 # %% [markdown]
 # ## How fast?
 #
-# Four ways to run the same documents: one call each, one padded batch, and the packed row on each
-# backend. Calls take turns, so that what else the machine does falls on all alike. Bars are
-# medians, whiskers the 20th and 80th percentile; tokens of padding do not count as done.
+# The same documents in one call each, in one padded batch, and in a packed row on each backend.
+# Calls take turns, so that other load on the machine affects all of them alike. Bars are medians,
+# whiskers the 20th and 80th percentiles; padding does not count as tokens.
 #
-# With a tiny model on a CPU this says little of your GPU. Run it there: the cells choose larger
-# sizes by themselves.
+# A tiny model on a CPU says little about your GPU. Run it there: the cells then use larger sizes.
 
 # %%
 longest = max(lengths)
@@ -190,8 +187,8 @@ print(f"\n{waste:.0%} of the padded batch is padding; a packed row has none")
 # %% [markdown]
 # ## The same in one line
 #
-# `fv.compare` does all of it, and more: gradients too (on a GPU), transformers' own packing beside
-# ours, leaks, peak memory. Of each backend it says whether it is right.
+# `fv.compare` does all this and more: gradients (here on a GPU only), transformers' own packing,
+# leaks, peak memory. It says of each backend whether it is right.
 
 # %%
 report = fv.compare(model, batch, [*backends, "transformers:sdpa"], packings=0, train=FULL)
@@ -203,8 +200,8 @@ with tempfile.TemporaryDirectory() as folder:
     display(Image(Path(picture).read_bytes(), width=560))
 
 # %% [markdown]
-# Right is what stands in the green band. What transformers does with a packed row by default stands
-# far outside: its documents read each other. Notebook 4 is about that.
+# Left of the dashed line is right. What transformers does with a packed row by default is far to
+# the right of it: its documents see each other. Notebook 4 is about that.
 #
 # ## What was claimed, checked
 
@@ -215,8 +212,7 @@ assert unaware > 5 * allowed
 assert torch.equal(before, after)
 assert waste > 0
 
-verdicts = {row.backend: row.verdict for row in report.rows}
 assert report.passed
-assert all(verdicts[name] == "right" for name in backends)
-assert verdicts["transformers:sdpa"] == "leaks"
+assert all(report.verdict(name) == "right" for name in backends)
+assert report.verdict("transformers:sdpa") == "leaks"
 print("all true")

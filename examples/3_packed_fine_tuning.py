@@ -11,16 +11,16 @@
 # %% [markdown]
 # # 3. Packed fine-tuning with Trainer, from text to a saved model
 #
-# The question of everybody who packs for the first time: does the model still learn the same? To
-# see it, we train three times, with transformers' own `Trainer`:
+# Does a model learn the same from packed rows? To see, we train three times with transformers' own
+# `Trainer`:
 #
 # - **unpacked**: one document a row, padded, on the model as transformers made it;
-# - **packed**: the very same documents in each step, in one row without padding;
+# - **packed**: the same documents in each step, in one row without padding;
 # - **another seed**: unpacked again, from other initial weights. How far this curve is from the
-#   first is noise: any difference below it means nothing.
+#   first is noise: a smaller difference means nothing.
 #
-# Weights are random, so that nothing is downloaded, and the model learns from scratch. To fine-tune
-# a trained one, replace `new_model` by `AutoModelForCausalLM.from_pretrained(name)`.
+# Weights are random, so nothing is downloaded and the model learns from scratch. To fine-tune a
+# trained one, replace `new_model` by `AutoModelForCausalLM.from_pretrained(name)`.
 
 # %%
 import math
@@ -46,9 +46,9 @@ from transformers import (
 from transformers.utils import logging
 
 import flexvarlen as fv
-from flexvarlen.equivalence.corpus import read_documents, train_tokenizer
-from flexvarlen.plotstyle import STYLES
-from flexvarlen.trainer import IsolationCallback
+from flexvarlen.report.figure import STYLES
+from flexvarlen.verify.corpus import read_documents, train_tokenizer
+from flexvarlen.verify.isolation.callback import IsolationCallback
 
 logging.disable_progress_bar()
 
@@ -67,7 +67,7 @@ PAD = 0
 
 
 def new_model(seed):
-    """A small Llama that has learnt nothing yet."""
+    """A small Llama, not yet trained."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, num_attention_heads=8, num_key_value_heads=4, **SHAPE
@@ -78,9 +78,8 @@ def new_model(seed):
 # %% [markdown]
 # ## Data
 #
-# The paragraphs of Python's help topics, each a document of its own (and what is longer than half a
-# row, cut). Some are held out. The others are packed: each row is a list of documents, and one step
-# of training.
+# Each paragraph of Python's help topics is a document; those longer than half a row are cut. Some
+# are held out. The others are packed: each row is a list of documents, and one training step.
 
 # %%
 texts = tuple(text for topic in read_documents() for text in topic.split("\n\n") if text.strip())
@@ -89,13 +88,13 @@ paragraphs = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
 pieces = [
     paragraphs[piece.document][piece.start : piece.stop]
     for piece in fv.split_long([len(ids) for ids in paragraphs], ROW // 2)
-    if piece.stop - piece.start > 1  # a single token foretells nothing
+    if piece.stop - piece.start > 1  # a single token predicts nothing
 ]
 pieces = [pieces[i] for i in np.random.default_rng(0).permutation(len(pieces))]
 
 HELD_OUT = 40
 held_out, training = pieces[:HELD_OUT], pieces[HELD_OUT:]
-# They are shuffled: in this order, so that a step's documents are as random as any data loader's.
+# They are shuffled; packing them in this order keeps each step's documents random.
 packed_rows = fv.pack([len(ids) for ids in training], ROW, strategy="in_order")
 rows = [[training[i] for i in row] for row in packed_rows]
 print(f"{len(training)} documents in {len(rows)} rows of {ROW} tokens; {len(held_out)} held out")
@@ -103,9 +102,9 @@ print(f"{len(training)} documents in {len(rows)} rows of {ROW} tokens; {len(held
 # %% [markdown]
 # ## Two collators, the same documents
 #
-# Trainer hands a collator the rows of a step, here one. Packed, `fv.PackedCollator` does the rest.
-# Unpacked, each document becomes a row of its own, padded to the longest. In both, the first token
-# of a document has no label, as nothing comes before it that could foretell it.
+# Trainer gives the collator the rows of a step, here one. Packed, `fv.PackedCollator` does the
+# rest. Unpacked, each document becomes a row of its own, padded to the longest. In both, the first
+# token of a document has no label, since no token of its document predicts it.
 
 # %%
 packed = fv.PackedCollator(total_tokens=ROW, pad_token_id=PAD)
@@ -133,17 +132,17 @@ print("packed  ", tuple(a["input_ids"].shape), "labels:", (a["labels"] != -100).
 print("unpacked", tuple(b["input_ids"].shape), "labels:", (b["labels"] != -100).sum().item())
 
 # %% [markdown]
-# ## Three trainings
+# ## Three training runs
 #
-# The packed one needs two lines more: `fv.patch_model`, and the collator. `IsolationCallback` is
-# for peace of mind: before the first step it replaces documents by others and makes sure that no
-# bit of their neighbours moves, in any layer, nor in the gradients. That, and on a GPU the timing
-# of the kernels among which `auto` chooses, is paid once, before the first step.
+# The packed one needs two more lines: `fv.patch_model` and the collator. `IsolationCallback` is an
+# optional check: before the first step it replaces documents by others and verifies that no bit of
+# their neighbours changes, in any layer or gradient. That, and on a GPU the timing of the kernels
+# among which `auto` chooses, happens once.
 
 
 # %%
 class Clock(TrainerCallback):
-    """Seconds from one step's loss to the next's, which Trainer reads: its kernels have run."""
+    """Seconds from one step's loss to the next's; reading a loss waits for the step's kernels."""
 
     def __init__(self):
         self.read = []
@@ -157,7 +156,7 @@ class Clock(TrainerCallback):
 
 
 def train(model, collate, *callbacks):
-    """What Trainer logged: of each step its loss, and the tokens computed until then."""
+    """Trainer's log: the loss of each step, and the tokens computed until then."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -208,8 +207,8 @@ for name, found in losses.items():
 # %% [markdown]
 # ## The curves
 #
-# On the left, by step: packed lies on unpacked. On the right, by tokens that were computed: packed
-# gets there on less, since unpacked computes padding too.
+# On the left, by step: packed and unpacked coincide. On the right, by tokens computed: packed needs
+# fewer, since unpacked computes padding too.
 
 # %%
 LOOK = {
@@ -231,7 +230,7 @@ for axes, by in zip(panels, ("step", "tokens computed, padding included"), stric
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
 panels[0].set_title("Packed and unpacked learn the same", loc="left", fontsize=10)
-panels[1].set_title("packed on less", loc="left", fontsize=10)
+panels[1].set_title("and packed needs fewer tokens", loc="left", fontsize=10)
 panels[0].set_ylabel("loss")
 plt.show()
 
@@ -251,14 +250,14 @@ print(f"unpacked computed {tokens['unpacked'][-1] / tokens['packed'][-1]:.1f} ti
 # ## Save it, and use it without us
 #
 # Patching changes no weight. The saved model is an ordinary one, which transformers loads without
-# flexvarlen. On the documents that were held out it gives, one document a call, the loss that the
-# packed model gives in one go.
+# flexvarlen. On the held-out documents, one document a call, it gives the loss that the packed
+# model gives in a single call.
 
 
 # %%
 @torch.no_grad()
 def loss_alone(model):
-    """Of the held-out documents, each in a call of its own."""
+    """The loss of the held-out documents, each in a call of its own."""
     total = count = 0
     for ids in held_out:
         row = torch.tensor([ids], device=DEVICE)
@@ -270,7 +269,7 @@ def loss_alone(model):
 
 @torch.no_grad()
 def loss_packed(model):
-    """Of the same, in one packed row."""
+    """The same in one packed row."""
     batch = send_to_device(fv.PackedCollator()(held_out), DEVICE)
     return model.eval()(**batch).loss.item()
 
@@ -288,13 +287,13 @@ print(f"a guess among {VOCABULARY} tokens has {math.log(VOCABULARY):.3f}")
 # ## What was claimed, checked
 
 # %%
-# One step is one step: the same documents, the same labels.
+# Both runs take the same steps: the same documents, the same labels.
 assert (a["labels"] != -100).sum() == (b["labels"] != -100).sum()
 assert len(losses["packed"]) == len(losses["unpacked"]) == STEPS
 
-# Packed learns the same as unpacked: losses and gradients of the first step are the same to
-# rounding, and here the curves stay so. In bfloat16, on a GPU, rounding is far coarser and grows
-# over hundreds of steps, at most to the noise of a seed. On fewer tokens.
+# Packed learns the same as unpacked, on fewer tokens. Losses and gradients of the first step agree
+# to rounding, and here the curves stay together. In bfloat16, on a GPU, rounding is far coarser and
+# grows over hundreds of steps, at most to the noise between seeds.
 first = [losses[name][0] for name in ("packed", "unpacked")]
 assert abs(first[0] / first[1] - 1) < (1e-3 if FULL else 1e-4), first
 assert abs(norms[0] / norms[1] - 1) < (1e-2 if FULL else 1e-4), norms

@@ -9,12 +9,12 @@
 # ---
 
 # %% [markdown]
-# # 4. Leaks: how plain packing goes wrong, and how to know
+# # 4. Leaks: how plain packing goes wrong, and how to find out
 #
-# In a packed row documents stand side by side. If the attention does not honour the borders, a
-# document reads its neighbours. Nothing crashes. The loss goes down. The model learns from text
-# that it will not have when it is used. So a leak must be looked for. This notebook makes leaks,
-# shows them, measures what they do, and ends with the call that finds them: `fv.verify_isolation`.
+# In a packed row, documents are next to each other. If the attention ignores the boundaries, a
+# document sees its neighbours. Nothing crashes and the loss falls, but the model learns from text
+# that it will not have in use. This notebook makes leaks, shows them, measures what they do, and
+# ends with the call that finds them: `fv.verify_isolation`.
 
 # %%
 import copy
@@ -26,7 +26,7 @@ from matplotlib.colors import LogNorm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import flexvarlen as fv
-from flexvarlen.plotstyle import STYLES
+from flexvarlen.report.figure import STYLES
 
 FULL = torch.cuda.is_available()  # the same cells, at a larger size
 DEVICE = "cuda" if FULL else "cpu"
@@ -43,10 +43,10 @@ config = LlamaConfig(
     vocab_size=256,
     num_attention_heads=8,
     num_key_value_heads=4,
-    initializer_range=0.04 if FULL else 0.15,  # attention that is not all but uniform
+    initializer_range=0.04 if FULL else 0.15,  # so that attention is far from uniform
     **SHAPE,
 )
-# float32 on a GPU too: what is left is then a leak, and no rounding.
+# float32 on a GPU too: differences are then leaks, not rounding.
 plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE).eval()
 patched = fv.patch_model(copy.deepcopy(plain), backend=BACKEND)
 
@@ -58,13 +58,13 @@ print(f"{len(LENGTHS)} documents of {LENGTHS} tokens in one row of {TOTAL}")
 # %% [markdown]
 # ## Five ways to say where documents are
 #
-# All of these are met in practice, and each is meant to say the same. transformers gets each, and a
-# patched model too. The error is the distance from each document alone, in float64.
+# All of these occur in practice, and all are meant to say the same. Both transformers and a patched
+# model get each of them. The error is the distance from each document alone, in float64.
 
 
 # %%
 def joined(each):
-    """One value or tensor a document, as a row `[1, TOTAL]`."""
+    """One value or tensor per document, as a row `[1, TOTAL]`."""
     return torch.cat([torch.as_tensor(x) for x in each]).to(DEVICE)[None]
 
 
@@ -97,29 +97,29 @@ def alone(model):
     return torch.cat([model(part[None]).logits[0] for part in ids[0].split(LENGTHS)])
 
 
-truth = alone(copy.deepcopy(plain).double())
+reference = alone(copy.deepcopy(plain).double())
 
 
 @torch.no_grad()
 def error(model, form):
-    """Largest distance of a packed row's logits from the truth."""
-    return (model(input_ids=ids, **form).logits[0] - truth).abs().max().item()
+    """Largest distance of a packed row's logits from the reference."""
+    return (model(input_ids=ids, **form).logits[0] - reference).abs().max().item()
 
 
-rounding = (alone(plain) - truth).abs().max().item()
+rounding = (alone(plain) - reference).abs().max().item()
 error(patched, FORMS["position_ids"])  # on a GPU torch compiles here, with warnings of its own
 with warnings.catch_warnings():
     warnings.simplefilter("error")  # a warning would end the cell
     errors = {name: (error(plain, form), error(patched, form)) for name, form in FORMS.items()}
-print(f"logits reach {truth.abs().max().item():.1f}; rounding alone is {rounding:.1e}\n")
+print(f"logits reach {reference.abs().max().item():.1f}; rounding alone is {rounding:.1e}\n")
 print(f"{'':32} {'transformers':>12} {'patched':>9}")
 for name, (theirs, ours) in errors.items():
     print(f"{name:32} {theirs:12.1e} {ours:9.1e}")
 
 # %% [markdown]
-# No call raised, and none warned. transformers looks for borders in `position_ids` only when there
-# is neither a mask nor a cache, and by default it makes a cache. The first row is right, to
-# rounding; the others are off by about as much as logits are large. Patched, all five mean the
+# No call raised or warned. transformers looks for boundaries in `position_ids` only when there is
+# neither a mask nor a cache, and by default it makes a cache. The first line is right, up to
+# rounding; the others are off by about as much as the logits are large. Patched, all five mean the
 # same.
 
 # %%
@@ -145,11 +145,11 @@ axes.legend(frameon=False, loc="upper center", fontsize=8)
 plt.show()
 
 # %% [markdown]
-# ## Who reads whom
+# ## Who sees whom
 #
-# A model is a function: to see whether token k reaches token q, change token k and look whether the
-# logits of q move. Doing that for each k gives a picture of the model, whatever happens inside it.
-# White is *exactly* zero: no bit moved.
+# To see whether token k reaches token q, change token k and look whether the logits of q change.
+# Doing that for each k gives a picture of the model, whatever happens inside it. White is *exactly*
+# zero: no bit changed.
 
 # %%
 AMBIGUOUS, RIGHT = FORMS["position_ids"], {"packed_layout": layout}
@@ -157,7 +157,7 @@ AMBIGUOUS, RIGHT = FORMS["position_ids"], {"packed_layout": layout}
 
 @torch.no_grad()
 def influence(model, form):
-    """`[TOTAL, TOTAL]`: how far the logits of token q move if token k is another."""
+    """`[TOTAL, TOTAL]`: how much the logits of token q change with token k."""
     before = model(input_ids=ids, **form).logits[0]
     moved = []
     for k in range(TOTAL):
@@ -185,11 +185,11 @@ for axes, (name, moved) in zip(panels[1:], reached.items(), strict=True):
     axes.set_title(name, loc="left", fontsize=10)
 figure.colorbar(drawn, ax=panels, label="change of the logits", shrink=0.7)
 for axes in panels:
-    for border in ends.tolist()[1:-1]:
-        axes.axhline(border - 0.5, color="#222222", lw=0.4)
-        axes.axvline(border - 0.5, color="#222222", lw=0.4)
-    axes.set_xlabel("token that is changed")
-panels[0].set_ylabel("token that moves")
+    for boundary in ends.tolist()[1:-1]:
+        axes.axhline(boundary - 0.5, color="#222222", lw=0.4)
+        axes.axvline(boundary - 0.5, color="#222222", lw=0.4)
+    axes.set_xlabel("token that we change")
+panels[0].set_ylabel("token whose logits change")
 plt.show()
 
 leaked = {name: int((moved[~allowed] > 0).sum()) for name, moved in reached.items()}
@@ -199,17 +199,16 @@ for name, count in leaked.items():
 # %% [markdown]
 # ## What it does to training
 #
-# The gradient is what the model learns. Here it is the gradient of one row, against that of the
-# same documents one by one, as the angle between the two. The labels are the same: only the
-# attention is not.
+# The gradient is what the model learns. Here is the angle between the gradient of one packed row
+# and that of the same documents one by one. The labels are the same; only the attention differs.
 
 # %%
 labels = ids.clone()
-labels[0, ends[:-1].long()] = -100  # the first token of a document has nothing to be foretold by
+labels[0, ends[:-1].long()] = -100  # nothing in a document predicts its first token
 
 
 def gradient(calls):
-    """All parameters' gradients as one vector, of calls (model, arguments, weight of its loss)."""
+    """All gradients as one vector, summed over calls (model, arguments, weight of the loss)."""
     calls = list(calls)
     calls[0][0].zero_grad()
     for model, arguments, weight in calls:
@@ -218,7 +217,7 @@ def gradient(calls):
 
 
 def cosine(one, other):
-    """Of the angle between two vectors: 1 if they point the same way."""
+    """The cosine of the angle between two vectors: 1 if they have the same direction."""
     return (one @ other / one.norm() / other.norm()).item()
 
 
@@ -238,9 +237,9 @@ for name, value in agree.items():
 # %% [markdown]
 # ## `verify_isolation`: the check
 #
-# It takes any transformers model, patched or not, and a batch as you would train on. It replaces
-# documents by others, and watches every layer's outputs, the logits and the gradients of all other
-# documents. If a bit moves, it raises, and says where.
+# It takes any transformers model, patched or not, and a batch like those you train on. It replaces
+# some documents by others and watches every layer's outputs, the logits and the gradients of all
+# other documents. If a bit changes, it raises and says where.
 
 # %%
 try:
@@ -254,8 +253,8 @@ report = fv.verify_isolation(patched, {"input_ids": ids, **RIGHT})
 print(report.sentence())
 
 # %% [markdown]
-# It also sees what is small. Suppose that a data loader counts one token too many, so that a single
-# border is off by one. Who would tell by the loss? (`layout=` says what the borders really are.)
+# It also finds small leaks. Suppose that a data loader counts one token too many, so that a single
+# boundary is off by one. The loss hardly shows it. (`layout=` gives the true boundaries.)
 
 # %%
 off_by_one = list(LENGTHS)
@@ -263,8 +262,8 @@ off_by_one[0] += 1
 off_by_one[1] -= 1
 wrong = fv.PackedLayout.from_lengths(off_by_one, device=DEVICE)
 with torch.no_grad():
-    for name, used in {"right borders": layout, "one off by one": wrong}.items():
-        print(f"{name:15} loss {patched(**inputs, packed_layout=used).loss.item():.3f}")
+    for name, used in {"right boundaries": layout, "one off by one": wrong}.items():
+        print(f"{name:16} loss {patched(**inputs, packed_layout=used).loss.item():.3f}")
 
 try:
     fv.verify_isolation(patched, {"input_ids": ids, "packed_layout": wrong}, layout=layout)
@@ -275,21 +274,22 @@ print(small)
 # %% [markdown]
 # Where to put the check:
 #
-# - once by hand, with your model and a batch of your own collator, as above;
-# - in a training: `Trainer(..., callbacks=[flexvarlen.trainer.IsolationCallback()])`, see notebook
-#   3;
-# - in your tests: the pytest fixture of `flexvarlen.testing`;
+# - once by hand, with your model and a batch from your own collator, as above;
+# - in training: `IsolationCallback`, see notebook 3;
+# - in your tests: the pytest fixture of `flexvarlen.verify.isolation.fixture`;
 # - in a shell: `flexvarlen verify --help`.
+#
+# [Verification](../docs/verification.md) has the details.
 #
 # ## What was claimed, checked
 
 # %%
 first, *others = errors.values()
-assert first[0] < 4 * rounding  # transformers is right, if asked in just this way
+assert first[0] < 4 * rounding  # transformers is right in this one form
 assert all(theirs > 1000 * rounding for theirs, _ in others)
 assert all(ours < 4 * rounding for _, ours in errors.values())
 
-# Not one forbidden pair, to the last bit; and the picture is not empty.
+# Not one forbidden pair, to the last bit, and the picture is not empty.
 assert leaked["patched"] == 0 < leaked["transformers, position_ids"]
 assert (reached["patched"][allowed] > 0).float().mean() > 0.9
 

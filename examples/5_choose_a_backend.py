@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 5. Choosing a backend: auto, explain, drift
 #
-# A backend is an attention kernel. All of ours compute the same thing, so there are three
-# questions: which ones can run here, which is the fastest for *my* shapes, and how far do their
-# numbers differ? `why_not`, `explain` and `drift` answer them, on your machine.
+# A backend is an attention kernel. All of them compute the same thing, so there are three
+# questions: which can run here, which is fastest for *my* shapes, and how much do their results
+# differ? `why_not`, `explain` and `drift` answer them on your machine.
 
 # %%
 import matplotlib.pyplot as plt
@@ -22,12 +22,12 @@ from IPython.display import Markdown, display
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 import flexvarlen as fv
-from flexvarlen.drift import DriftReport, model_drift, operator_drift
-from flexvarlen.drift.op.cases import OpCase
-from flexvarlen.equivalence.models import build_model
-from flexvarlen.markdown import markdown
 from flexvarlen.measure import time_interleaved
-from flexvarlen.plotstyle import STYLES, style_of
+from flexvarlen.report.figure import STYLES, style_of
+from flexvarlen.report.table import markdown
+from flexvarlen.verify.drift import DriftReport, model_drift, operator_drift
+from flexvarlen.verify.drift.op.cases import OpCase
+from flexvarlen.verify.models import build_model
 
 FULL = torch.cuda.is_available()  # the same cells, at a larger size
 DEVICE = torch.device("cuda" if FULL else "cpu")
@@ -44,7 +44,7 @@ MODEL, MODEL_TOKENS = ("qwen3:0.6b@8", 8192) if FULL else ("llama:tiny@6", 256)
 # ## Which can run here?
 #
 # It depends on the machine, on what is installed, and on what you ask for. A backend that you name
-# never falls back to another in silence: it raises, with the sentence that `why_not` gives.
+# never silently falls back to another: it raises the sentence that `why_not` returns.
 
 # %%
 here = {"device": DEVICE, "dtype": DTYPE, **HEADS}
@@ -71,8 +71,8 @@ for reason in sorted(refused):
 # %% [markdown]
 # ## Which is the fastest? It depends on the documents
 #
-# Attention is work on pairs of tokens. The same number of tokens has far fewer pairs if they come
-# in many short documents. What a kernel makes of that, the times say.
+# Attention computes on pairs of tokens. The same number of tokens has far fewer pairs in many short
+# documents. Kernels differ in how much time that saves.
 
 # %%
 slow_by_design = ("reference", "nested") if FULL else ()
@@ -145,14 +145,14 @@ axes.grid(True, color="#E4E4E4", linewidth=0.7)
 axes.set_axisbelow(True)
 axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False)
-plt.show()
+
 
 # %% [markdown]
 # ## Let it choose: `backend="auto"`
 #
-# On a GPU, the first call of a kind times what can serve it, on your shapes, and remembers the
-# answer in a file. On a CPU there is nothing to be timed, and it takes a fixed order. `explain`
-# says what it takes and why, and is the way to measure ahead of a compiled run.
+# On a GPU, the first call of a kind times the backends that can serve it, on your shapes, and keeps
+# the answer in a file. On a CPU it takes a fixed order. `explain` says which backend it takes and
+# why; call it to measure before a compiled run.
 
 # %%
 layout = layouts[16]
@@ -165,17 +165,17 @@ for candidate in explanation.candidates:
 
 by_auto = fv.packed_attention(q, k, v, layout, backend="auto")
 by_name = fv.packed_attention(q, k, v, layout, backend=explanation.chosen)
-print("\nauto gives the bits of the one it chose:", torch.equal(by_auto, by_name))
+print("\nauto gives the same bits as the backend it chose:", torch.equal(by_auto, by_name))
 
 # %% [markdown]
 # ## How far do they differ? `drift`
 #
-# No two kernels add in the same order, so none gives the same bits as another. Drift is how far
-# they are apart. A first look at attention alone:
+# Two kernels sum in different orders, so their results differ in a few bits. Drift is how far they
+# are apart. First, attention alone:
 #
-# - against float64, where each document stands alone: the **ratio** is the error over what we
-#   allow, twice that of plain torch in the same dtype. Above 1 would be wrong;
-# - all documents in one call, against a call for each: what packing itself changes;
+# - against each document alone in float64: the **ratio** is the error over what we allow, which is
+#   twice that of plain torch in the same dtype. Above 1 is wrong;
+# - all documents in one call against one call for each: what packing itself changes;
 # - the same call again.
 
 # %%
@@ -190,18 +190,18 @@ rows = operator_drift(
 attention = DriftReport(tuple(rows))
 for sentence in attention.sentences():
     print("-", sentence)
-for grid in attention.grids():
-    display(Markdown(grid.markdown()))
+for table in attention.tables():
+    display(Markdown(table.markdown()))
 
 # %% [markdown]
 # ## The same in a whole model, layer by layer
 #
-# Differences of the first layers go through all that follow. This is what rounding looks like, and
-# what a bug looks like:
+# Differences in the first layers pass through all layers behind them. This is what rounding and a
+# bug look like:
 #
 # - **another backend**: rounding in bfloat16;
 # - **bfloat16 against float32**: rounding, of everything and not of attention alone;
-# - **a leak**: transformers' own attention, whose documents read each other (notebook 4).
+# - **a leak**: transformers' own attention, whose documents see each other (notebook 4).
 
 # %%
 model, _ = build_model(MODEL, device=DEVICE, dtype=DTYPE)
@@ -221,12 +221,8 @@ found = {
 looks = [style_of(other), STYLES["auto"], STYLES["transformers:sdpa"]]
 
 depth = {
-    name: [
-        (row.case["index"], row.measures["hidden_relative"])
-        for row in rows
-        if row.case["scope"] == "layer"
-    ]
-    for name, rows in found.items()
+    name: list(enumerate(record.measures["layers_relative"], -1))
+    for name, (record,) in found.items()
 }
 figure = plt.figure(figsize=(7, 3), dpi=80, layout="constrained")
 axes = figure.subplots()
@@ -242,14 +238,11 @@ axes.grid(True, color="#E4E4E4", linewidth=0.7)
 axes.set_axisbelow(True)
 axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False, fontsize=8)
-plt.show()
+
 
 # %%
-whole = {
-    name: next(row.measures for row in rows if row.case["scope"] == "batch")
-    for name, rows in found.items()
-}
-header = ["", "logits, relative", "log-probability, mean", "same first choice"]
+whole = {name: record.measures for name, (record,) in found.items()}
+header = ["", "logits, relative", "log-probability, mean", "same most likely token"]
 cells = [
     [
         name,
@@ -261,9 +254,9 @@ cells = [
 display(Markdown(markdown(header, cells)))
 
 # %% [markdown]
-# So: take `auto`, look at `explain` if the speed surprises you, and at `drift` if the numbers do.
-# With your own model and text, in a shell: `flexvarlen drift model --model ./my-model --text
-# notes.txt`; what each measure means stands in `docs/drift.md`.
+# So use `auto`; call `explain` if the speed surprises you, and `drift` if the numbers do. In a
+# shell, with your own model and text: `flexvarlen drift model --model ./my-model --text notes.txt`.
+# [Verification](../docs/verification.md#drift-rounding-or-a-bug) explains the measures.
 #
 # ## What was claimed, checked
 
@@ -271,16 +264,16 @@ display(Markdown(markdown(header, cells)))
 assert explanation.chosen in timed
 assert torch.equal(by_auto, by_name)
 
-# A refusal is a sentence, and every backend either runs or has one.
+# A refusal is a sentence, and every backend either runs or gives one.
 assert all(reason.endswith(".") for reason in refused)
 assert set(timed) <= {name for name, reasons in why.items() if reasons["plain"] is None}
 
-# More documents of the same tokens: fewer pairs.
+# The same tokens in more documents: fewer pairs.
 assert sorted(pairs.values(), reverse=True) == list(pairs.values())
 
-# Every kernel is right, by a rule and not by eye; and a leak is no rounding.
+# Every kernel is right by the acceptance rule, and a leak is much larger than rounding.
 assert attention.passed
-exact = [row for row in attention.rows if row.case["comparison"] == "exact"]
+exact = [row for row in attention.records if row.case["comparison"] == "exact"]
 ratios = [row.measures["ratio_out"] for row in exact]
 assert len(ratios) == len(timed)
 assert max(ratios) <= 1

@@ -1,4 +1,4 @@
-"""Three documents in one row, none seeing another: `python examples/quickstart.py`.
+"""Three documents in one row that do not see each other: `python examples/quickstart.py`.
 
 Runs on the CPU, with random weights: nothing is downloaded.
 """
@@ -24,7 +24,7 @@ lengths = [50, 1, 77]
 input_ids = torch.randint(config.vocab_size, (1, sum(lengths)))
 layout = fv.PackedLayout.from_lengths(lengths)
 
-# One document a row, on the model as transformers made it: what packing must give again.
+# One document a row, on the model as transformers made it: what packing must reproduce.
 with torch.no_grad():
     alone = torch.cat([model(ids[None]).logits[0] for ids in input_ids[0].split(lengths)])
 
@@ -41,4 +41,4 @@ print("no document sees another")
 model.train()
 loss = model(input_ids=input_ids, packed_layout=layout, labels=input_ids).loss
 loss.backward()
-print(f"loss {loss.item():.3f}; no label crosses a border")
+print(f"loss {loss.item():.3f}; no label crosses a boundary")

@@ -1,11 +1,11 @@
 """Train a causal language model on packed documents: `accelerate launch examples/train.py --help`.
 
-One process or many, DDP or FSDP2: what accelerate was configured for. Documents are tokenized, put
-together into rows of equal tokens (none is cut but those longer than a row), and rows of like cost
-go to the ranks of a step. Each document is seen once an epoch: ranks without a row in its last step
-get one of padding, without loss. A run that was killed goes on with `--resume`, at the row it was
-at; `--out` is a folder that all machines share. Weights are in fp32; on CUDA the forward is in bf16
-where neither accelerate nor `--precision` says another.
+One process or many, DDP or FSDP2: whatever accelerate was configured for. Documents are tokenized
+and packed into rows of equal length (only those longer than a row are cut), and the ranks of a step
+get rows of similar cost. Each document is seen once an epoch: ranks without a row in its last step
+get a row of padding, without loss. A run that was killed continues with `--resume` at the same row;
+`--out` is a folder that all machines share. Weights are in fp32; on CUDA the forward is in bf16,
+unless accelerate or `--precision` says otherwise.
 
     accelerate launch examples/train.py --steps 100      # a small Llama, on Python's help topics
     accelerate launch examples/train.py --model Qwen/Qwen3-1.7B --data texts/ --tokens 16384
@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
-from flexvarlen.equivalence.corpus import read_documents, train_tokenizer
+from flexvarlen.verify.corpus import read_documents, train_tokenizer
 
 SMALL = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6)
 
 
 def tokenizer_and_model(name: str | None, texts: tuple[str, ...]) -> Any:
-    """Those of a folder or the hub; without a name a Llama of 20M parameters, not trained yet."""
+    """From a folder or the hub; without a name an untrained Llama of 20M parameters."""
     if name is not None:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         return AutoTokenizer.from_pretrained(name), model
@@ -59,7 +59,7 @@ def packed_rows(tokenizer: Any, texts: tuple[str, ...], tokens: int) -> list[lis
 
 
 def find_checkpoint(out: Path, run: dict[str, int], resume: bool) -> tuple[Path | None, dict]:
-    """The newest of this very run and the progress in it; none, and step 0, in a fresh run."""
+    """The newest checkpoint of this run and its progress; None and step 0 in a fresh run."""
     found = sorted(out.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.split("-")[1]))
     if found and not resume:
         raise typer.BadParameter(f"out must hold no checkpoint, got {found[-1]}; pass --resume.")
@@ -69,12 +69,14 @@ def find_checkpoint(out: Path, run: dict[str, int], resume: bool) -> tuple[Path 
         return None, {"step": 0, "epoch": 0, "batch": 0, **run}
     progress = json.loads((found[-1] / "progress.json").read_text())
     if (saved := {name: progress[name] for name in run}) != run:
-        raise typer.BadParameter(f"run must be {saved}, got {run}; mend it, or name another out.")
+        raise typer.BadParameter(
+            f"run must be {saved}, got {run}; use these settings, or name another out."
+        )
     return found[-1], progress
 
 
 def save(accelerator: Accelerator, out: Path, progress: dict[str, int]) -> None:
-    """A checkpoint in place of the older; a kill at any moment leaves a whole one."""
+    """Replace the checkpoint; a kill at any moment leaves a whole one."""
     older, partial = list(out.glob("checkpoint-[0-9]*")), out / "partial"
     if accelerator.is_main_process and partial.exists():
         shutil.rmtree(partial)
@@ -91,9 +93,9 @@ def save(accelerator: Accelerator, out: Path, progress: dict[str, int]) -> None:
 def main(
     data: Annotated[Path | None, typer.Option(help="A text file, or a folder of them.")] = None,
     model: Annotated[str | None, typer.Option(help="A folder or a hub name.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of a row.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens in a row.")] = 4096,
     steps: int = 200,
-    accumulate: Annotated[int, typer.Option(help="Rows a rank and step.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Rows per rank and step.")] = 1,
     learning_rate: float = 3e-4,
     backend: str = "auto",
     compile: Annotated[bool, typer.Option("--compile")] = False,
@@ -119,7 +121,7 @@ def main(
     run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}
     run |= {"rows": len(rows), "rows_crc32": zlib.crc32(json.dumps(rows).encode())}
     checkpoint, progress = find_checkpoint(out, run, resume)
-    rows += [[[pad]]] * (-len(rows) % ranks)  # nothing comes before its one token: no label
+    rows += [[[pad]]] * (-len(rows) % ranks)  # a single token has no label
     lengths = [[len(document) for document in row] for row in rows]
 
     fv.patch_model(network, backend)
@@ -151,7 +153,7 @@ def main(
         loader.set_epoch(progress["epoch"])
         batches = iter(accelerator.skip_first_batches(loader, progress["batch"]))
         while progress["step"] < steps and (group := list(islice(batches, accumulate))):
-            # Averaged over the tokens that are predicted, of all rows and ranks alike.
+            # Averaged over the predicted tokens of all rows and ranks.
             here = torch.stack([(batch["labels"] != -100).sum() for batch in group]).sum()
             count = accelerator.reduce(here, "sum")
             loss = torch.zeros((), device=accelerator.device)
@@ -181,7 +183,7 @@ def main(
 
 
 def log(accelerator: Accelerator, out: Path, step: int, sums: torch.Tensor, begin: float) -> float:
-    """Logs loss and tokens of all ranks, and their speed since `begin`; returns the end."""
+    """Log loss, tokens and speed of all ranks since `begin`; return the time now."""
     loss, tokens = accelerator.reduce(sums, "sum").tolist()
     end = time.perf_counter()  # the device is done
     speed = tokens / (end - begin)

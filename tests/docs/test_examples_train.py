@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from flexvarlen.equivalence.corpus import train_tokenizer
+from flexvarlen.verify.corpus import train_tokenizer
 from tests.docs.train_ranks import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +148,7 @@ def check_gradients(folder, notes, documents):
     assert (found - exact).norm() < 1e-5 * exact.norm()
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_as_they_save_go_on_as_if_they_had_not_been(folder, killed):
     """The last whole checkpoint counts, and the steps behind it come again, alike."""
     seen, log = killed
@@ -174,6 +175,7 @@ def test_two_ranks_killed_as_they_save_go_on_as_if_they_had_not_been(folder, kil
     assert len(AutoTokenizer.from_pretrained(folder / "out")) == model.config.vocab_size
 
 
+@pytest.mark.slow
 def test_gradients_of_two_ranks_and_accumulation_are_of_the_mean_over_tokens(folder, killed):
     seen, _ = killed
     check_gradients(folder, f"notes-{DIES}", seen[0])
