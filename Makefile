@@ -4,7 +4,9 @@ BASE_PYTHON ?= python3
 # The interpreter of test-gpu and bench: a GPU machine brings its own torch and kernels.
 PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
+# Tests marked "slow" repeat in breadth what the others check once; `make test-all` runs them too.
 PYTEST_ARGS ?= -n 2 --dist worksteal
+EVIDENCE := tests/bench tests/verify/drift tests/docs/test_notebooks.py
 PYTEST_GPU_ARGS ?=
 COMPARE_ARGS ?=
 BENCH_ARGS ?=
@@ -21,7 +23,7 @@ INSTALLED := .venv/.installed
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-external fuzz lint notebooks bench clean
+.PHONY: help demo test test-evidence test-all test-gpu test-external fuzz lint notebooks bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,14 +35,20 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 	@echo "Built .venv."
 
-demo: $(INSTALLED) ## Compare every backend on tiny Llama and Qwen3, on real text; results in build/compare
-	.venv/bin/flexvarlen compare --out build/compare $(COMPARE_ARGS)
+demo: $(INSTALLED) ## Compare every backend on tiny Llama and Qwen3, on real text
+	.venv/bin/flexvarlen compare --tokens 512 --out build/compare $(COMPARE_ARGS)
 
-test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k boundary" for some of them)
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+test: $(INSTALLED) ## Run the tests of the library (PYTEST_ARGS="-k boundary" for some of them)
+	.venv/bin/python -m pytest $(addprefix --ignore=,$(EVIDENCE)) $(PYTEST_ARGS)
+
+test-evidence: $(INSTALLED) ## Run the tests of the benchmarks, drift and the notebooks
+	.venv/bin/python -m pytest $(EVIDENCE) $(PYTEST_ARGS)
+
+test-all: $(INSTALLED) ## Run all tests that need no GPU, the slow ones too
+	.venv/bin/python -m pytest --slow $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need CUDA, with PYTHON; installs nothing
-	$(WITH_CHECKOUT) $(PYTHON) -m pytest -m gpu $(PYTEST_GPU_ARGS)
+	$(WITH_CHECKOUT) $(PYTHON) -m pytest -m gpu --slow $(PYTEST_GPU_ARGS)
 
 test-external: $(INSTALLED) ## Run transformers' own tests with our attention (minutes; pip fetches them once)
 	.venv/bin/python -m tests.external $(EXTERNAL_ARGS)
@@ -56,8 +64,8 @@ lint: $(INSTALLED) ## Run ruff and mypy
 notebooks: $(INSTALLED) ## Run the notebooks of examples/, and write their .ipynb anew
 	.venv/bin/python -m tests.notebooks $(NOTEBOOKS)
 
-bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="--help" lists the suites; default: all)
-	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen.cli bench $(or $(BENCH_ARGS),all)
+bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="list" lists the suites; default: all)
+	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen bench $(or $(BENCH_ARGS),all)
 
 clean: ## Remove what was built; .venv stays
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

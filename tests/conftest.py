@@ -62,9 +62,11 @@ def pytest_addoption(parser):
     """`--mask-cases N`: random masks of each kind that are held against brute force.
 
     `--all-forms`: all combinations of tests marked `pairwise`, not a sample.
+    `--slow`: the tests marked `slow` too, and every parameter of those marked `sampled`.
     """
     parser.addoption("--mask-cases", type=int, default=60)
     parser.addoption("--all-forms", action="store_true")
+    parser.addoption("--slow", action="store_true")
 
 
 def pytest_generate_tests(metafunc):
@@ -78,11 +80,28 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave the tests marked ``gpu`` out where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
-    config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
-    items[:] = [item for item in items if "gpu" not in item.keywords]
+    """Leave out tests marked ``gpu`` without a CUDA device, and ``slow`` ones without --slow."""
+    unwanted = set() if torch.cuda.is_available() else {"gpu"}
+    unwanted |= set() if config.getoption("--slow") else {"slow"}
+    kept = [item for item in items if not unwanted & set(item.keywords)]
+    if not config.getoption("--slow"):
+        kept = _sampled(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def _sampled(items):
+    """Of a test marked `sampled(n)`, n of its parameters, evenly spaced."""
+    by_test = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            by_test.setdefault((item.path, item.originalname), []).append(item)
+    left_out = set()
+    for own in by_test.values():
+        (most,) = own[0].get_closest_marker("sampled").args
+        step = max(1.0, len(own) / most)
+        left_out |= set(own) - {own[int(i * step)] for i in range(min(most, len(own)))}
+    return [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
