@@ -17,29 +17,33 @@ def measure_each(
     variants: Sequence[str],
     measure: Callable[[str], Finding],
     device: torch.device,
+    *,
+    pass_: str = "",
+    before: Sequence[Finding] = (),
 ) -> list[Finding]:
     """Measure variants one after another; what one raises is its finding.
 
     Args:
         where: the case, for the message.
         measure: makes the finding of a variant.
+        pass_: of the findings.
+        before: findings of the case's other passes; they come first.
 
     Raises:
         DeviceLost: a variant broke the device; with the findings so far.
     """
-    findings: list[Finding] = []
+    findings = list(before)
     for name in variants:
         try:
             finding = measure(name)
             synchronize(device)  # an error of the device is this variant's, not the next one's
         except Exception as error:  # compilers of kernels raise types of their own
             status, reason = status_of(error)
-            if is_lost(error, device):
-                findings.append(Finding(name, "failed", reason, {"fatal": True}))
-                raise DeviceLost(
-                    f"{name} lost the device in {where}: {reason}", findings
-                ) from error
-            finding = Finding(name, status, reason)
+            lost = is_lost(error, device)
+            finding = Finding(name, status, reason, {"fatal": True} if lost else {}, pass_)
+            if lost:
+                message = f"{name} lost the device in {where}: {reason}"
+                raise DeviceLost(message, [*findings, finding]) from error
         findings.append(finding)
         if device.type == "cuda":
             gc.collect()

@@ -23,8 +23,8 @@ from flexvarlen.measure.timing import synchronize
 from flexvarlen.reference.acceptance import Error
 from flexvarlen.report.records import Record, by_machine, grouped
 from flexvarlen.report.table import Column, Table
-from flexvarlen.runner.failures import Unsupported, status_of
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, UnknownVariant
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
 
 KERNELS = ("fa2", "fa3", "fa4", "varlen")
 PASSES = ("forward", "forward for a backward", "forward and backward")
@@ -67,14 +67,13 @@ class HostTime(Suite):
             options.device,
             causal=True,
         )
-        found = []
-        for variant in variants:
-            for pass_ in PASSES:
-                try:
-                    measures = _host_time(inputs, variant, pass_, options)
-                    found.append(Finding(variant, "ok", None, measures, pass_))
-                except (Unsupported, NotImplementedError, ImportError) as error:
-                    found.append(Finding(variant, *status_of(error), pass_=pass_))
+        require_known(variants, RAW)
+        found: list[Finding] = []
+        for pass_ in PASSES:
+            measure = partial(_host_time, inputs, pass_, options)
+            found = measure_each(
+                case.name, variants, measure, options.device, pass_=pass_, before=found
+            )
         return found
 
     def section(self, records: Sequence[Record]) -> str:
@@ -84,10 +83,8 @@ class HostTime(Suite):
 SUITE = HostTime()
 
 
-def _host_time(inputs: Inputs, kernel: str, pass_: str, options: Options) -> dict[str, Any]:
+def _host_time(inputs: Inputs, pass_: str, options: Options, kernel: str) -> Finding:
     """Microseconds of our call, of the raw one, and of the difference, round by round."""
-    if kernel not in RAW:
-        raise UnknownVariant(f"variants must be of {', '.join(RAW)}, got {kernel!r}; choose one.")
     needs_grad = pass_ != PASSES[0]
     raw = RAW[kernel](inputs, needs_grad)
     leaves = inputs.leaves(needs_grad)
@@ -96,7 +93,8 @@ def _host_time(inputs: Inputs, kernel: str, pass_: str, options: Options) -> dic
     out = first_of(ours())
     apart = Error.between(out, raw.as_THD(raw.forward())).relative
     if not apart < 0.02:
-        raise RuntimeError(f"our output and the raw kernel's differ by {apart:.2g}, relative")
+        wrong = f"our output and the raw kernel's differ by {apart:.2g}, relative"
+        return Finding(kernel, "wrong", wrong, pass_=pass_)
     calls: dict[str, Callable[[], Any]] = {"ours": ours, "raw": raw.forward}
     if pass_ == PASSES[2]:
         calls = {
@@ -113,7 +111,7 @@ def _host_time(inputs: Inputs, kernel: str, pass_: str, options: Options) -> dic
     for name, values in found.items():
         tenths = statistics.quantiles(values, n=10, method="inclusive")
         measures |= {f"{name}_us_p{10 * i + 10}": tenths[i] for i in (1, 4, 7)}
-    return measures
+    return Finding(kernel, "ok", None, measures, pass_)
 
 
 def _microseconds(call: Callable[[], Any], calls: int, device: torch.device) -> float:

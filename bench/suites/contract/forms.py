@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,8 +36,9 @@ from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.reference.acceptance import Error, largest, why_wrong
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.report.records import Status, one_line
-from flexvarlen.runner.failures import is_lost
-from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
 from flexvarlen.verify.isolation.tokens import halves
 
 QUICK_FORMS = (
@@ -48,7 +50,6 @@ QUICK_FORMS = (
 )
 FIRST_POSITION = {"roberta": 2}
 """Of families that do not count positions from 0."""
-REFUSALS = (NotImplementedError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,20 @@ class Forms(Suite):
         assert isinstance(case, FormsCase)
         forms = [f for f in FORMS if f.name in QUICK_FORMS] if options.quick else FORMS
         models = TinyModels(case, options.device)
-        findings = []
+        findings: list[Finding] = []
         for form in forms:
-            for variant in variants:
-                finding = self.finding(models, variant, form)
-                findings.append(finding)
-                if finding.measures.get("fatal"):
-                    raise DeviceLost(f"{variant} of {case.name} lost the device", findings)
+            measure = partial(self.finding, models, form)
+            findings = measure_each(
+                f"{case.name}, {form.name}",
+                variants,
+                measure,
+                options.device,
+                pass_=form.name,
+                before=findings,
+            )
         return findings
 
-    def finding(self, models: TinyModels, variant: str, form: Form) -> Finding:
+    def finding(self, models: TinyModels, form: Form, variant: str) -> Finding:
         """One implementation in one form."""
         # FlexAttention has no backward on the CPU.
         trains = self.gradients and (models.on_gpu or not variant.endswith("flex"))
@@ -101,24 +106,17 @@ class Forms(Suite):
                 model.train(form.train)
                 found = models.answer(model, [form.batch(models.ids)], gradients=trains)
                 leaks = count_leaks(model, form, models.ids)
-        except Exception as error:  # what a form makes transformers raise is of any type
-            status, reason = _status(error, ours=not variant.startswith("transformers:"))
-            fatal = {"fatal": True} if is_lost(error, models.ids.device) else {}
-            return Finding(variant, status, reason, fatal, form.name)
+        except ValueError as error:
+            if variant.startswith("transformers:"):  # that is how transformers refuses
+                raise Unsupported(one_line(error)) from error
+            raise
         finally:
             models.packed.eval()
         measures, wrong = models.compare(found, form)
         if leaks:
             wrong = f"{leaks} logits change with another document's tokens"
-        status = "ok" if wrong is None else "wrong"
+        status: Status = "ok" if wrong is None else "wrong"
         return Finding(variant, status, wrong, measures | {"leaks": leaks}, form.name)
-
-
-def _status(error: Exception, *, ours: bool) -> tuple[Status, str]:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "oom", one_line(error)
-    refused = isinstance(error, REFUSALS) or (isinstance(error, ValueError) and not ours)
-    return ("unsupported" if refused else "failed"), one_line(error)
 
 
 @contextmanager

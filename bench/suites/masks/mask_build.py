@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,8 +33,9 @@ from flexvarlen.measure import (
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, commits_of, in_short, ran_on
 from flexvarlen.report.table import NOTHING, Column, Table, best, three_digits
-from flexvarlen.runner.failures import Unsupported, is_lost, status_of
-from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, UnknownVariant
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
 
 SIGMA, SEED = 1.0, 0
 UNTIMED_BUILDS = 5
@@ -192,39 +193,23 @@ class MaskBuild(Suite):
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, MaskCase)
-        findings: list[Finding] = []
-        right: dict[str, tuple[Build, dict[str, Any]]] = {}
-        for name in variants:
-            try:
-                build, mask_options = self.builder(case, name, options.device)
-                right[name] = (build, checked(case, build, mask_options, options.device))
-            except WrongMask as error:
-                findings.append(Finding(name, "wrong", str(error)))
-            except Exception as error:  # compilers of kernels raise types of their own
-                status, reason = status_of(error)
-                findings.append(Finding(name, status, reason))
-                if is_lost(error, options.device):
-                    findings[-1] = Finding(name, "failed", reason, {"fatal": True})
-                    raise DeviceLost(f"{name} of {case.name} lost the device", findings) from error
-        times = timed({name: build for name, (build, _) in right.items()}, options)
-        for name, (build, measures) in right.items():
-            peak = {"peak_mib": peak_memory_mib(build, options.device)} if options.on_gpu else {}
-            findings.append(Finding(name, "ok", None, measures | times[name] | peak))
-        return findings
+        require_known(variants, self.variants(case, options))
+        right: dict[str, Build] = {}
 
-    def builder(
-        self, case: MaskCase, name: str, device: torch.device
-    ) -> tuple[Build, dict[str, Any]]:
-        """A variant's builder, and the options of its mask."""
-        if name not in self.variants(case, Options(device)):
-            raise UnknownVariant(f"{case.name} has no variant {name!r}; name one of its own.")
-        if case.part == "build":
-            if name.startswith("create") and "compiled" not in name:
-                require_memory(case, device)
-            return BUILDERS[name](case, device), {}
-        layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
-        options = options_of_kind(name, case, layout)
-        return lambda: fv.document_block_mask(layout, **options), options
+        def check(name: str) -> Finding:
+            build, mask_options = builder(case, name, options.device)
+            measures, wrong = checked(case, build, mask_options, options.device)
+            if wrong is not None:
+                return Finding(name, "wrong", wrong)
+            right[name] = build
+            return Finding(name, "ok", None, measures)
+
+        findings = measure_each(case.name, variants, check, options.device)
+        times = timed(right, options)
+        return [
+            replace(found, measures={**found.measures, **times.get(found.variant, {})})
+            for found in findings
+        ]
 
     def section(self, records: Sequence[Record]) -> str:
         return "\n\n".join(
@@ -241,8 +226,15 @@ class MaskBuild(Suite):
         return [draw(own, folder)] if own else []
 
 
-class WrongMask(Exception):
-    """A builder's mask lists other blocks than it should; the message says which."""
+def builder(case: MaskCase, name: str, device: torch.device) -> tuple[Build, dict[str, Any]]:
+    """A variant's builder, and the options of its mask."""
+    if case.part == "build":
+        if name.startswith("create") and "compiled" not in name:
+            require_memory(case, device)
+        return BUILDERS[name](case, device), {}
+    layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
+    options = options_of_kind(name, case, layout)
+    return lambda: fv.document_block_mask(layout, **options), options
 
 
 def require_memory(case: MaskCase, device: torch.device) -> None:
@@ -261,25 +253,23 @@ def require_memory(case: MaskCase, device: torch.device) -> None:
 
 def checked(
     case: MaskCase, build: Build, mask_options: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
-    """What is known of the documents and of a builder's first mask, once that is right."""
+) -> tuple[dict[str, Any], str | None]:
+    """What is known of the documents and of a builder's first mask, and what is wrong with it."""
     layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
     with watch_compilation() as stats:
         mask = build()
-    reason = difference(mask, expected_tables(layout, **mask_options))
-    if reason is not None:
-        raise WrongMask(reason)
     assert mask.full_kv_num_blocks is not None
-    return {
+    measures = {
         "num_docs": len(case.lengths()),
         "longest": max(case.lengths()),
         "blocks": int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()),
         "compile_s": stats.compile_s,
     }
+    return measures, difference(mask, expected_tables(layout, **mask_options))
 
 
 def timed(builds: Mapping[str, Build], options: Options) -> dict[str, dict[str, Any]]:
-    """`wall_us_*` of a build on an idle device, and `gpu_us` of its device work, by builder."""
+    """By builder: `wall_us_*` of a build on an idle device, `gpu_us` of its device work, memory."""
     if not builds:
         return {}
     device = options.device
@@ -310,6 +300,7 @@ def timed(builds: Mapping[str, Build], options: Options) -> dict[str, dict[str, 
             "repeats": t.repeats,
             "gpu_us": apart[name].device.ms_p50 * 1e3 if name in apart else None,
         }
+        | ({"peak_mib": peak_memory_mib(builds[name], device)} if options.on_gpu else {})
         for name, t in wall.items()
     }
 

@@ -19,8 +19,8 @@ from flexvarlen.measure import (
     watch_compilation,
 )
 from flexvarlen.measure.timing import wall_seconds
-from flexvarlen.runner.failures import is_lost, status_of
-from flexvarlen.runner.suite import DeviceLost, Finding, Options
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.suite import Finding, Options
 
 MOST_REPEATS = 15
 SLOW_S = 2.0
@@ -72,26 +72,23 @@ def measure_variants(
     Raises:
         DeviceLost: nothing can be measured any more in this process.
     """
-    findings: list[Finding] = []
     right: dict[str, Checked] = {}
+
+    def first_runs(variant: str) -> Finding:
+        checked = check(variant)
+        if checked.wrong is not None:
+            finding = Finding(variant, "wrong", checked.wrong, checked.measures)
+        else:
+            _run_again(checked, options)
+            right[variant] = checked
+            finding = Finding(variant, "ok")
+        options.say(f"{variant}: {'right' if variant in right else 'wrong'}")
+        return finding
+
     torch._dynamo.reset()  # what another case compiled, and the models it holds
     with torch._dynamo.config.patch(LIMITS):
-        for variant in variants:
-            try:
-                checked = check(variant)
-                if checked.wrong is None:
-                    _run_again(checked, options)
-                    right[variant] = checked
-                else:
-                    findings.append(Finding(variant, "wrong", checked.wrong, checked.measures))
-            except Exception as error:  # kernel packages assert, and raise types of their own
-                status, reason = status_of(error)
-                lost = is_lost(error, options.device)
-                findings.append(Finding(variant, status, reason, {"fatal": True} if lost else {}))
-                if lost:
-                    raise DeviceLost(f"{variant} lost the device", findings) from error
-            free(options.device)
-            options.say(f"{variant}: {'right' if variant in right else findings[-1].status}")
+        found = measure_each("its first runs", variants, first_runs, options.device)
+        findings = [finding for finding in found if finding.variant not in right]
         for variant, timing in _time(right, options, most_repeats, slow_s).items():
             checked = right[variant]
             more, wrong = checked.afterwards()
