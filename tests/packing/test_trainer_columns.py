@@ -76,6 +76,7 @@ BOTH = ("seq_lengths", "completion_mask")
 EACH = (("seq_lengths",), ("seq_idx",), ("cu_seq_lens_q",), ("seq_lengths", "assistant_masks"))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("source", ["dataset", "list", "stream"])
 @pytest.mark.parametrize(
     ("columns", "how"),

@@ -263,6 +263,7 @@ PICKLED_CALLS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("part", "call"),
