@@ -18,12 +18,13 @@ from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
-    check_head,
+    kind_of_head,
     mark_heads,
     refuse_prompt_learning,
     require_keywords,
     unwrap_loss,
 )
+from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
@@ -67,6 +68,8 @@ def patch_model(
     batch_invariant: bool | None = None,
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
+    unpad: bool = False,
+    unpad_to_multiple_of: int | None = None,
     sequence_parallel_group: ProcessGroup | None = None,
 ) -> Model:
     """Make a transformers model run on packed batches, in which no document attends to another.
@@ -160,7 +163,8 @@ def patch_model(
     require_verified(inner.config.model_type)
     refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
-    check_head(inner, causal=any(kind.causal for kind in kinds))
+    head = kind_of_head(inner, causal=any(kind.causal for kind in kinds))
+    check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
@@ -181,6 +185,9 @@ def patch_model(
         max_seqlen_bound=max_seqlen_bound,
         kinds=kinds,
         implementation_before=before,
+        head=head,
+        unpad=unpad,
+        unpad_to_multiple_of=unpad_to_multiple_of,
         sequence_parallel_group=sequence_parallel_group,
         **guarantees,
     )
@@ -255,6 +262,8 @@ def patched(
     batch_invariant: bool | None = None,
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
+    unpad: bool = False,
+    unpad_to_multiple_of: int | None = None,
     sequence_parallel_group: ProcessGroup | None = None,
 ) -> Iterator[Model]:
     """`patch_model` for the duration of a `with` block; restores the previous state afterwards.
@@ -270,6 +279,8 @@ def patched(
         batch_invariant=batch_invariant,
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
+        unpad=unpad,
+        unpad_to_multiple_of=unpad_to_multiple_of,
         sequence_parallel_group=sequence_parallel_group,
     )
     try:

@@ -57,11 +57,13 @@ class Patch:
     """The settings of a patched model, and what is needed to restore it.
 
     Attributes:
-        backend, capacity, max_seqlen_bound, sequence_parallel_group: as given to `patch_model`.
+        backend, capacity, max_seqlen_bound, unpad, unpad_to_multiple_of,
+        sequence_parallel_group: as given to `patch_model`.
         deterministic, batch_invariant: as given, or from the environment variables.
         named: the backend whose attn_implementation it set.
         backends: those that its config may name: of all patched models that share the config.
         kinds: of its attention layers; with a group, with the number of heads per rank.
+        head: the ending of the head's class name, such as "ForCausalLM"; "" for a base model.
     """
 
     backend: BackendChoice
@@ -73,6 +75,9 @@ class Patch:
     max_seqlen_bound: int | None
     kinds: tuple[LayerKind, ...]
     implementation_before: str | dict[str, str]
+    head: str
+    unpad: bool = False
+    unpad_to_multiple_of: int | None = None
     sequence_parallel_group: ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
@@ -84,7 +89,8 @@ class Patch:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `patch_model` that recreate this patch."""
         names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
-        return {name: getattr(self, name) for name in (*names, "sequence_parallel_group")}
+        more = ("unpad", "unpad_to_multiple_of", "sequence_parallel_group")
+        return {name: getattr(self, name) for name in (*names, *more)}
 
 
 def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:

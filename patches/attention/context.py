@@ -15,6 +15,7 @@ from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
 
@@ -78,7 +79,8 @@ class PackedForward:
         routes: by kind; built before the first layer, or on request of a layer of another kind.
         one_per_row: whether each row holds at most one document, for a forward that may fill a
             cache; a bool tensor in a compiled graph. None: it fills no cache.
-        drops_pooled: whether the pooler_output, which pools whole rows, is set to None.
+        padded: the padded batch that this forward runs as a packed row, if there is one.
+        pools: whether the base model's pooler must pool by document, not by row.
         packs: whether a row may hold several documents, or padding.
         in_base: whether the base model received this object from its head.
     """
@@ -102,7 +104,8 @@ class PackedForward:
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
         self.one_per_row: Tensor | bool | None = None
-        self.drops_pooled = False
+        self.padded: PaddedBatch | None = None
+        self.pools = False
         self.packs, self.in_base = True, False
         self._copies: dict[str, PackedForward] = {}
 

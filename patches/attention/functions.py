@@ -105,7 +105,7 @@ def _attention_function(backend: str) -> Attention:
         )
         q, k, v = _under_autocast(_as_THD(query), _as_THD(key), _as_THD(value))
         if context.has_temperature:
-            q = own_temperature(module, q, context.layout, row_tokens, context.group)
+            q = own_temperature(module, q, context, row_tokens)
         if v_dim != head_dim:
             q, k, v = to_one_head_dim(q, k, v)
         if context.group is not None:

@@ -28,26 +28,30 @@ _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def mask_labels(
     model: nn.Module,
     inputs: dict[str, Any],
-    layout: PackedLayout,
-    group: ProcessGroup | None,
+    first: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    packs: bool = True,
 ) -> None:
-    """Set labels to -100 where a document's last token would predict the next document.
+    """Set labels to -100 where a document's last token, or padding, would predict a token.
 
     Replaces them in the forward's keyword arguments; the caller's tensors are not modified. With a
     group the labels are those of this rank's tokens.
+
+    Args:
+        first: bool `[T]`, as `first_tokens` returns it.
+        packs: whether a row may hold several documents, or padding.
     """
     given = {name: inputs[name] for name in _LABELS if inputs.get(name) is not None}
     for name, labels in given.items():
-        inputs[name] = _masked(labels, layout, group, shifted=name == "shift_labels")
-    if given and inputs.get("num_items_in_batch") is not None and not torch.compiler.is_compiling():
+        inputs[name] = _masked(labels, first, group, shifted=name == "shift_labels")
+    counted = packs and inputs.get("num_items_in_batch") is not None
+    if given and counted and not torch.compiler.is_compiling():
         name = next(iter(given))
-        _warn_if_counted(model, given[name], inputs[name], layout, shifted=name == "shift_labels")
+        _warn_if_counted(model, given[name], inputs[name], shifted=name == "shift_labels")
 
 
-def _masked(
-    labels: Tensor, layout: PackedLayout, group: ProcessGroup | None, *, shifted: bool
-) -> Tensor:
-    first = first_tokens(layout)
+def _masked(labels: Tensor, first: Tensor, group: ProcessGroup | None, *, shifted: bool) -> Tensor:
     if shifted:  # shift_labels[t] is token t + 1
         first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
     if group is not None:
@@ -55,15 +59,12 @@ def _masked(
     return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)
 
 
-def _warn_if_counted(
-    model: nn.Module, labels: Tensor, masked: Tensor, layout: PackedLayout, *, shifted: bool
-) -> None:
+def _warn_if_counted(model: nn.Module, labels: Tensor, masked: Tensor, *, shifted: bool) -> None:
     """Warn if `num_items_in_batch` counts labels that were just masked. One read per model.
 
     Only the caller knows what it counted, over all the batches of a step.
     """
-    borders = layout.num_docs != labels.shape[0] or bool(layout.has_padding)
-    if model in _counted or not borders:
+    if model in _counted:
         return
     _counted.add(model)
     if not shifted:  # the loss ignores the first label of a row, so it is not counted

@@ -38,20 +38,30 @@ _CAUSAL_HEADS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPI
 
 _LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
 
-_CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # labels are next tokens
-_BIDIRECTIONAL = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
-_POOLED = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForReward")
-_HEADS = (*_CAUSAL, *_BIDIRECTIONAL, *_POOLED)
+CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
+"""Heads whose labels are next tokens."""
+
+PER_DOCUMENT = ("ForSequenceClassification", "ForReward")
+"""Heads with one output per document."""
+
+_PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
+PER_ROW = ("ForQuestionAnswering", "ForMultipleChoice")
+"""Heads that cannot take packed rows; their base model refuses them."""
+
+_HEADS = (*CAUSAL, *_PER_TOKEN, *PER_DOCUMENT, *PER_ROW)
 
 
-def check_head(model: PreTrainedModel, *, causal: bool) -> None:
-    """Refuse a head that pools rows, or an encoder with `config.is_decoder=True`.
+def kind_of_head(model: PreTrainedModel, *, causal: bool) -> str:
+    """The ending of the head's class name; "" for a base model.
+
+    Of a subclass of a transformers head, that of the head.
 
     Args:
         causal: whether attention is.
 
     Raises:
-        NotImplementedError: the model has such a head, or is such an encoder.
+        NotImplementedError: the head is of another kind, or the model is an encoder with
+            `config.is_decoder=True`.
     """
     if model.config.__dict__.get("is_decoder"):  # has caches, and may have cross-attention
         raise NotImplementedError(
@@ -59,16 +69,18 @@ def check_head(model: PreTrainedModel, *, causal: bool) -> None:
             "config.is_decoder=True; set it to False before the model is built."
         )
     if base_of(model) is model:
-        return
-    names = [parent.__name__ for parent in type(model).__mro__]
-    head = next((name for name in names if name.endswith(_HEADS)), "")
-    if not head.endswith(_CAUSAL if causal else _BIDIRECTIONAL):
-        heads = "ForCausalLM" if causal else "ForMaskedLM or ...ForTokenClassification"
+        return ""
+    heads = [head for head in _HEADS if causal or head not in CAUSAL]
+    classes = type(model).__mro__
+    own = [each for each in classes if each.__module__.startswith("transformers.models.")]
+    names = [each.__name__ for each in own or classes]
+    found = next((head for name in names for head in heads if name.endswith(head)), None)
+    if found is None:
         raise NotImplementedError(
-            f"model must be a base model, a ...{heads} or a subclass of one, got {names[0]}: "
-            f"labels of other heads are not {'next tokens' if causal else 'of tokens'}; patch its "
-            "base model, and pool by document."
+            f"model must be a base model, or have a head {', '.join(heads)} or a subclass of one, "
+            f"got {classes[0].__name__}, whose labels are not known; patch its base model."
         )
+    return found
 
 
 def require_keywords(modules: list[nn.Module]) -> None:

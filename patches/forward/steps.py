@@ -21,7 +21,8 @@ from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import mark_cache, note_documents, refuse_packed_documents
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
-from flexvarlen.patches.batch.labels import mask_labels
+from flexvarlen.patches.batch.labels import first_tokens, mask_labels
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import (
     causal_positions,
     positions_by_run,
@@ -38,11 +39,21 @@ from flexvarlen.patches.batch.unsupported_keywords import (
     refuse_other_names,
 )
 from flexvarlen.patches.forward.heads import (
+    CAUSAL,
     HEAD,
+    PER_DOCUMENT,
+    PER_ROW,
     POOLING_HEAD,
     HeadReference,
     refuse_pooling,
     wrap_loss,
+)
+from flexvarlen.patches.forward.padding import (
+    documents_of_rows,
+    give_to_base,
+    note_pooler,
+    pad_and_pool,
+    padded_batch,
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
@@ -51,9 +62,8 @@ from flexvarlen.patches.models.layers import (
     base_of,
     chunk_size_of,
     dtype_of_queries,
-    first_layer,
+    is_compiled_by_layer,
     text_config_of,
-    text_tower,
     vision_tower,
 )
 from flexvarlen.patches.models.llama4 import has_temperature
@@ -75,33 +85,54 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     patch: Patch | None = module.__dict__.get(ATTRIBUTE)
     if patch is None:
         return None
+    is_head = base_of(module) is not module  # type: ignore[arg-type]
+    if is_head and patch.head in PER_ROW:
+        return None
     pooling_head = inputs.pop(POOLING_HEAD, None)
-    tokens = _tokens(inputs)
-    if tokens is None or inputs.get(CONTEXT) is not None:
+    tokens, given = _tokens(inputs), inputs.get(CONTEXT)
+    if tokens is None or isinstance(given, PackedForward | Unpacked):
         return _from_head(module, inputs)
     _refuse(module, patch, inputs)
-    forward = _Forward(module, patch, inputs, tokens)
+    padded = padded_batch(module, patch, inputs, tokens)
+    if padded is not None:
+        if is_head:
+            if patch.head in CAUSAL:
+                mask_labels(module, inputs, padded.first_tokens())
+            return give_to_base(module, inputs, padded)
+        inputs = padded.inputs_of_row(inputs)
+        tokens = _tokens(inputs)
+        assert tokens is not None
+    forward = _Forward(module, patch, inputs, tokens, padded)
     _refuse_head_without_documents(module, forward.is_explicit)
     if forward.group is not None:
         prepare_shard(module, inputs, forward.boundaries, tokens, forward.config, forward.group)
     if forward.why_unpacked is not None:
         return _unpacked(forward, forward.why_unpacked)
-    layout = forward.find_layout()
-    refuse_pooling(pooling_head, layout, forward.batch)
+    if is_head and patch.head in PER_DOCUMENT:
+        layout, rows = documents_of_rows(forward.find_layout, forward.batch, causal=forward.causal)
+        if rows is not None:
+            inputs = rows.inputs_of_batch(inputs, forward.config.pad_token_id)
+            return give_to_base(module, inputs, rows)
+    else:
+        layout = forward.find_layout()
+    if padded is None:
+        refuse_pooling(pooling_head, layout, forward.batch)
     _set_positions(forward, layout)
-    if forward.causal:  # otherwise labels belong to the tokens themselves
-        mask_labels(module, inputs, layout, forward.group)
+    if patch.head in CAUSAL:  # otherwise labels belong to the tokens themselves
+        first = first_tokens(layout)
+        mask_labels(module, inputs, first, forward.group, packs=forward.packs)
     _set_use_cache(forward)
     inputs[CONTEXT] = packed = packed_forward(module, patch, layout)
-    packed.packs = forward.packs
+    packed.packs, packed.padded = forward.packs, padded
     _note_cache(forward, packed)
-    _set_pooler(forward, packed)
+    if not is_head:
+        note_pooler(module, inputs, packed, forward.batch)
     _set_attention_mask(forward, packed)
     return inputs
 
 
 def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
-    """Check the outputs of a forward, and mark the cache it filled.
+    """Check the outputs of a forward, pad and pool them, and mark the cache it filled.
 
     Raises:
         ValueError: a head did not pass the documents on to its base model.
@@ -115,8 +146,8 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
         raise ValueError(_KEPT_BY_HEAD)
     if packed.one_per_row is not None:
         mark_cache(outputs, packed.one_per_row)
-    if packed.drops_pooled and "pooler_output" in outputs:
-        outputs["pooler_output"] = None
+    if base is module:
+        pad_and_pool(base, packed, outputs)
 
 
 _KEPT_BY_HEAD = (
@@ -164,6 +195,7 @@ class _Forward:
         patch: of the model.
         inputs: its keyword arguments, without the boundaries; the steps change them.
         tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
+        padded: the padded batch that these inputs, of a packed row, were made from, or None.
         boundaries: the keywords that only give documents, None where not given.
         config: of the text tower.
         causal: whether attention is causal.
@@ -174,9 +206,15 @@ class _Forward:
     """
 
     def __init__(
-        self, module: nn.Module, patch: Patch, inputs: dict[str, Any], tokens: Tensor
+        self,
+        module: nn.Module,
+        patch: Patch,
+        inputs: dict[str, Any],
+        tokens: Tensor,
+        padded: PaddedBatch | None,
     ) -> None:
         self.module, self.patch, self.inputs, self.tokens = module, patch, inputs, tokens
+        self.padded = padded
         self.base: Any = base_of(module)  # type: ignore[arg-type]
         self.config: Any = text_config_of(module.config)
         self.group = patch.sequence_parallel_group
@@ -288,9 +326,11 @@ def _set_positions(forward: _Forward, layout: PackedLayout) -> None:
     """Set the position_ids: given ones, or per document; otherwise the model builds them.
 
     In a causal model whose rows hold one document each, padding is counted too, as the model's own
-    positions do, so that decoding continues from them.
+    positions do, so that decoding continues from them. So it is in a padded batch.
     """
     inputs, base = forward.inputs, forward.base
+    if forward.padded is not None and forward.positions is None and not _first_position(base):
+        forward.positions = inputs["position_ids"] = forward.padded.offsets_in_rows()
     if forward.positions is not None and has_longrope(forward.config):
         inputs["position_ids"] = positions_by_run(layout, forward.positions, forward.row_tokens)
     given: Tensor | None = inputs.get("position_ids")
@@ -327,7 +367,7 @@ def _set_use_cache(forward: _Forward) -> None:
         or not forward.causal
         or forward.module.training
         or torch.compiler.is_compiling()
-        or _compiled_by_layer(forward.base)
+        or is_compiled_by_layer(forward.base)
     )
     if wants_none and inputs.get("use_cache") is None and forward.cache is None:
         inputs["use_cache"] = False
@@ -342,27 +382,6 @@ def _note_cache(forward: _Forward, packed: PackedForward) -> None:
         one_per_row = one_document_per_row(packed.layout, forward.batch)
         packed.one_per_row = one_per_row if torch.compiler.is_compiling() else bool(one_per_row)
         note_documents(forward.cache, packed.one_per_row)
-
-
-def _set_pooler(forward: _Forward, packed: PackedForward) -> None:
-    """Drop the pooler_output if it would pool only the first document of a row.
-
-    Raises:
-        ValueError: it must be dropped, but `return_dict=False` asks for a tuple.
-    """
-    if forward.base._modules.get("pooler") is None:
-        return
-    one_per_row = one_document_per_row(packed.layout, forward.batch)
-    if not torch.compiler.is_compiling() and bool(one_per_row):
-        return
-    return_dict = forward.inputs.get("return_dict")
-    if not (forward.config.return_dict if return_dict is None else return_dict):
-        raise ValueError(
-            "return_dict must stay True where a row may hold several documents, got False: the "
-            "pooler's output, of the row's first token alone, is left out; leave return_dict out, "
-            "and pool last_hidden_state by document."
-        )
-    packed.drops_pooled = True
 
 
 def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
@@ -394,11 +413,3 @@ def _tokens(inputs: dict[str, Any]) -> Tensor | None:
     """The forward's `[B, S]` ids or `[B, S, hidden]` embeddings."""
     input_ids: Tensor | None = inputs.get("input_ids")
     return inputs.get("inputs_embeds") if input_ids is None else input_ids
-
-
-def _compiled_by_layer(base: Any) -> bool:
-    """Whether the layers are compiled separately: with a cache each would get its own graph."""
-    first = first_layer(text_tower(base))
-    if first is None:
-        return False
-    return "_orig_mod" in first._modules or first._compiled_call_impl is not None

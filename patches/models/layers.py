@@ -66,6 +66,14 @@ def first_layer(tower: nn.Module) -> nn.Module | None:
     return None
 
 
+def is_compiled_by_layer(base: nn.Module) -> bool:
+    """Whether the layers are compiled separately."""
+    first = first_layer(text_tower(base))
+    if first is None:
+        return False
+    return "_orig_mod" in first._modules or first._compiled_call_impl is not None
+
+
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that call the attention function, in order."""
     return [layer for layer in model.modules() if "is_causal" in layer.__dict__]

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel import shard_tokens
 from flexvarlen.patches.batch.positions import causal_positions
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from flexvarlen.patches.attention.context import PackedForward
 
 
 def has_temperature(config: Any) -> bool:
@@ -24,24 +23,24 @@ def has_temperature(config: Any) -> bool:
 
 
 def own_temperature(
-    layer: nn.Module,
-    q_THD: Tensor,
-    layout: PackedLayout,
-    row_tokens: int,
-    group: ProcessGroup | None,
+    layer: nn.Module, q_THD: Tensor, context: PackedForward, row_tokens: int
 ) -> Tensor:
     """Rescale queries from the scale of their position in the row to that in their document.
 
     Unchanged in short rows and in layers with RoPE. With a
     group these are the queries of a shard of S tokens, and the layout is that of the whole row.
     """
+    layout, group = context.layout, context.group
     floor_scale: Any = layer.floor_scale
     longest = row_tokens if group is None else layout.total_tokens
     if layer.use_rope or longest < floor_scale:
         return q_THD
     in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
     batch = q_THD.shape[0] // row_tokens if group is None else 1
-    position_T = causal_positions(layout, batch)
+    if context.padded is None:
+        position_T = causal_positions(layout, batch)
+    else:
+        position_T = context.padded.offsets_in_rows()[0]
     if group is not None:
         position_T = shard_tokens(position_T, group)
 

@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModel,
-    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertLMHeadModel,
     BertModel,
@@ -231,41 +230,38 @@ def bert():
     return AutoModel.from_config(config_of("bert")).eval()
 
 
-def test_pooled_row_of_several_documents():
-    """The pooler takes the row's first token: that is no other document's."""
+def test_the_pooler_reads_the_first_document_alone():
+    """It takes a row's first token: each document must have its own, padding none."""
     model, batch = bert(), one_row()
     with torch.no_grad():
         alone = [model(documents()[i][None]) for i, _ in batch.order]
         fv.patch_model(model, "sdpa")
         packed = model(batch.ids, cu_seq_lens_q=batch.cu_seqlens)
-        single = model(documents()[1][None])
-    assert packed.pooler_output is None
-    assert packed[1] is None
+    pooled = torch.cat([x.pooler_output for x in alone])
+    torch.testing.assert_close(packed.pooler_output, pooled, atol=1e-4, rtol=1e-4)
+    assert packed[1] is packed.pooler_output
     hidden = torch.cat([x.last_hidden_state[0] for x in alone])
     torch.testing.assert_close(packed.last_hidden_state[0], hidden, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(single.pooler_output, alone[1].pooler_output, atol=1e-4, rtol=1e-4)
 
 
-def test_pooled_row_in_a_compiled_graph():
-    """A graph does not know whether a row holds several."""
+def test_pooler_in_a_compiled_graph():
+    """A graph pools each slot of the layout."""
     torch._dynamo.reset()
-    compiled = torch.compile(fv.patch_model(bert(), "sdpa"), fullgraph=True, backend="aot_eager")
-    layout = fv.PackedLayout.from_lengths([256])
+    batch, model = one_row(), bert()
+    lengths = batch.cu_seqlens.diff().tolist()
+    layout = fv.PackedLayout.from_lengths(lengths, capacity=8)
     with torch.no_grad():
-        assert compiled(one_row().ids, packed_layout=layout).pooler_output is None
+        eager = fv.patch_model(model, "sdpa")(batch.ids, packed_layout=layout).pooler_output
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        pooled = compiled(batch.ids, packed_layout=layout).pooler_output
+    assert pooled.shape == (8, eager.shape[1])
+    torch.testing.assert_close(pooled[: len(lengths)], eager)
 
 
 def test_pooled_row_in_a_tuple():
     model = fv.patch_model(bert(), "sdpa")
-    with pytest.raises(ValueError, match=r"return_dict must stay True.*pool last_hidden_state"):
+    with pytest.raises(ValueError, match=r"return_dict must stay True"):
         model(one_row().ids, cu_seq_lens_q=one_row().cu_seqlens, return_dict=False)
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_heads_that_pool_rows(name):
-    model = AutoModelForSequenceClassification.from_config(config_of(name))
-    with pytest.raises(NotImplementedError, match=r"ForMaskedLM.*pool by document"):
-        fv.patch_model(model)
 
 
 # ---- decoders, dropout ----

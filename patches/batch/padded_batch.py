@@ -1,0 +1,209 @@
+"""Padded batches that a model runs as one packed row of their real tokens, and back.
+
+Shapes: B rows of S tokens with padding; T tokens of the packed row, those of row 0 first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+
+
+class PaddedBatch:
+    """A padded batch of B rows, each holding one document, and the packed row of its real tokens.
+
+    Attributes:
+        layout: the documents of the packed row; document i is row i.
+        offsets: int64 `[T]`, where each token of the packed row is in the flattened batch. Spare
+            tokens at the end of the row, which belong to no document, have B·S.
+        batch, row_tokens: B and S.
+        pads_left: whether a row begins with padding.
+    """
+
+    def __init__(
+        self,
+        layout: PackedLayout,
+        offsets: Tensor,
+        batch: int,
+        row_tokens: int,
+        *,
+        pads_left: bool,
+    ) -> None:
+        self.layout, self.offsets = layout, offsets
+        self.batch, self.row_tokens = batch, row_tokens
+        self.pads_left = pads_left
+
+    def to_row(self, x: Tensor) -> Tensor:
+        """`[1, T, ...]`: the real tokens of x `[B, S, ...]` or `[1, S, ...]`. No sync; traces."""
+        flat = x.expand(self.batch, *x.shape[1:]).flatten(0, 1)
+        return flat.index_select(0, self.offsets.clamp(max=len(flat) - 1))[None]
+
+    def to_batch(self, x: Tensor, padding: float = 0) -> Tensor:
+        """`[B, S, ...]`: the packed x `[1, T, ...]` in the batch's shape. No sync; traces.
+
+        Args:
+            padding: the value at padding.
+        """
+        slots = self.batch * self.row_tokens
+        empty = x.new_full((slots + 1, *x.shape[2:]), padding)  # the last takes the spare tokens
+        filled = empty.index_copy(0, self.offsets, x[0])[:slots]
+        return filled.view(self.batch, self.row_tokens, *x.shape[2:])
+
+    def first_tokens(self) -> Tensor:
+        """bool `[B·S]`: True at the first real token of each row and at padding."""
+        first = (self.layout.position_ids() == 0).to(torch.uint8)[None]
+        return self.to_batch(first, padding=1).flatten() != 0
+
+    def offsets_in_rows(self) -> Tensor:
+        """int64 `[1, T]`: each token's offset in its row of the batch, padding counted."""
+        return (self.offsets % self.row_tokens)[None]
+
+    def inputs_of_row(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A base model's arguments for the packed row: each tensor `[B, S, ...]` packed."""
+        shapes = ((self.batch, self.row_tokens), (1, self.row_tokens))
+        row = {
+            name: self.to_row(value)
+            if isinstance(value, Tensor) and value.shape[:2] in shapes
+            else value
+            for name, value in inputs.items()
+            if name != "attention_mask"
+        }
+        return row | {"packed_layout": self.layout}
+
+    def inputs_of_batch(self, inputs: dict[str, Any], pad_token_id: int | None) -> dict[str, Any]:
+        """A head's arguments for the padded batch, from those for packed rows.
+
+        Args:
+            inputs: without boundaries; tensors of all tokens are padded, any other is kept.
+            pad_token_id: of the head's config, by which it finds a row's last token.
+
+        Raises:
+            ValueError: no pad_token_id for several rows.
+        """
+        ids: Tensor | None = inputs.get("input_ids")
+        tokens = inputs["inputs_embeds"] if ids is None else ids
+        if pad_token_id is None and self.batch > 1:
+            raise ValueError(
+                "config.pad_token_id must be set on a model that classifies packed documents, as "
+                "its head finds each document's last token by it, got None; set it to the "
+                "tokenizer's pad_token_id."
+            )
+        batch = {
+            name: self.to_batch(
+                value.reshape(1, -1, *value.shape[2:]),
+                padding=(pad_token_id or 0) if name == "input_ids" else 0,
+            )
+            if isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
+            else value
+            for name, value in inputs.items()
+        }
+        mask = self.to_batch(torch.ones_like(self.offsets)[None])
+        positions = self.to_batch(self.layout.position_ids()[None])
+        return {"position_ids": positions, **batch, "attention_mask": mask}
+
+
+# Reads the device, which a graph cannot: a compiled model has a graph break here, once a forward.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def find_padding(
+    attention_mask: Tensor, position_ids: Tensor | None, *, multiple_of: int
+) -> PaddedBatch | None:
+    """The padded batch that a 2D mask describes, or None if it has no padding or is packed.
+
+    Every row is one document of its real tokens, wherever its padding is.
+
+    Args:
+        attention_mask: `[B, S]`, 0 at padding and 1 elsewhere; other values number documents.
+        position_ids: integer `[B, S]` or `[1, S]`; a restart inside a row begins a document.
+        multiple_of: T is rounded up to a multiple of this.
+
+    Returns:
+        None if there is no padding, or if a row may hold several documents.
+
+    Reads the device once.
+    """
+    batch, row_tokens = attention_mask.shape
+    real = attention_mask != 0
+    several = (real & (attention_mask != 1)).any() | _restarts(real, position_ids)
+    read = torch.cat([real.sum(dim=1), real[:, :1].all()[None], several[None]]).tolist()
+    *lengths, fills_left, has_several = read
+    tokens = sum(lengths)
+    if has_several or tokens == batch * row_tokens:
+        return None
+    total = max(-(-tokens // multiple_of), 1) * multiple_of
+    flat = real.flatten()
+    offsets = flat.nonzero_static(size=total, fill_value=len(flat))[:, 0]
+    layout = PackedLayout.from_lengths(lengths, total_tokens=total, device=flat.device)
+    return PaddedBatch(layout, offsets, batch, row_tokens, pads_left=not fills_left)
+
+
+def _restarts(real: Tensor, position_ids: Tensor | None) -> Tensor:
+    """bool 0-dim: whether positions restart between two real tokens of a row.
+
+    They go on if they increase by 1, or by as many tokens as lie between the two.
+    """
+    if position_ids is None:
+        return real.new_zeros(())
+    row_tokens = real.shape[1]
+    columns = torch.arange(row_tokens, device=real.device)
+    previous = torch.where(real, columns, -1).cummax(dim=1).values[:, :-1]
+    positions = position_ids.expand(real.shape)
+    step = positions[:, 1:] - positions.gather(1, previous.clamp(min=0))
+    goes_on = (step == 1) | (step == columns[1:] - previous)
+    return (real[:, 1:] & (previous >= 0) & ~goes_on).any()
+
+
+def _documents(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Start and end of each slot, and whether it holds a document with tokens; `[capacity]`.
+
+    On the host, if it knows.
+    """
+    known = layout.cu_seqlens_host
+    boundaries = (layout.cu_seqlens if known is None else known).long()
+    starts, ends = boundaries[:-1], boundaries[1:]
+    holds = ends > starts
+    if layout.padding is not None:
+        first = starts.to(layout.device).clamp(max=layout.total_tokens - 1)
+        holds = holds & ~layout.padding[first].to(holds.device)
+    return starts, ends, holds
+
+
+def first_tokens(layout: PackedLayout) -> Tensor:
+    """int64 `[documents]`: the first token of each document that has any.
+
+    In a compiled graph `[capacity]`, with a token of the row's end for slots without a document.
+    """
+    if torch.compiler.is_compiling():
+        return layout.cu_seqlens[:-1].clamp(max=layout.total_tokens - 1).long()
+    starts, _, holds = _documents(layout)
+    return starts[holds].to(layout.device)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def documents_in_rows(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
+    """A batch with one row for each document of a packed layout, as heads that pool take it.
+
+    Padding and empty documents have no row. Reads the device if only the device knows the documents
+    or which of them are padding.
+
+    Raises:
+        ValueError: no document has tokens.
+    """
+    starts, ends, holds = _documents(layout)
+    batch = int(holds.sum())
+    if not batch:
+        raise ValueError(
+            "a packed row must hold a document, got padding alone; drop such a batch before the "
+            "model is called."
+        )
+    lengths = ends - starts
+    row_tokens = int(lengths[holds].max())
+    before = row_tokens - lengths if pads_left else torch.zeros_like(lengths)
+    first_offset = (holds.cumsum(0) - 1) * row_tokens + before  # of each slot
+    slots = layout.document_ids().clamp(max=layout.capacity - 1).long()
+    offsets = first_offset.to(layout.device)[slots] + layout.position_ids()
+    offsets = torch.where(layout.real_tokens(), offsets, batch * row_tokens)
+    return PaddedBatch(layout, offsets, batch, row_tokens, pads_left=pads_left)

@@ -1,0 +1,189 @@
+"""Padded batches that run as packed rows, and heads and poolers that need a row per document.
+
+With `unpad` the base model drops a batch's padding and puts it back into its outputs; the head sees
+the padded batch. A head with one output per document gets packed rows as such a batch.
+
+Shapes: B rows of S tokens, T = B·S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flexvarlen.layout.boundaries import is_int
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.batch.find_layout import BOUNDARIES
+from flexvarlen.patches.batch.padded_batch import (
+    PaddedBatch,
+    documents_in_rows,
+    find_padding,
+    first_tokens,
+)
+from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
+from flexvarlen.patches.forward.heads import wrap_loss
+from flexvarlen.patches.models.layers import (
+    base_of,
+    is_compiled_by_layer,
+    text_config_of,
+    vision_tower,
+)
+from flexvarlen.patches.state import CONTEXT, Patch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+COMPILED_MULTIPLE = 1024
+"""Default `unpad_to_multiple_of` of compiled models."""
+
+
+def check_unpad(
+    model: nn.Module, unpad: bool, multiple_of: int | None, group: ProcessGroup | None
+) -> None:
+    """Check the arguments `unpad` and `unpad_to_multiple_of` of `patch_model`.
+
+    Raises:
+        ValueError: a multiple that is no positive integer, or one without `unpad`.
+        NotImplementedError: `unpad` of a model of images, or over several ranks.
+    """
+    if multiple_of is not None and not (unpad and is_int(multiple_of) and multiple_of > 0):
+        raise ValueError(
+            "unpad_to_multiple_of must be a positive number of tokens, beside unpad=True, got "
+            f"{multiple_of!r} and unpad={unpad}; leave it out, or pass both."
+        )
+    if unpad and vision_tower(base_of(model)) is not None:  # type: ignore[arg-type]
+        raise NotImplementedError(
+            "unpad=True must not be used with a model of images, whose tokens are placed in the "
+            "padded batch; pack its batches, or leave unpad out."
+        )
+    if unpad and group is not None:
+        raise NotImplementedError(
+            "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
+            "of packed rows; pass packed rows, or leave the group out."
+        )
+
+
+def padded_batch(
+    module: nn.Module, patch: Patch, inputs: dict[str, Any], tokens: Tensor
+) -> PaddedBatch | None:
+    """The padded batch that the base model runs as a packed row, or None if it runs as it is.
+
+    Takes it from the arguments if the head has found it.
+
+    Raises:
+        NotImplementedError: the forward returns router logits, which are not padded again.
+
+    Reads the device once, if there is a 2D mask.
+    """
+    shape = tuple(tokens.shape[:2])
+    found: PaddedBatch | None = inputs.pop(CONTEXT, None)
+    if found is None or (found.batch, found.row_tokens) != shape:  # a head may call another batch
+        found = _find(module, patch, inputs, shape) if patch.unpad else None
+    if found is not None and _returns_router_logits(module, inputs):
+        raise NotImplementedError(
+            "output_router_logits must be False where a padded batch runs as a packed row, whose "
+            "router logits do not match the batch's mask, got True; turn the auxiliary loss off, "
+            "or call patch_model without unpad=True."
+        )
+    return found
+
+
+def _find(
+    module: nn.Module, patch: Patch, inputs: dict[str, Any], shape: tuple[int, ...]
+) -> PaddedBatch | None:
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        return None
+    fills_cache = inputs.get("past_key_values") is not None or inputs.get("use_cache")
+    if fills_cache or any(inputs.get(name) is not None for name in BOUNDARIES):
+        return None
+    multiple_of = patch.unpad_to_multiple_of
+    if multiple_of is None:
+        compiled = torch.compiler.is_compiling() or is_compiled_by_layer(module)
+        multiple_of = COMPILED_MULTIPLE if compiled else 1
+    found: PaddedBatch | None = find_padding(
+        mask, inputs.get("position_ids"), multiple_of=multiple_of
+    )
+    return found
+
+
+def _returns_router_logits(module: nn.Module, inputs: dict[str, Any]) -> bool:
+    asked = inputs.get("output_router_logits")
+    if asked is None:
+        asked = getattr(text_config_of(module.config), "output_router_logits", False)
+    return bool(asked)
+
+
+def give_to_base(module: nn.Module, inputs: dict[str, Any], padded: PaddedBatch) -> dict[str, Any]:
+    """A head's arguments, with the batch that its base model runs as a packed row."""
+    wrap_loss(module)
+    return inputs | {CONTEXT: padded}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def documents_of_rows(
+    find: Callable[[], PackedLayout], batch: int, *, causal: bool
+) -> tuple[PackedLayout, PaddedBatch | None]:
+    """The layout of a head with one output per document, and a batch with a row for each.
+
+    Causal heads read a row's last token, others the first, so padding is on the other side.
+
+    Args:
+        find: finds the layout of B rows.
+
+    Returns:
+        No batch if each row holds one document already.
+
+    Reads the device, and breaks a compiled graph.
+    """
+    layout = find()
+    if bool(one_document_per_row(layout, batch)):
+        return layout, None
+    return layout, documents_in_rows(layout, pads_left=causal)
+
+
+def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, batch: int) -> None:
+    """Note whether a base model's pooler must pool by document, not by row.
+
+    Raises:
+        ValueError: it must, but `return_dict=False` asks for a tuple, or the rows of a padded batch
+            begin with padding.
+    """
+    padded = packed.padded
+    has_pooler = base._modules.get("pooler") is not None
+    packed.pools = has_pooler and (
+        padded is not None
+        or torch.compiler.is_compiling()
+        or not bool(one_document_per_row(packed.layout, batch))
+    )
+    if packed.pools and padded is not None and padded.pads_left:
+        raise ValueError(
+            "attention_mask must not hide the first token of a row, which the model's pooler "
+            "reads, got padding on the left; pad on the right."
+        )
+    return_dict = inputs.get("return_dict")
+    wants_dict = text_config_of(base.config).return_dict if return_dict is None else return_dict
+    if (packed.pools or padded is not None) and not wants_dict:
+        raise ValueError(
+            "return_dict must stay True where a row may hold several documents or is packed, got "
+            "False; leave return_dict out."
+        )
+
+
+def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:
+    """Give a base model's outputs the shape of its padded batch, and pool them by document."""
+    if packed.pools:
+        firsts = first_tokens(packed.layout)
+        outputs["pooler_output"] = base.pooler(
+            outputs["last_hidden_state"].flatten(0, 1)[firsts][:, None]
+        )
+    padded = packed.padded
+    if padded is None:
+        return
+    outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
+    if outputs.get("hidden_states") is not None:
+        outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))

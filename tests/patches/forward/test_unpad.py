@@ -1,0 +1,350 @@
+"""`patch_model(unpad=True)`: a padded batch in and out, one packed row inside."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+import flexvarlen as fv
+from flexvarlen.patches.models.families import FAMILIES
+from tests import forms
+from tests.tiny_models import VOCABULARY, config_of, documents, new_model, one_row
+
+LENGTHS = (5, 70, 1, 30)
+ROW = 75
+TEXT = [each.model_type for each in FAMILIES if each.task in ("CausalLM", "MaskedLM")]
+TEXT.remove("phi3")  # transformers gives all rows the longrope frequencies of the longest
+ENCODERS = [each.model_type for each in FAMILIES if each.task == "MaskedLM"]
+
+
+def unpadding(model):
+    """A patched copy; some families have softcaps or sinks, which sdpa has not."""
+    return fv.patch_model(copy.deepcopy(model), "auto", unpad=True)
+
+
+def padded(side, pad=0):
+    """Ids and mask `[4, 75]`; no token is the padding's."""
+    ids = torch.full((len(LENGTHS), ROW), pad)
+    mask = torch.zeros_like(ids)
+    for row, (length, document) in enumerate(zip(LENGTHS, (0, 1, 3, 4), strict=True)):
+        at = slice(0, length) if side == "right" else slice(ROW - length, ROW)
+        ids[row, at] = documents()[document]
+        mask[row, at] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def next_tokens(inputs):
+    """Labels that no padding predicts: transformers' padded run would learn from that, too."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    return ids.masked_fill((mask == 0) | (mask.cumsum(-1) == 1), -100)
+
+
+def model_with(head, kind, **changes):
+    torch.manual_seed(0)
+    config = config_of(kind, **changes)
+    config._experts_implementation = "eager"
+    model = getattr(transformers, f"AutoModelFor{head}").from_config(
+        config, attn_implementation="eager"
+    )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def losses_and_gradients(model, inputs):
+    out = model(**inputs)
+    out.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out, gradients
+
+
+def assert_same(plain, ours, inputs, atol=1e-6):
+    """Loss and every gradient, within 1e-5 of the gradient's norm."""
+    (expected, gradients), (out, found) = (
+        losses_and_gradients(model, inputs) for model in (plain, ours)
+    )
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=atol)
+    assert found.keys() == gradients.keys()
+    whole = torch.cat([g.flatten() for g in gradients.values()]).norm()
+    for name, gradient in gradients.items():
+        off = (found[name] - gradient).norm()
+        assert off <= 1e-5 * gradient.norm() + 1e-6 * whole, f"{name} is off by {off}"
+    return out, expected
+
+
+def seen_tokens(model):
+    """The shapes of what the first layer gets, one a forward."""
+    shapes = []
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape[:2])))
+    return shapes
+
+
+# ---- the same loss and gradients ----
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", TEXT)
+def test_loss_of_a_language_model(kind, side):
+    head = "MaskedLM" if kind in ENCODERS else "CausalLM"
+    plain = model_with(head, kind)
+    ours = unpadding(plain)
+    shapes = seen_tokens(ours)
+    inputs = padded(side, plain.config.get_text_config().pad_token_id)
+    inputs["labels"] = next_tokens(inputs)
+    out, _ = assert_same(plain, ours, inputs)
+    assert shapes == [(1, sum(LENGTHS))]
+    assert out.logits.shape == (len(LENGTHS), ROW, VOCABULARY)
+
+
+def test_longrope_frequencies_of_each_document():
+    model, inputs = new_model("phi3"), padded("right")
+    with torch.no_grad():
+        expected = fv.patch_model(model, "sdpa")(**inputs).logits
+        logits = fv.patch_model(model, "sdpa", unpad=True)(**inputs).logits
+    real = inputs["attention_mask"] == 1
+    torch.testing.assert_close(logits[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("kind", "head", "labels"),
+    [
+        ("llama", "SequenceClassification", torch.tensor([0, 1, 1, 0])),
+        ("gemma3_text", "SequenceClassification", torch.tensor([0, 1, 1, 0])),
+        ("qwen3", "SequenceClassification", torch.tensor([[0.3], [-1.0], [2.0], [0.0]])),
+        ("qwen2", "TokenClassification", None),
+        ("mistral", "QuestionAnswering", torch.tensor([70, 74, 74, 60])),
+        ("bert", "TokenClassification", None),
+        ("modernbert", "QuestionAnswering", torch.tensor([0, 3, 0, 20])),
+    ],
+)
+def test_loss_of_a_head(kind, head, labels, side):
+    regression = labels is not None and labels.is_floating_point()
+    plain = model_with(head, kind, num_labels=1 if regression else 2)
+    ours = unpadding(plain)
+    shapes = seen_tokens(ours)
+    inputs = padded(side, plain.config.pad_token_id)
+    if head == "QuestionAnswering":
+        labels = {"start_positions": labels, "end_positions": labels}
+    elif labels is None:
+        own = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
+        labels = {"labels": own}
+    else:
+        labels = {"labels": labels}
+    if head == "QuestionAnswering":  # its loss sees the logits of padding
+        real = inputs["attention_mask"] == 1
+        with torch.no_grad():
+            logits = [model(**inputs, **labels).start_logits[real] for model in (plain, ours)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+        return
+    assert_same(plain, ours, inputs | labels)
+    assert shapes == [(1, sum(LENGTHS))]
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_loss_of_an_encoder_that_pools(kind):
+    plain = model_with("SequenceClassification", kind)
+    ours = unpadding(plain)
+    inputs = padded("right", plain.config.pad_token_id)
+    assert_same(plain, ours, inputs | {"labels": torch.tensor([0, 1, 1, 0])})
+
+
+def test_a_pooler_that_would_read_padding():
+    model = fv.patch_model(model_with("SequenceClassification", "bert"), unpad=True)
+    with pytest.raises(ValueError, match="must not hide the first token of a row"):
+        model(**padded("left"))
+
+
+def test_multiple_choice():
+    plain = model_with("MultipleChoice", "bert")
+    ours = unpadding(plain)
+    inputs = {name: x.view(2, 2, ROW) for name, x in padded("right").items()}
+    assert_same(plain, ours, inputs | {"labels": torch.tensor([0, 1])})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_gradient_checkpointing(reentrant):
+    plain = model_with("CausalLM", "qwen3")
+    ours = unpadding(plain)
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    inputs = padded("left")
+    assert_same(plain, ours, inputs | {"labels": next_tokens(inputs)})
+
+
+# ---- shapes, positions, masks ----
+
+
+def hidden_states(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_hidden_states_of_the_caller_s_shape(side):
+    plain = new_model("llama").model
+    ours = unpadding(plain)
+    inputs = padded(side)
+    real = inputs["attention_mask"] == 1
+    expected, out = hidden_states(plain, **inputs), hidden_states(ours, **inputs)
+    assert len(out.hidden_states) == len(expected.hidden_states) == 3
+    for found, wanted in zip(out.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(found[real], wanted[real], atol=1e-4, rtol=1e-4)
+        assert (found[~real] == 0).all()
+    assert torch.equal(out.last_hidden_state, out.hidden_states[-1])
+
+
+@pytest.mark.parametrize("form", ["counted", "embeds", "bool", "holes"])
+def test_other_forms_of_a_padded_batch(form):
+    plain = new_model("qwen3").model
+    ours = unpadding(plain)
+    shapes, inputs = seen_tokens(ours), padded("left")
+    mask = inputs["attention_mask"]
+    if form == "counted":  # as many RLHF scripts count, with 1 at padding
+        positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        inputs["position_ids"] = positions
+    elif form == "embeds":
+        inputs["inputs_embeds"] = plain.embed_tokens(inputs.pop("input_ids")).detach()
+    elif form == "bool":
+        inputs["attention_mask"] = mask.bool()
+    else:  # padding between a prompt and its answer
+        mask[1, 40:50] = 0
+    real = inputs["attention_mask"] == 1
+    expected, out = hidden_states(plain, **inputs), hidden_states(ours, **inputs)
+    torch.testing.assert_close(
+        out.last_hidden_state[real], expected.last_hidden_state[real], atol=1e-4, rtol=1e-4
+    )
+    if form != "embeds":
+        assert shapes[0] == (1, int(mask.sum()))
+
+
+def test_a_batch_without_padding_keeps_its_rows():
+    model = fv.patch_model(new_model("llama"), "sdpa", unpad=True)
+    shapes = seen_tokens(model)
+    ids = torch.randint(3, VOCABULARY, (2, 8))
+    model(ids, attention_mask=torch.ones_like(ids))
+    model(ids)
+    assert shapes == [(2, 8)] * 2
+
+
+def test_rows_of_padding_alone():
+    model = fv.patch_model(new_model("llama"), "sdpa", unpad=True)
+    ids = torch.full((2, 8), 3)
+    for mask in (torch.tensor([[1], [0]]).expand(2, 8), torch.zeros(2, 8).long()):
+        hidden = model.model(ids, attention_mask=mask).last_hidden_state
+        assert hidden.isfinite().all()
+        assert (hidden[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["packed_layout", "position_ids", "document_ids", "seq_idx"])
+def test_a_packed_batch_stays_packed(form):
+    batch, model = one_row(), new_model("llama")
+    inputs = forms.given(form, batch) | {"labels": batch.ids}
+    with torch.no_grad():
+        expected = fv.patch_model(model, "sdpa")(batch.ids, **inputs)
+        out = fv.patch_model(model, "sdpa", unpad=True)(batch.ids, **inputs)
+    assert torch.equal(out.logits, expected.logits)
+    assert torch.equal(out.loss, expected.loss)
+
+
+def test_documents_beside_padding_are_not_one():
+    """Restarts of positions under a mask of ones and zeros: a packed row with padding."""
+    model = fv.patch_model(new_model("llama"), "sdpa", unpad=True)
+    ids = torch.randint(3, VOCABULARY, (1, 12))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0]])
+    mask = torch.tensor([[1] * 9 + [0] * 3])
+    with torch.no_grad():
+        out = model(ids, position_ids=positions, attention_mask=mask).logits
+        alone = model(ids[:, 5:9]).logits
+    torch.testing.assert_close(out[:, 5:9], alone, atol=1e-4, rtol=1e-4)
+
+
+# ---- caches, compilation, refusals ----
+
+
+def test_generation():
+    plain = new_model("llama")
+    inputs = padded("left")
+    expected = plain.generate(**inputs, max_new_tokens=5, do_sample=False)
+    ours = fv.patch_model(plain, "sdpa", unpad=True)
+    assert torch.equal(ours.generate(**inputs, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_a_cache_that_the_caller_asks_for():
+    plain, inputs = new_model("llama"), padded("left")
+    with torch.no_grad():
+        expected = plain(**inputs, use_cache=True)
+        ours = fv.patch_model(plain, "sdpa", unpad=True)
+        asked = ours(**inputs, use_cache=True)
+        given = ours(**inputs, past_key_values=DynamicCache(config=ours.config))
+    for out in (asked, given):
+        assert out.past_key_values.get_seq_length() == ROW
+        torch.testing.assert_close(out.logits[:, -1], expected.logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_recompilations():
+    """Batches whose tokens round to one number share a graph, whatever their documents are."""
+    plain = model_with("CausalLM", "llama")
+    ours = copy.deepcopy(plain)
+    fv.patch_model(
+        ours, "sdpa", unpad=True, unpad_to_multiple_of=64, capacity=4, max_seqlen_bound=80
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(ours)
+    graphs = []
+    for changed in (0, 7, 19, 25):
+        inputs = padded("right")
+        inputs["attention_mask"][1, 70 - changed :] = 0
+        labels = next_tokens(inputs)
+        out, expected = compiled(**inputs, labels=labels), plain(**inputs, labels=labels)
+        torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == graphs[:1] * 4
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert len(breaks) == 1
+    assert "find_padding" in next(iter(breaks))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"unpad_to_multiple_of": 8}, "unpad_to_multiple_of must be a positive number"),
+        ({"unpad": True, "unpad_to_multiple_of": 0}, "unpad_to_multiple_of must be a positive"),
+        ({"unpad": True, "unpad_to_multiple_of": 1.5}, "unpad_to_multiple_of must be a positive"),
+    ],
+)
+def test_a_multiple_that_is_none(arguments, words):
+    model = new_model("llama")
+    with pytest.raises(ValueError, match=words):
+        fv.patch_model(model, **arguments)
+    assert not fv.is_patched(model)
+
+
+def test_images():
+    model = new_model("qwen2_vl")
+    with pytest.raises(NotImplementedError, match="a model of images"):
+        fv.patch_model(model, unpad=True)
+
+
+@pytest.mark.parametrize("where", ["argument", "config"])
+def test_router_losses(where):
+    model = fv.patch_model(new_model("qwen3_moe"), "sdpa", unpad=True)
+    asked = {"output_router_logits": True} if where == "argument" else {}
+    model.config.output_router_logits = where == "config"
+    with pytest.raises(NotImplementedError, match="output_router_logits must be False"):
+        model(**padded("right"), **asked)
+
+
+def test_unpatching():
+    model, inputs = new_model("llama"), padded("right")
+    with torch.no_grad():
+        before = model(**inputs).logits
+        with fv.patched(model, "sdpa", unpad=True, unpad_to_multiple_of=8):
+            pass
+        assert torch.equal(model(**inputs).logits, before)
