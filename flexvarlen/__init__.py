@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from flexvarlen.parallel import shard_row
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
+    from flexvarlen.patches.trainers import patch_trainer
     from flexvarlen.verify.compare.compare import compare
     from flexvarlen.verify.isolation.verify import (
         IsolationError,
@@ -53,6 +54,7 @@ __all__ = [
     "pack",
     "packed_attention",
     "patch_model",
+    "patch_trainer",
     "patched",
     "shard_row",
     "split_long",
@@ -72,6 +74,7 @@ _HOMES = {
     "mask.document_mask": ("DocumentMask",),
     "packing": ("BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"),
     "parallel": ("shard_row",),
+    "patches.trainers": ("patch_trainer",),
     "patches.api": ("is_patched", "patch_model", "patched", "unpatch_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

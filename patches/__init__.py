@@ -2,6 +2,7 @@
 
 | folder | holds |
 |---|---|
+| `trainers.py` | `patch_trainer` |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
 | `forward/` | a patched model's forward, step by step, and the wrapper around it |
 | `attention/` | the functions that transformers calls, and which backend serves which layers |

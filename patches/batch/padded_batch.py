@@ -188,17 +188,9 @@ def documents_in_rows(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
 
     Padding and empty documents have no row. Reads the device if only the device knows the documents
     or which of them are padding.
-
-    Raises:
-        ValueError: no document has tokens.
     """
     starts, ends, holds = _documents(layout)
     batch = int(holds.sum())
-    if not batch:
-        raise ValueError(
-            "a packed row must hold a document, got padding alone; drop such a batch before the "
-            "model is called."
-        )
     lengths = ends - starts
     row_tokens = int(lengths[holds].max())
     before = row_tokens - lengths if pads_left else torch.zeros_like(lengths)

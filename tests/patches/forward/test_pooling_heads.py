@@ -1,15 +1,19 @@
-"""A head that takes one output of a row, over a base model that is patched by itself."""
+"""A head that takes one output of a row: patched, or over a base model that is patched alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 import flexvarlen as fv
 from tests import forms
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import config_of, exact_and_peer, new_model, one_row, padded_rows
+from tests.tiny_models import config_of, documents, exact_and_peer, new_model, one_row, padded_rows
 
 BATCH = one_row()
 FORMS = {
@@ -97,3 +101,96 @@ def test_labels_of_a_causal_head_over_a_patched_base():
         fv.patch_model(model, "sdpa")
         loss = model(BATCH.ids, labels=BATCH.ids, **FORMS["position_ids"]).loss
     assert loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
+
+
+# ---- a patched head gives one output per document ----
+
+LABELS = torch.tensor([0, 1, 1, 0, 1, 0])
+
+
+def classifier(kind, **changes):
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config_of(kind, **changes)).eval()
+
+
+def one_by_one_logits(model):
+    with torch.no_grad():
+        return torch.cat([model(documents()[i][None]).logits for i, _ in BATCH.order])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "bert", "roberta", "modernbert"])
+def test_a_classifier_gives_a_row_per_document(kind, form):
+    model = classifier(kind)
+    alone = one_by_one_logits(model)
+    out = fv.patch_model(model, "sdpa")(BATCH.ids, **FORMS[form], labels=LABELS)
+    torch.testing.assert_close(out.logits, alone, atol=1e-4, rtol=1e-4)
+    expected = torch.nn.functional.cross_entropy(alone, LABELS)
+    torch.testing.assert_close(out.loss, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_between_documents_has_no_row(side):
+    batch = padded_rows(left=side == "left", packed=True)
+    model = classifier("qwen3")
+    with torch.no_grad():
+        alone = torch.cat([model(documents()[i][None]).logits for i, _ in batch.order])
+        fv.patch_model(model, "sdpa")
+        logits = model(batch.ids, attention_mask=batch.document_ids).logits
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_classifier_s_gradients():
+    model = classifier("llama").train()
+    losses = [
+        torch.nn.functional.cross_entropy(model(documents()[i][None]).logits, label[None])
+        for (i, _), label in zip(BATCH.order, LABELS, strict=True)
+    ]
+    torch.stack(losses).mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    fv.patch_model(model, "sdpa")
+    model(BATCH.ids, **FORMS["packed_layout"], labels=LABELS).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], atol=1e-4, rtol=1e-4)
+
+
+def test_a_classifier_under_torch_compile():
+    """It finds the documents outside of the graph: one graph break, and the same logits."""
+    model = classifier("llama")
+    alone = one_by_one_logits(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(fv.patch_model(model, "sdpa"), backend="aot_eager")
+    with torch.no_grad():
+        for form in ("packed_layout", "position_ids"):
+            logits = compiled(BATCH.ids, **FORMS[form]).logits
+            torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+def test_a_classifier_without_a_padding_token():
+    """transformers' head would take the last token of a row, which may be padding."""
+    model = fv.patch_model(classifier("llama", pad_token_id=None), "sdpa")
+    with pytest.raises(ValueError, match=r"config\.pad_token_id must be set"):
+        model(BATCH.ids, **FORMS["packed_layout"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_questions_to_packed_documents(form):
+    torch.manual_seed(0)
+    model = fv.patch_model(AutoModelForQuestionAnswering.from_config(config_of("qwen2")), "sdpa")
+    with pytest.raises(ValueError, match=r"pools each row.*got several"):
+        model(BATCH.ids, **FORMS[form])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_of_a_token_classifier_are_the_tokens_own(form):
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_config(config_of("llama")).eval()
+    classes = BATCH.ids % 2
+    with torch.no_grad():
+        alone = torch.cat([model(documents()[i][None]).logits[0] for i, _ in BATCH.order])
+        out = fv.patch_model(model, "sdpa")(BATCH.ids, **FORMS[form], labels=classes)
+    torch.testing.assert_close(out.logits[0], alone, atol=1e-4, rtol=1e-4)
+    expected = torch.nn.functional.cross_entropy(alone, classes[0])
+    torch.testing.assert_close(out.loss, expected, atol=1e-5, rtol=1e-5)

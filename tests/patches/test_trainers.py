@@ -1,0 +1,236 @@
+"""`patch_trainer`: losses and weights of TRL's trainers, and of Trainer, are the padded run's."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+
+import peft
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+import flexvarlen as fv
+from tests.contract_training import settings
+from tests.tiny_models import VOCABULARY, config_of
+
+trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
+datasets = pytest.importorskip("datasets", reason="needs datasets, which TRL brings along")
+
+PLAIN = {"bf16": False, "gradient_checkpointing": False, "optim": "sgd", "learning_rate": 0.1}
+LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def tokenizer():
+    words = {f"t{i}": i for i in range(VOCABULARY)}
+    inner = Tokenizer(WordLevel(words, unk_token="t1"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="t1", eos_token="t2", pad_token="t0"
+    )
+
+
+def texts(count, longest, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    draw = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    return [" ".join(f"t{i}" for i in ids) for ids in draw]
+
+
+PROMPTS, CHOSEN, REJECTED = texts(8, 20, 0), texts(8, 30, 1), texts(8, 30, 2)
+
+
+def preferences():
+    columns = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
+    return datasets.Dataset.from_dict(columns)
+
+
+def unpaired():
+    labels = [i % 2 == 0 for i in range(8)]
+    columns = {"prompt": PROMPTS, "completion": CHOSEN, "label": labels}
+    return datasets.Dataset.from_dict(columns)
+
+
+def policy(seed=0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager")
+
+
+@cache
+def saved_policy():
+    """A folder: GRPOTrainer loads its reference model anew."""
+    folder = tempfile.mkdtemp()
+    policy().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def classifier(labels=1):
+    torch.manual_seed(1)
+    config = config_of("qwen3", num_labels=labels)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+
+
+def dpo(folder, *, model=None, **changes):
+    lora = changes.pop("peft_config", None)
+    return trl.DPOTrainer(
+        model=model or policy(),
+        ref_model=None if lora else policy(seed=1),  # its own, so that margins are not 0
+        args=trl.DPOConfig(**settings(folder, **{**PLAIN, "max_length": None, **changes})),
+        train_dataset=preferences(),
+        eval_dataset=preferences(),
+        processing_class=tokenizer(),
+        peft_config=lora,
+    )
+
+
+def kto(folder, **changes):
+    return trl.KTOTrainer(
+        model=policy(),
+        ref_model=policy(seed=1),
+        args=trl.KTOConfig(**settings(folder, **{**PLAIN, "max_length": None, **changes})),
+        train_dataset=unpaired(),
+        processing_class=tokenizer(),
+    )
+
+
+def reward(folder, **changes):
+    return trl.RewardTrainer(
+        model=classifier(),
+        args=trl.RewardConfig(**settings(folder, **{**PLAIN, "max_length": None, **changes})),
+        train_dataset=preferences(),
+        eval_dataset=preferences(),
+        processing_class=tokenizer(),
+    )
+
+
+def grpo(folder, *, rewards=None, **changes):
+    sizes = {"num_generations": 2, "max_completion_length": 12, "beta": 0.1, "temperature": 1.0}
+    lengths = [lambda completions, **_: [float(len(x) % 7) for x in completions]]
+    return trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(saved_policy(), attn_implementation="eager"),
+        reward_funcs=rewards or lengths,
+        args=trl.GRPOConfig(**settings(folder, **{**PLAIN, **sizes, **changes})),
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tokenizer(),
+        reward_processing_classes=tokenizer() if rewards else None,
+    )
+
+
+def classification(folder, **changes):
+    tokens, kinds = tokenizer(), [i % 3 for i in range(8)]
+    ids = [tokens(text)["input_ids"] for text in CHOSEN]
+    columns = {"input_ids": ids, "attention_mask": [[1] * len(x) for x in ids], "labels": kinds}
+    dataset = datasets.Dataset.from_dict(columns)
+    arguments = settings(folder, **{**PLAIN, **changes})
+    return Trainer(
+        model=classifier(labels=3),
+        args=TrainingArguments(**arguments),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        data_collator=DataCollatorWithPadding(tokens),
+    )
+
+
+def tokens_seen(model):
+    """The number of rows of each forward of the embeddings."""
+    rows = []
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, __, out: rows.append(out.shape[0]))
+    return rows
+
+
+CASES = {
+    "dpo": (dpo, {}),
+    "dpo_checkpointing": (dpo, {"gradient_checkpointing": True}),
+    "dpo_precomputed": (dpo, {"precompute_ref_log_probs": True}),
+    "dpo_ld": (dpo, {"ld_alpha": 0.5}),
+    "dpo_accumulation": (dpo, {"gradient_accumulation_steps": 2}),
+    "dpo_lora": (dpo, {"peft_config": LORA}),
+    "kto": (kto, {}),
+    "reward": (reward, {}),
+    "reward_checkpointing": (reward, {"gradient_checkpointing": True}),
+    "grpo": (grpo, {}),
+    "grpo_iterations": (grpo, {"num_iterations": 2, "steps_per_generation": 2}),
+    "classification": (classification, {}),
+    "classification_compiled": (classification, {"torch_compile_backend": "aot_eager"}),
+}
+
+
+def run(make, folder, changes, *, patched):
+    """What a training logs, and the weights that it leaves."""
+    torch.manual_seed(3)
+    trainer = make(folder, **changes)
+    rows = tokens_seen(trainer.model)
+    if patched:
+        assert fv.patch_trainer(trainer, "sdpa") is trainer
+    trainer.train()
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    logs = [
+        {k: v for k, v in log.items() if isinstance(v, float) and not k.endswith(_CLOCK)}
+        for log in trainer.state.log_history
+    ]
+    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    return logs, weights, rows
+
+
+_CLOCK = ("runtime", "per_second", "time", "_flos", "epoch")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if "compiled" in case else ()) for case in CASES],
+)
+def test_a_run_learns_what_the_padded_one_learns(case, tmp_path):
+    make, changes = CASES[case]
+    logs, weights, _ = run(make, tmp_path / "padded", changes, patched=False)
+    ours, found, rows = run(make, tmp_path / "packed", changes, patched=True)
+    assert len(ours) == len(logs) > 1
+    for expected, log in zip(logs, ours, strict=True):
+        assert log.keys() == expected.keys()
+        for name, value in expected.items():
+            assert log[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    assert rows.count(1) >= 2 if make is grpo else set(rows) == {1}  # generation keeps its rows
+
+
+def test_a_reward_model_of_grpo(tmp_path):
+    logs = []
+    for patched in (False, True):
+        scorer = classifier()
+        rows = tokens_seen(scorer)
+        torch.manual_seed(3)
+        trainer = grpo(tmp_path / str(patched), rewards=[scorer])
+        if patched:
+            fv.patch_trainer(trainer, "sdpa")
+        trainer.train()
+        logs.append(trainer.state.log_history[0]["reward"])
+        assert {1} == set(rows) if patched else min(rows) > 1
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+def test_a_router_loss(tmp_path):
+    torch.manual_seed(0)
+    config = config_of("qwen3_moe", output_router_logits=True)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    trainer = dpo(tmp_path, model=model, peft_config=LORA)
+    with pytest.raises(NotImplementedError, match="router's auxiliary loss"):
+        fv.patch_trainer(trainer)
+    assert not fv.is_patched(trainer.model)
+
+
+def test_no_trainer():
+    with pytest.raises(ValueError, match="trainer must be a transformers Trainer"):
+        fv.patch_trainer(policy())
