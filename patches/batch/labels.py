@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.parallel import shard_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-IGNORE_INDEX = -100  # the label that transformers' losses leave out
 _LABELS = ("shift_labels", "labels")  # in order of priority
 
 _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -47,7 +48,7 @@ def mask_labels(
 def _masked(
     labels: Tensor, layout: PackedLayout, group: ProcessGroup | None, *, shifted: bool
 ) -> Tensor:
-    first = first_tokens(layout)
+    first = unpredicted_tokens(layout)
     if shifted:  # shift_labels[t] is token t + 1
         first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
     if group is not None:
@@ -76,12 +77,3 @@ def _warn_if_counted(
             UserWarning,
             stacklevel=2,
         )
-
-
-def first_tokens(layout: PackedLayout) -> Tensor:
-    """bool `[T]`: True at each document's first token and at all padding.
-
-    Labels at these tokens are masked.
-    """
-    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
-    return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()
