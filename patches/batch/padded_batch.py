@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.per_document import unpredicted_tokens
 
 
 class PaddedBatch:
@@ -53,10 +54,9 @@ class PaddedBatch:
         filled = empty.index_copy(0, self.offsets, x[0])[:slots]
         return filled.view(self.batch, self.row_tokens, *x.shape[2:])
 
-    def first_tokens(self) -> Tensor:
+    def unpredicted_tokens(self) -> Tensor:
         """bool `[B·S]`: True at the first real token of each row and at padding."""
-        first = (self.layout.position_ids() == 0).to(torch.uint8)[None]
-        return self.to_batch(first, padding=1).flatten() != 0
+        return self.to_batch(unpredicted_tokens(self.layout)[None], padding=True).flatten()
 
     def offsets_in_rows(self) -> Tensor:
         """int64 `[1, T]`: each token's offset in its row of the batch, padding counted."""
@@ -156,46 +156,18 @@ def _restarts(real: Tensor, position_ids: Tensor | None) -> Tensor:
     return (real[:, 1:] & (previous >= 0) & ~goes_on).any()
 
 
-def _documents(layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Start and end of each slot, and whether it holds a document with tokens; `[capacity]`.
-
-    On the host, if it knows.
-    """
-    known = layout.cu_seqlens_host
-    boundaries = (layout.cu_seqlens if known is None else known).long()
-    starts, ends = boundaries[:-1], boundaries[1:]
-    holds = ends > starts
-    if layout.padding is not None:
-        first = starts.to(layout.device).clamp(max=layout.total_tokens - 1)
-        holds = holds & ~layout.padding[first].to(holds.device)
-    return starts, ends, holds
-
-
-def first_tokens(layout: PackedLayout) -> Tensor:
-    """int64 `[documents]`: the first token of each document that has any.
-
-    In a compiled graph `[capacity]`, with a token of the row's end for slots without a document.
-    """
-    if torch.compiler.is_compiling():
-        return layout.cu_seqlens[:-1].clamp(max=layout.total_tokens - 1).long()
-    starts, _, holds = _documents(layout)
-    return starts[holds].to(layout.device)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def documents_in_rows(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
     """A batch with one row for each document of a packed layout, as heads that pool take it.
 
-    Padding and empty documents have no row. Reads the device if only the device knows the documents
-    or which of them are padding.
+    Padding and empty documents have no row. Reads the device once.
     """
-    starts, ends, holds = _documents(layout)
-    batch = int(holds.sum())
-    lengths = ends - starts
-    row_tokens = int(lengths[holds].max())
+    real, first = layout.real_documents(), layout.first_tokens()
+    lengths = torch.where(real, layout.last_tokens() + 1 - first, 0)
+    batch, row_tokens = torch.stack([real.sum(), lengths.max()]).tolist()
     before = row_tokens - lengths if pads_left else torch.zeros_like(lengths)
-    first_offset = (holds.cumsum(0) - 1) * row_tokens + before  # of each slot
-    slots = layout.document_ids().clamp(max=layout.capacity - 1).long()
-    offsets = first_offset.to(layout.device)[slots] + layout.position_ids()
+    first_offset = (real.cumsum(0) - 1) * row_tokens + before  # of each document
+    slots = layout.document_ids().clamp(max=len(real) - 1).long()
+    offsets = first_offset[slots] + layout.position_ids()
     offsets = torch.where(layout.real_tokens(), offsets, batch * row_tokens)
     return PaddedBatch(layout, offsets, batch, row_tokens, pads_left=pads_left)

@@ -22,7 +22,6 @@ from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
     documents_in_rows,
     find_padding,
-    first_tokens,
 )
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.heads import wrap_loss
@@ -177,10 +176,11 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
 def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:
     """Give a base model's outputs the shape of its padded batch, and pool them by document."""
     if packed.pools:
-        firsts = first_tokens(packed.layout)
-        outputs["pooler_output"] = base.pooler(
-            outputs["last_hidden_state"].flatten(0, 1)[firsts][:, None]
-        )
+        first = packed.layout.first_tokens()
+        if not torch.compiler.is_compiling():  # a graph keeps the slots without a document
+            first = first[packed.layout.real_documents()]
+        hidden = outputs["last_hidden_state"].flatten(0, 1)
+        outputs["pooler_output"] = base.pooler(hidden[first][:, None])
     padded = packed.padded
     if padded is None:
         return
