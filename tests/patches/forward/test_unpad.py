@@ -12,6 +12,8 @@ from transformers import DynamicCache
 import flexvarlen as fv
 from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
+from tests.backends import ON_GPU, gpu_param
+from tests.oracle import assert_as_accurate
 from tests.tiny_models import VOCABULARY, config_of, documents, new_model, one_row
 
 LENGTHS = (5, 70, 1, 30)
@@ -348,3 +350,60 @@ def test_unpatching():
         with fv.patched(model, "sdpa", unpad=True, unpad_to_multiple_of=8):
             pass
         assert torch.equal(model(**inputs).logits, before)
+
+
+# ---- on a GPU's kernels ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("backend", ["auto", *(gpu_param(name) for name in ON_GPU)])
+@pytest.mark.parametrize(
+    ("kind", "head"), [("qwen3", "CausalLM"), ("llama", "SequenceClassification")]
+)
+def test_bf16_is_as_accurate_as_the_padded_run(kind, head, backend, side):
+    """Loss and every gradient against the padded run in fp64, beside the padded one in bf16."""
+    baseline = model_with(head, kind, head_dim=64).to("cuda", torch.bfloat16)
+    exact = copy.deepcopy(baseline).double()
+    inputs = padded(side)
+    labels = torch.tensor([0, 1, 1, 0]) if head != "CausalLM" else next_tokens(inputs)
+    inputs = {name: x.cuda() for name, x in (inputs | {"labels": labels}).items()}
+    try:
+        ours = fv.patch_model(copy.deepcopy(baseline), backend, unpad=True)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    try:
+        out, gradients = losses_and_gradients(ours, inputs)
+    except NotImplementedError as refusal:  # a kernel without a backward
+        pytest.skip(str(refusal))
+    (wanted, exact_gradients), (low, low_gradients) = (
+        losses_and_gradients(model, inputs) for model in (exact, baseline)
+    )
+    real = inputs["attention_mask"] == 1
+    own = [x.logits if head != "CausalLM" else x.logits[real] for x in (out, wanted, low)]
+    assert_as_accurate(*own, 2)
+    for name, gradient in gradients.items():
+        assert_as_accurate(gradient, exact_gradients[name], low_gradients[name], 3, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", gpu_param("flex"), gpu_param("varlen")])
+def test_compiled_on_a_gpu(backend):
+    """Batches of other documents share a graph; the loss is the eager one's."""
+    plain = model_with("CausalLM", "qwen3", head_dim=64).to("cuda", torch.bfloat16)
+    ours = fv.patch_model(
+        plain, backend, unpad=True, unpad_to_multiple_of=128, capacity=4, max_seqlen_bound=128
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, graphs = torch.compile(ours), []
+    for changed in (0, 7, 19):
+        inputs = padded("left")
+        inputs["attention_mask"][1, : 5 + changed] = 0
+        inputs["labels"] = next_tokens(inputs)
+        inputs = {name: x.cuda() for name, x in inputs.items()}
+        loss = compiled(**inputs).loss
+        loss.backward()
+        torch.testing.assert_close(loss, ours(**inputs).loss, rtol=2e-2, atol=2e-2)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == graphs[:1] * 3
