@@ -41,8 +41,8 @@ def sample_pairs(count: int = 512) -> list[dict[str, str]]:
         words = rng.choice(topics).split()
         answer = words[8 : 8 + int(2 ** rng.uniform(3, 8))]
         mixed = rng.sample(answer, len(answer))
-        texts = {"chosen": " ".join(answer), "rejected": " ".join(mixed)}
-        pairs.append({"prompt": " ".join(words[:8]) + " ", **texts})
+        chosen, rejected = (" " + " ".join(each) for each in (answer, mixed))
+        pairs.append({"prompt": " ".join(words[:8]), "chosen": chosen, "rejected": rejected})
     return pairs
 
 

@@ -59,7 +59,8 @@ def folder(tmp_path_factory):
     config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **heads)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
     lines = [
-        {"prompt": "say: ", "chosen": text * count, "rejected": text[::-1]} for text, count in TEXTS
+        {"prompt": "say:", "chosen": f" {text}" * count, "rejected": f" {text[::-1]}"}
+        for text, count in TEXTS
     ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
