@@ -154,8 +154,8 @@ def patch_model(
         NotImplementedError: the model type is not verified, it keeps state beyond attention, its
             head is of a kind whose labels are not known, PEFT adds virtual tokens (prompt tuning
             and similar; not seen if added later), a backend cannot run its layers on this machine,
-            or the model is an encoder, takes images or has longrope, and a group is given; `unpad` with a model of
-            images or a group.
+            or the model is an encoder, takes images or has longrope, and a group is given; `unpad`
+            with a model of images or a group.
 
     A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
     and left padding in an encoder that pools or classifies by a row's first token.
