@@ -80,10 +80,25 @@ def patch_model(
     document. Missing position_ids are built from the documents. Labels at the first token of each
     document are masked. Padding outputs of attention are zero.
 
-    Bidirectional encoders (BERT) keep all labels, which belong to their own tokens; if a row may
-    hold several documents, and in a compiled graph always, their pooler_output is None. RoBERTa's
-    positions begin at padding_idx + 1: given ones are used unchanged, so drop those of a
-    collator that counts from 0.
+    With `unpad` the caller passes a padded batch: left or right padding, a 2D `attention_mask` of
+    ones and zeros, one document a row. The base model runs its real tokens as one packed row, and
+    returns `last_hidden_state` and `hidden_states` in the padded shape, with exact zeros at
+    padding, so heads, losses and metrics stay as they are. Labels of causal models at padding and
+    at the first token of a row are masked. A batch without padding keeps its rows, and one that is
+    packed already runs as without `unpad`. So do `generate` and a forward that asks for a cache;
+    no cache is built otherwise. The mask is read once a forward, under torch.compile outside of
+    the graph: one graph break, so no `fullgraph=True`. docs/preference.md has more, and
+    `patch_trainer` does this for the models of a trainer.
+
+    A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
+    num_labels]`, and takes labels `[num_docs]`; `config.pad_token_id` must be set. Its documents
+    are found outside of a compiled graph. Heads for question answering and multiple choice take
+    one document a row, or a padded batch with `unpad`.
+
+    Bidirectional encoders (BERT) keep all labels, which belong to their own tokens. Their
+    pooler_output has a row for each document; in a compiled graph `[capacity]` rows, of which those
+    after the last document mean nothing. RoBERTa's positions begin at padding_idx + 1: given ones
+    are used unchanged, so drop those of a collator that counts from 0.
 
     Models of text and images (Qwen2-VL) take position_ids `[4, B, S]`, the text's own first, or
     `[3, B, S]` beside explicit documents; missing ones are made from the documents, the images and
@@ -122,6 +137,10 @@ def patch_model(
             found eagerly, if given.
         max_seqlen_bound: upper bound on document length; default inside a compiled
             graph: all T tokens; eagerly: the longest, rounded up to a power of two.
+        unpad: drop the padding of padded batches inside the model, see above.
+        unpad_to_multiple_of: with `unpad` the packed row is rounded up to a multiple of this many
+            tokens; the spare ones belong to no document. Default: 1,024 in a compiled model, so
+            that few sizes compile, else 1.
         sequence_parallel_group: ranks over which each row is sharded (Ulysses), see below.
 
     Returns:
@@ -130,11 +149,16 @@ def patch_model(
     Raises:
         ValueError: no transformers model inside, or a second one that is not part of the first; a
             `forward` that takes no `**kwargs`, an unknown backend, a mapping that misses one of the
-            model's layer types or names another, or a group whose ranks do not divide the heads.
+            model's layer types or names another, a group whose ranks do not divide the heads, or
+            an `unpad_to_multiple_of` that is no positive integer or comes without `unpad`.
         NotImplementedError: the model type is not verified, it keeps state beyond attention, its
-            head pools rows, PEFT adds virtual tokens (prompt tuning and similar; not seen if added
-            later), a backend cannot run its layers on this machine, or the model is an
-            encoder, takes images or has longrope, and a group is given.
+            head is of a kind whose labels are not known, PEFT adds virtual tokens (prompt tuning
+            and similar; not seen if added later), a backend cannot run its layers on this machine,
+            or the model is an encoder, takes images or has longrope, and a group is given; `unpad`
+            with a model of images or a group.
+
+    A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
+    and left padding in an encoder that pools or classifies by a row's first token.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
     patched model or before it is patched; its result keeps its own guarantees and mapping, so to

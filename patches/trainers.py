@@ -51,7 +51,7 @@ def patch_trainer(
     if getattr(trainer, "aux_loss_enabled", False):
         raise NotImplementedError(
             "the trainer must not add a router's auxiliary loss, as router logits of a packed row "
-            "do not match the padded batch; set output_router_logits=False in the model's config."
+            "do not match the padded batch; set router_aux_loss_coef=0.0 in the trainer's config."
         )
     for model in _models(trainer):
         patch_model(model, backend, unpad=True, unpad_to_multiple_of=unpad_to_multiple_of)

@@ -160,10 +160,7 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
         or not bool(one_document_per_row(packed.layout, batch))
     )
     if packed.pools and padded is not None and padded.pads_left:
-        raise ValueError(
-            "attention_mask must not hide the first token of a row, which the model's pooler "
-            "reads, got padding on the left; pad on the right."
-        )
+        raise ValueError(_READS_FIRST_TOKEN)
     return_dict = inputs.get("return_dict")
     wants_dict = text_config_of(base.config).return_dict if return_dict is None else return_dict
     if (packed.pools or padded is not None) and not wants_dict:
@@ -171,6 +168,28 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
             "return_dict must stay True where a row may hold several documents or is packed, got "
             "False; leave return_dict out."
         )
+
+
+_READS_FIRST_TOKEN = (
+    "attention_mask must not hide the first token of a row, which the model's pooler or classifier "
+    "reads, got padding on the left; pad on the right."
+)
+
+
+def refuse_left_padding(
+    head: str | None, patch: Patch, padded: PaddedBatch, *, causal: bool
+) -> None:
+    """Refuse rows that begin with padding under an encoder's head that reads their first token.
+
+    Args:
+        head: the class name of the head that pools the rows, or None.
+
+    Raises:
+        ValueError: a classifier, or a head for multiple choice, whose first token is padding.
+    """
+    reads_first = head is not None and "QuestionAnswering" not in (patch.head or head)
+    if reads_first and not causal and padded.pads_left:
+        raise ValueError(_READS_FIRST_TOKEN)
 
 
 def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:

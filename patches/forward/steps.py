@@ -55,6 +55,7 @@ from flexvarlen.patches.forward.padding import (
     note_pooler,
     pad_and_pool,
     padded_batch,
+    refuse_left_padding,
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
@@ -118,6 +119,8 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         layout = forward.find_layout()
     if padded is None:
         refuse_pooling(pooling_head, layout, forward.batch)
+    else:
+        refuse_left_padding(pooling_head, patch, padded, causal=forward.causal)
     _set_positions(forward, layout)
     if patch.head in CAUSAL:  # otherwise labels belong to the tokens themselves
         first = unpredicted_tokens(layout)

@@ -19,9 +19,7 @@ _VISION_NEEDS = (
     "document of the vision tower"
 )
 _ENCODER = "bidirectional attention"
-_OWN_LABELS = (
-    "no label is masked; no pooler_output where a row may hold several documents; heads of tokens"
-)
+_OWN_LABELS = "no label is masked; poolers and classifiers give a row for each document"
 
 
 @dataclass(frozen=True)

@@ -157,10 +157,11 @@ def test_loss_of_an_encoder_that_pools(kind):
     assert_same(plain, ours, inputs | {"labels": torch.tensor([0, 1, 1, 0])})
 
 
-def test_a_pooler_that_would_read_padding():
-    model = fv.patch_model(model_with("SequenceClassification", "bert"), unpad=True)
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_pooler_or_classifier_that_would_read_padding(kind):
+    model = fv.patch_model(model_with("SequenceClassification", kind), unpad=True)
     with pytest.raises(ValueError, match="must not hide the first token of a row"):
-        model(**padded("left"))
+        model(**padded("left", model.config.pad_token_id))
 
 
 def test_multiple_choice():

@@ -1,0 +1,130 @@
+"""examples/dpo.py, reward.py and grpo.py: run, and learn the same with padding and without."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+import flexvarlen as fv
+from flexvarlen.verify.corpus import train_tokenizer
+
+pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
+SETTINGS = {"steps": 2, "backend": "sdpa"}
+TEXTS = [("packed rows of many documents", 3), ("a mask and a kernel", 40), ("one", 1)] * 4
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Loads a script, with a tinier model of its own."""
+
+    def module_of(name):
+        spec = importlib.util.spec_from_file_location(
+            f"example_{name}", ROOT / f"examples/{name}.py"
+        )
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # datasets pickles functions by module
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(module, "SMALL", TINY)
+        return module
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    yield module_of
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with a tokenizer, and data."""
+    folder = tmp_path_factory.mktemp("preference")
+    words = train_tokenizer(tuple(text for text, _ in TEXTS), 300)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", pad_token="<p>")
+    tokenizer.save_pretrained(folder / "tiny")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
+    lines = [
+        {"prompt": "say:", "chosen": f" {text}" * count, "rejected": f" {text[::-1]}"}
+        for text, count in TEXTS
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def logged(capsys):
+    """Names and values that the trainer printed."""
+    pattern = r"'(loss|grad_norm|reward|kl|accuracy|rewards/margins)': '([^']+)'"
+    return [(name, float(value)) for name, value in re.findall(pattern, capsys.readouterr().out)]
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 2}], ids=["whole", "lora"])
+def test_dpo_on_data_of_ones_own(load, folder, tmp_path, capsys, options):
+    dpo = load("dpo")
+    inputs = {"data": folder / "pairs.jsonl", "model": str(folder / "tiny"), "batch": 4}
+    logs = []
+    for padded in (True, False):
+        dpo.main(**inputs, **SETTINGS, **options, padded=padded, out=tmp_path / "out")
+        logs.append(logged(capsys))
+    assert len(logs[0]) >= 2 * 3
+    assert logs[1] == [(name, pytest.approx(value, rel=1e-2, abs=1e-4)) for name, value in logs[0]]
+    saved = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json" if options else "config.json", "tokenizer.json"} <= saved
+
+
+def test_reward_then_grpo_on_their_own_samples(load, tmp_path, capsys, monkeypatch):
+    """Without arguments; the reward model that one saves scores the completions of the other."""
+    reward, grpo = load("reward"), load("grpo")
+    patched = []
+    patch = fv.patch_trainer
+    monkeypatch.setattr(fv, "patch_trainer", lambda *args: patched.append(patch(*args)))
+    reward.main(**SETTINGS, batch=4, learning_rate=1e-2, out=tmp_path / "reward")
+    said = capsys.readouterr().out
+    assert "of 64 held-out pairs" in said
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    assert saved.config.num_labels == 1
+    logs, scorer = [], str(tmp_path / "reward")
+    for padded in (True, False):
+        grpo.main(
+            **SETTINGS,
+            reward_model=scorer,
+            max_new_tokens=8,
+            padded=padded,
+            out=tmp_path / f"grpo-{padded}",
+        )
+        logs.append(logged(capsys))
+    assert [name for name, _ in logs[0]].count("reward") == 2
+    assert logs[1] == [(name, pytest.approx(value, rel=1e-2, abs=1e-4)) for name, value in logs[0]]
+    trainer = patched[-1]
+    assert all(map(fv.is_patched, (trainer.model, trainer.ref_model, *trainer.reward_funcs)))
+
+
+def test_scores_are_those_of_each_document_alone(load):
+    import torch
+
+    reward = load("reward")
+    tokenizer, model = reward.tokenizer_and_model(None)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    documents = [tokenizer(text * count).input_ids for text, count in TEXTS]
+    with torch.no_grad():
+        alone = [model.eval()(torch.tensor([ids])).logits.item() for ids in documents]
+    fv.patch_model(model, "sdpa")
+    assert reward.scores(model, documents, 512).tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_distinct_words(load):
+    assert load("grpo").distinct_words(["a b a b", ""]) == [0.5, 0.0]
