@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import Trainer
 
-from flexvarlen.patches.api import patch_model
+from flexvarlen.patches.api import patch_model, unpatch_model
 from flexvarlen.patches.state import BackendChoice
 
 T = TypeVar("T", bound=Trainer)
@@ -37,7 +38,7 @@ def patch_trainer(
         ValueError: not a Trainer.
         NotImplementedError: the trainer adds a router's auxiliary loss, whose inputs would not
             match the padded batch, or a model cannot be patched (see `patch_model`), as one of
-            images.
+            images. No model stays patched then.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -53,8 +54,11 @@ def patch_trainer(
             "the trainer must not add a router's auxiliary loss, as router logits of a packed row "
             "do not match the padded batch; set router_aux_loss_coef=0.0 in the trainer's config."
         )
-    for model in _models(trainer):
-        patch_model(model, backend, unpad=True, unpad_to_multiple_of=unpad_to_multiple_of)
+    with ExitStack() as undo:
+        for model in _models(trainer):
+            patch_model(model, backend, unpad=True, unpad_to_multiple_of=unpad_to_multiple_of)
+            undo.callback(unpatch_model, model)
+        undo.pop_all()
     return trainer
 
 

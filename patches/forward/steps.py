@@ -21,19 +21,15 @@ from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import mark_cache, note_documents, refuse_packed_documents
-from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.labels import mask_labels
-from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import (
     causal_positions,
     positions_by_run,
-    text_positions,
 )
 from flexvarlen.patches.batch.unpacked_rows import (
     check_one_document,
     one_document_per_row,
     refuse_boundaries,
-    why_not_whole_rows,
 )
 from flexvarlen.patches.batch.unsupported_keywords import (
     refuse_mask_of_another_kind,
@@ -49,6 +45,7 @@ from flexvarlen.patches.forward.heads import (
     refuse_pooling,
     wrap_loss,
 )
+from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.padding import (
     documents_of_rows,
     give_to_base,
@@ -69,7 +66,7 @@ from flexvarlen.patches.models.layers import (
     vision_tower,
 )
 from flexvarlen.patches.models.llama4 import has_temperature
-from flexvarlen.patches.models.qwen_vl import has_axes, has_images, image_positions
+from flexvarlen.patches.models.qwen_vl import has_images, image_positions
 from flexvarlen.patches.models.rope import has_longrope
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, IMPLEMENTATIONS, Patch
 
@@ -104,7 +101,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         inputs = padded.inputs_of_row(inputs)
         tokens = _tokens(inputs)
         assert tokens is not None
-    forward = _Forward(module, patch, inputs, tokens, padded)
+    forward = ForwardInputs(module, patch, inputs, tokens, padded)
     _refuse_head_without_documents(module, forward.is_explicit)
     if forward.group is not None:
         prepare_shard(module, inputs, forward.boundaries, tokens, forward.config, forward.group)
@@ -191,77 +188,6 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
 # ---- the steps ----
 
 
-class _Forward:
-    """The inputs of one forward of a patched model, before the documents are found.
-
-    Attributes:
-        module, base: the model that is called, and the one that holds the layers.
-        patch: of the model.
-        inputs: its keyword arguments, without the boundaries; the steps change them.
-        tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
-        padded: the padded batch that these inputs, of a packed row, were made from, or None.
-        boundaries: the keywords that only give documents, None where not given.
-        config: of the text tower.
-        causal: whether attention is causal.
-        cache: `past_key_values`, or None.
-        why_unpacked: why the forward is not packed (a cache, a 4D mask), or None.
-        positions: the position_ids whose restarts mark documents, or None.
-        packs: whether a row may hold several documents, or padding.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        patch: Patch,
-        inputs: dict[str, Any],
-        tokens: Tensor,
-        padded: PaddedBatch | None,
-    ) -> None:
-        self.module, self.patch, self.inputs, self.tokens = module, patch, inputs, tokens
-        self.padded = padded
-        self.base: Any = base_of(module)  # type: ignore[arg-type]
-        self.config: Any = text_config_of(module.config)
-        self.group = patch.sequence_parallel_group
-        self.batch, self.row_tokens = tokens.shape[:2]
-        self.causal = any(kind.causal for kind in patch.kinds)
-        self.boundaries = {name: inputs.pop(name, None) for name in BOUNDARIES}
-        self.mask, self.cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-        self.why_unpacked = why_not_whole_rows(self.cache, self.mask, self.row_tokens)
-        self.positions = text_positions(
-            inputs.get("position_ids"),
-            has_axes=has_axes(self.config),
-            documents_elsewhere=self.is_explicit
-            or self.boundaries["seq_idx"] is not None
-            or self.why_unpacked is not None,
-        )
-        self.packs = True
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether the documents are given explicitly."""
-        return any(self.boundaries[name] is not None for name in ("packed_layout", "cu_seq_lens_q"))
-
-    def find_layout(self) -> PackedLayout:
-        """Find the documents; with a group, those of the whole row."""
-        layout: PackedLayout | None = self.boundaries["packed_layout"]
-        if self.group is None or layout is None:
-            layout = find_layout(
-                GivenDocuments(
-                    self.batch,
-                    self.row_tokens,
-                    self.tokens.device,
-                    position_ids=self.positions,
-                    attention_mask=self.mask,
-                    capacity=self.patch.capacity,
-                    max_seqlen_bound=self.patch.max_seqlen_bound,
-                    **self.boundaries,
-                )
-            )
-        if not (torch.compiler.is_compiling() or _is_captured(self.tokens)):
-            self.packs = layout.num_docs != self.batch or bool(layout.has_padding)
-        return layout
-
-
 def _from_head(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a base model whose head has already found the documents."""
     packed = inputs.get(CONTEXT)
@@ -310,7 +236,7 @@ def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
             raise ValueError(_KEPT_BY_HEAD)
 
 
-def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
+def _unpacked(forward: ForwardInputs, why: str) -> dict[str, Any]:
     """Prepare a forward that is not packed: decoding, or a 4D mask."""
     refuse_boundaries(forward.boundaries, why)
     refuse_packed_documents(forward.cache)
@@ -326,7 +252,7 @@ def _unpacked(forward: _Forward, why: str) -> dict[str, Any]:
     return forward.inputs
 
 
-def _set_positions(forward: _Forward, layout: PackedLayout) -> None:
+def _set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
     """Set the position_ids: given ones, or per document; otherwise the model builds them.
 
     In a causal model whose rows hold one document each, padding is counted too, as the model's own
@@ -361,7 +287,7 @@ def _first_position(base: nn.Module) -> int:
     return 0
 
 
-def _set_use_cache(forward: _Forward) -> None:
+def _set_use_cache(forward: ForwardInputs) -> None:
     """Disable the default cache for packed batches, in training and in compiled graphs."""
     inputs = forward.inputs
     if getattr(forward.config, "use_cache", None) is None:  # an encoder, which has no cache
@@ -377,7 +303,7 @@ def _set_use_cache(forward: _Forward) -> None:
         inputs["use_cache"] = False
 
 
-def _note_cache(forward: _Forward, packed: PackedForward) -> None:
+def _note_cache(forward: ForwardInputs, packed: PackedForward) -> None:
     """Flag the cache that the forward may fill, before any layer fills it."""
     use_cache = forward.inputs.get("use_cache")
     if use_cache is None:
@@ -388,7 +314,7 @@ def _note_cache(forward: _Forward, packed: PackedForward) -> None:
         note_documents(forward.cache, packed.one_per_row)
 
 
-def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
+def _set_attention_mask(forward: ForwardInputs, packed: PackedForward) -> None:
     """Pass a placeholder to a base model, and a padding mask to a head, for its losses."""
     inputs, module, layout = forward.inputs, forward.module, packed.layout
     if forward.base is module:
@@ -401,11 +327,6 @@ def _set_attention_mask(forward: _Forward, packed: PackedForward) -> None:
     if forward.packs and may_pad and not known_full:
         inputs["attention_mask"] = layout.real_tokens().view(forward.tokens.shape[:2]).long()
     wrap_loss(module)
-
-
-def _is_captured(tokens: Tensor) -> bool:
-    """Whether a CUDA graph is captured, which may be replayed on other documents."""
-    return tokens.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _placeholder(device: torch.device) -> Tensor:

@@ -231,6 +231,16 @@ def test_a_router_loss(tmp_path):
     assert not fv.is_patched(trainer.model)
 
 
+def test_a_reward_model_that_cannot_be_patched(tmp_path):
+    """Nothing stays half patched."""
+    scorer = classifier()
+    scorer.config.model_type = "mamba"
+    trainer = grpo(tmp_path, rewards=[scorer])
+    with pytest.raises(NotImplementedError, match="mamba"):
+        fv.patch_trainer(trainer)
+    assert not fv.is_patched(trainer.model)
+
+
 def test_no_trainer():
     with pytest.raises(ValueError, match="trainer must be a transformers Trainer"):
         fv.patch_trainer(policy())
