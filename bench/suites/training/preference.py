@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
 from flexvarlen.bench.suites.model.step import checkpoint_layers, free
 from flexvarlen.bench.suites.model.utilisation import resolved_auto
@@ -40,7 +39,6 @@ from flexvarlen.bench.suites.training.preference_trainers import (
     TASKS,
     Batch,
     Draws,
-    Sizes,
     Task,
     mask_of,
 )
@@ -68,7 +66,9 @@ class PreferenceCase:
     """One trainer, model and batch.
 
     Attributes:
-        prompt, shortest, longest, samples: see `preference_trainers.Sizes`.
+        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
+        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
+        samples: of a batch: pairs, completions of GRPO, or texts.
         batches: taken in turns; the first is checked.
         step: what is timed.
     """
@@ -90,11 +90,6 @@ class PreferenceCase:
     def data(self) -> dict[str, Any]:
         return {field: value for field, value in asdict(self).items() if field != "name"}
 
-    @property
-    def sizes(self) -> Sizes:
-        vocab_size = GEOMETRIES[self.geometry](self.layers).vocab_size
-        return Sizes(self.prompt, self.shortest, self.longest, self.samples, vocab_size)
-
 
 CASES = (
     PreferenceCase("dpo", "dpo"),
@@ -102,9 +97,9 @@ CASES = (
     PreferenceCase("reward", "reward"),
     PreferenceCase("classification", "classification", prompt=0, shortest=0, longest=4096),
     # Compiling takes longer than all else: few layers.
-    PreferenceCase("dpo-compiled", "dpo", mode="compiled", layers=4, batches=REPEATS),
+    PreferenceCase("dpo-compiled", "dpo", mode="compiled", layers=2, batches=REPEATS),
 )
-QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 2, "prompt": 12, "shortest": 3}
+QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
 
 
 class Preference(Suite):
@@ -115,26 +110,22 @@ class Preference(Suite):
     def cases(self, options: Options) -> Sequence[Case]:
         if not options.quick:
             return CASES
-        topics = {"prompt": 0, "longest": 40}
-        return [
-            replace(
-                case,
-                **QUICK | ({"longest": 20} if case.prompt else topics),
-                batches=min(case.batches, 3),
-            )
-            for case in CASES
-        ]
+        pairs: dict[str, Any] = {"prompt": 12, "longest": 20}
+        topics: dict[str, Any] = {"longest": 400}
+        return [replace(case, **QUICK, **(pairs if case.prompt else topics)) for case in CASES]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         assert isinstance(case, PreferenceCase)
-        return COMPILED if case.mode == "compiled" else EAGER
+        if case.mode == "compiled":
+            return COMPILED if options.on_gpu else COMPILED[-1:]
+        return EAGER
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, PreferenceCase)
         require_known([variant.partition("@")[0] for variant in variants], KNOWN)
         with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
             run = _Run(case, options, folder)
-            return measure_variants(variants, run.check, options, most_repeats=REPEATS)
+            return measure_variants(variants, run.check, options, most_repeats=REPEATS, lead_in=0)
 
     def section(self, records: Sequence[Record]) -> str:
         return preference_tables.section(records)
@@ -175,7 +166,7 @@ class _Run:
         for reference in self.models[1:]:
             reference.requires_grad_(False)
         plain = self.trainer(share)
-        draws = Draws(case.sizes, case.seed)
+        draws = Draws(case)
         hosts = [self.task.batch(plain, draws) for _ in range(case.batches)]
         self.masks = [mask_of(batch) for batch in hosts]
         self.batches = [{k: x.to(self.device) for k, x in batch.items()} for batch in hosts]
@@ -225,6 +216,7 @@ class _Run:
     def check(self, variant: str) -> Checked:
         """Make a variant, compare its first batch, and run the others once."""
         trainer, call = self.make(variant)
+        attends = self.attends(variant, trainer)  # before any graph, in which auto measures nothing
         with watch_compilation() as stats:
             found = self.outcome(trainer, call, self.batches[0])
             errors, wrong = self.verdict(found)
@@ -232,7 +224,7 @@ class _Run:
             for batch in self.batches[1:]:
                 self.outcome(trainer, call, batch)
         measures = errors | {
-            "attends": self.attends(variant, trainer),
+            "attends": attends,
             "tokens_real": sum(int(mask.sum()) for mask in self.masks) / len(self.masks),
             "tokens_padded": sum(mask.numel() for mask in self.masks) / len(self.masks),
             "compilations": stats.compilations,
@@ -264,7 +256,7 @@ class _Run:
             fv.patch_trainer(trainer, attention, unpad_to_multiple_of=rounded)
         if self.case.mode == "eager":
             return trainer, trainer.model
-        backend = own_backend("inductor" if self.options.on_gpu else "aot_eager")
+        backend = own_backend("inductor" if self.options.on_gpu else "eager")
         if trainer.ref_model is not None:
             trainer.ref_model = torch.compile(trainer.ref_model, backend=backend)
         return trainer, torch.compile(trainer.model, backend=backend)

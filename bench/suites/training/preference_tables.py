@@ -59,7 +59,9 @@ def table(records: Sequence[Record]) -> Table:
             found = gain(record)
             if found is None or record.case["variant"].startswith("padded"):
                 return "–"
-            return f"{found * record.measures['tokens_real'] / record.measures['tokens_padded']:.0%}"
+            return (
+                f"{found * record.measures['tokens_real'] / record.measures['tokens_padded']:.0%}"
+            )
 
         columns += [
             Column(f"speed ÷ `{name}`'s", lambda r: "–" if (x := gain(r)) is None else f"{x:.2f}×"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -26,6 +26,9 @@ from transformers import (
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.bench.suites.training import texts
 
+if TYPE_CHECKING:
+    from flexvarlen.bench.suites.training.preference import PreferenceCase
+
 Batch = dict[str, Any]
 Settings = dict[str, Any]
 
@@ -36,41 +39,25 @@ KINDS = 3
 """Labels of a text in classification."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Tokens of a sample, and samples of a batch.
-
-    Attributes:
-        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
-        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
-        samples: of a batch: pairs, completions of GRPO, or texts.
-    """
-
-    prompt: int
-    shortest: int
-    longest: int
-    samples: int
-    vocab_size: int
-
-
 class Draws:
-    """Random prompts and answers."""
+    """Random prompts and answers of a case."""
 
-    def __init__(self, sizes: Sizes, seed: int) -> None:
-        self.sizes, self.rng = sizes, random.Random(seed)
+    def __init__(self, case: PreferenceCase) -> None:
+        self.case, self.rng = case, random.Random(case.seed)
+        self.vocab_size = GEOMETRIES[case.geometry](case.layers).vocab_size
 
     def prompt(self) -> list[int]:
-        return self._tokens(self.sizes.prompt)
+        return self._tokens(self.case.prompt)
 
     def answer(self) -> list[int]:
-        return self._tokens(self.rng.randint(self.sizes.shortest, self.sizes.longest))
+        return self._tokens(self.rng.randint(self.case.shortest, self.case.longest))
 
     def topics(self) -> list[list[int]]:
-        every = texts.topic_ids(self.sizes.vocab_size, self.sizes.longest)
-        return self.rng.sample(every, self.sizes.samples)
+        every = texts.topic_ids(self.vocab_size, self.case.longest)
+        return self.rng.sample(every, self.case.samples)
 
     def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(len(SPECIAL), self.sizes.vocab_size) for _ in range(count)]
+        return [self.rng.randrange(len(SPECIAL), self.vocab_size) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -145,7 +132,7 @@ def _dpo(model: PreTrainedModel, reference: PreTrainedModel | None, settings: Se
 
 
 def _pairs(draws: Draws) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    for _ in range(draws.sizes.samples):
+    for _ in range(draws.case.samples):
         yield draws.prompt(), draws.answer(), draws.answer()
 
 
@@ -202,7 +189,7 @@ def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
 
     The rewards are random, and compared within each group.
     """
-    count = draws.sizes.samples
+    count = draws.case.samples
     prompts = [draws.prompt() for _ in range(count // GROUP)]
     answers = [torch.tensor(draws.answer()) for _ in range(count)]
     lengths = torch.tensor([len(ids) for ids in answers])
