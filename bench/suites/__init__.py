@@ -32,6 +32,7 @@ SUITES: dict[str, Entry] = {
     "layer-time": Entry("model.layer_time", "A decoder layer, and what auto takes it for."),
     "small-inference": Entry("model.small_inference", "Short forwards, where the host decides."),
     "end-to-end": Entry("training.end_to_end", "transformers' Trainer, tokens a second."),
+    "preference": Entry("training.preference", "TRL's trainers, padded batches and packed rows."),
     "convergence": Entry("training.convergence", "Training from scratch, packed and padded."),
     "scaling-ranks": Entry("training.scaling_ranks", "Training on several GPUs."),
     "mask-build": Entry("masks.mask_build", "Document BlockMasks, beside create_block_mask's."),

@@ -141,8 +141,8 @@ def why_wrong(
         if not found <= limit:  # also when the error is NaN
             factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
             return (
-                f"{name}: {what} {found:.2g} is more than {limit:.2g} ({factor:g} × that of each "
-                f"document alone in {str(dtype).removeprefix('torch.')}, plus rounding)."
+                f"{name}: {what} {found:.2g} is more than {limit:.2g} ({factor:g} × that of the "
+                f"baseline in {str(dtype).removeprefix('torch.')}, plus rounding)."
             )
     return None
 

@@ -59,6 +59,7 @@ def measure_variants(
     *,
     most_repeats: int = MOST_REPEATS,
     slow_s: float = SLOW_S,
+    lead_in: int = 1,
 ) -> list[Finding]:
     """A finding of each variant.
 
@@ -68,6 +69,7 @@ def measure_variants(
         options: of the run; a variant is timed for about `options.seconds`.
         most_repeats: timed calls of a variant at most.
         slow_s: calls that take longer are timed once.
+        lead_in: untimed calls before each timed one; 0 where all variants draw like power.
 
     Raises:
         DeviceLost: nothing can be measured any more in this process.
@@ -89,7 +91,7 @@ def measure_variants(
     with torch._dynamo.config.patch(LIMITS):
         found = measure_each("its first runs", variants, first_runs, options.device)
         findings = [finding for finding in found if finding.variant not in right]
-        for variant, timing in _time(right, options, most_repeats, slow_s).items():
+        for variant, timing in _time(right, options, most_repeats, slow_s, lead_in).items():
             checked = right[variant]
             more, wrong = checked.afterwards()
             free(options.device)
@@ -114,7 +116,7 @@ def _run_again(checked: Checked, options: Options) -> None:
 
 
 def _time(
-    right: dict[str, Checked], options: Options, most_repeats: int, slow_s: float
+    right: dict[str, Checked], options: Options, most_repeats: int, slow_s: float, lead_in: int
 ) -> dict[str, Timing]:
     """Timings of all variants, in turns."""
     slow = {x: c.took_s for x, c in right.items() if c.took_s is not None and c.took_s > slow_s}
@@ -129,7 +131,7 @@ def _time(
         warmup=0,  # each ran twice
         repeats=repeats,
         flush_l2=False,
-        lead_in=1,
+        lead_in=lead_in,
     )
     found |= {name: summarize([took * 1e3]) for name, took in slow.items()}
     return {name: found[name] for name in right}

@@ -124,19 +124,30 @@ class Variant:
             fullgraph: default: for ours; transformers' own break the graph, and would not run.
             dynamic: as in torch.compile.
             cuda_graphs: as `mode="reduce-overhead"` does.
-
-        Dynamo keeps compiled code by code object, which all variants of a model class share: each
-        call brings a backend object of its own, so that none is served another's graphs.
         """
 
-        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-            if compiler == "inductor":
-                patches = {"triton.cudagraphs": cuda_graphs}
-                return compile_fx(graph, inputs, config_patches=patches)
-            return lookup_backend(compiler)(graph, inputs)
-
+        backend = own_backend(compiler, cuda_graphs=cuda_graphs)
         fullgraph = not self.theirs if fullgraph is None else fullgraph
         return torch.compile(self.model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+
+
+def own_backend(compiler: str, *, cuda_graphs: bool = False) -> Callable[..., Any]:
+    """A backend of torch.compile that is an object of its own.
+
+    Dynamo keeps compiled code by code object, which all variants of a model class share; by their
+    backends, none is served another's graphs.
+
+    Args:
+        compiler, cuda_graphs: as in `Variant.compiled`.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        if compiler == "inductor":
+            patches = {"triton.cudagraphs": cuda_graphs}
+            return compile_fx(graph, inputs, config_patches=patches)
+        return lookup_backend(compiler)(graph, inputs)
+
+    return backend
 
 
 def make_variant(

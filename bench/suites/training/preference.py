@@ -1,0 +1,309 @@
+"""Suite "preference": the padded batches of TRL's trainers, and the same batches as packed rows.
+
+    dpo, dpo-compiled   DPOTrainer with its reference model
+    grpo                GRPOTrainer's policy update, without the generation
+    reward              RewardTrainer
+    classification      transformers' Trainer
+
+A step is the trainer's own `compute_loss` on a batch of its own collator, the backward, and AdamW
+with a learning rate of 0, so that all variants meet the same weights:
+
+    padded-fa3, padded-fa2, padded-sdpa   the trainer as it is, with transformers' attention
+    auto, fa3, …                          `patch_trainer(trainer, backend)`
+    auto@128, …                           the same with `unpad_to_multiple_of=128`
+
+Loss and gradients of the first batch are held against the same padded run in fp32, by the
+acceptance rule, for every parameter. Its baseline is `padded-sdpa`. A variant that is wrong is not
+timed. The compiled case takes another batch each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
+from flexvarlen.bench.suites.model.step import checkpoint_layers, free
+from flexvarlen.bench.suites.model.utilisation import resolved_auto
+from flexvarlen.bench.suites.model.variants import own_backend
+from flexvarlen.bench.suites.training import preference_tables
+from flexvarlen.bench.suites.training.preference_trainers import (
+    TASKS,
+    Batch,
+    Draws,
+    Task,
+    mask_of,
+)
+from flexvarlen.bench.suites.training.trainer import fresh_accelerate
+from flexvarlen.measure import watch_compilation
+from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
+from flexvarlen.reference.model import own_parameters, share
+from flexvarlen.report.records import Record
+from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.verify.variants import set_transformers
+
+PADDED = {
+    "padded-fa3": "flash_attention_3",
+    "padded-fa2": "flash_attention_2",
+    "padded-sdpa": "sdpa",
+}
+EAGER = (*PADDED, "auto", "fa3")
+COMPILED = ("auto@1", "auto@128", "auto@1024")
+KNOWN = (*PADDED, "auto", *fv.BACKENDS)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class PreferenceCase:
+    """One trainer, model and batch.
+
+    Attributes:
+        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
+        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
+        samples: of a batch: pairs, completions of GRPO, or texts.
+        batches: taken in turns; the first is checked.
+        step: what is timed.
+    """
+
+    name: str
+    task: str
+    mode: str = "eager"
+    geometry: str = "qwen3-1.7b"
+    layers: int = 14
+    prompt: int = 1024
+    shortest: int = 128
+    longest: int = 768
+    samples: int = 8
+    batches: int = 1
+    step: str = "forward, backward, AdamW"
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def data(self) -> dict[str, Any]:
+        return {field: value for field, value in asdict(self).items() if field != "name"}
+
+
+CASES = (
+    PreferenceCase("dpo", "dpo"),
+    PreferenceCase("grpo", "grpo", samples=16),
+    PreferenceCase("reward", "reward"),
+    PreferenceCase("classification", "classification", prompt=0, shortest=0, longest=4096),
+    # Compiling takes longer than all else: few layers.
+    PreferenceCase("dpo-compiled", "dpo", mode="compiled", layers=2, batches=REPEATS),
+)
+QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
+
+
+class Preference(Suite):
+    """The variants of a case share their parameters."""
+
+    name: ClassVar[str] = "preference"
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        if not options.quick:
+            return CASES
+        pairs: dict[str, Any] = {"prompt": 12, "longest": 20}
+        topics: dict[str, Any] = {"longest": 400}
+        return [replace(case, **QUICK, **(pairs if case.prompt else topics)) for case in CASES]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, PreferenceCase)
+        if case.mode == "compiled":
+            return COMPILED if options.on_gpu else COMPILED[-1:]
+        return EAGER
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, PreferenceCase)
+        require_known([variant.partition("@")[0] for variant in variants], KNOWN)
+        with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+            run = _Run(case, options, folder)
+            return measure_variants(variants, run.check, options, most_repeats=REPEATS, lead_in=0)
+
+    def section(self, records: Sequence[Record]) -> str:
+        return preference_tables.section(records)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A loss, and the gradient of every parameter that has one."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+    def errors(self, reference: _Outcome) -> dict[str, Error]:
+        """By parameter, and that of the loss as "loss". Reads the device."""
+        losses = [torch.tensor([x], dtype=torch.float64) for x in (self.loss, reference.loss)]
+        found = {"loss": Error.between(*losses)}
+        for name, expected in reference.gradients.items():
+            gradient = self.gradients.get(name)
+            found[name] = Error.missing()
+            if gradient is not None:
+                found[name] = Error.between(gradient, expected)
+        return found
+
+
+class _Run:
+    """A case's models, batches and optimizer, and what the first batch must give."""
+
+    def __init__(self, case: PreferenceCase, options: Options, folder: str) -> None:
+        self.case, self.options, self.device = case, options, options.device
+        self.folder = folder
+        self.task: Task = TASKS[case.task]
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        seeds = (case.seed, case.seed + 1)[: 1 + self.task.has_reference]
+        self.models = [
+            self.task.new_model(case.geometry, case.layers, self.dtype, self.device, seed)
+            for seed in seeds
+        ]
+        for reference in self.models[1:]:
+            reference.requires_grad_(False)
+        plain = self.trainer(share)
+        draws = Draws(case)
+        hosts = [self.task.batch(plain, draws) for _ in range(case.batches)]
+        self.masks = [mask_of(batch) for batch in hosts]
+        self.batches = [{k: x.to(self.device) for k, x in batch.items()} for batch in hosts]
+        self.reference = self._reference()
+        baseline = self.outcome(plain, plain.model, self.batches[0])
+        self.baseline = baseline.errors(self.reference)
+        self.optimizer = torch.optim.AdamW(
+            self.models[0].parameters(), lr=0.0, weight_decay=0.0, fused=options.on_gpu
+        )
+        self.optimizer.step()  # its state is there before any step, so that all peaks hold it
+        free(self.device, self.models[0])
+
+    def trainer(self, copy: Callable[..., Any], **options: Any) -> Any:
+        """A trainer on copies of the models."""
+        copies = [copy(model, **options) for model in self.models]
+        settings = {
+            "output_dir": self.folder,
+            "per_device_train_batch_size": self.case.samples,
+            "bf16": False,  # the weights are
+            "gradient_checkpointing": False,  # TRL's default is True
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": not self.options.on_gpu,
+            "seed": self.case.seed,
+        }
+        return self.task.trainer(copies[0], copies[1] if len(copies) > 1 else None, settings)
+
+    def outcome(self, trainer: Any, call: Callable[..., Any], batch: Batch) -> _Outcome:
+        """One forward and backward; the gradients are the parameters' own."""
+        trainer.model.zero_grad(set_to_none=True)
+        loss: Tensor = trainer.compute_loss(call, dict(batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        named = trainer.model.named_parameters()
+        return _Outcome(
+            float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
+        )
+
+    def _reference(self) -> _Outcome:
+        """The padded run in fp32, its gradients on the host."""
+        trainer = self.trainer(own_parameters, dtype=torch.float32)
+        checkpoint_layers(trainer.model)
+        found = self.outcome(trainer, trainer.model, self.batches[0])
+        on_host = {name: x.cpu() for name, x in found.gradients.items()}
+        free(self.device, trainer.model)
+        return _Outcome(found.loss, on_host)
+
+    def check(self, variant: str) -> Checked:
+        """Make a variant, compare its first batch, and run the others once."""
+        trainer, call = self.make(variant)
+        attends = self.attends(variant, trainer)  # before any graph, in which auto measures nothing
+        with watch_compilation() as stats:
+            found = self.outcome(trainer, call, self.batches[0])
+            errors, wrong = self.verdict(found)
+            del found
+            for batch in self.batches[1:]:
+                self.outcome(trainer, call, batch)
+        measures = errors | {
+            "attends": attends,
+            "tokens_real": sum(int(mask.sum()) for mask in self.masks) / len(self.masks),
+            "tokens_padded": sum(mask.numel() for mask in self.masks) / len(self.masks),
+            "compilations": stats.compilations,
+            "recompilations": stats.recompilations,
+            "graph_breaks": stats.graph_breaks,
+            "compile_s": stats.compile_s,
+        }
+        step = partial(self.step, trainer, call, itertools.cycle(self.batches))
+        return Checked(step, measures, wrong, self.conclude)
+
+    def make(self, variant: str) -> tuple[Any, Callable[..., Any]]:
+        """A variant's trainer, and the policy as it is called.
+
+        Raises:
+            Unsupported: transformers has not that attention here.
+            NotImplementedError, ImportError: ours has not.
+        """
+        attention, _, multiple = variant.partition("@")
+
+        def copy(model: Any) -> Any:
+            own = share(model)
+            if attention in PADDED:
+                set_transformers(own, PADDED[attention])
+            return own
+
+        trainer = self.trainer(copy)
+        if attention not in PADDED:
+            rounded = int(multiple) if multiple else None
+            fv.patch_trainer(trainer, attention, unpad_to_multiple_of=rounded)
+        if self.case.mode == "eager":
+            return trainer, trainer.model
+        backend = own_backend("inductor" if self.options.on_gpu else "eager")
+        if trainer.ref_model is not None:
+            trainer.ref_model = torch.compile(trainer.ref_model, backend=backend)
+        return trainer, torch.compile(trainer.model, backend=backend)
+
+    def verdict(self, found: _Outcome) -> tuple[Measures, str | None]:
+        """The errors, and the sentence about the first that the rule does not allow, or None."""
+        errors = found.errors(self.reference)
+        reasons, ratios = [], {}
+        for name, error in errors.items():
+            baseline, gradient = self.baseline[name], name != "loss"
+            what = f"gradient of {name}" if gradient else name
+            reasons.append(why_wrong(what, error, baseline, self.dtype, gradient=gradient))
+            ratios[name] = allowed(baseline, self.dtype, gradient=gradient).ratio(error)
+
+        def worst(of: Mapping[str, Error]) -> float:
+            return largest(error.relative for name, error in of.items() if name != "loss")
+
+        measures: Measures = {
+            "loss": found.loss,
+            "reference_loss": self.reference.loss,
+            "loss_error": errors["loss"].relative,
+            "baseline_loss_error": self.baseline["loss"].relative,
+            "gradients": len(errors) - 1,
+            "gradient_error": worst(errors),
+            "baseline_gradient_error": worst(self.baseline),
+            "error_over_allowed": largest(ratios.values()),
+        }
+        return measures, next((reason for reason in reasons if reason is not None), None)
+
+    def attends(self, variant: str, trainer: Any) -> str | None:
+        """The kernel that "auto" took for the first batch."""
+        if variant.partition("@")[0] != "auto":
+            return None
+        layout = fv.PackedLayout.from_lengths(self.masks[0].sum(dim=1).tolist(), device=self.device)
+        compiled = self.case.mode == "compiled"
+        found = resolved_auto(trainer.model, layout, self.dtype, compiled=compiled)
+        return ", ".join(dict.fromkeys(found.values()))
+
+    def step(self, trainer: Any, call: Callable[..., Any], batches: Any) -> None:
+        """What is timed."""
+        trainer.model.zero_grad(set_to_none=True)
+        trainer.compute_loss(call, dict(next(batches))).backward()
+        self.optimizer.step()
+
+    def conclude(self, ms: float) -> Measures:
+        """Throughput of the median step."""
+        return {"samples_per_s": self.case.samples / (ms / 1e3)}
+
+
+SUITE = Preference()

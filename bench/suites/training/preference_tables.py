@@ -1,0 +1,113 @@
+"""Tables of the suite "preference", from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexvarlen.bench.suites.model.tables import (
+    cell,
+    is_ok,
+    model_title,
+    spread,
+    table_of,
+    value,
+    where,
+)
+from flexvarlen.report.records import Record, records_alike
+from flexvarlen.report.table import Column, Notes, Table
+
+PADDED = "padded-fa3"
+"""The variant that speeds are compared with, beside `padded-sdpa` where it did not run."""
+TITLES = {
+    "dpo": "DPOTrainer with its reference model",
+    "grpo": "GRPOTrainer's policy update",
+    "reward": "RewardTrainer",
+    "classification": "Trainer, classification of texts",
+}
+SAMPLES = {"dpo": "pairs", "grpo": "completions", "reward": "pairs", "classification": "texts"}
+
+
+def section(records: Sequence[Record]) -> str:
+    """A table of each case."""
+    return "\n\n".join(table(group).markdown() for group in records_alike(records, ("variant",)))
+
+
+def table(records: Sequence[Record]) -> Table:
+    """The variants of one case."""
+    notes = Notes()
+    columns = [
+        Column("variant", _shown),
+        Column("samples/s", lambda r: cell(r, _number(r, "samples_per_s", ".2f"), notes)),
+        Column("ms a step (p20–p80)", lambda r: spread(r) or "–"),
+        Column("peak GiB", lambda r: _number(r, "peak_mib", ".1f", 1024) or "–"),
+    ]
+    if records[0].case["mode"] == "compiled":
+        columns += [
+            Column("graphs", lambda r: _number(r, "compilations", ".0f") or "–"),
+            Column("recompilations", lambda r: _number(r, "recompilations", ".0f") or "–"),
+            Column("graph breaks", lambda r: _number(r, "graph_breaks", ".0f") or "–"),
+            Column("s of compiling", lambda r: _number(r, "compile_s", ".0f") or "–"),
+        ]
+    base, name = _base(records)
+    if base is not None:
+
+        def gain(record: Record) -> float | None:
+            own = value(record, "samples_per_s")
+            return None if own is None else own / base
+
+        def used(record: Record) -> str:
+            found = gain(record)
+            if found is None or record.case["variant"].startswith("padded"):
+                return "–"
+            return (
+                f"{found * record.measures['tokens_real'] / record.measures['tokens_padded']:.0%}"
+            )
+
+        columns += [
+            Column(f"speed ÷ `{name}`'s", lambda r: "–" if (x := gain(r)) is None else f"{x:.2f}×"),
+            Column("of padded ÷ real tokens", used),
+        ]
+    columns.append(
+        Column("error ÷ allowed", lambda r: _number(r, "error_over_allowed", ".2f") or "–")
+    )
+    return table_of(records, columns, _title(records), notes, *_said(records))
+
+
+def _shown(record: Record) -> str:
+    variant, attends = record.case["variant"], record.measures.get("attends")
+    return f"`{variant}`" + (f" ({attends})" if attends else "")
+
+
+def _number(record: Record, name: str, form: str, unit: float = 1) -> str | None:
+    found = value(record, name)
+    return None if found is None else f"{found / unit:{form}}"
+
+
+def _base(records: Sequence[Record]) -> tuple[float | None, str]:
+    speeds = {r.case["variant"]: value(r, "samples_per_s") for r in records}
+    name = PADDED if speeds.get(PADDED) else "padded-sdpa"
+    return speeds.get(name), name
+
+
+def _said(records: Sequence[Record]) -> list[str]:
+    done = next((r.measures for r in records if is_ok(r)), None)
+    if done is None:
+        return []
+    return [
+        f"A step is {records[0].case['step']}. A batch holds {done['tokens_padded']:,.0f} "
+        f"positions for {done['tokens_real']:,.0f} tokens, "
+        f"{done['tokens_padded'] / done['tokens_real']:.2f} times as many. Error: the largest of "
+        f"the loss and of {done['gradients']} parameters' gradients against the padded run in "
+        "fp32, over what the acceptance rule allows beside `padded-sdpa`; up to 1 is right."
+    ]
+
+
+def _title(records: Sequence[Record]) -> str:
+    case = records[0].case
+    what = f"prompts of {case['prompt']:,} tokens, answers of {case['shortest']:,} to "
+    if not case["prompt"]:
+        what = "Python's help topics cut at "
+    return (
+        f"{TITLES[case['task']]}, {case['samples']} {SAMPLES[case['task']]} a batch, {what}"
+        f"{case['longest']:,}; {model_title(records[0])}, {case['mode']}, {where(records)}"
+    )

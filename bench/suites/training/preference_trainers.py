@@ -1,0 +1,233 @@
+"""The trainers of the suite "preference", and batches as their own collators make them.
+
+TRL and datasets are imported when a trainer is made: they may be missing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.training import texts
+
+if TYPE_CHECKING:
+    from flexvarlen.bench.suites.training.preference import PreferenceCase
+
+Batch = dict[str, Any]
+Settings = dict[str, Any]
+
+SPECIAL = {"<pad>": 0, "</s>": 1, "<unk>": 2}
+GROUP = 8
+"""Completions of one prompt in GRPO."""
+KINDS = 3
+"""Labels of a text in classification."""
+
+
+class Draws:
+    """Random prompts and answers of a case."""
+
+    def __init__(self, case: PreferenceCase) -> None:
+        self.case, self.rng = case, random.Random(case.seed)
+        self.vocab_size = GEOMETRIES[case.geometry](case.layers).vocab_size
+
+    def prompt(self) -> list[int]:
+        return self._tokens(self.case.prompt)
+
+    def answer(self) -> list[int]:
+        return self._tokens(self.rng.randint(self.case.shortest, self.case.longest))
+
+    def topics(self) -> list[list[int]]:
+        every = texts.topic_ids(self.vocab_size, self.case.longest)
+        return self.rng.sample(every, self.case.samples)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(len(SPECIAL), self.vocab_size) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        labels: outputs of the head that classifies; None: a language model.
+        has_reference: whether a reference model takes part.
+        trainer: policy, reference model, settings -> the trainer.
+        batch: the trainer's batch on the host.
+    """
+
+    labels: int | None
+    has_reference: bool
+    trainer: Callable[[PreTrainedModel, PreTrainedModel | None, Settings], Any]
+    batch: Callable[[Any, Draws], Batch]
+
+    def new_model(
+        self, geometry: str, layers: int, dtype: torch.dtype, device: torch.device, seed: int
+    ) -> PreTrainedModel:
+        """In train mode, with random weights, always the same."""
+        torch.manual_seed(seed)
+        config = GEOMETRIES[geometry](layers)
+        config.pad_token_id, config.use_cache = SPECIAL["<pad>"], False
+        maker: Any = AutoModelForCausalLM
+        if self.labels is not None:
+            config.num_labels = self.labels
+            maker = AutoModelForSequenceClassification
+        with torch.device(device):
+            model = maker.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        found: PreTrainedModel = model.to(device).train()
+        return found
+
+
+def mask_of(batch: Batch) -> torch.Tensor:
+    """`[B, S]`, 0 at padding; GRPO has a prompt's and a completion's."""
+    if "attention_mask" in batch:
+        mask: torch.Tensor = batch["attention_mask"]
+        return mask
+    return torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Knows the special tokens only: batches are made of ids."""
+    inner = Tokenizer(WordLevel(SPECIAL, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def _dataset(*columns: str) -> Any:
+    """One line of text, as the constructors want one."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({name: ["text"] for name in columns})
+
+
+# ---- DPO ----
+
+
+def _dpo(model: PreTrainedModel, reference: PreTrainedModel | None, settings: Settings) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    return DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=DPOConfig(**settings, max_length=None),
+        train_dataset=_dataset("prompt", "chosen", "rejected"),
+        processing_class=tokenizer(),
+    )
+
+
+def _pairs(draws: Draws) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    for _ in range(draws.case.samples):
+        yield draws.prompt(), draws.answer(), draws.answer()
+
+
+def _dpo_batch(trainer: Any, draws: Draws) -> Batch:
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return _collated(trainer, [dict(zip(names, pair, strict=True)) for pair in _pairs(draws)])
+
+
+def _collated(trainer: Any, examples: Sequence[dict[str, Any]]) -> Batch:
+    return dict(trainer.data_collator(examples))
+
+
+# ---- reward model ----
+
+
+def _reward(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    return RewardTrainer(
+        model=model,
+        args=RewardConfig(**settings, max_length=None),
+        train_dataset=_dataset("chosen", "rejected"),
+        processing_class=tokenizer(),
+    )
+
+
+def _reward_batch(trainer: Any, draws: Draws) -> Batch:
+    examples = [
+        {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
+        for prompt, chosen, rejected in _pairs(draws)
+    ]
+    return _collated(trainer, examples)
+
+
+# ---- GRPO ----
+
+
+def _grpo(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+        args=GRPOConfig(**settings, num_generations=GROUP),
+        train_dataset=_dataset("prompt"),
+        processing_class=tokenizer(),
+    )
+    trainer.current_gradient_accumulation_steps = 1  # train() would set it
+    return trainer
+
+
+def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
+    """As `_generate_and_score_completions` returns it: the prompts' pads left, the others' right.
+
+    The rewards are random, and compared within each group.
+    """
+    count = draws.case.samples
+    prompts = [draws.prompt() for _ in range(count // GROUP)]
+    answers = [torch.tensor(draws.answer()) for _ in range(count)]
+    lengths = torch.tensor([len(ids) for ids in answers])
+    prompt_ids = torch.tensor(prompts).repeat_interleave(GROUP, dim=0)
+    rewards = torch.tensor([draws.rng.random() for _ in range(count)]).view(-1, GROUP)
+    spread = rewards.std(dim=1, keepdim=True)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": torch.ones_like(prompt_ids),
+        "completion_ids": torch.nn.utils.rnn.pad_sequence(answers, batch_first=True),
+        "completion_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+        "advantages": ((rewards - rewards.mean(dim=1, keepdim=True)) / spread).flatten(),
+        "num_items_in_batch": lengths.sum(),
+    }
+
+
+# ---- classification ----
+
+
+def _classification(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
+    return Trainer(
+        model=model,
+        args=TrainingArguments(**settings),
+        data_collator=DataCollatorWithPadding(tokenizer()),
+    )
+
+
+def _classification_batch(trainer: Any, draws: Draws) -> Batch:
+    examples = [
+        {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": draws.rng.randrange(KINDS)}
+        for ids in draws.topics()
+    ]
+    return _collated(trainer, examples)
+
+
+TASKS = {
+    "dpo": Task(None, True, _dpo, _dpo_batch),
+    "grpo": Task(None, False, _grpo, _grpo_batch),
+    "reward": Task(1, False, _reward, _reward_batch),
+    "classification": Task(KINDS, False, _classification, _classification_batch),
+}
