@@ -203,6 +203,27 @@ MUTATIONS = (
         "tests/patches/batch/test_batch_refusals.py",
     ),
     Mutation(
+        "unpad: labels that padding predicts count",
+        "patches/forward/steps.py",
+        "mask_labels(module, inputs, padded.unpredicted_tokens())",
+        "pass",
+        "tests/patches/forward/test_unpad.py",
+    ),
+    Mutation(
+        "unpad: positions do not count padding",
+        "patches/batch/padded_batch.py",
+        "(self.offsets % self.row_tokens)[None]",
+        "self.layout.position_ids()[None]",
+        "tests/patches/forward/test_unpad.py",
+    ),
+    Mutation(
+        "unpad: a packed row under a mask is taken for one document",
+        "patches/batch/padded_batch.py",
+        "| _restarts(real, position_ids)",
+        "",
+        "tests/patches/forward/test_unpad.py",
+    ),
+    Mutation(
         "families: BERT by the name alone",
         "patches/models/families.py",
         "by_name_alone=False,  # positions are embedded before any layer sees the documents",

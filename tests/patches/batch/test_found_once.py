@@ -10,7 +10,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
-from flexvarlen.patches.forward import steps as forward_inputs
+from flexvarlen.patches.forward import inputs as forward_inputs
 from tests.backends import ON_GPU
 from tests.tiny_models import LENGTHS, new_model, one_row
 
