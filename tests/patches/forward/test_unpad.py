@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import DynamicCache
 
 import flexvarlen as fv
@@ -162,6 +164,22 @@ def test_a_pooler_or_classifier_that_would_read_padding(kind):
     model = fv.patch_model(model_with("SequenceClassification", kind), unpad=True)
     with pytest.raises(ValueError, match="must not hide the first token of a row"):
         model(**padded("left", model.config.pad_token_id))
+
+
+@pytest.mark.parametrize("head", ["CausalLM", "SequenceClassification", "QuestionAnswering"])
+def test_mixed_precision_of_accelerate(head):
+    """It wraps the head's forward, which must not look as if ours had been replaced."""
+    plain = model_with(head, "qwen2")
+    ours, inputs = unpadding(plain), padded("right")
+    real = inputs["attention_mask"] == 1
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with torch.no_grad():
+        outs = [accelerator.prepare(model)(**inputs, use_cache=False) for model in (plain, ours)]
+    for expected, found in zip(*(out.to_tuple() for out in outs), strict=True):
+        per_token = found.shape[:2] == real.shape
+        off = (found - expected)[real] if per_token else found - expected
+        assert off.norm() < 0.1 * expected.norm()  # bf16 keeps 8 bits; weights are large
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_multiple_choice():
