@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,10 +68,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def logged(capsys):
-    """Names and values that the trainer printed."""
+def logged(text):
+    """Names and values that a trainer printed."""
     pattern = r"'(loss|grad_norm|reward|kl|accuracy|rewards/margins)': '([^']+)'"
-    return [(name, float(value)) for name, value in re.findall(pattern, capsys.readouterr().out)]
+    return [(name, float(value)) for name, value in re.findall(pattern, text)]
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": 2}], ids=["whole", "lora"])
@@ -79,11 +81,32 @@ def test_dpo_on_data_of_ones_own(load, folder, tmp_path, capsys, options):
     logs = []
     for padded in (True, False):
         dpo.main(**inputs, **SETTINGS, **options, padded=padded, out=tmp_path / "out")
-        logs.append(logged(capsys))
+        logs.append(logged(capsys.readouterr().out))
     assert len(logs[0]) >= 2 * 3
     assert logs[1] == [(name, pytest.approx(value, rel=1e-2, abs=1e-4)) for name, value in logs[0]]
     saved = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json" if options else "config.json", "tokenizer.json"} <= saved
+
+
+@pytest.mark.slow
+def test_dpo_on_two_ranks(folder, tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [ROOT / "examples/dpo.py", "--model", folder / "tiny", "--out", tmp_path / "out"]
+    script += ["--data", folder / "pairs.jsonl", "--batch", 3, "--steps", 2, "--backend", "sdpa"]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    logs = []
+    for padded in ([], ["--padded"]):
+        done = subprocess.run(
+            [sys.executable, *map(str, launch + script + padded)],
+            env=os.environ | own | {"CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        logs.append(logged(done.stdout))
+    assert len(logs[0]) >= 2 * 3
+    assert logs[1] == [(name, pytest.approx(value, rel=1e-2, abs=1e-4)) for name, value in logs[0]]
 
 
 def test_reward_then_grpo_on_their_own_samples(load, tmp_path, capsys, monkeypatch):
@@ -106,7 +129,7 @@ def test_reward_then_grpo_on_their_own_samples(load, tmp_path, capsys, monkeypat
             padded=padded,
             out=tmp_path / f"grpo-{padded}",
         )
-        logs.append(logged(capsys))
+        logs.append(logged(capsys.readouterr().out))
     assert [name for name, _ in logs[0]].count("reward") == 2
     assert logs[1] == [(name, pytest.approx(value, rel=1e-2, abs=1e-4)) for name, value in logs[0]]
     trainer = patched[-1]

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import DynamicCache
 
 import flexvarlen as fv
@@ -164,6 +166,22 @@ def test_a_pooler_or_classifier_that_would_read_padding(kind):
         model(**padded("left", model.config.pad_token_id))
 
 
+@pytest.mark.parametrize("head", ["CausalLM", "SequenceClassification", "QuestionAnswering"])
+def test_mixed_precision_of_accelerate(head):
+    """It wraps the head's forward, which must not look as if ours had been replaced."""
+    plain = model_with(head, "qwen2")
+    ours, inputs = unpadding(plain), padded("right")
+    real = inputs["attention_mask"] == 1
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with torch.no_grad():
+        outs = [accelerator.prepare(model)(**inputs, use_cache=False) for model in (plain, ours)]
+    for expected, found in zip(*(out.to_tuple() for out in outs), strict=True):
+        per_token = found.shape[:2] == real.shape
+        off = (found - expected)[real] if per_token else found - expected
+        assert off.norm() < 0.1 * expected.norm()  # bf16 keeps 8 bits; weights are large
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_multiple_choice():
     plain = model_with("MultipleChoice", "bert")
     ours = unpadding(plain)
@@ -178,6 +196,17 @@ def test_under_gradient_checkpointing(reentrant):
     ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     inputs = padded("left")
     assert_same(plain, ours, inputs | {"labels": next_tokens(inputs)})
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_that_padding_predicts(side):
+    """Scripts may leave them in; a patched model never learns from them."""
+    model = unpadding(model_with("CausalLM", "llama"))
+    inputs = padded(side)
+    with torch.no_grad():
+        masked = model(**inputs, labels=next_tokens(inputs)).loss
+        left_in = model(**inputs, labels=inputs["input_ids"]).loss
+    torch.testing.assert_close(left_in, masked)
 
 
 # ---- shapes, positions, masks ----
