@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from flexvarlen.attention.api import packed_attention
     from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
     from flexvarlen.attention.explain import Explanation, explain
+    from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
+    from flexvarlen.layout.per_document import pool
     from flexvarlen.mask.block_mask import document_block_mask
     from flexvarlen.mask.document_mask import DocumentMask
     from flexvarlen.packing import (
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS",
     "BalancedSampler",
+    "DocumentLogprobs",
     "DocumentMask",
     "Explanation",
     "IsolationError",
@@ -49,6 +52,7 @@ __all__ = [
     "available_backends",
     "compare",
     "document_block_mask",
+    "document_logprobs",
     "explain",
     "is_patched",
     "pack",
@@ -56,6 +60,7 @@ __all__ = [
     "patch_model",
     "patch_trainer",
     "patched",
+    "pool",
     "shard_row",
     "split_long",
     "unpatch_model",
@@ -69,6 +74,8 @@ _HOMES = {
     "attention.explain": ("Explanation", "explain"),
     "verify.compare.compare": ("compare",),
     "verify.isolation.verify": ("IsolationError", "IsolationReport", "verify_isolation"),
+    "layout.logprobs": ("DocumentLogprobs", "document_logprobs"),
+    "layout.per_document": ("pool",),
     "layout.packed_layout": ("PackedLayout",),
     "mask.block_mask": ("document_block_mask",),
     "mask.document_mask": ("DocumentMask",),

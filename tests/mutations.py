@@ -154,6 +154,20 @@ MUTATIONS = (
         "tests/attention/auto/test_auto_agreement.py",
     ),
     Mutation(
+        "logprobs: first tokens are scored",
+        f"{LAYOUT}/logprobs.py",
+        "labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)",
+        "labels.reshape(-1)",
+        "tests/layout/test_logprobs.py",
+    ),
+    Mutation(
+        "pool: padding runs are documents",
+        f"{LAYOUT}/per_document.py",
+        "real if layout.padding is None else real & ~layout.padding[layout.first_tokens()]",
+        "real",
+        "tests/layout/test_per_document.py",
+    ),
+    Mutation(
         "labels: first tokens are learned",
         "patches/batch/labels.py",
         "return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)",

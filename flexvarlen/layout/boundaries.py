@@ -10,10 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from flexvarlen.layout.packed_layout import PackedLayout
 
 INT32_MAX = 2**31 - 1
 HAS_TRITON = find_spec("triton") is not None
@@ -216,6 +220,41 @@ def safe_boundaries(
     if slots > given:
         safe = torch.cat([safe, safe[-1:].expand(slots - given)])
     return safe
+
+
+def traced_boundaries(starts_T: Tensor, slots: int) -> Tensor:
+    """Boundaries int32 `[slots + 1]` from flags bool `[T]`, inside a compiled graph. No sync."""
+    total = starts_T.shape[0]
+    torch._assert_async(
+        starts_T.sum() <= slots,
+        "flexvarlen: more documents in the row than capacity; pass a larger capacity= to "
+        "patch_model.",
+    )
+    # fill_value=T would specialize a dynamic T.
+    first = torch.nonzero_static(starts_T, size=slots, fill_value=INT32_MAX)[:, 0]
+    first = first.clamp(max=total)
+    return torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
+
+
+def check_copy(to: PackedLayout, other: PackedLayout) -> None:
+    """Check that the documents of `other` fit the tensors of `to`; see `PackedLayout.copy_`."""
+    if (other.total_tokens, other.capacity) != (to.total_tokens, to.capacity):
+        raise ValueError(
+            f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and "
+            f"{other.capacity} for {to.total_tokens} and {to.capacity}; make both with the "
+            "same total_tokens= and capacity=."
+        )
+    longest = other.max_seqlen_bound if other.max_seqlen is None else other.max_seqlen
+    if longest > to.max_seqlen_bound:
+        raise ValueError(
+            f"copy_ needs documents of at most max_seqlen_bound={to.max_seqlen_bound} "
+            f"tokens, got {longest}; make this layout with a larger max_seqlen_bound=."
+        )
+    if (to.padding is None) != (other.padding is None):
+        raise ValueError(
+            "copy_ needs padding runs inside the row in both layouts or in neither; make a new "
+            "layout."
+        )
 
 
 def default_capacity(total_tokens: int) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexvarlen.layout.boundaries import (
-    INT32_MAX,
     check_boundaries,
+    check_copy,
     check_fit,
     check_sizes,
     default_capacity,
@@ -23,8 +23,14 @@ from flexvarlen.layout.boundaries import (
     integers,
     require_device,
     safe_boundaries,
+    traced_boundaries,
 )
 from flexvarlen.layout.launch_sizes import LaunchSizes
+from flexvarlen.layout.per_document import (
+    document_boundaries,
+    real_documents,
+    split_documents,
+)
 from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
 
 SHOWN_LENGTHS = 10  # of the documents, in a repr
@@ -288,15 +294,7 @@ class PackedLayout:
             starts_T = starts_T | pad(padding_T[1:] != padding_T[:-1], (1, 0))
         if torch.compiler.is_compiling():
             slots = min(capacity or default_capacity(total), total)
-            torch._assert_async(
-                starts_T.sum() <= slots,
-                "flexvarlen: more documents in the row than capacity; pass a larger capacity= to "
-                "patch_model.",
-            )
-            # fill_value=T would specialize a dynamic T.
-            first = torch.nonzero_static(starts_T, size=slots, fill_value=INT32_MAX)[:, 0]
-            first = first.clamp(max=total)
-            cu_seqlens = torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
+            cu_seqlens = traced_boundaries(starts_T, slots)
             return cls._from_device(cu_seqlens, total, slots, max_seqlen_bound, padding_T)
         flags = starts_T if padding_T is None else torch.stack([starts_T, padding_T])
         on_host = flags.cpu()
@@ -398,6 +396,63 @@ class PackedLayout:
         )
         return real if self.padding is None else real & ~self.padding
 
+    # ---- per document; see also `pool` and `document_logprobs` ----
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of x, one for each document; padding after the last document is left out.
+
+        Args:
+            x: any dtype, `[T, ...]` or `[1, T, ...]`, on any device.
+
+        Returns:
+            `num_docs` views `[length, ...]`; a padding run inside the row is one of them.
+
+        Raises:
+            ValueError: x has another shape, only the device knows the boundaries, or inside a
+                compiled graph, whose shapes cannot depend on the documents.
+
+        Differentiable. No sync; does not trace.
+
+        >>> PackedLayout.from_lengths([2, 1], total_tokens=4).split(torch.arange(4))
+        (tensor([0, 1]), tensor([2]))
+        """
+        return split_documents(x, self)
+
+    def first_tokens(self) -> Tensor:
+        """The index of each document's first token, int64 on the layout's device.
+
+        Returns:
+            `[num_docs]`. `[capacity]` inside a compiled graph, inside a CUDA graph capture, and
+            where only the device knows the number of documents. The slot of a padding run gives the
+            run's own first token. Slots without tokens (empty documents, spare slots) give an index
+            inside the row, of a token that is not theirs: leave them out with `real_documents`.
+
+        No sync; traces under `fullgraph=True`.
+
+        >>> PackedLayout.from_lengths([2, 3]).first_tokens()
+        tensor([0, 2])
+        """
+        return document_boundaries(self)[:-1].long().clamp(max=self.total_tokens - 1)
+
+    def last_tokens(self) -> Tensor:
+        """The index of each document's last token; otherwise as `first_tokens`.
+
+        >>> PackedLayout.from_lengths([2, 3]).last_tokens()
+        tensor([1, 4])
+        """
+        return (document_boundaries(self)[1:].long() - 1).clamp(min=0)
+
+    def real_documents(self) -> Tensor:
+        """True at documents with tokens; False at empty ones, padding runs and spare slots.
+
+        Bool `[num_docs]` or `[capacity]`, as `first_tokens`. Its sum counts the documents inside a
+        compiled graph. No sync; traces under `fullgraph=True`.
+
+        >>> PackedLayout.from_lengths([2, 0, 3]).real_documents().sum()
+        tensor(2)
+        """
+        return real_documents(self)
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
         """Return the layout with its tensors on `device`, or `self` if they are already there.
 
@@ -436,23 +491,7 @@ class PackedLayout:
             ValueError: `other` has another T or capacity, or a document longer than this layout's
                 bound.
         """
-        if (other.total_tokens, other.capacity) != (self.total_tokens, self.capacity):
-            raise ValueError(
-                f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and "
-                f"{other.capacity} for {self.total_tokens} and {self.capacity}; make both with the "
-                "same total_tokens= and capacity=."
-            )
-        longest = other.max_seqlen_bound if other.max_seqlen is None else other.max_seqlen
-        if longest > self.max_seqlen_bound:
-            raise ValueError(
-                f"copy_ needs documents of at most max_seqlen_bound={self.max_seqlen_bound} "
-                f"tokens, got {longest}; make this layout with a larger max_seqlen_bound=."
-            )
-        if (self.padding is None) != (other.padding is None):
-            raise ValueError(
-                "copy_ needs padding runs inside the row in both layouts or in neither; make a new "
-                "layout."
-            )
+        check_copy(self, other)
         self.cu_seqlens.copy_(other.cu_seqlens, non_blocking=True)
         if self.padding is not None and other.padding is not None:
             self.padding.copy_(other.padding, non_blocking=True)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.parallel import shard_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-IGNORE_INDEX = -100  # the label that transformers' losses leave out
 _LABELS = ("shift_labels", "labels")  # in order of priority
 
 _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -39,7 +38,7 @@ def mask_labels(
     group the labels are those of this rank's tokens.
 
     Args:
-        first: bool `[T]`, as `first_tokens` returns it.
+        first: bool `[T]`, as `unpredicted_tokens` returns it.
         packs: whether a row may hold several documents, or padding.
     """
     given = {name: inputs[name] for name in _LABELS if inputs.get(name) is not None}
@@ -77,12 +76,3 @@ def _warn_if_counted(model: nn.Module, labels: Tensor, masked: Tensor, *, shifte
             UserWarning,
             stacklevel=2,
         )
-
-
-def first_tokens(layout: PackedLayout) -> Tensor:
-    """bool `[T]`: True at each document's first token and at all padding.
-
-    Labels at these tokens are masked.
-    """
-    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
-    return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import mark_cache, note_documents, refuse_packed_documents
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
-from flexvarlen.patches.batch.labels import first_tokens, mask_labels
+from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import (
     causal_positions,
@@ -119,7 +120,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         refuse_pooling(pooling_head, layout, forward.batch)
     _set_positions(forward, layout)
     if patch.head in CAUSAL:  # otherwise labels belong to the tokens themselves
-        first = first_tokens(layout)
+        first = unpredicted_tokens(layout)
         mask_labels(module, inputs, first, forward.group, packs=forward.packs)
     _set_use_cache(forward)
     inputs[CONTEXT] = packed = packed_forward(module, patch, layout)

@@ -1,0 +1,140 @@
+"""`document_logprobs`: log-probabilities of the tokens of each document, without `[T, V]` logits.
+
+Shapes: T = total_tokens; N = documents, as in `per_document`; H = hidden size; V = vocabulary;
+C = tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from torch.utils.checkpoint import checkpoint
+
+from flexvarlen.layout.per_document import (
+    accumulation_dtype,
+    document_boundaries,
+    flat_tokens,
+    sum_documents,
+    unpredicted_tokens,
+)
+
+if TYPE_CHECKING:
+    from flexvarlen.layout.packed_layout import PackedLayout
+
+IGNORE_INDEX = -100  # the label that transformers' losses leave out
+
+
+class DocumentLogprobs(NamedTuple):
+    """What `document_logprobs` returns; fp32, or fp64 for fp64 logits.
+
+    N is `num_docs`, or `capacity` as for `pool`. The slots of empty documents, of padding runs and
+    spare slots hold 0, and so do documents without a label that counts.
+    """
+
+    sums: Tensor
+    """`[N]`: sum of the log-probabilities of a document's labels."""
+    means: Tensor
+    """`[N]`: their mean."""
+    counts: Tensor
+    """int64 `[N]`: number of labels that count."""
+    per_token: Tensor
+    """`[T]`: log-probability of the label at each token (predicted by the token before it); 0 where
+    it does not count."""
+    entropies: Tensor | None
+    """`[T]`: entropy, in nats, of the distribution that predicted each token; 0 where its label
+    does not count. None unless requested."""
+
+
+def document_logprobs(
+    x: Tensor,
+    labels: Tensor,
+    layout: PackedLayout,
+    *,
+    head: Callable[[Tensor], Tensor] | None = None,
+    entropy: bool = False,
+    chunk_tokens: int = 1024,
+) -> DocumentLogprobs:
+    """The log-probability of each document's labels: sum, mean and count, and for each token.
+
+    Position t predicts the label at t + 1, inside each document alone: a document's first label and
+    labels at padding do not count. Softmax and sums are in fp32.
+
+    With `head` the logits of only `chunk_tokens` tokens exist at a time: the head is called on one
+    chunk after the other, and again in the backward.
+
+    Args:
+        x: logits `[T, V]` or `[B, S, V]`; with `head`, hidden states `[T, H]` or `[B, S, H]`.
+            B·S = T, on the layout's device.
+        labels: int64 `[B, S]` or `[T]`, aligned with the tokens as for transformers (not shifted);
+            -100 does not count.
+        layout: the documents.
+        head: maps hidden states `[C, H]` to logits `[C, V]`, such as `model.lm_head`. If the model
+            scales or caps its logits after that, so must `head`.
+        entropy: whether to compute `entropies` too.
+        chunk_tokens: C, at least 1.
+
+    Returns:
+        `DocumentLogprobs`.
+
+    Raises:
+        ValueError: x or labels have the wrong shape, dtype or device, or `chunk_tokens` is not
+            positive.
+
+    Differentiable (once). No sync; traces under `fullgraph=True`.
+
+    >>> from flexvarlen import PackedLayout
+    >>> layout = PackedLayout.from_lengths([3, 2])
+    >>> labels = torch.tensor([[0, 1, 1, 0, -100]])
+    >>> found = document_logprobs(torch.zeros(1, 5, 2), labels, layout)  # 2 equal logits
+    >>> found.sums, found.counts
+    (tensor([-1.3863,  0.0000]), tensor([2, 0]))
+    """
+    x_TH = flat_tokens(x, layout)
+    if labels.numel() != layout.total_tokens or labels.dtype != torch.int64:
+        raise ValueError(
+            f"labels must be int64 with one label for each of {layout.total_tokens} tokens, got "
+            f"{labels.dtype} {tuple(labels.shape)}; pass them as to the model, without a shift."
+        )
+    if labels.device != layout.device:
+        raise ValueError(
+            f"labels must be on the layout's device {layout.device}, got {labels.device}; call "
+            "labels.to()."
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}; pass 1024.")
+    labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
+    next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
+
+    def score(x_CH: Tensor, next_C: Tensor) -> tuple[Tensor, ...]:
+        logits_CV = x_CH if head is None else head(x_CH)
+        return _scores(logits_CV, next_C, entropy=entropy)
+
+    chunks = [
+        checkpoint(score, x_CH, next_C, use_reentrant=False)
+        for x_CH, next_C in zip(x_TH.split(chunk_tokens), next_T.split(chunk_tokens), strict=True)
+    ]
+    # From the position that predicts to the token that it predicts.
+    per_token, *rest = (torch.cat(parts).roll(1) for parts in zip(*chunks, strict=True))
+
+    cu_seqlens = document_boundaries(layout)
+    sums = sum_documents(per_token, cu_seqlens)
+    counts = sum_documents((labels_T != IGNORE_INDEX).double(), cu_seqlens).long()
+    means = sums / counts.clamp(min=1)
+    return DocumentLogprobs(sums, means, counts, per_token, rest[0] if entropy else None)
+
+
+def _scores(logits_CV: Tensor, next_C: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
+    """Log-probabilities `[C]` of the labels, and entropies `[C]` if requested; 0 if ignored."""
+    logp_CV = log_softmax(logits_CV, dim=-1, dtype=accumulation_dtype(logits_CV))
+    counted = next_C != IGNORE_INDEX
+    index = next_C.masked_fill(~counted, 0)[:, None]
+    scores = [logp_CV.gather(1, index)[:, 0]]
+    if entropy:
+        # A token masked by a logit of -inf adds 0, not 0 · inf.
+        finite = logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)
+        scores.append(-(logp_CV.exp() * finite).sum(-1))
+    return tuple(torch.where(counted, each, 0) for each in scores)

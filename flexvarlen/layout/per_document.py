@@ -1,0 +1,142 @@
+"""Per-document operations: `pool`, and what `PackedLayout`'s methods and `document_logprobs` need.
+
+Shapes: T = total_tokens; N = `num_docs`, or `capacity` in a graph that other documents may run in;
+D = any feature size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.launch_sizes import is_replayed
+
+if TYPE_CHECKING:
+    from flexvarlen.layout.packed_layout import PackedLayout
+
+
+def pool(
+    x: Tensor, layout: PackedLayout, how: Literal["last", "first", "mean", "max"] = "last"
+) -> Tensor:
+    """Reduce the tokens of each document to one vector.
+
+    The rows of empty documents, of padding runs inside the packed row, and of spare slots are zero;
+    `layout.real_documents()` is True at the other rows.
+
+    Args:
+        x: floating point `[T, D]`, or `[B, S, D]` with B·S = T (`[1, T, D]` too), on the layout's
+            device.
+        layout: the documents.
+        how: "last" or "first" takes that token of each document. "mean" adds in fp32 if x has
+            half precision. "max" is taken for each feature; tokens with equal maxima share the
+            gradient equally, as in `torch.amax`.
+
+    Returns:
+        `[num_docs, D]` in x's dtype. `[capacity, D]` inside a compiled graph, inside a CUDA graph
+        capture, and where only the device knows the number of documents.
+
+    Raises:
+        ValueError: x has the wrong shape, dtype or device, or `how` is not one of the four.
+
+    Differentiable (once), with a deterministic forward and backward. No sync; traces under
+    `fullgraph=True`.
+
+    >>> from flexvarlen import PackedLayout
+    >>> layout = PackedLayout.from_lengths([2, 0, 1])
+    >>> pool(torch.tensor([[1.0], [3.0], [5.0]]), layout, "mean").flatten()
+    tensor([2., 0., 5.])
+    """
+    x_TD = flat_tokens(x, layout)
+    cu_seqlens = document_boundaries(layout)
+    if layout.total_tokens == 0:  # no token to take: every document is empty
+        return x_TD.new_zeros(cu_seqlens.shape[0] - 1, x_TD.shape[1])
+    if how in ("last", "first"):
+        pooled = x_TD[layout.last_tokens() if how == "last" else layout.first_tokens()]
+    elif how == "mean":
+        sums = sum_documents(x_TD.to(accumulation_dtype(x_TD)), cu_seqlens)
+        pooled = (sums / cu_seqlens.diff().clamp(min=1)[:, None]).to(x.dtype)
+    elif how == "max":
+        pooled = torch.segment_reduce(x_TD, "max", offsets=cu_seqlens, unsafe=True)
+    else:
+        raise ValueError(f"how must be 'last', 'first', 'mean' or 'max', got {how!r}; choose one.")
+    return torch.where(real_documents(layout)[:, None], pooled, 0)
+
+
+def document_boundaries(layout: PackedLayout) -> Tensor:
+    """int32 `[N + 1]`: `cu_seqlens`, without the spare slots where the number of documents holds.
+
+    A compiled or captured graph may run for other documents, so it keeps all slots.
+    """
+    any_documents = torch.compiler.is_compiling() or is_replayed(layout.cu_seqlens)
+    if any_documents or layout.num_docs is None:
+        return layout.cu_seqlens
+    return layout.cu_seqlens[: layout.num_docs + 1]
+
+
+def real_documents(layout: PackedLayout) -> Tensor:
+    """See `PackedLayout.real_documents`."""
+    real = document_boundaries(layout).diff() > 0
+    return real if layout.padding is None else real & ~layout.padding[layout.first_tokens()]
+
+
+def split_documents(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
+    """See `PackedLayout.split`."""
+    lengths = None if torch.compiler.is_compiling() else layout.lengths
+    if lengths is None:
+        raise ValueError(
+            "split() needs boundaries that the host knows, got a compiled graph, or a layout that "
+            "only the device knows; call it outside torch.compile with a layout made from lengths, "
+            'or with checks="host", or use pool() or document_ids().'
+        )
+    total = layout.total_tokens
+    x_T = x[0] if x.shape[:2] == (1, total) else x
+    if x_T.shape[:1] != (total,):
+        raise ValueError(
+            f"x must have shape [{total}, ...] or [1, {total}, ...] for this layout, got "
+            f"{tuple(x.shape)}; flatten rows with x.flatten(0, 1)."
+        )
+    return torch.split(x_T, [*lengths, total - sum(lengths)])[:-1]
+
+
+def unpredicted_tokens(layout: PackedLayout) -> Tensor:
+    """bool `[T]`: True at each document's first token and at all padding. No sync; traces.
+
+    No token of their document predicts these, so their labels do not count.
+    """
+    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
+    return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()
+
+
+def flat_tokens(x: Tensor, layout: PackedLayout) -> Tensor:
+    """x `[T, D]` or `[B, S, D]` as `[T, D]`.
+
+    Raises:
+        ValueError: another shape, dtype or device.
+    """
+    tokens = x.flatten(0, 1) if x.ndim == 3 else x
+    if tokens.ndim != 2 or tokens.shape[0] != layout.total_tokens or not x.is_floating_point():
+        raise ValueError(
+            "x must be floating point [T, D], [1, T, D] or [B, S, D] with the layout's "
+            f"total_tokens={layout.total_tokens} tokens, got {x.dtype} {tuple(x.shape)}; pass "
+            "total_tokens= to the layout if the row ends in padding."
+        )
+    if x.device != layout.device:
+        raise ValueError(
+            f"x must be on the layout's device {layout.device}, got {x.device}; call layout.to()."
+        )
+    return tokens
+
+
+def sum_documents(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The sums `[N, ...]` of x `[T, ...]` over each document; 0 where there are no tokens.
+
+    Each sum is taken on its own in a fixed order, so no other document changes its bits.
+    """
+    return torch.segment_reduce(x, "sum", offsets=cu_seqlens, initial=0, unsafe=True)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """fp32 for half precision, else the dtype of x."""
+    return torch.promote_types(x.dtype, torch.float32)
