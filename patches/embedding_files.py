@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import cached_file
 
-POOLINGS = {"cls": "first", "first": "first", "lasttoken": "last", "last": "last"} | {
-    how: how for how in ("mean", "max")
+How = Literal["first", "last", "mean", "max"]
+
+POOLINGS: dict[str, How] = {
+    "cls": "first",
+    "first": "first",
+    "lasttoken": "last",
+    "last": "last",
+    "mean": "mean",
+    "max": "max",
 }
 """sentence-transformers' names and ours -> `how` of `flexvarlen.pool`."""
 
@@ -48,9 +55,9 @@ class EmbeddingSettings:
         max_length: tokens at which a text is cut; None: as the tokenizer says.
     """
 
-    pooling: tuple[str, ...] = ()
+    pooling: tuple[How, ...] = ()
     include_prompt: bool = True
-    dense: Sequence[Callable[[Tensor], Tensor]] = ()
+    dense: Sequence[nn.Module] = ()
     normalize: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
@@ -138,7 +145,7 @@ def _kind(module_type: str) -> str:
     return module_type.rpartition(".")[2] if ours else module_type
 
 
-def _pooling_of(config: dict[str, Any]) -> tuple[str, ...]:
+def _pooling_of(config: dict[str, Any]) -> tuple[How, ...]:
     modes = config.get("pooling_mode") or [
         mode for flag, mode in _OLD_FLAGS.items() if config.get(flag)
     ]
