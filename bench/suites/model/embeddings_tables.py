@@ -108,8 +108,8 @@ def _notes(records: Sequence[Record]) -> list[str]:
         "Seconds are from texts to vectors on the host, tokenization included. The cosine is with "
         f"vectors in fp32; plain attention in this dtype has "
         f"{1 - first['plain_lowest_cosine']:.0e}, and any two texts have a cosine of at most "
-        f"{first['highest_cosine_of_two_texts']:.2f}. A variant that would take more than 20 "
-        "seconds gets fewer texts."
+        f"{first['highest_cosine_of_two_texts']:.2f}. A variant that would take more than "
+        f"{records[0].case['at_most_s']:.0f} seconds gets fewer texts."
     ]
 
 
