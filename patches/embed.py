@@ -339,12 +339,14 @@ def _read(unread: list[tuple[_Row, Tensor]], vectors: Tensor) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.train(False)
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 @contextmanager

@@ -114,6 +114,18 @@ def test_each_text_has_the_vector_it_has_alone_and_keeps_its_place(folders, kind
     assert not fv.is_patched(model)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors_of_a_gpu_are_those_of_the_cpu(folders, dtype):
+    model, tokenizer = loaded(folders["modernbert"])
+    given = texts(500)
+    expected = fv.embed(model, given, tokenizer, pooling="mean", progress=False)
+    model.to("cuda", dtype)
+    ours = fv.embed(model, given, tokenizer, pooling="mean", tokens_per_row=2048, progress=False)
+    least = 0.9999 if dtype == torch.float32 else 0.99
+    assert cosine_similarity(ours, expected, dim=-1).min() > least
+
+
 def test_rows_have_one_shape_and_no_text_is_lost(folders, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 16)
     model, tokenizer = loaded(folders["bert"])
@@ -168,10 +180,16 @@ def test_no_texts_and_a_text_without_tokens(folders):
 
 def test_the_model_is_left_as_it_was(folders):
     model, tokenizer = loaded(folders["bert"])
+    expected = fv.embed(model, ["t4", "t5 t6"], tokenizer, pooling="mean", progress=False)
     model.train()
+    model.encoder.eval()
+    model.embeddings.dropout.p = 0.5
     fv.patch_model(model, "sdpa")
-    fv.embed(model, ["t4", "t5 t6"], tokenizer, pooling="mean", progress=False)
+    ours = fv.embed(model, ["t4", "t5 t6"], tokenizer, pooling="mean", progress=False)
+    assert_same(ours, expected)
     assert model.training
+    assert model.embeddings.training
+    assert not model.encoder.training
     assert fv.is_patched(model)
 
 
