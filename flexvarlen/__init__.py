@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from flexvarlen.parallel import shard_row
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
+    from flexvarlen.patches.embed import embed
     from flexvarlen.patches.trainers import patch_trainer
     from flexvarlen.verify.compare.compare import compare
     from flexvarlen.verify.isolation.verify import (
@@ -53,6 +54,7 @@ __all__ = [
     "compare",
     "document_block_mask",
     "document_logprobs",
+    "embed",
     "explain",
     "is_patched",
     "pack",
@@ -81,6 +83,7 @@ _HOMES = {
     "mask.document_mask": ("DocumentMask",),
     "packing": ("BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"),
     "parallel": ("shard_row",),
+    "patches.embed": ("embed",),
     "patches.trainers": ("patch_trainer",),
     "patches.api": ("is_patched", "patch_model", "patched", "unpatch_model"),
 }

@@ -22,6 +22,8 @@ ORDER = (
     "runner",
     "report",
     "flexvarlen",
+    "patches.embed",
+    "patches.embedding_files",
     "patches.api",
     "patches.forward",
     "patches.attention",

@@ -31,6 +31,9 @@ SUITES: dict[str, Entry] = {
     "compile": Entry("model.compile_time", "Seconds of torch.compile, cold and warm."),
     "layer-time": Entry("model.layer_time", "A decoder layer, and what auto takes it for."),
     "small-inference": Entry("model.small_inference", "Short forwards, where the host decides."),
+    "embeddings": Entry(
+        "model.embeddings", "Vectors of many short texts, beside sentence-transformers."
+    ),
     "end-to-end": Entry("training.end_to_end", "transformers' Trainer, tokens a second."),
     "preference": Entry("training.preference", "TRL's trainers, padded batches and packed rows."),
     "convergence": Entry("training.convergence", "Training from scratch, packed and padded."),

@@ -45,6 +45,13 @@ _TINY: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 4096,
 }
+_TINY_ENCODER: dict[str, Any] = {
+    **{name: _TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    **{f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos", "cls", "sep"))},
+}
 
 GEOMETRIES: dict[str, Geometry] = {
     "qwen3-0.6b": _geometry("qwen3", PUBLISHED["qwen3"]["0.6b"]),
@@ -52,8 +59,10 @@ GEOMETRIES: dict[str, Geometry] = {
     "qwen3-4b": _geometry("qwen3", _QWEN3_4B),
     "llama-3.2-1b": _geometry("llama", PUBLISHED["llama"]["1b"]),
     "llama-3.1-8b": _geometry("llama", PUBLISHED["llama"]["8b"]),
+    "modernbert-base": _geometry("modernbert", {}),
     "qwen3-tiny": _geometry("qwen3", _TINY),
     "llama-tiny": _geometry("llama", _TINY),
+    "modernbert-tiny": _geometry("modernbert", _TINY_ENCODER),
 }
 """Configurations of published models, and tiny ones for a CPU; each takes a number of layers, None
 for the model's own."""
@@ -64,6 +73,7 @@ GEOMETRY_TITLES = {
     "qwen3-4b": "Qwen3-4B",
     "llama-3.2-1b": "Llama-3.2-1B",
     "llama-3.1-8b": "Llama-3.1-8B",
+    "modernbert-base": "ModernBERT-base",
 }
 """For headings; the tiny ones go by their own names."""
 

@@ -1,0 +1,359 @@
+"""`embed`: vectors of many texts, computed on packed rows of a fixed number of tokens.
+
+A thread tokenizes and packs the next texts while the model runs on these. Rows are launched without
+waiting for the device, which is read once in `_READ_EVERY` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize as to_unit_length
+from transformers import PreTrainedTokenizerBase
+
+from flexvarlen.layout.boundaries import is_int, round_up_to_power_of_two
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.per_document import pool
+from flexvarlen.packing import pack
+from flexvarlen.patches.api import is_patched, patched
+from flexvarlen.patches.embedding_files import POOLINGS, EmbeddingSettings, read_settings
+
+Pooling = Literal["cls", "first", "mean", "last", "max"]
+T = TypeVar("T")
+
+_CHUNK = 4096
+"""Texts that are tokenized at once. Some rows' worth, so that the model seldom waits."""
+_READ_EVERY = 32
+"""Rows after which vectors are copied to the host, where the device may wait for the host."""
+_SHORTEST = 8
+"""Tokens of a text on average below which the number of texts, not of tokens, ends a row."""
+
+
+def embed(
+    model: nn.Module,
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    pooling: Pooling | None = None,
+    normalize: bool | None = None,
+    prompt: str | None = None,
+    prompt_name: str | None = None,
+    max_length: int | None = None,
+    tokens_per_row: int = 16_384,
+    progress: bool = True,
+) -> Tensor:
+    """Embed texts: one vector for each, equal to that of `SentenceTransformer.encode`.
+
+    Texts are packed into rows of `tokens_per_row` tokens, so none is padded and there is no batch
+    size. Pooling, dense layers, normalization, prompts and the maximum length are read from the
+    files that sentence-transformers saved with the model, if there are any; arguments take
+    precedence. sentence-transformers need not be installed.
+
+    Rows have equal sizes, except for the last and for texts that are longer than a row, so
+    a model under torch.compile is compiled once for all of them.
+
+    Args:
+        model: a base model (`AutoModel`) of a verified family (docs/families.md), also compiled.
+            If it is not patched, it is for the duration of the call, with backend "auto".
+        texts: N strings.
+        tokenizer: the model's.
+        pooling: "cls" or "first", "mean", "last" or "max"; needed if the model's folder does not
+            say.
+        normalize: whether vectors get length 1; default: as the folder says, else False.
+        prompt: put before each text.
+        prompt_name: of a prompt in the model's config_sentence_transformers.json; default: the one
+            named there as the default.
+        max_length: tokens at which texts are cut, special tokens included; default:
+            `max_seq_length` of the folder, else the tokenizer's and the model's maximum.
+        tokens_per_row: tokens of a row. A longer text gets a row of its own.
+        progress: whether to show a progress bar.
+
+    Returns:
+        fp32 `[N, dim]` on the CPU, in the order of the texts. A text without tokens has zeros.
+
+    Raises:
+        ValueError: texts are not a list of strings, an argument is not one of those above, or
+            pooling is neither given nor in the model's folder.
+        NotImplementedError: the model cannot be patched, or its folder names modules or options
+            that are not supported.
+
+    Runs in evaluation mode and without gradients. Reads the device once in 32 rows.
+
+    >>> import flexvarlen as fv
+    >>> vectors = fv.embed(model, ["a text", "another"], tokenizer)  # doctest: +SKIP
+    """
+    _check(texts, pooling, tokens_per_row, max_length)
+    settings = _settings(model, pooling, normalize)
+    prompt = _prompt(settings, prompt, prompt_name)
+    longest = max_length or settings.max_length or _longest(model, tokenizer)
+    tokenize = _Tokenizer(tokenizer, prompt, longest)
+    rows = _rows(texts, tokenize, tokens_per_row, longest)
+    finish = _Finish(model, settings)
+    vectors = finish.empty(len(texts))
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_evaluating(model))
+        if not is_patched(model):
+            stack.enter_context(patched(model))
+        advance = stack.enter_context(_progress_bar(len(texts), shown=progress))
+        unread: list[tuple[_Row, Tensor]] = []
+        for row in _one_ahead(rows):
+            unread.append((row, finish(*_run(model, row))))
+            if len(unread) == _READ_EVERY:
+                _read(unread, vectors)
+            advance(len(row.texts))
+        _read(unread, vectors)
+    return vectors
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A packed row.
+
+    Attributes:
+        texts: the index of each document.
+        ids: int64 `[1, T]`, on the host.
+        layout: the documents, on the host until the row runs.
+    """
+
+    texts: list[int]
+    ids: Tensor
+    layout: PackedLayout
+
+
+# ---- settings ----
+
+
+def _check(texts: Any, pooling: Any, tokens_per_row: Any, max_length: Any) -> None:
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"texts must be a list of strings, got {texts!r:.80}; put a single text in a list."
+        )
+    if pooling is not None and pooling not in POOLINGS:
+        raise ValueError(
+            f"pooling must be 'cls', 'first', 'mean', 'last' or 'max', got {pooling!r}; choose one."
+        )
+    for name, value in (("tokens_per_row", tokens_per_row), ("max_length", max_length)):
+        if value is not None and not (is_int(value) and value > 0):
+            raise ValueError(
+                f"{name} must be a positive number of tokens, got {value!r}; pass one, or leave it "
+                "out."
+            )
+
+
+def _settings(model: Any, pooling: str | None, normalize: bool | None) -> EmbeddingSettings:
+    """Those of the model's folder, replaced by what is given."""
+    config = model.config
+    name = getattr(config, "name_or_path", "")
+    found = read_settings(name, getattr(config, "_commit_hash", None))
+    if pooling is not None:
+        found = replace(found, pooling=(POOLINGS[pooling],))
+    if normalize is not None:
+        found = replace(found, normalize=normalize)
+    if not found.pooling:
+        raise ValueError(
+            "pooling must be given for a model without sentence-transformers' modules.json, got "
+            f"None for {name or 'a model that was not loaded'!r}; pass pooling='mean', or as the "
+            "model was trained."
+        )
+    return found
+
+
+def _prompt(settings: EmbeddingSettings, prompt: str | None, name: str | None) -> str:
+    """What is put before each text."""
+    name = settings.default_prompt_name if name is None else name
+    if prompt is None and name is not None:
+        if name not in settings.prompts:
+            raise ValueError(
+                f"prompt_name must be one of the model's, {', '.join(settings.prompts) or 'none'}, "
+                f"got {name!r}; choose one, or pass prompt=."
+            )
+        prompt = settings.prompts[name]
+    if prompt and not settings.include_prompt:
+        raise NotImplementedError(
+            f"prompt must not be used with a model that does not pool its tokens, got {prompt!r}; "
+            "use a SentenceTransformer, with patch_model(model[0].auto_model, unpad=True)."
+        )
+    return prompt or ""
+
+
+def _longest(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens at which sentence-transformers cuts texts if its files do not say."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+    return int(min(tokenizer.model_max_length, positions))
+
+
+# ---- rows ----
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    tokenizer: PreTrainedTokenizerBase
+    prompt: str
+    longest: int
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, special tokens included."""
+        prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
+        ids: list[list[int]] = self.tokenizer(
+            prompted,
+            truncation=True,
+            max_length=self.longest,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        return ids
+
+
+def _rows(
+    texts: Sequence[str], tokenize: _Tokenizer, tokens_per_row: int, longest: int
+) -> Iterator[list[_Row]]:
+    """Lists of packed rows, one list for each chunk of texts.
+
+    The last row of a chunk is seldom full, so its texts wait for the next chunk.
+    """
+    waiting: dict[int, list[int]] = {}
+    for first in range(0, len(texts), _CHUNK):
+        chunk = texts[first : first + _CHUNK]
+        tokens = waiting | dict(enumerate(tokenize(chunk), first))
+        rows = _pack(tokens, tokens_per_row)
+        is_last = first + len(chunk) == len(texts)
+        waiting = {} if is_last else {i: tokens[i] for i in rows.pop()}
+        yield [_row(row, tokens, tokens_per_row, longest) for row in rows]
+
+
+def _pack(tokens: dict[int, list[int]], tokens_per_row: int) -> list[list[int]]:
+    """The texts of each row: longest first, and long texts alone in rows of their own."""
+    long = [i for i, ids in tokens.items() if len(ids) > tokens_per_row]
+    short = [i for i, ids in tokens.items() if len(ids) <= tokens_per_row]
+    lengths = [max(len(tokens[i]), 1) for i in short]  # without tokens: anywhere
+    slots = _slots(tokens_per_row)
+    rows = [[short[i] for i in row] for row in pack(lengths, tokens_per_row)]
+    cut = [row[first : first + slots] for row in rows for first in range(0, len(row), slots)]
+    return [[i] for i in long] + cut
+
+
+def _slots(total: int) -> int:
+    """Texts that a row holds at most."""
+    return -(-total // _SHORTEST)
+
+
+def _row(texts: list[int], tokens: dict[int, list[int]], full: int, longest: int) -> _Row:
+    """One packed row of these texts, padded to `full` tokens.
+
+    One that is at most half full, which only the last can be, or longer than `full`: to a power of
+    two.
+    """
+    documents = [tokens[i] for i in texts]
+    lengths = [len(ids) for ids in documents]
+    used = sum(lengths)
+    total = round_up_to_power_of_two(used)
+    total = total if used > full else min(total, full)
+    ids = np.zeros(total, np.int64)
+    ids[:used] = np.concatenate(documents)
+    layout = PackedLayout.from_lengths(
+        lengths,
+        total_tokens=total,
+        capacity=max(_slots(total), len(texts)),
+        max_seqlen_bound=min(longest, total),
+    )
+    return _Row(texts, torch.from_numpy(ids)[None], layout)
+
+
+def _one_ahead(groups: Iterator[list[T]]) -> Iterator[T]:
+    """The items of each group, while a thread makes the next group."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, groups, None)
+        while (group := following.result()) is not None:
+            following = thread.submit(next, groups, None)
+            yield from group
+
+
+# ---- running them ----
+
+
+def _run(model: Any, row: _Row) -> tuple[Tensor, PackedLayout]:
+    """Last hidden states `[1, T, D]` and the layout, on the model's device. No sync."""
+    ids, layout = row.ids, row.layout
+    if model.device.type == "cuda":  # a copy of other memory would wait for the rows before
+        ids, layout = ids.pin_memory(), layout.pin_memory()
+    layout = layout.to(model.device, non_blocking=True)
+    # Padding may be longer than the model's table of positions.
+    positions = layout.position_ids()[None] % layout.max_seqlen_bound
+    outputs = model(
+        input_ids=ids.to(model.device, non_blocking=True),
+        position_ids=positions,
+        packed_layout=layout,
+        use_cache=False,
+    )
+    hidden: Tensor | None = getattr(outputs, "last_hidden_state", None)
+    if hidden is None:
+        raise ValueError(
+            "model must be a base model, whose output has last_hidden_state, got "
+            f"{type(outputs).__name__}; load it with AutoModel, or pass model.base_model."
+        )
+    return hidden, layout
+
+
+class _Finish:
+    """Makes vectors of hidden states."""
+
+    def __init__(self, model: Any, settings: EmbeddingSettings) -> None:
+        self.settings, self.device = settings, model.device
+        self.width = model.config.get_text_config().hidden_size * len(settings.pooling)
+        self.dense = [module.to(model.device) for module in settings.dense]
+
+    def __call__(self, hidden: Tensor, layout: PackedLayout) -> Tensor:
+        """fp32 `[documents, dim]`."""
+        pooled = [pool(hidden, layout, how) for how in self.settings.pooling]
+        return self.after_pooling(torch.cat(pooled, dim=-1).float())
+
+    def after_pooling(self, x: Tensor) -> Tensor:
+        for module in self.dense:
+            x = module(x)
+        return to_unit_length(x, dim=-1) if self.settings.normalize else x
+
+    def empty(self, texts: int) -> Tensor:
+        """Where the vectors go."""
+        width = self.after_pooling(torch.zeros(0, self.width, device=self.device)).shape[1]
+        return torch.zeros(texts, width)
+
+
+def _read(unread: list[tuple[_Row, Tensor]], vectors: Tensor) -> None:
+    """Copy what was computed to where it belongs, and forget it."""
+    if unread:
+        texts = [i for row, _ in unread for i in row.texts]
+        vectors[texts] = torch.cat([found for _, found in unread]).cpu()
+        unread.clear()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _progress_bar(texts: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = ("texts", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not shown) as bar:
+        task = bar.add_task("texts", total=texts)
+        yield lambda done: bar.advance(task, done)
