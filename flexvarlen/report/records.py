@@ -64,15 +64,18 @@ def run_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     return found | {"started_utc": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
 
 
-def ran_on(environment: dict[str, Any]) -> str:
+VERSIONS = ("torch", "transformers")
+
+
+def ran_on(environment: dict[str, Any], packages: Sequence[str] = VERSIONS) -> str:
     """GPU, or CPU, and versions of a record's environment, for a title.
 
     >>> ran_on({"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.17.0"})
     'NVIDIA H200, torch 2.11.0, transformers 5.17.0'
     """
     where = environment.get("gpu") or environment.get("cpu")
-    return (
-        f"{where}, torch {environment.get('torch')}, transformers {environment.get('transformers')}"
+    return ", ".join(
+        [f"{where}", *(f"{x} {environment[x]}" for x in packages if environment.get(x))]
     )
 
 
@@ -93,6 +96,16 @@ def commit_of(environment: dict[str, Any]) -> str:
 def commits_of(records: Iterable[Record]) -> str:
     """The commits of all records, each once, as `commit_of` writes one."""
     return "".join(dict.fromkeys(commit_of(record.environment) for record in records))
+
+
+def provenance(records: Sequence[Record], packages: Sequence[str] = VERSIONS) -> str:
+    """The end of a chart's caption: machine, versions, at most two commits, command."""
+    commits = commits_of(records)
+    if commits.count(", commit ") > 2:
+        commits = ", commits in the table below"
+    return (
+        f"{ran_on(records[0].environment, packages)}{commits}; flexvarlen bench {records[0].suite}."
+    )
 
 
 def records_alike(

@@ -150,7 +150,7 @@ def test_a_chart_of_losses(trained, tmp_path):
     (path,) = convergence.SUITE.figures(trained, tmp_path)
     assert path.stat().st_size > 10_000
     padded = outcomes(trained)[0]
-    assert len(convergence_tables._curve(padded)) == 4  # steps
+    assert len(convergence_tables._curve(padded.runs[0])) == 4  # steps
 
 
 # ---- end to end ----

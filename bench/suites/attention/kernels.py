@@ -19,9 +19,15 @@ from flexvarlen.bench.suites.attention.engine import PASSES, findings_of_all, me
 from flexvarlen.bench.suites.attention.inputs import Inputs
 from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS, Cell
 from flexvarlen.bench.suites.attention.packed import ON_CPU, RAW, RAW_PREFIX, packed_calls
-from flexvarlen.bench.suites.attention.tables import Measured, measured, times_table, where
+from flexvarlen.bench.suites.attention.tables import (
+    PACKAGES,
+    Measured,
+    measured,
+    times_table,
+    where,
+)
 from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, by_machine, one_line
+from flexvarlen.report.records import Record, by_machine, one_line, provenance
 from flexvarlen.report.table import Column, Table, best
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
 
@@ -280,16 +286,21 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
     series: dict[str, dict[float, float]] = {}
     for both in shown:
         for name in both.backends():
-            if name not in ("nested", "cudnn", "flex_fa4") and (ms := both.ms(name)) is not None:
+            if (ms := both.ms(name)) is not None:
                 series.setdefault(name, {})[both.cell.tokens] = 1e3 * ms / both.cell.tokens
     longest = max(series["fa2"])
     ratios = [series[name][longest] / series["fa2"][longest] for name in ("fa3", "fa4")]
+    document = max(max(x.cell.lengths()) for x in shown if x.cell.tokens == longest)
+    absent = dict.fromkeys(x for both in shown for x in both.backends() if x not in series)
+    left_out = (
+        f"Not drawn, as the device waits for the host: {', '.join(absent)}. " if absent else ""
+    )
     figure, (axes,) = chart(
         f"fa3 and fa4 take {min(ratios):.0%} to {max(ratios):.0%} of fa2's time on packed rows of "
-        f"{longest:,} tokens",
+        f"{longest:,} tokens in documents of {document:,}",
         f"head_dim {DRAWN['head_dim']}, {DRAWN['num_heads']} query and {DRAWN['num_kv_heads']} KV "
-        "heads, causal, bfloat16; documents of 2,048 tokens, or one shorter; forward and backward, "
-        f"device time, median. {where(records)}; flexvarlen bench kernels.",
+        f"heads, causal, bfloat16; documents of {document:,} tokens, or one shorter; forward and "
+        f"backward, device time, median. {left_out}{provenance(records, PACKAGES)}",
     )
-    lines(axes, series, x_label="tokens of the row", y_label="µs a token")
+    lines(axes, series, x_label="tokens of the row", y_label="µs per token")
     return save(figure, folder / "kernels.png")

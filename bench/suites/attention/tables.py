@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexvarlen.report.records import Record, by_machine, commits_of, latest_run
+from flexvarlen.report.records import Record, by_machine, commits_of, latest_run, ran_on
 from flexvarlen.report.table import Column, Notes, Table, best, three_digits
 
 HOST_BOUND = "†"
@@ -132,10 +132,7 @@ def _word(record: Record) -> str:
 
 def where(records: Sequence[Record]) -> str:
     """The machine, the versions of the kernels and the commits of some records."""
-    found = records[0].environment
-    versions = [f"{name} {found[name]}" for name in PACKAGES if found.get(name)]
-    machine = found.get("gpu") or found.get("cpu")
-    return f"{machine}, {', '.join(versions)}{commits_of(records)}"
+    return f"{ran_on(records[0].environment, PACKAGES)}{commits_of(records)}"
 
 
 def field(title: str, name: str, show: Callable[[Any], str] = str) -> Column:

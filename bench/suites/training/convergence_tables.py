@@ -19,12 +19,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, commit_of, commits_of, grouped, ran_on, records_alike
+from flexvarlen.report.figure import LEGEND, chart, lines, save
+from flexvarlen.report.records import (
+    Record,
+    commit_of,
+    commits_of,
+    grouped,
+    provenance,
+    ran_on,
+    records_alike,
+)
 from flexvarlen.report.table import NOTHING, Column, Table
 
 PADDED, UNPATCHED = "padded", "unpatched"
@@ -217,52 +225,68 @@ def table(records: Sequence[Record]) -> Table:
 
 # --- the chart -----------------------------------------------------------------------------------
 
-DRAWN = {
-    PADDED: "padded:masked",
-    "auto": "auto",
-    "flex": "flex",
-    "fa3": "fa3",
-    "fa2": "fa2",
-    "varlen": "varlen",
-    UNPATCHED: "transformers:sdpa",
-}
-"""The variants of the chart, and the style that each has."""
-LABELS = {PADDED: "padded", UNPATCHED: "packed, not patched"}
+DRAWN = ("auto", "fa3", "fa4", "fa2", "varlen", "flex", "sdpa")
+"""The backends of the chart, beside the one that is not patched."""
 POINTS = 20  # of a line
 
 
 def draw(records: Sequence[Record], folder: Path) -> Path | None:
-    """Loss over steps, mean over seeds; None if nothing was trained."""
+    """How far the losses are from the padded runs'; None without 3 of those and runs to compare."""
     found = {each.variant: each for each in outcomes(records) if each.runs}
-    series = {DRAWN[name]: _curve(found[name]) for name in DRAWN if name in found}
-    if not series:
+    drawn, leak = {x: found[x] for x in DRAWN if x in found}, found.get(UNPATCHED)
+    padded = {seed: _curve(r) for seed, r in found[PADDED].runs.items()} if PADDED in found else {}
+    if len(padded) < FEWEST_SEEDS or not drawn or leak is None:
         return None
-    ours = [each for name, each in found.items() if name not in (PADDED, UNPATCHED)]
-    within = sum(each.verdict == WITHIN for each in ours)
-    case = records[0].case
-    figure, (axes,) = chart(
-        f"The loss of packed training is that of padded training: {within} of {len(ours)} backends "
-        "are within the noise of seeds",
-        f"{case['steps']} steps of up to {case['tokens']:,} tokens, {case['dtype']}; "
-        f"{ran_on(records[0].environment)}{commits_of(records)}. flexvarlen bench convergence.",
+    noise = {
+        x: MOST_STANDARD_ERRORS
+        * statistics.stdev(curve[x] for curve in padded.values())
+        * math.sqrt(2 / len(padded))
+        for x in next(iter(padded.values()))
+    }
+    within = sum(each.verdict == WITHIN for each in drawn.values())
+    case, parameters = records[0].case, next(iter(leak.runs.values())).measures["parameters"]
+    seeds = min(len(each.runs) for each in drawn.values())
+    figure, panels = chart(
+        f"Packed training learns what padded training learns: {within} of {len(drawn)} backends "
+        f"end within the noise of seeds; unpatched, the loss is {leak.difference:.2f} nats higher",
+        f"Llama of {parameters / 1e6:.1f}M parameters, {case['steps']} steps of up to "
+        f"{case['tokens']:,} tokens, {case['dtype']}; means over {seeds} seeds (not patched: "
+        f"{len(leak.runs)}). Grey: ±{MOST_STANDARD_ERRORS:g} standard errors of such a difference, "
+        f"from the padded runs. Backends not drawn are in the table. {provenance(records)}",
+        panels=2,
     )
-    lines(
-        axes,
-        series,
-        x_label="step",
-        y_label="loss, mean over seeds",
-        log_x=False,
-        labels={style: LABELS.get(name, name) for name, style in DRAWN.items()},
-    )
+    for axes, shown in zip(panels, (drawn, {UNPATCHED: leak}), strict=True):
+        axes.fill_between(
+            list(noise), [-y for y in noise.values()], list(noise.values()), color="#DDDDDD"
+        )
+        lines(
+            axes,
+            {name: _difference(each, padded) for name, each in shown.items()},
+            x_label="step",
+            y_label="loss − loss of padded training, nats",
+            log_x=False,
+            labels={UNPATCHED: "packed,\nnot patched"},
+            legend=False,
+        )
+    handles = [axes.get_legend_handles_labels() for axes in panels]
+    panels[1].legend(*(a + b for a, b in zip(*handles, strict=True)), **LEGEND)
     return save(figure, folder / "convergence.png")
 
 
-def _curve(each: Outcome) -> dict[float, float]:
-    """Means over seeds and over `POINTS` equal parts of the steps, by the last step of each."""
-    runs = [r.measures["losses"] for r in each.runs.values()]
-    steps = [statistics.fmean(values) for values in zip(*runs, strict=True)]
-    size = max(1, len(steps) // POINTS)
+def _curve(record: Record) -> dict[float, float]:
+    """Means over `POINTS` equal parts of the steps, by the last step of each."""
+    losses = record.measures["losses"]
+    size = max(1, len(losses) // POINTS)
     return {
-        float(end): statistics.fmean(steps[end - size : end])
-        for end in range(size, len(steps) + 1, size)
+        float(end): statistics.fmean(losses[end - size : end])
+        for end in range(size, len(losses) + 1, size)
+    }
+
+
+def _difference(each: Outcome, padded: Mapping[int, Mapping[float, float]]) -> dict[float, float]:
+    """From the padded runs of the same seeds, mean over the seeds."""
+    curves = {seed: _curve(r) for seed, r in each.runs.items() if seed in padded}
+    return {
+        x: statistics.fmean(curve[x] - padded[seed][x] for seed, curve in curves.items())
+        for x in next(iter(curves.values()), {})
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
+from flexvarlen.report.records import Record, commits_of, provenance, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
 
 OURS = "packed:auto"
@@ -98,6 +98,10 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def _title(records: Sequence[Record]) -> str:
+    return f"{_what(records)}; {ran_on(records[0].environment)}{commits_of(records)}"
+
+
+def _what(records: Sequence[Record]) -> str:
     case = records[0].case
     name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     documents = next((r.measures["documents"] for r in records if r.measures), None)
@@ -105,8 +109,7 @@ def _title(records: Sequence[Record]) -> str:
     return (
         f"Trainer, {name} geometry, {case['layers']} layers, {case['tokens']:,} tokens a step"
         f"{counted}, Python's help topics cut at {case['longest']:,}; {case['dtype']}, "
-        f"{case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}; "
-        f"{ran_on(records[0].environment)}{commits_of(records)}"
+        f"{case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}"
     )
 
 
@@ -122,13 +125,13 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
     height = 120 + 32 * len(found)
     figure, (axes,) = chart(
         _finding(speed, case["mode"]),
-        f"{_title(records)}. flexvarlen bench end-to-end.{left_out}",
+        f"{_what(records)}.{left_out} {provenance(records)}",
         height_px=height + 40,
     )
     bars(
         axes,
         {_shown(r): speed[r.case["variant"]] for r in found},
-        label="documents' tokens a second",
+        label="document tokens per second",
         colors=[style_of(parts_of(r.case["variant"])[1]).color for r in found],
         texts=[f"{value:,.0f}" for value in speed.values()],
     )

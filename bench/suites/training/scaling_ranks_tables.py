@@ -187,7 +187,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
     best = max(share for (_, ranks, _), share in shares.items() if ranks == most)
     figure, (axes,) = chart(
         f"On {most} GPUs each GPU keeps {best:.0%} of its speed if BalancedSampler deals the rows",
-        f"{_title(group, 'one packed row a GPU and step, ').replace('`', '')}. flexvarlen bench "
+        f"{_title(group, 'one packed row a GPU and step, ').replace('`', '')}; flexvarlen bench "
         "scaling-ranks.",
         height_px=380,
     )
