@@ -304,17 +304,18 @@ def samples(
     scale: float | None = None,
     grad_out: Tensor | None = None,
     spans: Sequence[tuple[int, int]] | None = None,
+    kv_heads: Sequence[int] | None = None,
 ) -> list[Sample]:
     """The reference, and the baseline in the inputs' dtype, for a few documents and heads.
 
     Args:
-        spans: first token, and the one past the last, of the documents; None: `sampled_spans`. The
-            first and the last KV head are sampled, with the query heads that share them.
+        spans: first token, and the one past the last, of the documents; None: `sampled_spans`.
+        kv_heads: with the query heads that share them; None: the first and the last.
     """
-    kv_heads, repeats = k_THD.shape[1], q_THD.shape[1] // k_THD.shape[1]
+    repeats = q_THD.shape[1] // k_THD.shape[1]
     found = []
     for start, end in sampled_spans(lengths) if spans is None else spans:
-        for head in sorted({0, kv_heads - 1}):
+        for head in sorted({0, k_THD.shape[1] - 1}) if kv_heads is None else kv_heads:
             tokens, own = slice(start, end), slice(head, head + 1)
             heads = slice(head * repeats, (head + 1) * repeats)
             reference, baseline = (

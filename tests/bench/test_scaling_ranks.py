@@ -124,7 +124,7 @@ def test_ranks_that_answer_otherwise_are_wrong(name):
     right = ulysses._results(attend, inputs)
     assert ulysses.compare(inputs, lengths, right, right)[1] is None
     wrong = replace(right, **{name: right.named()[name].roll(1, 0)})
-    assert ulysses.compare(inputs, lengths, right, wrong)[1].startswith(f"{name}: ")
+    assert ulysses.compare(inputs, lengths, right, wrong)[1].startswith(f"{name} of tokens")
 
 
 def test_efficiency_is_against_one_gpu(tmp_path):
