@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flexvarlen.reference.acceptance import Error, why_wrong
 
-# Elements of one matrix of scores: 256 MiB in fp64. A piece keeps about five such matrices.
-_PIECE = 1 << 25
+# Elements that are handled at once, of scores or logits: 256 MiB in fp64, and about five such.
+PIECE_ELEMENTS = 2**25
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -194,7 +194,7 @@ def attend_alone(
 
 def _pieces_of_heads(kv_heads: int, repeats: int, length: int) -> Iterator[slice]:
     """Runs of KV heads whose scores, for all queries, fit one piece; at least one head each."""
-    step = max(1, _PIECE // max(1, repeats * length * length))
+    step = max(1, PIECE_ELEMENTS // max(1, repeats * length * length))
     for first in range(0, kv_heads, step):
         yield slice(first, min(first + step, kv_heads))
 
@@ -219,7 +219,7 @@ class _Piece:
         Sums over queries and heads of a group are kept at least in fp32.
         """
         groups, repeats, length, _ = self.q.shape
-        step = max(1, _PIECE // max(1, groups * repeats * length))
+        step = max(1, PIECE_ELEMENTS // max(1, groups * repeats * length))
         wide = torch.promote_types(self.q.dtype, torch.float32)
         dk, dv = (torch.zeros_like(x, dtype=wide) for x in (self.k, self.v))
         parts = [

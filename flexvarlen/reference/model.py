@@ -21,15 +21,12 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.reference.attention import spans_of
+from flexvarlen.reference.attention import PIECE_ELEMENTS, spans_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
-
-# Logits are made and compared, and scores kept, in pieces of this size: 0.5 GiB in fp64.
-PIECE_ELEMENTS = 2**26
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)

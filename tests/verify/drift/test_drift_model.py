@@ -122,7 +122,7 @@ def test_pieces_of_logits_are_not_the_whole(monkeypatch):
     found, other = torch.randn(2, 37, 11, generator=generator)
     targets = torch.randint(11, (37,), generator=generator)
     whole = token_measures(found, other, targets)
-    monkeypatch.setattr("flexvarlen.verify.drift.model.measures.CHUNK_ELEMENTS", 55)
+    monkeypatch.setattr("flexvarlen.verify.drift.model.measures.PIECE_ELEMENTS", 55)
     assert token_measures(found, other, targets) == pytest.approx(whole, rel=1e-12)
 
 
