@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 drift = typer.Typer(
     no_args_is_help=True,
     help="How far outputs and gradients move when only the backend, the batching or the "
-    "compilation changes. Ends with exit code 1 on a finding, 2 on bad usage or a failure.",
+    "compilation changes. Ends with exit code 1 on a finding, 2 on bad usage, a failure, "
+    "or if nothing was compared.",
 )
 
 Dtypes = Annotated[
