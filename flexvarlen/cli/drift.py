@@ -14,6 +14,7 @@ from flexvarlen.cli.console import (
     FINDING,
     Device,
     RowTokens,
+    Seed,
     Text,
     Train,
     console,
@@ -22,6 +23,7 @@ from flexvarlen.cli.console import (
     errors,
     parse_tokens,
     progress_bar,
+    quiet_transformers,
     sentences,
 )
 
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 drift = typer.Typer(
     no_args_is_help=True,
     help="How far outputs and gradients move when only the backend, the batching or the "
-    "compilation changes. Ends with exit code 1 on a finding, 2 on bad usage or a failure.",
+    "compilation changes. Ends with exit code 1 on a finding, 2 on bad usage, a failure, "
+    "or if nothing was compared.",
 )
 
 Dtypes = Annotated[
@@ -49,7 +52,6 @@ Backends = Annotated[
     str,
     typer.Option(help="all, or names with commas between. On a CPU all leaves out slow compilers."),
 ]
-Seed = Annotated[int, typer.Option(help="Of all that is random.")]
 Out = Annotated[Path, typer.Option(help="Folder for records.jsonl and report.md.")]
 FailAbove = Annotated[
     list[str] | None,
@@ -245,12 +247,9 @@ def _variants(backends: str, device: torch.device) -> tuple[str, ...] | None:
 
 
 def _options(device: torch.device, variants: tuple[str, ...] | None) -> Options:
-    import transformers
-
     from flexvarlen.runner.suite import Options
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
 
     def say(line: str) -> None:
         errors.print(line, style="dim", markup=False, highlight=False)
@@ -272,7 +271,7 @@ def _run(
     """Measure what the folder does not hold yet; print the table and the findings.
 
     Raises:
-        typer.Exit: with code 1 if there is a finding, 2 if the run failed.
+        typer.Exit: with code 1 if there is a finding, 2 if the run failed or nothing was compared.
     """
     from flexvarlen.runner.suite import DeviceLost
 
@@ -294,12 +293,14 @@ def _run(
         report = DriftReport(records_in(path, suite, options))
         findings = report.broken_limits(limits)
         report.save(out / "report.md")
-    for table in report.tables():
-        console.print(table.rich(console.width))
-    console.print()
-    for sentence in [*report.sentences(), *findings, *([lost] if lost else [])]:
-        console.print(sentence, markup=False, highlight=False)
-    if lost:
-        raise typer.Exit(FAILURE)
-    if findings or not report.passed:
-        raise typer.Exit(FINDING)
+        for table in report.tables():
+            console.print(table.rich(console.width))
+        console.print()
+        for sentence in [*report.sentences(), *findings, *([lost] if lost else [])]:
+            console.print(sentence, markup=False, highlight=False)
+        if lost:
+            raise typer.Exit(FAILURE)
+        if findings or not report.passed:
+            raise typer.Exit(FINDING)
+        if not report.compared:
+            raise typer.Exit(FAILURE)

@@ -130,6 +130,35 @@ def test_earlier_records_of_another_case_or_machine_count(run, tmp_path, monkeyp
     assert run(*OP).exit_code == 0
 
 
+def test_earlier_record_of_a_variant_that_is_not_asked_for_counts(run, monkeypatch):
+    plant(monkeypatch, wrong_scale)
+    assert run(*OP).exit_code == 1
+    result = run(*OP, "--backends", "sdpa")
+    assert result.exit_code == 0, result.output
+    assert "reference" not in said(result)
+
+
+def test_nothing_compared_ends_with_0(run):
+    result = run(*OP, "--backends", "fa3")
+    assert result.exit_code == 2, result.output
+    assert "Nothing was compared." in said(result)
+
+
+def test_training_of_the_baseline_alone_ends_with_0(run):
+    result = run(*TRAIN, "--backends", "fa3")
+    assert result.exit_code == 2, result.output
+
+
+def test_error_in_a_table_is_a_traceback(run, monkeypatch):
+    def broken(records):
+        raise KeyError("dtype")
+
+    monkeypatch.setattr("flexvarlen.verify.drift.report.tables", broken)
+    monkeypatch.setattr("flexvarlen.verify.drift.report.DriftReport.save", lambda *_: None)
+    result = run(*OP)
+    assert (result.exit_code, said(result)[:8]) == (2, "KeyError")
+
+
 @pytest.mark.parametrize("command", [OP, MODEL, TRAIN], ids=lambda args: args[0])
 def test_lost_device_ends_with_a_traceback(run, monkeypatch, tmp_path, command):
     plant(monkeypatch, raising(LOST))

@@ -23,7 +23,7 @@ from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared
 from flexvarlen.bench.suites.attention.packed import forget_compiled
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device
-from flexvarlen.reference.acceptance import GRADIENT_FACTOR, OUTPUT_FACTOR, Error, largest
+from flexvarlen.reference.acceptance import Error, largest, why_apart
 from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone, samples
 from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
@@ -107,23 +107,16 @@ class Expected:
         for sample in self.samples:
             if (reason := sample.why_wrong(found)) is not None:
                 return reason
-        return self._why_apart(found)
-
-    def _why_apart(self, found: Results) -> str | None:
-        """Of the documents that are not sampled, against the plain computation.
-
-        A right result is at most `factor` errors of the baseline from the reference, so at most
-        one more from the baseline.
-        """
-        for name, x in found.named().items():
-            factor = GRADIENT_FACTOR if name in GRADIENTS else OUTPUT_FACTOR
-            most = (factor + 1) * (self.baseline[name] + torch.finfo(x.dtype).eps)
-            apart = Error.between(x, self.plain[name]).relative
-            if not apart <= most:
-                return (
-                    f"{name} of the whole row differs from a plain computation of each document "
-                    f"by {apart:.2g}, relative, where {most:.2g} is allowed"
-                )
+        for name, x in found.named().items():  # of the documents that are not sampled
+            reason = why_apart(
+                f"{name} of the whole row",
+                Error.between(x, self.plain[name]).relative,
+                self.baseline[name],
+                x.dtype,
+                gradient=name in GRADIENTS,
+            )
+            if reason is not None:
+                return reason
         return None
 
 

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
+from flexvarlen.bench.suites.model.step import checkpoint_layers
 from flexvarlen.bench.suites.model.utilisation import (
     peak_tflops,
     resolved_auto,
@@ -41,7 +42,7 @@ from flexvarlen.bench.suites.model.utilisation import (
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
 from flexvarlen.bench.suites.training.batches import Collate, flatten, pack, pad, padded_batches
 from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
-from flexvarlen.bench.suites.training.first_step import FirstStep, checkpoint_layers
+from flexvarlen.bench.suites.training.first_step import FirstStep
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.bench.suites.training.trainer import Clock, OrderedTrainer, fresh_accelerate
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation

@@ -10,6 +10,7 @@ import torch
 from flexvarlen.report.records import Record, read_records, run_environment
 from flexvarlen.runner.run import record_case
 from flexvarlen.runner.suite import Options, Suite
+from flexvarlen.verify.drift.training.verdict import ROUNDING
 from flexvarlen.verify.variants import variant_names
 
 
@@ -48,12 +49,15 @@ def records_of(suite: Suite, options: Options) -> list[Record]:
 
 
 def records_in(path: Path, suite: Suite, options: Options) -> tuple[Record, ...]:
-    """A file's records of a suite's cases on this machine, of whatever run."""
+    """A file's records of a suite's cases and variants on this machine, of whatever run."""
     gpu = run_environment(options.device, None)["gpu"]
     cases = [case.data() for case in suite.cases(options)]
 
     def is_own(record: Record) -> bool:
         case = {name: value for name, value in record.case.items() if name != "variant"}
-        return case in cases and record.environment.get("gpu") == gpu
+        if case not in cases or record.environment.get("gpu") != gpu:
+            return False
+        always = (case.get("baseline"), ROUNDING)  # a training's own
+        return options.variants is None or record.case["variant"] in (*options.variants, *always)
 
     return tuple(record for record in read_records([path]) if is_own(record))

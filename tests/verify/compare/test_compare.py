@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.models.auto import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.sdpa import SdpaBackend
@@ -19,6 +20,7 @@ from flexvarlen.verify.compare.accuracy import ModelErrors, Reference
 from flexvarlen.verify.compare.report import BASELINE, read_report
 from flexvarlen.verify.models import GEOMETRIES, build_model, parse_model
 from flexvarlen.verify.variants import Sizes
+from tests.tiny_models import config_of
 
 LENGTHS = (30, 1, 17, 40, 8)
 TOKENS = sum(LENGTHS)
@@ -99,6 +101,19 @@ def test_low_precision_is_compared_with_a_baseline_of_its_own(llama):
     assert (m["verdict"], m["why"]) == ("right", None)
     assert m["logits_max"] > 1e-3
     assert llama.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("granite", {"logits_scaling": 8.0}), ("gemma2", {"final_logit_softcapping": 0.5})],
+)
+def test_scaled_and_capped_logits_are_the_references_too(kind, changes):
+    torch.manual_seed(0)
+    config = config_of(kind, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    batch = new_batch(vocabulary=config.vocab_size)
+    found = run_compare(model, batch, "reference", packings=0).record("reference")
+    assert (found.measures["verdict"], found.measures["why"]) == ("right", None)
 
 
 def test_forward_alone_measures_no_gradients(llama):

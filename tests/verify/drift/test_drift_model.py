@@ -21,9 +21,9 @@ from flexvarlen.verify.drift.model.measures import (
 from flexvarlen.verify.drift.model.run import (
     ModelRun,
     padded_groups,
-    run_alone,
     run_packed,
     run_padded,
+    run_unpacked,
     targets_of,
 )
 from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelDrift, model_drift
@@ -66,7 +66,7 @@ def test_loss_or_order_differs_between_forms(llama):
     assert int(counted.sum()) == TOKENS - len(LENGTHS)
     by_hand = -logits[counted].gather(1, targets[counted, None]).mean().item()
     assert packed.loss == pytest.approx(by_hand, rel=1e-6)
-    for run in (run_alone(variant, batch), run_padded(variant, batch)):
+    for run in (run_unpacked(variant, batch), run_padded(variant, batch)):
         assert run.loss == pytest.approx(packed.loss, rel=1e-5)
         assert torch.allclose(run.logits, packed.logits, atol=1e-3)
         assert len(run.hidden) == 3
@@ -122,7 +122,7 @@ def test_pieces_of_logits_are_not_the_whole(monkeypatch):
     found, other = torch.randn(2, 37, 11, generator=generator)
     targets = torch.randint(11, (37,), generator=generator)
     whole = token_measures(found, other, targets)
-    monkeypatch.setattr("flexvarlen.verify.drift.model.measures.CHUNK_ELEMENTS", 55)
+    monkeypatch.setattr("flexvarlen.verify.drift.model.measures.PIECE_ELEMENTS", 55)
     assert token_measures(found, other, targets) == pytest.approx(whole, rel=1e-12)
 
 
@@ -268,7 +268,7 @@ def test_what_breaks_ends_the_run(llama, monkeypatch, kind):
     def broken(*args, **kwargs):
         raise kind("the kernel broke\nsomewhere")
 
-    monkeypatch.setattr(model_suite, "run_alone", broken)
+    monkeypatch.setattr(model_suite, "run_unpacked", broken)
     first, second = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
     assert (first.status, first.reason) == ("failed", f"{kind.__name__}: the kernel broke")
     assert second.status == "ok"

@@ -121,6 +121,13 @@ def test_one_call_a_document_is_not_checked(monkeypatch):
     assert only(drift(comparisons=["batch-serial"])).measures["out_relative"] > 0.1
 
 
+@pytest.mark.parametrize("comparison", [name for name in COMPARISONS if name != "exact"])
+def test_results_that_are_not_finite_are_ok(monkeypatch, comparison):
+    plant(monkeypatch, nan)
+    record = only(drift(comparisons=[comparison]))
+    assert record.status == "wrong", record.reason
+
+
 def test_what_changes_from_call_to_call_is_the_same(monkeypatch):
     calls = []
 
@@ -140,6 +147,8 @@ def test_what_compilation_changes_is_the_same(monkeypatch):
 
     plant(monkeypatch, compiled)
     record = only(drift(comparisons=["eager-compiled"], train=False))
+    assert (record.status, record.reason.split(":")[0]) == ("wrong", "compiled")
+    assert record.measures["ratio_out"] > 1
     assert record.measures["out_relative"] == pytest.approx(1, rel=1e-5)
     assert "dq_relative" not in record.measures
 

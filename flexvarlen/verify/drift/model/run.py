@@ -70,7 +70,7 @@ def run_packed(
     return run_pieces(variant, batch, [Piece((0, len(batch.lengths)), inputs)], call=call)
 
 
-def run_alone(variant: Variant, batch: PackedBatch) -> ModelRun:
+def run_unpacked(variant: Variant, batch: PackedBatch) -> ModelRun:
     """Each document in a row of its own, one after another."""
     return run_pieces(variant, batch, _pieces_alone(variant, batch))
 

@@ -26,7 +26,13 @@ from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.corpus import batch_of
 from flexvarlen.verify.drift.each import check_baseline, checked_names, records_of
 from flexvarlen.verify.drift.model.measures import run_measures, why_not_finite
-from flexvarlen.verify.drift.model.run import ModelRun, compiled, run_alone, run_packed, run_padded
+from flexvarlen.verify.drift.model.run import (
+    ModelRun,
+    compiled,
+    run_packed,
+    run_padded,
+    run_unpacked,
+)
 from flexvarlen.verify.variants import Sizes, Variant, make_variant, variant_names
 
 if TYPE_CHECKING:
@@ -221,7 +227,7 @@ class _Comparison:
                 return run_packed(again, batch, call=call), eager, about | {"compiler": compiler}
         packed = run_packed(variant, batch)
         if comparison == "packed-alone":
-            return packed, run_alone(variant, batch), about
+            return packed, run_unpacked(variant, batch), about
         if comparison == "packed-padded":
             return packed, run_padded(variant, batch), about
         return packed, run_packed(self._variant(self.case.baseline, self.base), batch), about
