@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
 from flexvarlen.reference.attention import GRADIENTS, attend_alone
 from flexvarlen.report.records import Record
@@ -166,7 +167,7 @@ def backend_variants(backends: Sequence[str]) -> tuple[str, ...] | None:
     Raises:
         ValueError: an unknown backend.
     """
-    names = checked_names("backends", backends, fv.BACKENDS)
+    names = checked_names("backends", [our_name(name) for name in backends], fv.BACKENDS)
     return None if "all" in backends else tuple(names)
 
 
