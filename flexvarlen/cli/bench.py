@@ -62,11 +62,14 @@ def list_() -> None:
 def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
     """Measure suites one after another; what is measured is kept whatever comes later."""
     with sentences():
-        from flexvarlen.report.records import require_folder
+        from flexvarlen.report.records import require_file
         from flexvarlen.runner.run import chosen_cases
         from flexvarlen.runner.suite import DeviceLost
+        from flexvarlen.verify.corpus import read_documents
+        from flexvarlen.verify.variants import is_ours
 
         options = _options(asked)
+        read_documents(asked.text or [])
         found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
         if list_cases:
             for suite, cases in found.items():
@@ -82,10 +85,19 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
             raise ValueError(
                 f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
             )
-        require_folder(asked.out.parent if single else asked.out)
+        for suite in found if asked.text else ():
+            if not suite.reads_text:
+                raise ValueError(
+                    f"text must be for a suite that packs texts, got {suite.name}; leave it out."
+                )
+        paths = {
+            suite: asked.out if single else asked.out / _file_name(suite.name, options)
+            for suite in found
+        }
+        for path in paths.values():
+            require_file(path)
         right, begin = True, time.perf_counter()
-        for suite in found:
-            path = asked.out if single else asked.out / _file_name(suite.name, options)
+        for suite, path in paths.items():
             limit = float("inf") if asked.until is None else asked.until
             until_s = limit - (time.perf_counter() - begin)
             try:
@@ -94,8 +106,8 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
                 said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
                 errors.print(said, style="red", markup=False, highlight=False)
                 raise typer.Exit(FAILURE) from lost
-            ours = [r for r in records if "transformers:" not in r.case["variant"]]
-            right &= not any(r.status in ("wrong", "failed") for r in ours)
+            bad = [r for r in records if r.status in ("wrong", "failed")]
+            right &= not any(is_ours(r.case["variant"]) for r in bad)
     if not right:
         raise typer.Exit(FINDING)
 
@@ -130,9 +142,9 @@ def _file_name(suite: str, options: Options) -> str:
 def _measure(
     suite: Suite, options: Options, asked: _Asked, path: Path, until_s: float
 ) -> list[Record]:
-    """Run a suite and print its tables; its records."""
+    """Run a suite and print its tables, of all cases in the file; the records asked for."""
     from flexvarlen.report.records import read_records, run_environment
-    from flexvarlen.runner.run import Run, run_suite
+    from flexvarlen.runner.run import Run, records_of_run, run_suite
 
     run = Run(out=path, cases=asked.cases, until_s=until_s, again=asked.again, commit=asked.commit)
     with progress_bar(suite.name, left=True) as bar:
@@ -145,12 +157,8 @@ def _measure(
     ]
     if records:
         _print_markdown(suite.section(records))
-    parts = [f"{ended.measured} cases measured", f"{ended.done_before} done before"]
-    if ended.left:
-        parts.append(f"{ended.left} left as time was up: run again to go on")
-    said = f"{suite.name}: {', '.join(parts)}. Records in {path}."
-    console.print(said, markup=False, highlight=False)
-    return records
+    options.say(f"{suite.name}: {ended.counts}. Records in {path}.")
+    return records_of_run(suite, options, run)
 
 
 def _print_markdown(text: str) -> None:

@@ -276,21 +276,21 @@ def _run(
     from flexvarlen.runner.suite import DeviceLost
 
     with sentences():
-        from flexvarlen.report.records import require_folder
-        from flexvarlen.runner.run import Run, run_suite
-        from flexvarlen.verify.drift.each import records_in
+        from flexvarlen.report.records import require_file
+        from flexvarlen.runner.run import Run, records_of_run, run_suite
         from flexvarlen.verify.drift.report import DriftReport
         from flexvarlen.verify.drift.report.thresholds import MEASURES, parse_thresholds
 
         limits = parse_thresholds(fail_above or [], MEASURES[suite.name])
-        require_folder(out)
-        path, lost = out / "records.jsonl", None
+        lost, run = None, Run(out / "records.jsonl", again=again, commit=commit)
+        require_file(out / "records.jsonl")
         try:
             with progress_bar() as show:
-                run_suite(suite, options, Run(path, again=again, commit=commit), show)
+                ended = run_suite(suite, options, run, show)
+            options.say(f"{suite.name}: {ended.counts}. Records in {run.out}.")
         except DeviceLost as error:
             lost = f"{error}. What was measured is kept; run again to go on without it."
-        report = DriftReport(records_in(path, suite, options))
+        report = DriftReport(tuple(records_of_run(suite, options, run)))
         findings = report.broken_limits(limits)
         report.save(out / "report.md")
         for table in report.tables():

@@ -167,6 +167,25 @@ def require_folder(path: Path) -> None:
                 folder.rmdir()
 
 
+def require_file(path: Path) -> None:
+    """Check that records can be appended to a file, as `require_folder` does for its folder.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    require_folder(path.parent)
+    if not path.exists():
+        return
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"out must be where records can be appended, got {str(path)!r} ({error.strerror}); "
+            "name another."
+        ) from error
+
+
 def append_records(path: Path, records: Sequence[Record]) -> None:
     """Add records to a file, all or none: one write, then flushed to the disk.
 
@@ -194,17 +213,18 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """All records of the files, in order; of equal suite, case and GPU the last only.
+    """All records of the files, in order; of a case's variant on a GPU those of its last run only.
 
-    A line that was cut off in the writing, as a lost machine can leave one, is passed over with a
-    warning.
+    The passes of one run stay together: a record without a pass, of a case that failed as a whole,
+    and the records with passes of the run after it replace one another. A line that was cut off in
+    the writing, as a lost machine can leave one, is passed over with a warning.
 
     Raises:
-        ValueError: a line is JSON, but no record.
+        ValueError: a file cannot be read, or a line is JSON, but no record.
     """
     found: dict[str, Record] = {}
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        for number, line in enumerate(_text_of(path).split("\n"), 1):
             if not line:
                 continue
             try:
@@ -219,12 +239,26 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
                     f"{path.name} must hold records, got on line {number} {line[:60]!r}"
                     "; name a file that flexvarlen wrote."
                 ) from error
-            key = json.dumps(
-                [record.suite, record.case, record.environment.get("gpu")], sort_keys=True
-            )
+            key = _key(record)
             found.pop(key, None)
             found[key] = record
-    return list(found.values())
+    runs = {_key(r, "pass"): r.environment.get("started_utc") for r in found.values()}
+    return [r for r in found.values() if r.environment.get("started_utc") == runs[_key(r, "pass")]]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ValueError(
+            f"Records must be read from a text file, got {str(path)!r} ({why}); check the path."
+        ) from error
+
+
+def _key(record: Record, *without: str) -> str:
+    case = {name: value for name, value in record.case.items() if name not in without}
+    return json.dumps([record.suite, case, record.environment.get("gpu")], sort_keys=True)
 
 
 _TRIED = re.compile(r"(Tried to allocate [\d.]+ \w+\.).*", re.DOTALL)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.reference.model import share
 from flexvarlen.runner.failures import Unsupported
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 THEIRS = "transformers:"
+
+_NOT_OURS = ("transformers", "raw", "fixed", "unpatched")
+"""Parts of the names of variants whose attention is not flexvarlen's."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,17 @@ class Variant:
         return {"packed_layout": layout}
 
 
+def is_ours(variant: str) -> bool:
+    """Whether a wrong or failed variant is a finding: not so of others' attention, which may leak.
+
+    >>> [is_ours(name) for name in ("fa2@serial", "packed:auto", "ddp", "flexvarlen:sdpa")]
+    [True, True, True, True]
+    >>> [is_ours(name) for name in ("unpatched", "raw:nested", "packed:transformers:sdpa")]
+    [False, False, False]
+    """
+    return not any(word in _NOT_OURS for word in variant.split(":"))
+
+
 def counted_labels(labels: Tensor) -> Tensor:
     """0-d tensor: the labels that count, at least 1."""
     return (labels != IGNORE_INDEX).sum().clamp(min=1)
@@ -125,14 +140,15 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     """The variants that a comparison shows.
 
     Args:
-        backends: "all", or names of backends, or one name, or several with commas between.
+        backends: "all", or names of backends (also transformers' names for the same kernels), or
+            one name, or several with commas between.
         device: on CUDA, transformers' own kernels join.
 
     Raises:
         ValueError: an unknown name.
     """
     names = backends.split(",") if isinstance(backends, str) else list(backends)
-    names = [name.strip() for name in names]
+    names = [our_name(name.strip()) for name in names]
     if names == ["all"]:
         theirs = ["sdpa"]
         if device.type == "cuda":

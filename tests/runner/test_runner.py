@@ -14,7 +14,8 @@ import torch
 
 import flexvarlen.report.records as row_module
 from flexvarlen.report.records import Record, append_records, read_records
-from flexvarlen.runner.run import Run, chosen_cases, run_suite
+from flexvarlen.runner import run as runner
+from flexvarlen.runner.run import Run, chosen_cases, records_of_run, run_suite
 from flexvarlen.runner.suite import DeviceLost, Finding, Options, Suite, UnknownVariant
 
 OPTIONS = Options(torch.device("cpu"), quick=True, say=lambda line: None)
@@ -75,6 +76,29 @@ def test_rows_of_another_commit_are_told_of(out):
     assert "at commit 1111111, which are not measured again" in said[0]
     run_suite(Squares(), options, Run(out, commit="2222222", again=True))
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"flexvarlen": "0.0.1"}, {"transformers": "4.0.0"}, {"git_dirty": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_rows_of_another_version_or_of_uncommitted_changes_are_told_of(out, monkeypatch, change):
+    said = []
+    clean = row_module.environment(torch.device("cpu")) | {"git_dirty": False}
+    for environment, told in ((clean | change, 0), (clean, 1)):
+        monkeypatch.setattr(row_module, "environment", lambda device, it=environment: dict(it))
+        run_suite(Squares(), replace(OPTIONS, say=said.append), Run(out))
+        assert len(said) == told
+
+
+def test_rows_of_uncommitted_changes_are_told_of_after_more_changes(out, monkeypatch):
+    said = []
+    dirty = row_module.environment(torch.device("cpu")) | {"git_dirty": True}
+    monkeypatch.setattr(row_module, "environment", lambda device: dict(dirty))
+    for told in (0, 1):
+        run_suite(Squares(), replace(OPTIONS, say=said.append), Run(out))
+        assert len(said) == told
 
 
 def test_rows_say_case_variant_pass_environment_and_commit(out):
@@ -189,17 +213,50 @@ def test_a_case_whose_measure_raises_has_rows_and_the_others_go_on(out, error, s
     assert {row.case["side"] for row in rows if row.status == "ok"} == {0, 2}
 
 
-def test_an_error_that_loses_the_device_ends_the_run_with_the_case_written(out):
+def test_a_lost_device_of_no_known_variant_fails_no_variant_for_good(out):
     class Lost(Squares):
         def measure(self, case, variants, options):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if case.side == 1:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return super().measure(case, variants, options)
 
-    on_gpu = replace(OPTIONS, device=torch.device("cuda"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_module, "environment", lambda device: {"gpu": None})
-        with pytest.raises(DeviceLost, match="s0 lost the device"):
-            run_suite(Lost(2), on_gpu, Run(out))
+    with pytest.raises(DeviceLost, match="s1 lost the device"):
+        run_suite(Lost(3), OPTIONS, Run(out))
     assert {row.case["side"] for row in read_records([out])} == {0}
+    assert run_suite(Squares(3), OPTIONS, Run(out)).measured == 2
+    assert {row.status for row in read_records([out])} == {"ok"}
+
+
+def test_records_of_a_run_replace_those_of_a_case_that_failed_as_a_whole(out, monkeypatch):
+    """A failed case has records without passes: others than those of a run that measures it."""
+
+    class Broken(Squares):
+        def measure(self, case, variants, options):
+            raise RuntimeError("cuDNN Frontend error")
+
+    clock = iter(f"2026-01-01T00:00:0{second}Z" for second in range(9))
+    found = row_module.environment
+    monkeypatch.setattr(
+        runner,
+        "run_environment",
+        lambda device, commit: found(device) | {"started_utc": next(clock)},
+    )
+    statuses = []
+    for suite in (Squares(1), Broken(1), Squares(1)):
+        run_suite(suite, OPTIONS, Run(out, again=True))
+        statuses.append([row.status for row in read_records([out])])
+    assert statuses == [["ok"] * 4, ["failed"] * 2, ["ok"] * 4]
+
+
+def test_records_of_a_run_are_those_of_its_cases_and_variants(out):
+    run_suite(Squares(12), OPTIONS, Run(out))
+    asked = replace(OPTIONS, variants=("b",)), Run(out, cases="s1")
+    ended = run_suite(Squares(12), *asked)
+    assert ended.counts == "0 cases measured, 3 done before"
+    found = records_of_run(Squares(12), *asked)
+    assert {(row.case["side"], row.case["variant"]) for row in found} == {
+        (side, "b") for side in (1, 10, 11)
+    }
 
 
 def test_a_variant_that_the_suite_does_not_know_is_the_users_mistake(out):
@@ -219,6 +276,7 @@ def test_a_variant_without_a_finding_is_a_mistake_of_the_suite(out):
 
     with pytest.raises(AssertionError, match="no finding of"):
         run_suite(Forgets(1), OPTIONS, Run(out))
+    assert {row.case["variant"] for row in read_records([out])} == {"a"}  # it is not lost
 
 
 CHILD = """

@@ -44,6 +44,7 @@ class Model(Suite):
     """Training steps on packed rows and on other batches."""
 
     name: ClassVar[str] = "model"
+    reads_text: ClassVar[bool] = True
 
     def cases(self, options: Options) -> Sequence[ModelCase]:
         return cases_of(options)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.isolation.verify import IsolationError, IsolationReport, verify_isolation
@@ -51,6 +52,8 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.backend is not None:
+            object.__setattr__(self, "backend", our_name(self.backend))
         if self.form not in FORMS:
             raise ValueError(
                 f"form must be one of {', '.join(FORMS)}, got {self.form!r}; choose one."

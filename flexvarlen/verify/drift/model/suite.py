@@ -175,7 +175,7 @@ def model_drift(
     from flexvarlen.patches.models.families import require_verified
 
     require_verified(model.config.model_type)
-    check_baseline(baseline)
+    baseline = check_baseline(baseline)
     names = variant_names(backends, model.device)
     chosen = None if backends in ("all", ["all"], ("all",)) else tuple(names)
     packed = batch_of(model, batch, tokens=tokens, seed=seed)

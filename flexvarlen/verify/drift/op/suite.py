@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
 from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone
 from flexvarlen.report.records import Record, Status
@@ -176,7 +177,7 @@ def backend_variants(backends: Sequence[str]) -> tuple[str, ...] | None:
     Raises:
         ValueError: an unknown backend.
     """
-    names = checked_names("backends", backends, fv.BACKENDS)
+    names = checked_names("backends", [our_name(name) for name in backends], fv.BACKENDS)
     return None if "all" in backends else tuple(names)
 
 
