@@ -20,8 +20,8 @@ from flexvarlen.cli.console import (
     console,
     device_of,
     errors,
+    one_line_errors,
     progress_bar,
-    sentences,
 )
 
 if TYPE_CHECKING:
@@ -61,41 +61,41 @@ def list_() -> None:
 
 def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
     """Measure suites one after another; what is measured is kept whatever comes later."""
-    with sentences():
-        from flexvarlen.report.records import require_folder
-        from flexvarlen.runner.run import chosen_cases
-        from flexvarlen.runner.suite import DeviceLost
+    from flexvarlen.report.records import require_folder
+    from flexvarlen.runner.run import chosen_cases
+    from flexvarlen.runner.suite import DeviceLost
+    from flexvarlen.verify.variants import THEIRS
 
-        options = _options(asked)
-        found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
-        if list_cases:
-            for suite, cases in found.items():
-                for case in cases:
-                    console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
-            return
-        single = asked.out.suffix == ".jsonl"
-        if len(names) > 1 and single:
-            raise ValueError(
-                f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
-            )
-        if len(names) > 1 and asked.variants is not None:
-            raise ValueError(
-                f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
-            )
-        require_folder(asked.out.parent if single else asked.out)
-        right, begin = True, time.perf_counter()
-        for suite in found:
-            path = asked.out if single else asked.out / _file_name(suite.name, options)
-            limit = float("inf") if asked.until is None else asked.until
-            until_s = limit - (time.perf_counter() - begin)
-            try:
-                records = _measure(suite, options, asked, path, until_s)
-            except DeviceLost as lost:
-                said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
-                errors.print(said, style="red", markup=False, highlight=False)
-                raise typer.Exit(FAILURE) from lost
-            ours = [r for r in records if "transformers:" not in r.case["variant"]]
-            right &= not any(r.status in ("wrong", "failed") for r in ours)
+    options = _options(asked)
+    found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
+    if list_cases:
+        for suite, cases in found.items():
+            for case in cases:
+                console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
+        return
+    single = asked.out.suffix == ".jsonl"
+    if len(names) > 1 and single:
+        raise ValueError(
+            f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
+        )
+    if len(names) > 1 and asked.variants is not None:
+        raise ValueError(
+            f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
+        )
+    require_folder(asked.out.parent if single else asked.out)
+    right, begin = True, time.perf_counter()
+    for suite in found:
+        path = asked.out if single else asked.out / _file_name(suite.name, options)
+        limit = float("inf") if asked.until is None else asked.until
+        until_s = limit - (time.perf_counter() - begin)
+        try:
+            records = _measure(suite, options, asked, path, until_s)
+        except DeviceLost as lost:
+            said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
+            errors.print(said, style="red", markup=False, highlight=False)
+            raise typer.Exit(FAILURE) from lost
+        ours = [r for r in records if THEIRS not in r.case["variant"]]
+        right &= not any(r.status in ("wrong", "failed") for r in ours)
     if not right:
         raise typer.Exit(FINDING)
 
@@ -132,9 +132,11 @@ def _measure(
 ) -> list[Record]:
     """Run a suite and print its tables; its records."""
     from flexvarlen.report.records import read_records, run_environment
-    from flexvarlen.runner.run import Run, run_suite
+    from flexvarlen.runner.run import RunRequest, run_suite
 
-    run = Run(out=path, cases=asked.cases, until_s=until_s, again=asked.again, commit=asked.commit)
+    run = RunRequest(
+        out=path, cases=asked.cases, until_s=until_s, again=asked.again, commit=asked.commit
+    )
     with progress_bar(suite.name, left=True) as bar:
         ended = run_suite(suite, options, run, bar)
     gpu = run_environment(options.device, None)["gpu"]
@@ -189,7 +191,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
             float | None,
             typer.Option(
                 min=0.0,
-                help="Of timing a case, about. [default: 3, 0.1 with --quick]",
+                help="Approximate seconds spent timing each case. [default: 3, 0.1 with --quick]",
                 show_default=False,
             ),
         ] = None,
@@ -200,7 +202,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
             ),
         ] = None,
         again: Annotated[
-            bool, typer.Option("--again", help="Measure what the file holds, too.")
+            bool, typer.Option("--again", help="Re-measure cases that are already recorded.")
         ] = False,
         list_: Annotated[
             bool, typer.Option("--list", help="Print the cases' names and stop.")
@@ -209,11 +211,12 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
         device: Device = None,
         commit: Annotated[
             str | None,
-            typer.Option(help="To record, where git cannot tell it.", show_default=False),
+            typer.Option(help="Commit to record when git cannot determine it.", show_default=False),
         ] = None,
     ) -> None:
         asked = _Asked(out, quick, cases, variants, seconds, until, again, text, device, commit)
-        _run(suites, list_, asked)
+        with one_line_errors(run):
+            _run(suites, list_, asked)
 
     run.__doc__ = summary
     bench.command(name=name)(run)
@@ -239,7 +242,7 @@ def report(
     ] = None,
 ) -> None:
     """Tables and figures, from records alone."""
-    with sentences():
+    with one_line_errors(report):
         from flexvarlen.bench.report import report as rendered
 
         _print_markdown(rendered(files or (), pages=page or (), figures=figures))
@@ -254,7 +257,7 @@ def diff(
     ] = 0.02,
 ) -> None:
     """Faster, slower or unchanged, case by case; exit code 1 if one is slower."""
-    with sentences():
+    with one_line_errors(diff):
         from flexvarlen.bench.diff import diff as compared
 
         found = compared([before], [after], threshold=threshold)

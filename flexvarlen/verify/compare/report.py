@@ -17,11 +17,11 @@ from flexvarlen.report.records import (
     records_alike,
 )
 from flexvarlen.report.table import NOTHING, Column, Table, number, share
+from flexvarlen.verify.variants import THEIRS
 
 SUITE = "compare"
 BASELINE = "transformers:eager@alone"
 """Each document alone, eagerly, in the tested dtype: the low-precision baseline of the rule."""
-THEIRS = "transformers:"
 
 
 def variant(record: Record) -> str:

@@ -2,11 +2,11 @@
 
 | comparison | of what |
 |---|---|
-| exact | all documents in one call, and one call a document, each against the fp64 reference |
-| batch-serial | all documents in one call, against one call a document |
+| exact | all documents in one call, and one call per document, each against the fp64 reference |
+| batch-serial | all documents in one call, against one call per document |
 | run-run | the same call again |
 | eager-compiled | torch.compile(fullgraph=True), against eager |
-| backend-backend | one call a document, against another backend |
+| backend-backend | one call per document, against another backend |
 """
 
 from __future__ import annotations
@@ -197,11 +197,11 @@ class _Reference:
         return cls(case.dtype, results, errors)
 
     def check(self, calls: BackendCalls, inputs: Inputs) -> Finding:
-        """The errors of one call, and of one call a document, against what the rule allows."""
+        """The errors of one call, and of one call per document, against what the rule allows."""
         measures: dict[str, Any] = {}
         reasons = []
-        ways = (("", "", calls.together), ("serial_", "one call a document: ", calls.alone))
-        for prefix, where, run in ways:
+        runs = (("", "", calls.together), ("serial_", "one call per document: ", calls.alone))
+        for prefix, where, run in runs:
             for name, x in run(inputs).named().items():
                 difference = Difference.between(x, self.results[name])
                 limits = allowed(self.baseline[name], x.dtype, gradient=name in GRADIENTS)
