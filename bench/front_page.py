@@ -35,7 +35,11 @@ def summary(records: Sequence[Record]) -> Table | None:
     found = tuple(line for line in lines if line is not None)
     if len(found) < len(LINES):
         return None
-    return Table("", (f"on one {gpus[0]}", "flexvarlen", "others"), found)
+    return Table(
+        "",
+        (f"on one {gpus[0]}", "flexvarlen", "other implementations (flexvarlen's speedup)"),
+        found,
+    )
 
 
 def _values(records: Sequence[Record], suite: str, measure: str, **case: object) -> Values:
@@ -103,7 +107,7 @@ def leaks(records: Sequence[Record]) -> Line | None:
         return None
     theirs = {name: forms for name, forms in found.items() if name.startswith("transformers:")}
     forms = {r.case["pass"] for r in records if r.suite == "leaks"}
-    what = f"of {len(forms)} ways to pass a batch, how many leak or give wrong numbers silently"
+    what = f"of {len(forms)} forms of a packed batch, how many leak or give wrong numbers silently"
     said = [f"{name.replace(':', ' ')} {len(x)}" for name, x in theirs.items()]
     return what, f"**{len(set().union(*ours))}**", "; ".join(said)
 
@@ -114,16 +118,17 @@ LINES = (trained("eager"), trained("compiled"), long_documents, small_inference,
 def _line(
     what: str, values: Values, ours: str, names: Mapping[str, str], *, more_is_better: bool = False
 ) -> Line | None:
-    """The others that were measured, best first, each with how many times as fast ours is."""
+    """The others that were measured, best first, each with our speedup; ours bold if the best."""
     theirs = sorted((x for x in names if x in values and x != ours), key=values.__getitem__)
     if ours not in values or not theirs:
         return None
-    said = []
+    shown, speedups = [], []
     for name in reversed(theirs) if more_is_better else theirs:
         pair = values[ours], values[name]
-        ratio = pair[0] / pair[1] if more_is_better else pair[1] / pair[0]
-        said.append(f"{names[name]} {three_digits(values[name])} ({ratio:.2f}×)")
-    return what, f"**{three_digits(values[ours])}**", "; ".join(said)
+        speedups.append(pair[0] / pair[1] if more_is_better else pair[1] / pair[0])
+        shown.append(f"{names[name]} {three_digits(values[name])} ({speedups[-1]:.2f}×)")
+    own = three_digits(values[ours])
+    return what, f"**{own}**" if min(speedups) >= 1 else own, "; ".join(shown)
 
 
 # --- the picture ---------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ SUITES: dict[str, Entry] = {
     "compile": Entry("model.compile_time", "Seconds of torch.compile, cold and warm."),
     "layer-time": Entry("model.layer_time", "A decoder layer, and what auto takes it for."),
     "small-inference": Entry("model.small_inference", "Short forwards, where the host decides."),
-    "end-to-end": Entry("training.end_to_end", "transformers' Trainer, tokens a second."),
+    "end-to-end": Entry("training.end_to_end", "transformers' Trainer, tokens per second."),
     "convergence": Entry("training.convergence", "Training from scratch, packed and padded."),
     "scaling-ranks": Entry("training.scaling_ranks", "Training on several GPUs."),
     "mask-build": Entry("masks.mask_build", "Document BlockMasks, beside create_block_mask's."),

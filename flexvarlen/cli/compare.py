@@ -20,9 +20,9 @@ from flexvarlen.cli.console import (
     console,
     device_of,
     dtype_of,
+    one_line_errors,
     progress_bar,
     quiet_transformers,
-    sentences,
 )
 
 
@@ -58,9 +58,9 @@ def compare(
     or its error is more than twice (gradients: three times) that of a plain model of the dtype;
     2 if no backend of flexvarlen could run.
     """
-    with sentences():
+    with one_line_errors(compare):
         from flexvarlen.report.records import append_records, require_file
-        from flexvarlen.verify.compare import Report, compare
+        from flexvarlen.verify import compare as comparison
         from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
         from flexvarlen.verify.models import build_model, checked_model
         from flexvarlen.verify.variants import variant_names
@@ -72,7 +72,7 @@ def compare(
         variant_names(backends, where)
         read_documents(text or [])
         require_file(out / "records.jsonl")
-        report = Report(())
+        report = comparison.Report(())
         for spec in specs:
             built, tokenizer = build_model(spec.name, device=where, dtype=what, seed=seed)
             batch = packed_text(
@@ -83,7 +83,7 @@ def compare(
                 tokenizer=tokenizer,
             )
             with progress_bar(spec.label) as progress:
-                found = compare(
+                found = comparison.compare(
                     built,
                     batch,
                     backends,

@@ -16,8 +16,8 @@ from flexvarlen.cli.console import (
     console,
     device_of,
     dtype_of,
+    one_line_errors,
     quiet_transformers,
-    sentences,
 )
 
 
@@ -30,7 +30,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    backend: Annotated[str, typer.Option(help="That the model is patched with.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Backend to patch the model with.")] = "auto",
     unpatched: Annotated[
         bool, typer.Option("--unpatched", help="Leave the model to transformers' own attention.")
     ] = False,
@@ -40,8 +40,8 @@ def verify(
     form: Annotated[
         str,
         typer.Option(
-            help="How the batch tells its documents: position_ids, packed_layout, document_ids (a "
-            "2D attention_mask that numbers them), cu_seq_lens (with position_ids)."
+            help="How the batch marks document boundaries: position_ids, packed_layout, "
+            "document_ids (a 2D attention_mask that numbers them), cu_seq_lens (with position_ids)."
         ),
     ] = "position_ids",
     lengths: Annotated[
@@ -81,7 +81,7 @@ def verify(
 
     Ends with exit code 1 if one does, and says which documents, which layer and which module.
     """
-    with sentences():
+    with one_line_errors(verify):
         from flexvarlen.verify.isolation.command import (
             Answer,
             Question,

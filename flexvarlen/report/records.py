@@ -26,8 +26,8 @@ class Record:
     """What one case gave.
 
     `status` is "ok"; "oom": did not fit in memory; "unsupported": cannot run here, or is refused;
-    "wrong": runs, and its numbers are false, so it is not timed; "failed": raised what is no
-    refusal; "skipped": no time was left.
+    "wrong": ran, but its results exceed the acceptance rule, so it is not timed; "failed": raised
+    an unexpected exception; "skipped": no time was left.
     `reason` says why it is not "ok". The names in `measures` carry their units.
     """
 
@@ -265,7 +265,9 @@ _TRIED = re.compile(r"(Tried to allocate [\d.]+ \w+\.).*", re.DOTALL)
 
 
 def in_short(reason: str) -> str:
-    """A reason for a table: torch's tells of the allocator's state too, which no two calls share.
+    """Shorten a reason for a table.
+
+    torch's out-of-memory message includes allocator state that differs on every call.
 
     >>> in_short("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
     'OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.'

@@ -1,8 +1,8 @@
 """`run_suite`: measure a suite's cases one after another and append their records; resumable.
 
-What is in the file is not measured again: a case is done when each wanted variant has a record of
-the same GPU there, also one that other versions or another commit made, which is said. All records
-of a case are written at once, when it ends: a run killed at any moment loses the case in flight.
+A case is done when every requested variant has a record from the same GPU. Records of other
+versions or another commit count; the run reports them. All records of a case are written at once,
+when it ends: a run killed at any moment loses the case in flight only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRequest:
     """How much of a suite a run takes, and where its records go.
 
     Attributes:
@@ -43,7 +43,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunSummary:
     """How a run ended: cases measured now, done before, and left because time was up."""
 
     measured: int
@@ -84,8 +84,11 @@ def chosen_cases(
 
 
 def run_suite(
-    suite: Suite, options: Options, run: Run, progress: Progress = lambda done, of, what: None
-) -> Ended:
+    suite: Suite,
+    options: Options,
+    run: RunRequest,
+    progress: Progress = lambda done, of, what: None,
+) -> RunSummary:
     """Measure what the file does not hold yet; records of a case are appended when it ends.
 
     Raises:
@@ -95,7 +98,7 @@ def run_suite(
     cases = chosen_cases([suite], options, run.cases)[suite]
     begin = time.perf_counter()
     environment = run_environment(options.device, run.commit)
-    before = _Before(suite, run, environment)
+    before = _RecordedCases(suite, run, environment)
     todo = [
         (case, wanted)
         for case in cases
@@ -108,11 +111,11 @@ def run_suite(
         )
     for done, (case, variants) in enumerate(todo):
         if time.perf_counter() - begin > run.until_s:
-            return Ended(done, len(cases) - len(todo), len(todo) - done)
+            return RunSummary(done, len(cases) - len(todo), len(todo) - done)
         progress(done, len(todo), case.name)
-        killers = before.killers(case)
-        alive = [name for name in variants if name not in killers]
-        findings = [finding for name in variants for finding in killers.get(name, ())]
+        fatal_variants = before.fatal_variants(case)
+        alive = [name for name in variants if name not in fatal_variants]
+        findings = [finding for name in variants for finding in fatal_variants.get(name, ())]
         try:
             findings += suite.measure(case, alive, options) if alive else ()
         except DeviceLost as error:
@@ -137,10 +140,10 @@ def run_suite(
                     f"{case.name}: {finding.variant}{passes} {finding.status}, {finding.reason}"
                 )
     progress(len(todo), len(todo), "")
-    return Ended(len(todo), len(cases) - len(todo), 0)
+    return RunSummary(len(todo), len(cases) - len(todo), 0)
 
 
-def records_of_run(suite: Suite, options: Options, run: Run) -> list[Record]:
+def records_of_run(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
     """What the file holds of a run's cases and variants on this GPU, measured now or before."""
     cases = {_key(case.data()): case for case in chosen_cases([suite], options, run.cases)[suite]}
     gpu = run_environment(options.device, None)["gpu"]
@@ -200,7 +203,7 @@ def _made_by(environment: Mapping[str, Any]) -> str:
     )
 
 
-class _Before:
+class _RecordedCases:
     """What the file holds of this suite and this GPU.
 
     Attributes:
@@ -208,7 +211,7 @@ class _Before:
             made than this run's.
     """
 
-    def __init__(self, suite: Suite, run: Run, environment: Mapping[str, Any]) -> None:
+    def __init__(self, suite: Suite, run: RunRequest, environment: Mapping[str, Any]) -> None:
         records = read_records([run.out]) if run.out is not None and run.out.exists() else []
         self.again = run.again
         self.findings: dict[str, dict[str, list[Finding]]] = {}
@@ -247,8 +250,8 @@ class _Before:
         beside = [name for name in known if name in found and name not in variants]
         return [*variants, *beside]
 
-    def killers(self, case: Case) -> dict[str, list[Finding]]:
-        """Variants that killed the device on this case, with what was found then.
+    def fatal_variants(self, case: Case) -> dict[str, list[Finding]]:
+        """Variants that left the device unusable on this case, with what was found then.
 
         A run that is to measure again gives them another chance.
         """

@@ -43,7 +43,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What a step gives; the parameters' gradients are in their `.grad`.
 
     Attributes:
@@ -78,7 +78,7 @@ class Variant:
 
     def step(
         self, batch: PackedBatch, labels: Tensor, counted: Tensor, *, gradients: bool = False
-    ) -> Outcome:
+    ) -> StepResult:
         """One step without the optimizer: forward, loss, and backward if the variant trains.
 
         The embedding lookup is not in the compiled part: `call` gets `inputs_embeds`, so that a
@@ -105,7 +105,7 @@ class Variant:
             if self.train:
                 out.loss.backward()
         found = embeds.grad[0] if gradients and embeds.grad is not None else None
-        return Outcome(out.logits.detach()[0], float(out.loss.detach()), found)
+        return StepResult(out.logits.detach()[0], float(out.loss.detach()), found)
 
     def boundaries(self, batch: PackedBatch) -> dict[str, Any]:
         """Ours get the layout; transformers' get position_ids, all else left at its default."""

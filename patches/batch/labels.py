@@ -62,8 +62,8 @@ def _warn_if_counted(
 
     Only the caller knows what it counted, over all the batches of a step.
     """
-    borders = layout.num_docs != labels.shape[0] or bool(layout.has_padding)
-    if model in _counted or not borders:
+    has_boundaries = layout.num_docs != labels.shape[0] or bool(layout.has_padding)
+    if model in _counted or not has_boundaries:
         return
     _counted.add(model)
     if not shifted:  # the loss ignores the first label of a row, so it is not counted

@@ -23,7 +23,7 @@ from flexvarlen.bench.suites.training.convergence_tables import (
 from flexvarlen.bench.suites.training.first_step import FirstStep
 from flexvarlen.bench.suites.training.trainer import Clock
 from flexvarlen.report.records import Record, read_records
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
 from tests.bench.counted_operators import CountedOperators
 
@@ -45,7 +45,7 @@ def few_texts():
 
 def measured(suite, folder, *variants, cases=None):
     out = folder / "records.jsonl"
-    run_suite(suite, replace(OPTIONS, variants=variants or None), Run(out, cases=cases))
+    run_suite(suite, replace(OPTIONS, variants=variants or None), RunRequest(out, cases=cases))
     return read_records([out])
 
 
@@ -141,7 +141,7 @@ def test_missing_seeds_and_kernels_of_auto_are_in_the_table(trained):
         else r
         for r in trained
     ]
-    assert "| `sdpa`, fa2, fa4 in 1 of 3 |" in convergence.SUITE.section(took)
+    assert "| `sdpa` (fa2; fa4 in 1 of 3 runs) |" in convergence.SUITE.section(took)
     two = [r for r in trained if r.case["seed"] < 2]
     assert "standard deviation, not known" in convergence.SUITE.section(two)
 
@@ -176,7 +176,7 @@ def test_trainer_gives_each_variant_the_same_documents(trainer):
     assert done["packed:auto"]["positions"] == 96
     table = end_to_end.SUITE.section(trainer)
     assert "packed, `transformers flash_attention_2` | unsupported: " in table
-    assert "packed, `auto`, attention's outputs kept | " in table
+    assert "packed, `auto`, attention outputs saved | " in table
 
 
 def test_a_chart_of_tokens_a_second(trainer, tmp_path):
@@ -188,7 +188,7 @@ def test_checkpointed_layers_compute_what_is_kept_once():
     case = end_to_end.SUITE.cases(OPTIONS)[0]
     ids, layout = torch.arange(12)[None], fv.PackedLayout.from_lengths([5, 7])
     found = []
-    run = object.__new__(end_to_end._Run)
+    run = object.__new__(end_to_end._TrainerCase)
     run.case, run.device = case, CPU
     for kept in (False, True):
         model = run.model("sdpa", kept=kept)

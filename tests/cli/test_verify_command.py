@@ -143,6 +143,6 @@ def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):
 
 
 def test_default_lengths_are_those_of_the_help():
-    """One crosses the border of two blocks of 128 tokens."""
+    """One crosses the boundary of two blocks of 128 tokens."""
     result = CliRunner().invoke(app, ["verify", "--help"])
     assert ",".join(map(str, LENGTHS)) in result.output

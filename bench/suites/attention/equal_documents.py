@@ -108,7 +108,7 @@ class Scaling(_EqualDocuments):
         return times_section(
             records,
             columns,
-            said=lambda case: (
+            title=lambda case: (
                 f"{case['batch']} documents of equal length, {heads(case)}: ms on the device, "
                 "median"
             ),
@@ -216,7 +216,7 @@ class SdpaBackends(_EqualDocuments):
         return times_section(
             records,
             columns,
-            said=lambda case: (
+            title=lambda case: (
                 "SDPA's kernels, each forced, beside packed rows: ms on the device, median; "
                 f"{case['dtype']}"
             ),

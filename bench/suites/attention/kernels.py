@@ -126,7 +126,7 @@ def _auto_cache() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Both:
+class CellTimes:
     """A cell's forward and backward."""
 
     passes: Mapping[str, Measured]
@@ -166,12 +166,12 @@ class Both:
         return None if fastest is None or own is None else (took, own / fastest)
 
 
-def both_passes(records: Sequence[Record]) -> list[Both]:
+def both_passes(records: Sequence[Record]) -> list[CellTimes]:
     """The cells of one machine, by kind and tokens."""
     cells: dict[str, dict[str, Measured]] = {}
     for line in measured(records):
         cells.setdefault(Cell.of(dict(line.case)).name, {})[line.pass_] = line
-    found = [Both(passes) for passes in cells.values() if len(passes) == len(PASSES)]
+    found = [CellTimes(passes) for passes in cells.values() if len(passes) == len(PASSES)]
     kinds = list(dict.fromkeys(x.cell.kind for x in found))
     return sorted(found, key=lambda x: (kinds.index(x.cell.kind), x.cell.tokens))
 
@@ -185,7 +185,7 @@ def _machine(records: Sequence[Record]) -> str:
     return "\n\n".join(parts + [overhead.markdown()] * bool(overhead.lines))
 
 
-def _times(cells: Sequence[Both], said: str) -> Table:
+def _times(cells: Sequence[CellTimes], ran_on: str) -> Table:
     sums = [_summed(both) for both in cells]
     by_line = dict(zip(map(id, sums), cells, strict=True))
 
@@ -201,7 +201,7 @@ def _times(cells: Sequence[Both], said: str) -> Table:
         Column("tokens", lambda line: f"{line.case['tokens']:,}"),
         Column("documents", lambda line: _documents(Cell.of(dict(line.case)))),
     ]
-    title = f"Forward and backward, ms on the device, median, the fastest bold; bfloat16; {said}"
+    title = f"Forward and backward, ms on the device, median, the fastest bold; bfloat16; {ran_on}"
     return times_table(
         sums,
         columns,
@@ -211,7 +211,7 @@ def _times(cells: Sequence[Both], said: str) -> Table:
     )
 
 
-def _summed(both: Both) -> Measured:
+def _summed(both: CellTimes) -> Measured:
     """A line of forward and backward together: the forward's records with the sum as their time."""
     forward, backward = (both.passes[x].records for x in PASSES)
     records = {}
@@ -237,7 +237,7 @@ def _documents(cell: Cell) -> str:
     return f"{len(cell.lengths()):,} {cell.documents}{mean}"
 
 
-def _auto_sentence(cells: Sequence[Both]) -> str:
+def _auto_sentence(cells: Sequence[CellTimes]) -> str:
     said = []
     for clock in CLOCKS:
         ratios = [found[1] for x in cells if (found := x.auto(clock)) is not None]
@@ -250,7 +250,7 @@ def _auto_sentence(cells: Sequence[Both]) -> str:
     return f"{'; '.join(said)}." if said else ""
 
 
-def _overhead(cells: Sequence[Both]) -> Table:
+def _overhead(cells: Sequence[CellTimes]) -> Table:
     """In how many cells a backend takes as long on the device as the kernel that it wraps."""
     names = dict.fromkeys(x for both in cells for x in both.backends() if x in RAW)
 

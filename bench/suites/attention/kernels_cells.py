@@ -50,12 +50,12 @@ class Cell:
 
     @classmethod
     def of(cls, case: dict[str, Any]) -> Cell:
-        """The cell of a row."""
+        """The cell of a record's case."""
         return cls(**{field.name: case[field.name] for field in fields(cls)})
 
     @property
     def name(self) -> str:
-        """For `--cells` and the log.
+        """For `--cases` and the log.
 
         >>> Cell(128, 32, 8, "bfloat16", True, 8192, "log-normal", 500).name
         'd128-h32x8-causal-t8192-log-normal500'

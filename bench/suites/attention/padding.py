@@ -130,7 +130,7 @@ class Padding(Suite):
         return times_section(
             records,
             columns,
-            said=lambda case: (
+            title=lambda case: (
                 f"{case['batch']} documents padded to {case['max_length']:,} tokens each, or in "
                 f"one row; {case['num_heads']} heads of {case['embedding'] // case['num_heads']}, "
                 f"{case['dtype']}: ms on the device, median"

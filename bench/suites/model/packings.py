@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
+from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.row import Row, RowCase
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
@@ -103,7 +103,7 @@ class OneCase:
         self.first = self.row.alone(self.packings[0])
         self.last = self.row.alone(self.packings[-1], gradients=False)
 
-    def check(self, name: str) -> Checked:
+    def check(self, name: str) -> CheckedVariant:
         """Compile a variant, and compare its first step with the reference."""
         variant = make_variant(name, self.row.base, self.sizes)
         lengths = self.packings[0]
@@ -123,7 +123,7 @@ class OneCase:
             "capacity": self.sizes.capacity,
             "max_seqlen_bound": self.sizes.max_seqlen_bound,
         }
-        return Checked(
+        return CheckedVariant(
             lambda: self.row.step(call, inputs),
             measures | errors,
             wrong,

@@ -60,13 +60,14 @@ class Model(Suite):
         return Training(case, options).measure(variants)
 
     def section(self, records: Sequence[Record]) -> str:
-        """A table of training for each model; of records of generation, one for each pass."""
+        """A table of training for each model.
+
+        Records with a pass are of generation, which the suite does not measure: left out.
+        """
         tables: list[Table] = []
         for own in by_machine(records):
             trained = grouped((r for r in own if "pass" not in r.case), "geometry")
             tables += [training_table(found) for found in trained.values()]
-            generated = grouped((r for r in own if "pass" in r.case), "pass")
-            tables += [generation_table(found) for found in generated.values()]
         return "\n\n".join(table.markdown() for table in tables)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
@@ -87,7 +88,7 @@ def _step_of(record: Record) -> Step:
 
 
 def training_table(records: Sequence[Record]) -> Table:
-    """One model's tokens a second: variants down, contexts across."""
+    """One model's tokens per second: variants down, contexts across."""
     notes = Notes()
     found = {(r.case["variant"], _step_of(r)): r for r in records}
     steps = sorted({step for _, step in found}, key=lambda step: (step[1], step[0]))
@@ -108,8 +109,8 @@ def training_table(records: Sequence[Record]) -> Table:
         Column(f"peak GiB at {in_memory[0]:,}", peak),
     ]
     title = (
-        f"{model_title(records[0])}, training ({records[0].case['step']}): tokens a second by the "
-        f"tokens of a step, in parentheses the ratio to the best; {where(records)}"
+        f"{model_title(records[0])}, training ({records[0].case['step']}): tokens per second by "
+        f"the tokens per step, in parentheses the ratio to the best; {where(records)}"
     )
     return table_of(_variants(records), columns, title, notes, _errors_of(records))
 
@@ -120,28 +121,6 @@ def _measured_by_most(records: Sequence[Record]) -> Step:
     most = max(counts.values(), default=0)
     steps = [step for step, count in counts.items() if 4 * count >= 3 * most]
     return max(steps, default=_step_of(records[0]), key=lambda step: (not step[1], step[0]))
-
-
-def generation_table(records: Sequence[Record]) -> Table:
-    """Tokens a second of every model in one pass of generation: attentions down, models across."""
-    notes, models = Notes(), grouped(records, "geometry")
-
-    def rate(variant: str, geometry: str) -> str:
-        own = models[geometry]
-        record = next((r for r in own if r.case["variant"] == variant), None)
-        return cell(record, with_ratio(record, "tokens_per_s", own, ",.0f"), notes)
-
-    columns = [
-        *_name_columns(records),
-        *(Column(model_title(own[0]), partial(rate, geometry=x)) for x, own in models.items()),
-    ]
-    case = records[0].case
-    title = (
-        f"Generation, {case['pass']}, {case['prompts']} prompts of {case['tokens']:,} tokens in "
-        f"all, {case['new_tokens']} tokens each: tokens a second, in parentheses the ratio to the "
-        f"best; {where(records)}"
-    )
-    return table_of(_variants(records), columns, title, notes)
 
 
 def _name_columns(records: Sequence[Record]) -> list[Column]:

@@ -51,7 +51,7 @@ def final_loss(losses: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """A variant's trainings.
 
     Attributes:
@@ -91,7 +91,7 @@ def sigma_of(baseline: dict[int, Record]) -> float | None:
     return statistics.stdev(losses) if len(losses) >= FEWEST_SEEDS else None
 
 
-def outcomes(records: Sequence[Record]) -> list[Outcome]:
+def outcomes(records: Sequence[Record]) -> list[TrainingOutcome]:
     """Each variant by the rule above, the baseline first."""
     by_variant = grouped(records, "variant")
     baseline = ended(by_variant.get(PADDED, []))
@@ -99,14 +99,14 @@ def outcomes(records: Sequence[Record]) -> list[Outcome]:
     return sorted(found, key=lambda each: each.variant != PADDED)
 
 
-def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) -> Outcome:
+def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) -> TrainingOutcome:
     runs, sigma = ended(records), sigma_of(baseline)
     wrong = any(r.status == "wrong" for r in runs.values())
     if name == PADDED:
-        return Outcome(name, records, NOT_ROUNDING if wrong else "the baseline")
+        return TrainingOutcome(name, records, NOT_ROUNDING if wrong else "the baseline")
     shared = [seed for seed in runs if seed in baseline]
     if sigma is None or not shared:
-        return Outcome(name, records, NOT_ROUNDING if wrong else NO_VERDICT)
+        return TrainingOutcome(name, records, NOT_ROUNDING if wrong else NO_VERDICT)
     final = "final_loss"
     gaps = [runs[seed].measures[final] - baseline[seed].measures[final] for seed in shared]
     worst = max(gaps, key=lambda gap: math.inf if math.isnan(gap) else abs(gap))
@@ -121,7 +121,7 @@ def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) 
         verdict = NOT_ROUNDING
     else:
         verdict = WITHIN if len(shared) >= FEWEST_SEEDS else NO_VERDICT
-    return Outcome(name, records, verdict, mean, errors, worst)
+    return TrainingOutcome(name, records, verdict, mean, errors, worst)
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def groups_of(records: Sequence[Record]) -> list[list[Record]]:
     return records_alike(records, ("variant", "seed"))
 
 
-def _run(each: Outcome) -> str:
+def _run(each: TrainingOutcome) -> str:
     """The variant, and the kernels that "auto" took, with how many runs if not all."""
     taken = Counter(
         kernel
@@ -141,39 +141,41 @@ def _run(each: Outcome) -> str:
         if kernel
     )
     kernels = [
-        kernel if count == len(each.runs) else f"{kernel} in {count} of {len(each.runs)}"
+        kernel if count == len(each.runs) else f"{kernel} in {count} of {len(each.runs)} runs"
         for kernel, count in taken.most_common()
     ]
-    return ", ".join([f"`{each.variant}`", *kernels])
+    return f"`{each.variant}`" + (f" ({'; '.join(kernels)})" if kernels else "")
 
 
-def _verdict(each: Outcome) -> str:
+def _verdict(each: TrainingOutcome) -> str:
     if not each.runs:
         return each.records[0].outcome
     return f"**{each.verdict}**" if each.verdict in (BEYOND, NOT_ROUNDING) else each.verdict
 
 
-def _seeds(each: Outcome) -> str:
+def _seeds(each: TrainingOutcome) -> str:
     ran, begun = len(each.runs), len(each.records)
     return str(ran) if ran == begun else f"{ran} of {begun}"
 
 
-def _number(value: Callable[[Outcome], float], form: str) -> Callable[[Outcome], str]:
-    def cell(each: Outcome) -> str:
+def _number(
+    value: Callable[[TrainingOutcome], float], form: str
+) -> Callable[[TrainingOutcome], str]:
+    def cell(each: TrainingOutcome) -> str:
         number = value(each) if each.runs else math.nan
         return NOTHING if math.isnan(number) else format(number, form)
 
     return cell
 
 
-def _gradient_ratio(each: Outcome) -> float:
+def _gradient_ratio(each: TrainingOutcome) -> float:
     return max(
         float(r.measures["gradient_error"] / r.measures["baseline_gradient_error"])
         for r in each.runs.values()
     )
 
 
-def _final(each: Outcome) -> float:
+def _final(each: TrainingOutcome) -> float:
     return statistics.fmean(r.measures["final_loss"] for r in each.runs.values())
 
 
@@ -283,7 +285,9 @@ def _curve(record: Record) -> dict[float, float]:
     }
 
 
-def _difference(each: Outcome, padded: Mapping[int, Mapping[float, float]]) -> dict[float, float]:
+def _difference(
+    each: TrainingOutcome, padded: Mapping[int, Mapping[float, float]]
+) -> dict[float, float]:
     """From the padded runs of the same seeds, mean over the seeds."""
     curves = {seed: _curve(r) for seed, r in each.runs.items() if seed in padded}
     return {

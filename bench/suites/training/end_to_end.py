@@ -49,9 +49,8 @@ from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_co
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
-from flexvarlen.verify.variants import set_transformers
+from flexvarlen.verify.variants import THEIRS, set_transformers
 
-THEIRS = "transformers:"
 PACKED = (
     "packed:auto",
     f"packed:auto{KEPT}",
@@ -152,7 +151,7 @@ class EndToEnd(Suite):
             raise ValueError(
                 "one GPU must be visible, Trainer takes all; set CUDA_VISIBLE_DEVICES."
             )
-        run = _Run(case, options)
+        run = _TrainerCase(case, options)
         require_known(variants, KNOWN)
         return measure_each(case.name, variants, run.finding, options.device)
 
@@ -166,7 +165,7 @@ class EndToEnd(Suite):
         return [path for path in drawn if path is not None]
 
 
-class _Run:
+class _TrainerCase:
     """A case's documents and the reference of its first step."""
 
     def __init__(self, case: TrainerCase, options: Options) -> None:

@@ -1,6 +1,6 @@
 """Suite "scaling-ranks": packed training on several GPUs of one host, by torchrun.
 
-    ddp, fsdp2  tokens a second of whole training steps, a packed row for each rank and step, rows
+    ddp, fsdp2  tokens per second of whole training steps, a packed row for each rank and step, rows
                 in a shuffled order or in `BalancedSampler`'s. The rows are the same whatever the
                 number of ranks: Python's help topics in random order, cut where a row ends. FSDP2
                 shards each layer and the rest.

@@ -29,7 +29,7 @@ from flexvarlen.runner.failures import Unsupported, is_lost, status_of
 from flexvarlen.runner.suite import Finding
 from flexvarlen.verify.batch import PackedBatch, recut
 from flexvarlen.verify.compare.accuracy import Reference, alone, release
-from flexvarlen.verify.compare.check import Checked, Checks, check_variant
+from flexvarlen.verify.compare.check import CheckResult, Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import batch_of
 from flexvarlen.verify.isolation.verify import halves
@@ -163,7 +163,7 @@ class _Comparison:
         checks = self._checks()
         self.case["reference"] = checks.reference.description
         records = {name: self._record(name, "unsupported", why) for name, why in refused.items()}
-        checked: dict[str, Checked] = {}
+        checked: dict[str, CheckResult] = {}
         for name, variant in variants.items():
             found = self._check(variant, checks)
             if isinstance(found, Record):
@@ -204,7 +204,7 @@ class _Comparison:
         dtype = self.base.dtype
         return Checks(reference, self.others, last, dtype, self.compile, self.seed)
 
-    def _check(self, variant: Variant, checks: Checks) -> Checked | Record:
+    def _check(self, variant: Variant, checks: Checks) -> CheckResult | Record:
         """What the checks found; a record if the variant broke."""
         try:
             return check_variant(variant, checks, self._say, self._did)
@@ -217,7 +217,10 @@ class _Comparison:
             release(self.base)
 
     def _time(
-        self, variants: Mapping[str, Variant], checked: Mapping[str, Checked], reference: Reference
+        self,
+        variants: Mapping[str, Variant],
+        checked: Mapping[str, CheckResult],
+        reference: Reference,
     ) -> dict[str, Timing | Finding]:
         """Time the variants, and each document alone where the reference covers them all.
 
@@ -285,7 +288,7 @@ class _Comparison:
             return self._record(BASELINE, "ok", why, measures)
         return self._record(BASELINE, "ok", None, measures | self._speed(timing))
 
-    def _finish(self, variant: Variant, checked: Checked, timing: Timing | Finding) -> Record:
+    def _finish(self, variant: Variant, checked: CheckResult, timing: Timing | Finding) -> Record:
         self._say(f"{variant.name}: memory")
         release(self.base)
         measures = checked.measures | {"passes": "forward+backward" if variant.train else "forward"}

@@ -19,7 +19,7 @@ from flexvarlen.verify.drift.model.measures import (
     why_not_finite,
 )
 from flexvarlen.verify.drift.model.run import (
-    ModelRun,
+    DriftRun,
     padded_groups,
     run_packed,
     run_padded,
@@ -150,7 +150,7 @@ def test_difference_in_the_head_alone_is_in_a_layer(llama):
     other = run_packed(variant, batch)
     moved = other.logits.clone()
     moved[35, 7] += 1
-    measures = run_measures(ModelRun(moved, other.hidden, other.loss), other, batch)
+    measures = run_measures(DriftRun(moved, other.hidden, other.loss), other, batch)
     assert (measures["first_layer"], measures["first_part"]) == (None, "head")
     assert "gradient_relative" not in measures
     assert measures["layers_relative"] == [0, 0, 0]
@@ -166,7 +166,7 @@ def test_one_number_that_is_not_finite_is_right(llama, part):
     hidden = [state.clone() for state in other.hidden]
     changed = next(iter(gradients.values())) if part == "gradients" else hidden[1]
     changed.view(-1)[0] = math.inf
-    found = ModelRun(other.logits, tuple(hidden), other.loss, gradients)
+    found = DriftRun(other.logits, tuple(hidden), other.loss, gradients)
     assert why_not_finite(found, other).endswith(f"of the {part} of the run.")
     assert why_not_finite(other, found).endswith(f"of the {part} of what it is compared with.")
 

@@ -67,7 +67,7 @@ def test_right_backend_is_called_wrong(dtype, causal):
     for record in records:
         if record.case["comparison"] == "exact":
             ratios = [v for k, v in record.measures.items() if k.startswith(("ratio", "serial_r"))]
-            assert len(ratios) >= 8  # output and gradients, in one call and one call a document
+            assert len(ratios) >= 8  # output and gradients, in one call and one call per document
             assert 0 < max(ratios) < 1
         else:
             other = "sdpa" if record.case["comparison"] == "backend-backend" else None
@@ -117,7 +117,7 @@ def test_one_call_a_document_is_not_checked(monkeypatch):
     plant(monkeypatch, alone)
     record = only(drift(comparisons=["exact"]))
     assert (record.status, record.measures["ratio_out"] < 1) == ("wrong", True)
-    assert record.reason.startswith("one call a document: out: ")
+    assert record.reason.startswith("one call per document: out: ")
     assert only(drift(comparisons=["batch-serial"])).measures["out_relative"] > 0.1
 
 

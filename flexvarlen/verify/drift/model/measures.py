@@ -15,10 +15,10 @@ from flexvarlen.reference.acceptance import largest
 from flexvarlen.reference.attention import PIECE_ELEMENTS
 from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
 from flexvarlen.verify.drift.difference import Difference
-from flexvarlen.verify.drift.model.run import ModelRun, targets_of
+from flexvarlen.verify.drift.model.run import DriftRun, targets_of
 
 
-def run_measures(found: ModelRun, other: ModelRun, batch: PackedBatch) -> dict[str, Any]:
+def run_measures(found: DriftRun, other: DriftRun, batch: PackedBatch) -> dict[str, Any]:
     """Everything in which two runs differ, as a record's measures.
 
     `layers_relative` is of the embeddings, then of each block; `documents_relative` of each
@@ -49,7 +49,7 @@ def run_measures(found: ModelRun, other: ModelRun, batch: PackedBatch) -> dict[s
     return measures
 
 
-def why_not_finite(found: ModelRun, other: ModelRun) -> str | None:
+def why_not_finite(found: DriftRun, other: DriftRun) -> str | None:
     """What of two runs is not finite, as a reason; None if everything is."""
     bad = []
     for who, run in (("the run", found), ("what it is compared with", other)):

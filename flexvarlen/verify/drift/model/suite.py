@@ -3,7 +3,7 @@
 | comparison | of what |
 |---|---|
 | packed-alone | the packed row, against each document in a row of its own |
-| packed-padded | the packed row, against one document a row, padded |
+| packed-padded | the packed row, against one document per row, padded |
 | backend-backend | the packed row, against the same on another backend |
 | eager-compiled | the packed row compiled, against eager |
 | dtype | the packed row in low precision, against float32 with the same weights |
@@ -27,7 +27,7 @@ from flexvarlen.verify.corpus import batch_of
 from flexvarlen.verify.drift.each import check_baseline, checked_names, records_of
 from flexvarlen.verify.drift.model.measures import run_measures, why_not_finite
 from flexvarlen.verify.drift.model.run import (
-    ModelRun,
+    DriftRun,
     compiled,
     run_packed,
     run_padded,
@@ -212,7 +212,7 @@ class _Comparison:
         reason = why_not_finite(found, other)
         return Finding(backend, "wrong" if reason else "ok", reason, measures)
 
-    def _runs(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+    def _runs(self, backend: str) -> tuple[DriftRun, DriftRun, dict[str, Any]]:
         """The two runs, and what their record says about them."""
         comparison, batch = self.case.comparison, self.batch
         if comparison == "dtype":
@@ -232,7 +232,7 @@ class _Comparison:
             return packed, run_padded(variant, batch), about
         return packed, run_packed(self._variant(self.case.baseline, self.base), batch), about
 
-    def _dtypes(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+    def _dtypes(self, backend: str) -> tuple[DriftRun, DriftRun, dict[str, Any]]:
         """bfloat16 (or the model's half precision) against float32 of the weights so rounded.
 
         Where a backend has no float32, the other run is that of `sdpa`.

@@ -2,11 +2,11 @@
 
 | comparison | of what |
 |---|---|
-| exact | all documents in one call, and one call a document, each against the fp64 reference |
-| batch-serial | all documents in one call, against one call a document |
+| exact | all documents in one call, and one call per document, each against the fp64 reference |
+| batch-serial | all documents in one call, against one call per document |
 | run-run | the same call again |
 | eager-compiled | torch.compile(fullgraph=True), against eager and the fp64 reference |
-| backend-backend | one call a document, against another backend |
+| backend-backend | one call per document, against another backend |
 """
 
 from __future__ import annotations
