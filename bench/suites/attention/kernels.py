@@ -17,7 +17,7 @@ from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer
 from flexvarlen.attention.backends.registry import BACKENDS
 from flexvarlen.bench.suites.attention.engine import PASSES, findings_of_all, measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs
-from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS, Cell
+from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS, Cell, quick
 from flexvarlen.bench.suites.attention.packed import ON_CPU, RAW, RAW_PREFIX, packed_calls
 from flexvarlen.bench.suites.attention.tables import (
     PACKAGES,
@@ -40,7 +40,7 @@ DRAWN: dict[str, Any] = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8, "c
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A cell of the grid; `subset`, a key of `SUBSETS`, begins its name."""
+    """A cell of the grid; `subset` begins its name."""
 
     cell: Cell
     subset: str
@@ -60,7 +60,7 @@ class Kernels(Suite):
 
     def cases(self, options: Options) -> Sequence[Case]:
         if options.quick:
-            return _cases("quick", SUBSETS["quick"]())
+            return _cases("quick", quick("bfloat16" if options.on_gpu else "float32"))
         shown = SUBSETS["readme"]()
         rest = [cell for cell in SUBSETS["grid"]() if cell not in set(shown)]
         return [*_cases("readme", shown), *_cases("grid", rest)]
