@@ -118,7 +118,7 @@ class OperatorDrift(Suite):
                 assert reference is not None
                 measures, reasons = reference.check(calls.together(inputs), inputs)
                 serial, more = reference.check(
-                    calls.alone(inputs), inputs, "serial_", "one call a document: "
+                    calls.alone(inputs), inputs, "serial_", "one call per document: "
                 )
                 measures, reasons = measures | serial, reasons + more
             else:
