@@ -1,4 +1,5 @@
-# `make help` lists the targets. Everything runs in .venv, which the first target builds.
+# `make help` lists the targets. Everything runs in .venv, which the first target builds: the
+# package alone for the demo, the tools too for the rest.
 
 BASE_PYTHON ?= python3
 # The interpreter of test-gpu and bench: a GPU machine brings its own torch and kernels.
@@ -19,6 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 INSTALLED := .venv/.installed
+DEV := .venv/.dev
 # The checkout first, then whatever the caller put there (FlashAttention unpacked in a folder, say).
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
@@ -28,40 +30,39 @@ WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@echo "Building .venv: flexvarlen, torch, transformers and the tools (a minute or two) ..."
+$(INSTALLED) $(DEV): pyproject.toml constraints.txt
+	@echo "Installing flexvarlen$(if $(filter $(DEV),$@), and the tools of its tests) into .venv (a minute or two) ..."
 	@test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -qq -c constraints.txt -e ".[dev]"
+	@.venv/bin/python -m pip install -qq -c constraints.txt -e ".$(if $(filter $(DEV),$@),[dev])"
 	@touch $@
-	@echo "Built .venv."
 
 demo: $(INSTALLED) ## Compare every backend on tiny Llama and Qwen3, on real text
 	.venv/bin/flexvarlen compare --tokens 512 --out build/compare $(COMPARE_ARGS)
 
-test: $(INSTALLED) ## Run the tests of the library (PYTEST_ARGS="-k boundary" for some of them)
+test: $(DEV) ## Run the tests of the library (PYTEST_ARGS="-k boundary" for some of them)
 	.venv/bin/python -m pytest $(addprefix --ignore=,$(EVIDENCE)) $(PYTEST_ARGS)
 
-test-evidence: $(INSTALLED) ## Run the tests of the benchmarks, drift and the notebooks
+test-evidence: $(DEV) ## Run the tests of the benchmarks, drift and the notebooks
 	.venv/bin/python -m pytest $(EVIDENCE) $(PYTEST_ARGS)
 
-test-all: $(INSTALLED) ## Run all tests that need no GPU, the slow ones too
+test-all: $(DEV) ## Run all tests that need no GPU, the slow ones too
 	.venv/bin/python -m pytest --slow $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need CUDA, with PYTHON; installs nothing
 	$(WITH_CHECKOUT) $(PYTHON) -m pytest -m gpu --slow $(PYTEST_GPU_ARGS)
 
-test-external: $(INSTALLED) ## Run transformers' own tests with our attention (minutes; pip fetches them once)
+test-external: $(DEV) ## Run transformers' own tests with our attention (minutes; pip fetches them once)
 	.venv/bin/python -m tests.external $(EXTERNAL_ARGS)
 
-fuzz: $(INSTALLED) ## Run random batches, patched against unpatched (FUZZ_ARGS="--minutes 30"; default 1)
+fuzz: $(DEV) ## Run random batches, patched against unpatched (FUZZ_ARGS="--minutes 30"; default 1)
 	.venv/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
-lint: $(INSTALLED) ## Run ruff and mypy
+lint: $(DEV) ## Run ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-notebooks: $(INSTALLED) ## Run the notebooks of examples/, and write their .ipynb anew
+notebooks: $(DEV) ## Run the notebooks of examples/, and write their .ipynb anew
 	.venv/bin/python -m tests.notebooks $(NOTEBOOKS)
 
 bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="list" lists the suites; default: all)

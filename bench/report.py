@@ -58,7 +58,7 @@ def report(
         drawn = {n: suite_of(n).figures(r, figures) for n, r in suites.items() if n in SUITES}
         drawn["front"] = front_figure(every, figures)
     for page in pages:
-        links = {f"{name}-figures": image_links(found, page, name) for name, found in drawn.items()}
+        links = {f"{name}-figures": image_links(found, page) for name, found in drawn.items()}
         rewrite(page, bodies | {name: text for name, text in links.items() if text})
     return text
 

@@ -24,9 +24,7 @@ def verified() -> str:
         key = (family.has, family.needs, family.task, by_name)
         alike.setdefault(key, []).append(f"{family.name} (`{family.model_type}`)")
     rows = [[", ".join(names), *key] for key, names in alike.items()]
-    return markdown(
-        ["families", "have", "what is done, or to know", "AutoModelFor", "by name"], rows
-    )
+    return markdown(["families", "have", "notes", "AutoModelFor", "by name"], rows)
 
 
 def stateful() -> str:

@@ -106,12 +106,12 @@ FORMS = {
         ("positions",),
     ),
     "padding_mask": Form(
-        "one document a row; the mask is 0 at padding, on either side",
+        "one document per row; the mask is 0 at padding, on either side",
         "one padded",
         lambda b: {"attention_mask": real_tokens(b)},
         ("positions", "bool"),
     ),
-    "plain": Form("nothing: one document a row", "one", lambda b: {}, ("positions", "ones")),
+    "plain": Form("nothing: one document per row", "one", lambda b: {}, ("positions", "ones")),
 }
 
 BESIDE: dict[str, Callable[[Batch], Inputs]] = {

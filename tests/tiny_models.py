@@ -25,7 +25,7 @@ from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
 from flexvarlen.patches.models.families import BY_TYPE
 
 VOCABULARY = 97
-LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the border of two blocks
+LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the boundary of two blocks
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -216,6 +216,6 @@ def two_rows(device: str = "cpu") -> Batch:
 
 
 def padded_rows(device: str = "cpu", *, left: bool, packed: bool = False) -> Batch:
-    """Two rows of 128 tokens, padding among them; one document a row, or (`packed`) several."""
+    """Two rows of 128 tokens, padding among them; one document per row, or (`packed`) several."""
     rows = ((0, 1, 3), (4, 5)) if packed else ((1,), (2,))
     return batch_of(rows, row_tokens=128, left=left, device=device)

@@ -34,7 +34,7 @@ SUITES: dict[str, Entry] = {
     "embeddings": Entry(
         "model.embeddings", "Vectors of many short texts, beside sentence-transformers."
     ),
-    "end-to-end": Entry("training.end_to_end", "transformers' Trainer, tokens a second."),
+    "end-to-end": Entry("training.end_to_end", "transformers' Trainer, tokens per second."),
     "preference": Entry("training.preference", "TRL's trainers, padded batches and packed rows."),
     "convergence": Entry("training.convergence", "Training from scratch, packed and padded."),
     "scaling-ranks": Entry("training.scaling_ranks", "Training on several GPUs."),

@@ -20,8 +20,8 @@ from flexvarlen.cli.console import (
     console,
     device_of,
     errors,
+    one_line_errors,
     progress_bar,
-    sentences,
 )
 
 if TYPE_CHECKING:
@@ -61,43 +61,57 @@ def list_() -> None:
 
 def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
     """Measure suites one after another; what is measured is kept whatever comes later."""
-    with sentences():
-        from flexvarlen.report.records import require_folder
-        from flexvarlen.runner.run import chosen_cases
-        from flexvarlen.runner.suite import DeviceLost
+    from flexvarlen.report.records import require_file
+    from flexvarlen.runner.run import chosen_cases
+    from flexvarlen.runner.suite import DeviceLost
+    from flexvarlen.verify.corpus import read_documents
+    from flexvarlen.verify.variants import is_ours
 
-        options = _options(asked)
-        found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
-        if list_cases:
-            for suite, cases in found.items():
-                for case in cases:
-                    console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
-            return
-        single = asked.out.suffix == ".jsonl"
-        if len(names) > 1 and single:
+    options = _options(asked)
+    read_documents(asked.text or [])
+    found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
+    if list_cases:
+        for suite, cases in found.items():
+            for case in cases:
+                console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
+        return
+    single = asked.out.suffix == ".jsonl"
+    if len(names) > 1 and single:
+        raise ValueError(
+            f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
+        )
+    if len(names) > 1 and asked.variants is not None:
+        raise ValueError(
+            f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
+        )
+    for suite in found if asked.text else ():
+        if not suite.reads_text:
             raise ValueError(
-                f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
+                f"text must be for a suite that packs texts, got {suite.name}; leave it out."
             )
-        if len(names) > 1 and asked.variants is not None:
-            raise ValueError(
-                f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
-            )
-        require_folder(asked.out.parent if single else asked.out)
-        right, begin = True, time.perf_counter()
-        for suite in found:
-            path = asked.out if single else asked.out / _file_name(suite.name, options)
-            limit = float("inf") if asked.until is None else asked.until
-            until_s = limit - (time.perf_counter() - begin)
-            try:
-                records = _measure(suite, options, asked, path, until_s)
-            except DeviceLost as lost:
-                said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
-                errors.print(said, style="red", markup=False, highlight=False)
-                raise typer.Exit(FAILURE) from lost
-            ours = [r for r in records if "transformers:" not in r.case["variant"]]
-            right &= not any(r.status in ("wrong", "failed") for r in ours)
+    paths = {
+        suite: asked.out if single else asked.out / _file_name(suite.name, options)
+        for suite in found
+    }
+    for path in paths.values():
+        require_file(path)
+    right, measured, begin = True, False, time.perf_counter()
+    for suite, path in paths.items():
+        limit = float("inf") if asked.until is None else asked.until
+        until_s = limit - (time.perf_counter() - begin)
+        try:
+            records = _measure(suite, options, asked, path, until_s)
+        except DeviceLost as lost:
+            said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
+            errors.print(said, style="red", markup=False, highlight=False)
+            raise typer.Exit(FAILURE) from lost
+        measured |= any(r.status in ("ok", "wrong") for r in records)
+        bad = [r for r in records if r.status in ("wrong", "failed")]
+        right &= not any(is_ours(r.case["variant"]) for r in bad)
     if not right:
         raise typer.Exit(FINDING)
+    if not measured:
+        raise typer.Exit(FAILURE)
 
 
 def _options(asked: _Asked) -> Options:
@@ -130,11 +144,13 @@ def _file_name(suite: str, options: Options) -> str:
 def _measure(
     suite: Suite, options: Options, asked: _Asked, path: Path, until_s: float
 ) -> list[Record]:
-    """Run a suite and print its tables; its records."""
+    """Run a suite and print its tables, of all cases in the file; the records asked for."""
     from flexvarlen.report.records import read_records, run_environment
-    from flexvarlen.runner.run import Run, run_suite
+    from flexvarlen.runner.run import RunRequest, records_of_run, run_suite
 
-    run = Run(out=path, cases=asked.cases, until_s=until_s, again=asked.again, commit=asked.commit)
+    run = RunRequest(
+        out=path, cases=asked.cases, until_s=until_s, again=asked.again, commit=asked.commit
+    )
     with progress_bar(suite.name, left=True) as bar:
         ended = run_suite(suite, options, run, bar)
     gpu = run_environment(options.device, None)["gpu"]
@@ -145,12 +161,8 @@ def _measure(
     ]
     if records:
         _print_markdown(suite.section(records))
-    parts = [f"{ended.measured} cases measured", f"{ended.done_before} done before"]
-    if ended.left:
-        parts.append(f"{ended.left} left as time was up: run again to go on")
-    said = f"{suite.name}: {', '.join(parts)}. Records in {path}."
-    console.print(said, markup=False, highlight=False)
-    return records
+    options.say(f"{suite.name}: {ended.counts}. Records in {path}.")
+    return records_of_run(suite, options, run)
 
 
 def _print_markdown(text: str) -> None:
@@ -189,7 +201,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
             float | None,
             typer.Option(
                 min=0.0,
-                help="Of timing a case, about. [default: 3, 0.1 with --quick]",
+                help="Approximate seconds spent timing each case. [default: 3, 0.1 with --quick]",
                 show_default=False,
             ),
         ] = None,
@@ -200,7 +212,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
             ),
         ] = None,
         again: Annotated[
-            bool, typer.Option("--again", help="Measure what the file holds, too.")
+            bool, typer.Option("--again", help="Re-measure cases that are already recorded.")
         ] = False,
         list_: Annotated[
             bool, typer.Option("--list", help="Print the cases' names and stop.")
@@ -209,11 +221,12 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
         device: Device = None,
         commit: Annotated[
             str | None,
-            typer.Option(help="To record, where git cannot tell it.", show_default=False),
+            typer.Option(help="Commit to record when git cannot determine it.", show_default=False),
         ] = None,
     ) -> None:
         asked = _Asked(out, quick, cases, variants, seconds, until, again, text, device, commit)
-        _run(suites, list_, asked)
+        with one_line_errors(run):
+            _run(suites, list_, asked)
 
     run.__doc__ = summary
     bench.command(name=name)(run)
@@ -239,7 +252,7 @@ def report(
     ] = None,
 ) -> None:
     """Tables and figures, from records alone."""
-    with sentences():
+    with one_line_errors(report):
         from flexvarlen.bench.report import report as rendered
 
         _print_markdown(rendered(files or (), pages=page or (), figures=figures))
@@ -254,7 +267,7 @@ def diff(
     ] = 0.02,
 ) -> None:
     """Faster, slower or unchanged, case by case; exit code 1 if one is slower."""
-    with sentences():
+    with one_line_errors(diff):
         from flexvarlen.bench.diff import diff as compared
 
         found = compared([before], [after], threshold=threshold)

@@ -20,9 +20,9 @@ from flexvarlen.cli.console import (
     console,
     device_of,
     dtype_of,
+    one_line_errors,
     progress_bar,
     quiet_transformers,
-    sentences,
 )
 
 
@@ -58,21 +58,21 @@ def compare(
     or its error is more than twice (gradients: three times) that of a plain model of the dtype;
     2 if no backend of flexvarlen could run.
     """
-    with sentences():
-        from flexvarlen.report.records import require_folder
-        from flexvarlen.verify.compare import Report, compare
+    with one_line_errors(compare):
+        from flexvarlen.report.records import append_records, require_file
+        from flexvarlen.verify import compare as comparison
         from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
-        from flexvarlen.verify.models import build_model, parse_model
+        from flexvarlen.verify.models import build_model, checked_model
         from flexvarlen.verify.variants import variant_names
 
         quiet_transformers()
         where = device_of(device)
         what = dtype_of(dtype, where)
-        specs = [parse_model(name) for name in model or CPU_MODELS]  # all mistakes before any work
+        specs = [checked_model(x) for x in model or CPU_MODELS]  # all mistakes before any work
         variant_names(backends, where)
         read_documents(text or [])
-        require_folder(out)
-        report = Report(())
+        require_file(out / "records.jsonl")
+        report = comparison.Report(())
         for spec in specs:
             built, tokenizer = build_model(spec.name, device=where, dtype=what, seed=seed)
             batch = packed_text(
@@ -83,7 +83,7 @@ def compare(
                 tokenizer=tokenizer,
             )
             with progress_bar(spec.label) as progress:
-                found = compare(
+                found = comparison.compare(
                     built,
                     batch,
                     backends,
@@ -94,7 +94,8 @@ def compare(
                     progress=progress,
                 )
             report += found
-            paths = report.save(out)  # after each model: nothing is lost if the next one fails
+            append_records(out / "records.jsonl", found.records)  # not lost if the next one fails
+        paths = [out / "records.jsonl", *report.show(out)]
         for line in (*report.notes(), f"Written: {', '.join(map(str, paths))}", ""):
             console.print(line, style="dim", markup=False, highlight=False)
         console.print(report.table().rich(console.width))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,13 +68,13 @@ Text = Annotated[
 Train = Annotated[
     bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
 ]
-Seed = Annotated[int, typer.Option(help="Of weights, documents and all else random.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 RowTokens = Annotated[
     int | None,
     typer.Option(
         parser=parse_tokens,
         metavar="TOKENS",
-        help="Of the packed row, as 8192 or 8k. [default: 1024, 8192 on a GPU]",
+        help="Length of the packed row, e.g. 8192 or 8k. [default: 1024, 8192 on a GPU]",
         show_default=False,
     ),
 ]
@@ -81,14 +82,18 @@ RowTokens = Annotated[
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
-    """Every failure ends the command with one sentence and exit code 2, never with a traceback."""
+def one_line_errors(command: Callable[..., None]) -> Iterator[None]:
+    """Every failure ends the command with one sentence and exit code 2, never with a traceback.
+
+    Args:
+        command: the function of the command, whose parameters are its options.
+    """
     try:
         yield
     except typer.Exit:
         raise
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        fail(_as_option(str(error)), error)
+        fail(_as_option(str(error), signature(command).parameters), error)
     except Exception as error:  # the boundary to the user: kernels raise types of their own
         fail(f"{type(error).__name__}: {' '.join(str(error).split())[:600]}", error)
 
@@ -99,14 +104,16 @@ def fail(sentence: str, error: Exception) -> None:
     raise typer.Exit(FAILURE) from error
 
 
-def _as_option(text: str) -> str:
+def _as_option(text: str, options: Collection[str]) -> str:
     """Name the option in place of the argument that a function complains of.
 
-    >>> _as_option("head_dim must be at least 1, got 0; raise it.")
+    >>> _as_option("head_dim must be at least 1, got 0; raise it.", ["head_dim"])
     '--head-dim must be at least 1, got 0; raise it.'
+    >>> _as_option("batch must hold two documents, got 1; pack several.", ["head_dim"])
+    'batch must hold two documents, got 1; pack several.'
     """
     name, _, rest = text.partition(" ")
-    if re.fullmatch(r"[\w-]+", name) and rest.startswith("must "):
+    if name in options and rest.startswith("must "):
         return f"--{name.replace('_', '-')} {rest}"
     return text
 

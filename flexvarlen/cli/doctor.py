@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from flexvarlen.cli.console import console, parse_tokens, sentences
+from flexvarlen.cli.console import console, one_line_errors, parse_tokens
 
 if TYPE_CHECKING:
     from flexvarlen.attention.explain import Explanation
@@ -44,7 +44,7 @@ def doctor(
     head_dim: Annotated[int, typer.Option(min=1, help="With --explain.")] = 128,
 ) -> None:
     """Say what auto takes on this machine, what every backend can do, and what to install."""
-    with sentences():
+    with one_line_errors(doctor):
         import torch
 
         from flexvarlen.cli.machine import (

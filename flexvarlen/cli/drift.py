@@ -14,15 +14,17 @@ from flexvarlen.cli.console import (
     FINDING,
     Device,
     RowTokens,
+    Seed,
     Text,
     Train,
     console,
     device_of,
     dtype_of,
     errors,
+    one_line_errors,
     parse_tokens,
     progress_bar,
-    sentences,
+    quiet_transformers,
 )
 
 if TYPE_CHECKING:
@@ -33,15 +35,16 @@ if TYPE_CHECKING:
 drift = typer.Typer(
     no_args_is_help=True,
     help="How far outputs and gradients move when only the backend, the batching or the "
-    "compilation changes. Ends with exit code 1 on a finding, 2 on bad usage or a failure.",
+    "compilation changes. Ends with exit code 1 on a finding, 2 on bad usage, a failure, "
+    "or if nothing was compared.",
 )
 
 Dtypes = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="float32, bfloat16 or float16, or several with commas between. (default: float32, "
-        "bfloat16 on a GPU)",
+        help="float32, bfloat16 or float16, or several with commas between. [default: float32, "
+        "bfloat16 on a GPU]",
         show_default=False,
     ),
 ]
@@ -49,7 +52,6 @@ Backends = Annotated[
     str,
     typer.Option(help="all, or names with commas between. On a CPU all leaves out slow compilers."),
 ]
-Seed = Annotated[int, typer.Option(help="Of all that is random.")]
 Out = Annotated[Path, typer.Option(help="Folder for records.jsonl and report.md.")]
 FailAbove = Annotated[
     list[str] | None,
@@ -60,9 +62,10 @@ FailAbove = Annotated[
         show_default=False,
     ),
 ]
-Again = Annotated[bool, typer.Option("--again", help="Measure what the folder holds, too.")]
+Again = Annotated[bool, typer.Option("--again", help="Re-measure cases that are already recorded.")]
 Commit = Annotated[
-    str | None, typer.Option(help="To record, where git cannot tell it.", show_default=False)
+    str | None,
+    typer.Option(help="Commit to record when git cannot determine it.", show_default=False),
 ]
 
 
@@ -70,7 +73,7 @@ Commit = Annotated[
 def op(
     suite: Annotated[
         str | None,
-        typer.Option(help="varlen-study, gqa or cpu. (default: cpu, varlen-study on a GPU)"),
+        typer.Option(help="varlen-study, gqa or cpu. [default: cpu, varlen-study on a GPU]"),
     ] = None,
     lengths: Annotated[
         str | None,
@@ -102,7 +105,7 @@ def op(
 
     A finding is an error above the acceptance rule, or above a limit of yours.
     """
-    with sentences():
+    with one_line_errors(op):
         from flexvarlen.cli.machine import parse_heads
         from flexvarlen.verify.drift.op.cases import OpCase, suite_cases
         from flexvarlen.verify.drift.op.suite import OperatorDrift, backend_variants
@@ -120,14 +123,14 @@ def op(
         dtypes = _dtypes(dtype, where)
         drift_op = OperatorDrift.of(cases, dtypes, _names(comparisons), train=train, seed=seed)
         options = _options(where, backend_variants(_names(backends)))
-    _run(drift_op, options, out, again, commit, fail_above)
+        _run(drift_op, options, out, again, commit, fail_above)
 
 
 @drift.command(name="model")
 def model_command(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="llama, qwen3:1.7b@14, a folder, a hub name. (default: qwen3)"),
+        typer.Option(help="llama, qwen3:1.7b@14, a folder, a hub name. [default: qwen3]"),
     ] = None,
     text: Text = None,
     tokens: RowTokens = None,
@@ -153,7 +156,7 @@ def model_command(
     A finding is a backend of flexvarlen that fails, numbers that are not finite, or a measure above
     a limit of yours. Whether a backend is right is what flexvarlen compare says.
     """
-    with sentences():
+    with one_line_errors(model_command):
         from flexvarlen.verify.drift.model.suite import ModelDrift
         from flexvarlen.verify.drift.named_models import NamedModels
 
@@ -168,7 +171,7 @@ def model_command(
             seed=seed,
         )
         options = _options(where, _variants(backends, where))
-    _run(ModelDrift(cases), options, out, again, commit, fail_above)
+        _run(ModelDrift(cases), options, out, again, commit, fail_above)
 
 
 @drift.command(name="train")
@@ -182,7 +185,7 @@ def train_command(
         typer.Option(
             parser=parse_tokens,
             metavar="TOKENS",
-            help="Of each step's row, as 256 or 8k. (default: 256, 8192 on a GPU)",
+            help="Length of each step's row, e.g. 256 or 8k. [default: 256, 8192 on a GPU]",
         ),
     ] = None,
     backends: Backends = "all",
@@ -193,9 +196,9 @@ def train_command(
             "backend."
         ),
     ] = "unpacked",
-    steps: Annotated[int, typer.Option(min=4, help="Of AdamW.")] = 20,
+    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps.")] = 20,
     seeds: Annotated[
-        int, typer.Option(min=3, help="Of the baseline; the others get the first.")
+        int, typer.Option(min=3, help="Seeds of the baseline; other backends run the first only.")
     ] = 3,
     lr: Annotated[float, typer.Option(help="Learning rate, constant.")] = 1e-3,
     dtype: Dtypes = None,
@@ -209,7 +212,7 @@ def train_command(
 
     A finding is a backend of flexvarlen beyond it, or a measure above a limit of yours.
     """
-    with sentences():
+    with one_line_errors(train_command):
         from flexvarlen.verify.drift.named_models import NamedModels
         from flexvarlen.verify.drift.training.suite import TrainingDrift
 
@@ -224,7 +227,7 @@ def train_command(
             baseline=baseline,
         )
         options = _options(where, _variants(backends, where))
-    _run(TrainingDrift(cases), options, out, again, commit, fail_above)
+        _run(TrainingDrift(cases), options, out, again, commit, fail_above)
 
 
 # ---- what options mean ----
@@ -245,12 +248,9 @@ def _variants(backends: str, device: torch.device) -> tuple[str, ...] | None:
 
 
 def _options(device: torch.device, variants: tuple[str, ...] | None) -> Options:
-    import transformers
-
     from flexvarlen.runner.suite import Options
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet_transformers()
 
     def say(line: str) -> None:
         errors.print(line, style="dim", markup=False, highlight=False)
@@ -272,28 +272,26 @@ def _run(
     """Measure what the folder does not hold yet; print the table and the findings.
 
     Raises:
-        typer.Exit: with code 1 if there is a finding, 2 if the run failed.
+        typer.Exit: with code 1 if there is a finding, 2 if the run failed or nothing was compared.
     """
+    from flexvarlen.report.records import require_file
+    from flexvarlen.runner.run import RunRequest, records_of_run, run_suite
     from flexvarlen.runner.suite import DeviceLost
+    from flexvarlen.verify.drift.report import DriftReport
+    from flexvarlen.verify.drift.report.thresholds import MEASURES, parse_thresholds
 
-    with sentences():
-        from flexvarlen.report.records import require_folder
-        from flexvarlen.runner.run import Run, run_suite
-        from flexvarlen.verify.drift.each import records_in
-        from flexvarlen.verify.drift.report import DriftReport
-        from flexvarlen.verify.drift.report.thresholds import MEASURES, parse_thresholds
-
-        limits = parse_thresholds(fail_above or [], MEASURES[suite.name])
-        require_folder(out)
-        path, lost = out / "records.jsonl", None
-        try:
-            with progress_bar() as show:
-                run_suite(suite, options, Run(path, again=again, commit=commit), show)
-        except DeviceLost as error:
-            lost = f"{error}. What was measured is kept; run again to go on without it."
-        report = DriftReport(records_in(path, suite, options))
-        findings = report.broken_limits(limits)
-        report.save(out / "report.md")
+    limits = parse_thresholds(fail_above or [], MEASURES[suite.name])
+    lost, run = None, RunRequest(out / "records.jsonl", again=again, commit=commit)
+    require_file(out / "records.jsonl")
+    try:
+        with progress_bar() as show:
+            ended = run_suite(suite, options, run, show)
+        options.say(f"{suite.name}: {ended.counts}. Records in {run.out}.")
+    except DeviceLost as error:
+        lost = f"{error}. What was measured is kept; run again to go on without it."
+    report = DriftReport(tuple(records_of_run(suite, options, run)))
+    findings = report.broken_limits(limits)
+    report.save(out / "report.md")
     for table in report.tables():
         console.print(table.rich(console.width))
     console.print()
@@ -303,3 +301,5 @@ def _run(
         raise typer.Exit(FAILURE)
     if findings or not report.passed:
         raise typer.Exit(FINDING)
+    if not report.compared:
+        raise typer.Exit(FAILURE)

@@ -142,7 +142,7 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def log_normal_lengths(tokens: int, mean: int, seed: int = 0) -> list[int]:
-    """Lengths of documents as texts have them (sigma 1) that fill a row of so many tokens.
+    """Lengths of documents as texts have them (sigma 1) that fill a row of `tokens` tokens.
 
     >>> sum(log_normal_lengths(1000, 100))
     1000

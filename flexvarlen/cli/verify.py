@@ -16,8 +16,8 @@ from flexvarlen.cli.console import (
     console,
     device_of,
     dtype_of,
+    one_line_errors,
     quiet_transformers,
-    sentences,
 )
 
 
@@ -30,7 +30,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    backend: Annotated[str, typer.Option(help="That the model is patched with.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Backend to patch the model with.")] = "auto",
     unpatched: Annotated[
         bool, typer.Option("--unpatched", help="Leave the model to transformers' own attention.")
     ] = False,
@@ -40,8 +40,8 @@ def verify(
     form: Annotated[
         str,
         typer.Option(
-            help="How the batch tells its documents: position_ids, packed_layout, document_ids (a "
-            "2D attention_mask that numbers them), cu_seq_lens (with position_ids)."
+            help="How the batch marks document boundaries: position_ids, packed_layout, "
+            "document_ids (a 2D attention_mask that numbers them), cu_seq_lens (with position_ids)."
         ),
     ] = "position_ids",
     lengths: Annotated[
@@ -81,9 +81,15 @@ def verify(
 
     Ends with exit code 1 if one does, and says which documents, which layer and which module.
     """
-    with sentences():
-        from flexvarlen.verify.isolation.command import Question, ask, parse_lengths, table_of
-        from flexvarlen.verify.models import parse_model
+    with one_line_errors(verify):
+        from flexvarlen.verify.isolation.command import (
+            Answer,
+            Question,
+            ask,
+            parse_lengths,
+            table_of,
+        )
+        from flexvarlen.verify.models import checked_model
 
         quiet_transformers()
         where = device_of(device)
@@ -101,15 +107,18 @@ def verify(
         )
         names = model or list(CPU_MODELS)
         for name in names:  # all mistakes before any work
-            parse_model(name)
-        answers = [ask(name, question, device=where, dtype=what) for name in names]
-    leaks = [answer.leak for answer in answers if answer.leak is not None]
-    if as_json:
-        typer.echo(json.dumps([answer.as_dict() for answer in answers], indent=2))
-    else:
-        console.print(table_of(answers))
-        for answer in answers:
-            said = answer.leak or (answer.report and answer.report.sentence())
-            console.print(f"\n{answer.model}: {said}", markup=False, highlight=False)
-    if leaks:
+            checked_model(name, patched=not unpatched)
+        answers: list[Answer] = []
+        try:
+            for name in names:
+                answers.append(ask(name, question, device=where, dtype=what))
+        finally:  # a leak that was found is shown, also if a later model fails
+            if as_json:
+                typer.echo(json.dumps([answer.as_dict() for answer in answers], indent=2))
+            elif answers:
+                console.print(table_of(answers))
+                for answer in answers:
+                    said = answer.leak or (answer.report and answer.report.sentence())
+                    console.print(f"\n{answer.model}: {said}", markup=False, highlight=False)
+    if any(answer.leak is not None for answer in answers):
         raise typer.Exit(FINDING)

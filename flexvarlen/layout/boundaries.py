@@ -88,7 +88,7 @@ def host_int32(values: list[int], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Checked:
+class BoundarySizes:
     """The sizes of validated boundaries, named as in `PackedLayout`."""
 
     total_tokens: int
@@ -120,7 +120,7 @@ def check_boundaries(
     total_tokens: int | None,
     capacity: int | None,
     max_seqlen_bound: int | None,
-) -> Checked:
+) -> BoundarySizes:
     """Check boundaries known on the host; arguments as in `PackedLayout.from_lengths`.
 
     Raises:
@@ -153,7 +153,7 @@ def check_fit(
     total: int,
     capacity: int | None,
     max_seqlen_bound: int | None,
-) -> Checked:
+) -> BoundarySizes:
     """Check that documents fit the sizes, and return the sizes with the defaults filled in.
 
     Raises:
@@ -176,7 +176,7 @@ def check_fit(
             f"max_seqlen_bound must be at least the longest document, {longest} tokens, got "
             f"{bound}; raise the bound (kernels would skip the tokens past it)."
         )
-    return Checked(total, num_docs, slots, longest, bound)
+    return BoundarySizes(total, num_docs, slots, longest, bound)
 
 
 def safe_boundaries(

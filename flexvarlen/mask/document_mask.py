@@ -97,8 +97,8 @@ class DocumentMask:
             causal: no key after the query (but those of the prefix).
             window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
                 counts keys on each side (FlashAttention's meaning), -1 for no limit.
-            chunk: keys of the query's own chunk of so many tokens only, counted from the start of
-                the document (Llama 4).
+            chunk: keys in the query's own chunk of N tokens, counted from the start of the
+                document (Llama 4).
             prefix: tokens at the start of each document that all its queries see (prefix-LM): one
                 number, one a document, or an int32 tensor `[capacity]` on the layout's device,
                 which is never read back. (In a compiled graph numbers are constants: pass a tensor

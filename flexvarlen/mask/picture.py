@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 EMPTY, PARTIAL, FULL = 0, 1, 2
 COLORS = ("#FFFFFF", "#E69F00", "#0072B2")
 """Colors of empty, partial and full blocks."""
-BORDER = "#000000"
+BOUNDARY_COLOR = "#000000"
 
 BLOCKS_A_SIDE = 512
 """Maximum number of blocks per side with the default block size: at least one pixel each."""
 MOST_BLOCKS_A_SIDE = 8192  # the picture's array then takes 64 MiB
-_MOST_BORDERS = 400  # a side; more would cover the blocks
+_MOST_BOUNDARIES = 400  # a side; more would cover the blocks
 _PANEL_INCHES = 6.5
 
 
@@ -115,11 +115,11 @@ def _figure(mask: DocumentMask, blocks: tuple[int, int]) -> Figure:
         # True to scale, unless that would leave a thin strip.
         aspect="equal" if max(tokens_q, tokens_k) <= 4 * min(tokens_q, tokens_k) else "auto",
     )
-    borders_q, borders_k = borders(mask.layout), borders(mask.layout_k)
-    drawn = max(len(borders_q), len(borders_k)) <= _MOST_BORDERS
+    boundaries_q, boundaries_k = boundaries(mask.layout), boundaries(mask.layout_k)
+    drawn = max(len(boundaries_q), len(boundaries_k)) <= _MOST_BOUNDARIES
     if drawn:
-        axes.hlines(borders_q, 0, tokens_k, color=BORDER, linewidth=0.4, alpha=0.4)
-        axes.vlines(borders_k, 0, tokens_q, color=BORDER, linewidth=0.4, alpha=0.4)
+        axes.hlines(boundaries_q, 0, tokens_k, color=BOUNDARY_COLOR, linewidth=0.4, alpha=0.4)
+        axes.vlines(boundaries_k, 0, tokens_q, color=BOUNDARY_COLOR, linewidth=0.4, alpha=0.4)
     axes.set_xlim(0, tokens_k)
     axes.set_ylim(tokens_q, 0)
     _label(axes)
@@ -129,11 +129,11 @@ def _figure(mask: DocumentMask, blocks: tuple[int, int]) -> Figure:
         f"{mask!r}\n{num_q:,} × {num_k:,} blocks of {size} tokens, {share:.1f}% of them empty",
         fontsize=9,
     )
-    _legend(figure, drawn, max(len(borders_q), len(borders_k)))
+    _legend(figure, drawn, max(len(boundaries_q), len(boundaries_k)))
     return figure
 
 
-def borders(layout: PackedLayout) -> list[int]:
+def boundaries(layout: PackedLayout) -> list[int]:
     """Offsets inside the row at which a document or padding begins. Syncs."""
     inside = layout.cu_seqlens.unique().tolist()
     return [token for token in inside if 0 < token < layout.total_tokens]
@@ -160,7 +160,9 @@ def _legend(figure: Figure, drawn: bool, count: int) -> None:
         for color, name in zip(COLORS, names, strict=True)
     ]
     said = "document boundary" if drawn else f"{count:,} boundaries, too many to draw"
-    handles.append(Line2D([], [], color=BORDER, linewidth=0.8 if drawn else 0.0, label=said))
+    handles.append(
+        Line2D([], [], color=BOUNDARY_COLOR, linewidth=0.8 if drawn else 0.0, label=said)
+    )
     figure.legend(
         handles=handles,
         loc="outside lower center",

@@ -208,7 +208,7 @@ def _wall(call: Callable[[], object]) -> tuple[float, float]:
 
 
 class _Events:
-    """CUDA events around a call, behind so many writes of 256 MiB on an idle device.
+    """CUDA events around a call, after N writes of 256 MiB on an idle device.
 
     While the stream is busy with them the first event does not wait for the host.
     """

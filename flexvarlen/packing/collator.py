@@ -281,26 +281,27 @@ def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]
         if name == "attention_mask" and not (row.get(name, starts) > 1).any():
             continue  # a mask of zeros and ones holds no document ids
         starts[1 : 1 + steps.size] |= steps != 1 if name == "position_ids" else steps != 0
-    told = [row[name].tolist() for name in _CUMULATIVE if name in row]
+    given_boundaries = [row[name].tolist() for name in _CUMULATIVE if name in row]
     if "seq_lengths" in row:
-        told.append([0, *np.cumsum(row["seq_lengths"]).tolist()])
-        if told[-1][-1] != tokens:
+        given_boundaries.append([0, *np.cumsum(row["seq_lengths"]).tolist()])
+        if given_boundaries[-1][-1] != tokens:
             raise ValueError(
-                f"seq_lengths must sum to the row's {tokens} tokens, got {told[-1][-1]}; fix them."
+                f"seq_lengths must sum to the row's {tokens} tokens, got "
+                f"{given_boundaries[-1][-1]}; fix them."
             )
-    if not told:
+    if not given_boundaries:
         return [0, *np.flatnonzero(starts).tolist(), tokens]
-    for ends in told:
+    for ends in given_boundaries:
         if ends[0] != 0 or ends[-1] > tokens or any(b < a for a, b in pairwise(ends)):
             raise ValueError(
                 f"boundaries must rise from 0 to the row's {tokens} tokens, got {ends[:8]}; make "
                 "seq_lengths or cu_seq_lens_q again."
             )
-    first: list[int] = told[0]
+    first: list[int] = given_boundaries[0]
     inside = np.setdiff1d(np.flatnonzero(starts & kept), first)
     inside = inside[inside < first[-1]]
-    if inside.size or any(set(other) != set(first) for other in told):
-        where = int(inside[0]) if inside.size else told[1][:8]
+    if inside.size or any(set(other) != set(first) for other in given_boundaries):
+        where = int(inside[0]) if inside.size else given_boundaries[1][:8]
         raise ValueError(
             "position_ids, seq_idx, attention_mask, seq_lengths and cu_seq_lens must describe the "
             f"same documents, got another boundary at {where}; drop the wrong one."

@@ -147,6 +147,30 @@ def why_wrong(
     return None
 
 
+def why_apart(
+    name: str, difference: float, baseline: float, dtype: torch.dtype, *, gradient: bool = False
+) -> str | None:
+    """The rule where there is a baseline and no reference: one sentence, or None.
+
+    A right result is at most `factor` errors of the baseline from the reference, so at most one
+    more from the baseline.
+
+    Args:
+        name: of the result, to start the sentence.
+        difference: relative, of the result from the baseline.
+        baseline: the baseline's relative error, as known from a part that has a reference.
+        dtype, gradient: as in `allowed`.
+    """
+    factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
+    most = (factor + 1) * (baseline + torch.finfo(dtype).eps)
+    if difference <= most:
+        return None
+    return (
+        f"{name} differs from a plain computation of each document by {difference:.2g}, relative, "
+        f"where {most:.2g} is allowed"
+    )
+
+
 def largest(values: Iterable[float]) -> float:
     """The maximum, 0 of none; NaN if one is, which Python's `max` may lose.
 

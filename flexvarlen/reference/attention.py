@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flexvarlen.reference.acceptance import Error, why_wrong
 
-# Elements of one matrix of scores: 256 MiB in fp64. A piece keeps about five such matrices.
-_PIECE = 1 << 25
+# Elements that are handled at once, of scores or logits: 256 MiB in fp64, and about five such.
+PIECE_ELEMENTS = 2**25
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -194,7 +194,7 @@ def attend_alone(
 
 def _pieces_of_heads(kv_heads: int, repeats: int, length: int) -> Iterator[slice]:
     """Runs of KV heads whose scores, for all queries, fit one piece; at least one head each."""
-    step = max(1, _PIECE // max(1, repeats * length * length))
+    step = max(1, PIECE_ELEMENTS // max(1, repeats * length * length))
     for first in range(0, kv_heads, step):
         yield slice(first, min(first + step, kv_heads))
 
@@ -219,7 +219,7 @@ class _Piece:
         Sums over queries and heads of a group are kept at least in fp32.
         """
         groups, repeats, length, _ = self.q.shape
-        step = max(1, _PIECE // max(1, groups * repeats * length))
+        step = max(1, PIECE_ELEMENTS // max(1, groups * repeats * length))
         wide = torch.promote_types(self.q.dtype, torch.float32)
         dk, dv = (torch.zeros_like(x, dtype=wide) for x in (self.k, self.v))
         parts = [
@@ -304,17 +304,18 @@ def samples(
     scale: float | None = None,
     grad_out: Tensor | None = None,
     spans: Sequence[tuple[int, int]] | None = None,
+    kv_heads: Sequence[int] | None = None,
 ) -> list[Sample]:
     """The reference, and the baseline in the inputs' dtype, for a few documents and heads.
 
     Args:
-        spans: first token, and the one past the last, of the documents; None: `sampled_spans`. The
-            first and the last KV head are sampled, with the query heads that share them.
+        spans: first token, and the one past the last, of the documents; None: `sampled_spans`.
+        kv_heads: with the query heads that share them; None: the first and the last.
     """
-    kv_heads, repeats = k_THD.shape[1], q_THD.shape[1] // k_THD.shape[1]
+    repeats = q_THD.shape[1] // k_THD.shape[1]
     found = []
     for start, end in sampled_spans(lengths) if spans is None else spans:
-        for head in sorted({0, kv_heads - 1}):
+        for head in sorted({0, k_THD.shape[1] - 1}) if kv_heads is None else kv_heads:
             tokens, own = slice(start, end), slice(head, head + 1)
             heads = slice(head * repeats, (head + 1) * repeats)
             reference, baseline = (

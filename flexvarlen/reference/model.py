@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,12 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.reference.attention import spans_of
+from flexvarlen.reference.attention import PIECE_ELEMENTS, spans_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
-
-# Logits are made and compared, and scores kept, in pieces of this size: 0.5 GiB in fp64.
-PIECE_ELEMENTS = 2**26
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -260,23 +258,77 @@ def run_alone(
             for name, gradient in zip(named, found, strict=True):
                 if gradient is not None:  # an expert that got no token has none
                     sums[name] += gradient
-    head = model.get_output_embeddings()
+    head = None if model.get_output_embeddings() is None else _head_of(model)
     return ModelResults(chosen, tuple(hidden), total, sums, head)
 
 
 def next_token_loss(
-    model: PreTrainedModel, input_ids: Tensor, lengths: Sequence[int], documents: Sequence[int]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    lengths: Sequence[int],
+    documents: Sequence[int],
+    *,
+    piece_tokens: int | None = None,
 ) -> Loss:
-    """The mean over all next tokens of the documents, each predicted by its own document."""
-    head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
-    spans = spans_of(lengths)
-    counted = sum(max(0, lengths[document] - 1) for document in documents)
+    """The mean over all next tokens of the documents, each predicted by its own document.
+
+    Args:
+        piece_tokens: tokens whose logits exist at once, computed again in the backward; None: a
+            whole document's.
+    """
+    head, spans = _head_of(model), spans_of(lengths)
+    counted = max(1, sum(max(0, lengths[document] - 1) for document in documents))
+
+    def piece_loss(states: Tensor, labels: Tensor) -> Tensor:
+        logits = head(states)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return cross_entropy(logits.to(wide), labels, reduction="sum") / counted
 
     def loss(document: int, states: Tensor) -> Tensor:
         start, end = spans[document]
-        logits = head(states[:-1])
-        wide = torch.promote_types(logits.dtype, torch.float32)
         labels = input_ids[0, start + 1 : end]
-        return cross_entropy(logits.to(wide), labels, reduction="sum") / max(1, counted)
+        if piece_tokens is None:
+            return piece_loss(states[:-1], labels)
+        pieces = zip(states[:-1].split(piece_tokens), labels.split(piece_tokens), strict=True)
+        terms = [checkpoint(piece_loss, *each, use_reentrant=False) for each in pieces]
+        return torch.stack(terms).sum()
 
     return loss
+
+
+class _GivenStates(nn.Module):
+    """In the place of a base model: its last hidden states are its `inputs_embeds`."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _GivenOutput:
+        """All other arguments are of no use here."""
+        return _GivenOutput(inputs_embeds)
+
+
+class _GivenOutput:
+    """A base model's output that has hidden states alone; its other fields are None."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.last_hidden_state
+
+
+def _head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Hidden states `[n, hidden]` -> logits `[n, V]`: the model's own forward after its base model.
+
+    Not the output embeddings alone: some families scale or cap the logits.
+    """
+    after_base = copy.copy(model)
+    after_base._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+    is_float64 = next(model.parameters()).dtype == torch.float64
+
+    def head(states: Tensor) -> Tensor:
+        with Float64() if is_float64 else nullcontext():
+            logits: Tensor = after_base(inputs_embeds=states[None], use_cache=False).logits
+        return logits[0]
+
+    return head

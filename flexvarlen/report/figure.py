@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LEGEND: dict[str, Any] = {
+    "fontsize": 8,
+    "frameon": False,
+    "loc": "upper left",
+    "bbox_to_anchor": (1, 1),
+}
+"""A legend right of its axes."""
 WIDTH_PX = 800
 """The width at which pages show a chart; files have twice as many pixels."""
 _DPI = 100
@@ -65,10 +72,14 @@ STYLES: dict[str, Style] = {
     "standard": Style("#000000", ">", filled=False, linestyle="-."),
     "eager": Style("#444444", "*", filled=False, linestyle="--"),
     "sdpa:default": Style("#666666", "o", filled=False, linestyle="--"),
-    "sdpa:flash": Style("#009E73", "d", filled=False, linestyle="--"),
-    "sdpa:efficient": Style("#882255", "H", filled=False, linestyle="--"),
+    "sdpa:flash": Style("#009E73", "^", filled=False, linestyle="--"),
+    "sdpa:efficient": Style("#882255", "v", filled=False, linestyle="--"),
     "sdpa:cudnn": Style("#7F5539", "<", filled=False, linestyle="--"),
-    "sdpa:math": Style("#332288", "8", filled=False, linestyle="--"),
+    "sdpa:math": Style("#332288", "s", filled=False, linestyle="--"),
+    "padded": Style("#999999", "o", linestyle="--"),
+    "padded-sorted": Style("#666666", "^", linestyle="--"),
+    "serial": Style("#222222", "x", linestyle=":"),
+    "unpatched": Style("#C0392B", "x", linestyle="--"),
     "padded:masked": Style("#666666", "o", filled=False, linestyle="--"),
     "padded:unmasked": Style("#AAAAAA", "o", filled=False, linestyle=":"),
 }
@@ -111,9 +122,10 @@ def chart(
     """
     from matplotlib.figure import Figure
 
-    title, caption = fill(title, 80), fill(caption, 128)
+    label, title, caption = title, fill(title, 80), fill(caption, 138, break_on_hyphens=False)
     head, foot = 28 + 18 * title.count("\n"), 20 + 12 * caption.count("\n")
     figure = Figure(figsize=(WIDTH_PX / _DPI, height_px / _DPI), dpi=_DPI, layout="constrained")
+    figure.set_label(label)
     figure.get_layout_engine().set(  # type: ignore[union-attr]
         rect=(0.005, foot / height_px, 0.99, 1 - (head + foot) / height_px)  # type: ignore[call-arg]
     )
@@ -134,6 +146,7 @@ def bars(
     label: str,
     colors: Sequence[str] | None = None,
     texts: Sequence[str] | None = None,
+    hatches: Sequence[str] | None = None,
 ) -> None:
     """Horizontal bars, the first on top, with the value written behind each.
 
@@ -142,11 +155,13 @@ def bars(
         label: what the length is, with the unit.
         colors: of each bar; default: the backend's.
         texts: behind each bar; default: the value to three digits.
+        hatches: of each bar, as matplotlib writes them; default: none.
     """
     from flexvarlen.report.table import three_digits
 
     names, lengths = list(values), list(values.values())
-    drawn = axes.barh(names, lengths, color=colors or [style_of(x).color for x in names])
+    color = colors or [style_of(x).color for x in names]
+    drawn = axes.barh(names, lengths, color=color, hatch=hatches, edgecolor="white", linewidth=0)
     said = texts or [three_digits(x) for x in lengths]
     axes.bar_label(drawn, labels=list(said), padding=3, fontsize=8.5)
     axes.invert_yaxis()
@@ -180,7 +195,7 @@ def lines(
     for name, points in series.items():
         xs = sorted(points)
         label = (labels or {}).get(name, name)
-        axes.plot(xs, [points[x] for x in xs], label=label, markersize=4, **style_of(name).line())
+        axes.plot(xs, [points[x] for x in xs], label=label, markersize=4.5, **style_of(name).line())
     if log_x:
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [_in_k(x) for x in ticks])
@@ -188,19 +203,19 @@ def lines(
     if log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,g}")
-    else:
+    elif all(y >= 0 for points in series.values() for y in points.values()):
         axes.set_ylim(bottom=0)
     axes.set_xlabel(x_label, size=8.5)
     axes.set_ylabel(y_label, size=8.5)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     if legend and len(series) > 1:
-        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend(**LEGEND)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the PNG at twice the resolution that it is shown at; returns the path."""
+    """Write the PNG at twice the resolution that it is shown at, its title inside; its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=2 * _DPI)
+    figure.savefig(path, dpi=2 * _DPI, metadata={"Title": str(figure.get_label())})
     return path
 
 

@@ -30,11 +30,20 @@ def rewrite(page: Path, bodies: Mapping[str, str]) -> None:
         page.write_text(text, encoding="utf-8")
 
 
-def image_links(paths: Sequence[Path], page: Path, name: str) -> str:
-    """Links to a suite's charts from where the page stands."""
+def image_links(paths: Sequence[Path], page: Path) -> str:
+    """Links to charts from where the page stands, each with its title as alternative text."""
     return "\n\n".join(
-        f"![{name}]({Path(os.path.relpath(path, page.parent)).as_posix()})" for path in paths
+        f"![{_title_of(path)}.]({Path(os.path.relpath(path, page.parent)).as_posix()})"
+        for path in paths
     )
+
+
+def _title_of(chart: Path) -> str:
+    from PIL import Image  # which matplotlib brings
+
+    with Image.open(chart) as image:
+        title: str = image.info["Title"]
+    return title
 
 
 def markers(name: str) -> tuple[str, str]:

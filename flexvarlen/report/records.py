@@ -26,8 +26,8 @@ class Record:
     """What one case gave.
 
     `status` is "ok"; "oom": did not fit in memory; "unsupported": cannot run here, or is refused;
-    "wrong": runs, and its numbers are false, so it is not timed; "failed": raised what is no
-    refusal; "skipped": no time was left.
+    "wrong": ran, but its results exceed the acceptance rule, so it is not timed; "failed": raised
+    an unexpected exception; "skipped": no time was left.
     `reason` says why it is not "ok". The names in `measures` carry their units.
     """
 
@@ -64,15 +64,18 @@ def run_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     return found | {"started_utc": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
 
 
-def ran_on(environment: dict[str, Any]) -> str:
+VERSIONS = ("torch", "transformers")
+
+
+def ran_on(environment: dict[str, Any], packages: Sequence[str] = VERSIONS) -> str:
     """GPU, or CPU, and versions of a record's environment, for a title.
 
     >>> ran_on({"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.17.0"})
     'NVIDIA H200, torch 2.11.0, transformers 5.17.0'
     """
     where = environment.get("gpu") or environment.get("cpu")
-    return (
-        f"{where}, torch {environment.get('torch')}, transformers {environment.get('transformers')}"
+    return ", ".join(
+        [f"{where}", *(f"{x} {environment[x]}" for x in packages if environment.get(x))]
     )
 
 
@@ -93,6 +96,16 @@ def commit_of(environment: dict[str, Any]) -> str:
 def commits_of(records: Iterable[Record]) -> str:
     """The commits of all records, each once, as `commit_of` writes one."""
     return "".join(dict.fromkeys(commit_of(record.environment) for record in records))
+
+
+def provenance(records: Sequence[Record], packages: Sequence[str] = VERSIONS) -> str:
+    """The end of a chart's caption: machine, versions, at most two commits, command."""
+    commits = commits_of(records)
+    if commits.count(", commit ") > 2:
+        commits = ", commits in the table below"
+    return (
+        f"{ran_on(records[0].environment, packages)}{commits}; flexvarlen bench {records[0].suite}."
+    )
 
 
 def records_alike(
@@ -154,6 +167,25 @@ def require_folder(path: Path) -> None:
                 folder.rmdir()
 
 
+def require_file(path: Path) -> None:
+    """Check that records can be appended to a file, as `require_folder` does for its folder.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    require_folder(path.parent)
+    if not path.exists():
+        return
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"out must be where records can be appended, got {str(path)!r} ({error.strerror}); "
+            "name another."
+        ) from error
+
+
 def append_records(path: Path, records: Sequence[Record]) -> None:
     """Add records to a file, all or none: one write, then flushed to the disk.
 
@@ -181,17 +213,18 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """All records of the files, in order; of equal suite, case and GPU the last only.
+    """All records of the files, in order; of a case's variant on a GPU those of its last run only.
 
-    A line that was cut off in the writing, as a lost machine can leave one, is passed over with a
-    warning.
+    The passes of one run stay together: a record without a pass, of a case that failed as a whole,
+    and the records with passes of the run after it replace one another. A line that was cut off in
+    the writing, as a lost machine can leave one, is passed over with a warning.
 
     Raises:
-        ValueError: a line is JSON, but no record.
+        ValueError: a file cannot be read, or a line is JSON, but no record.
     """
     found: dict[str, Record] = {}
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        for number, line in enumerate(_text_of(path).split("\n"), 1):
             if not line:
                 continue
             try:
@@ -206,19 +239,35 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
                     f"{path.name} must hold records, got on line {number} {line[:60]!r}"
                     "; name a file that flexvarlen wrote."
                 ) from error
-            key = json.dumps(
-                [record.suite, record.case, record.environment.get("gpu")], sort_keys=True
-            )
+            key = _key(record)
             found.pop(key, None)
             found[key] = record
-    return list(found.values())
+    runs = {_key(r, "pass"): r.environment.get("started_utc") for r in found.values()}
+    return [r for r in found.values() if r.environment.get("started_utc") == runs[_key(r, "pass")]]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ValueError(
+            f"Records must be read from a text file, got {str(path)!r} ({why}); check the path."
+        ) from error
+
+
+def _key(record: Record, *without: str) -> str:
+    case = {name: value for name, value in record.case.items() if name not in without}
+    return json.dumps([record.suite, case, record.environment.get("gpu")], sort_keys=True)
 
 
 _TRIED = re.compile(r"(Tried to allocate [\d.]+ \w+\.).*", re.DOTALL)
 
 
 def in_short(reason: str) -> str:
-    """A reason for a table: torch's tells of the allocator's state too, which no two calls share.
+    """Shorten a reason for a table.
+
+    torch's out-of-memory message includes allocator state that differs on every call.
 
     >>> in_short("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
     'OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.'

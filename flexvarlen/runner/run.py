@@ -1,8 +1,8 @@
 """`run_suite`: measure a suite's cases one after another and append their records; resumable.
 
-What is in the file is not measured again: a case is done when each wanted variant has a record of
-the same GPU there, also one that another torch or commit made, which is said. All records of a case
-are written at once, when it ends: a run killed at any moment loses the case in flight only.
+A case is done when every requested variant has a record from the same GPU. Records of other
+versions or another commit count; the run reports them. All records of a case are written at once,
+when it ends: a run killed at any moment loses the case in flight only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRequest:
     """How much of a suite a run takes, and where its records go.
 
     Attributes:
@@ -43,12 +43,18 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunSummary:
     """How a run ended: cases measured now, done before, and left because time was up."""
 
     measured: int
     done_before: int
     left: int
+
+    @property
+    def counts(self) -> str:
+        """For the end of a command."""
+        left = f", {self.left} left as time was up: run again to go on" if self.left else ""
+        return f"{self.measured} cases measured, {self.done_before} done before{left}"
 
 
 def chosen_cases(
@@ -78,8 +84,11 @@ def chosen_cases(
 
 
 def run_suite(
-    suite: Suite, options: Options, run: Run, progress: Progress = lambda done, of, what: None
-) -> Ended:
+    suite: Suite,
+    options: Options,
+    run: RunRequest,
+    progress: Progress = lambda done, of, what: None,
+) -> RunSummary:
     """Measure what the file does not hold yet; records of a case are appended when it ends.
 
     Raises:
@@ -89,7 +98,7 @@ def run_suite(
     cases = chosen_cases([suite], options, run.cases)[suite]
     begin = time.perf_counter()
     environment = run_environment(options.device, run.commit)
-    before = _Before(suite, run, environment)
+    before = _RecordedCases(suite, run, environment)
     todo = [
         (case, wanted)
         for case in cases
@@ -102,11 +111,11 @@ def run_suite(
         )
     for done, (case, variants) in enumerate(todo):
         if time.perf_counter() - begin > run.until_s:
-            return Ended(done, len(cases) - len(todo), len(todo) - done)
+            return RunSummary(done, len(cases) - len(todo), len(todo) - done)
         progress(done, len(todo), case.name)
-        killers = before.killers(case)
-        alive = [name for name in variants if name not in killers]
-        findings = [finding for name in variants for finding in killers.get(name, ())]
+        fatal_variants = before.fatal_variants(case)
+        alive = [name for name in variants if name not in fatal_variants]
+        findings = [finding for name in variants for finding in fatal_variants.get(name, ())]
         try:
             findings += suite.measure(case, alive, options) if alive else ()
         except DeviceLost as error:
@@ -117,13 +126,13 @@ def run_suite(
             raise
         except Exception as error:  # of this case: the others can be measured all the same
             status, reason = status_of(error)
-            findings += [Finding(name, status, reason) for name in alive]
             if is_lost(error, options.device):
-                _append(suite, case, findings, environment, run.out)
-                raise DeviceLost(f"{case.name} lost the device: {reason}", findings) from error
+                # Which variant did it is not known: a record would fail innocent ones for good.
+                raise DeviceLost(f"{case.name} lost the device: {reason}", []) from error
+            findings += [Finding(name, status, reason) for name in alive]
+        _append(suite, case, findings, environment, run.out)
         unknown = set(variants) - {finding.variant for finding in findings}
         assert not unknown, f"{suite.name} has no finding of {sorted(unknown)} on {case.name}"
-        _append(suite, case, findings, environment, run.out)
         for finding in findings:
             if finding.status in ("wrong", "failed"):
                 passes = f" {finding.pass_}" if finding.pass_ else ""
@@ -131,7 +140,23 @@ def run_suite(
                     f"{case.name}: {finding.variant}{passes} {finding.status}, {finding.reason}"
                 )
     progress(len(todo), len(todo), "")
-    return Ended(len(todo), len(cases) - len(todo), 0)
+    return RunSummary(len(todo), len(cases) - len(todo), 0)
+
+
+def records_of_run(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
+    """What the file holds of a run's cases and variants on this GPU, measured now or before."""
+    cases = {_key(case.data()): case for case in chosen_cases([suite], options, run.cases)[suite]}
+    gpu = run_environment(options.device, None)["gpu"]
+
+    def is_asked(record: Record) -> bool:
+        case = cases.get(_key_of(record))
+        if case is None or record.suite != suite.name or record.environment.get("gpu") != gpu:
+            return False
+        named = options.variants
+        return named is None or record.case["variant"] in (*named, *suite.controls(case))
+
+    held = read_records([run.out]) if run.out is not None and run.out.exists() else []
+    return [record for record in held if is_asked(record)]
 
 
 def _variants(suite: Suite, case: Case, options: Options) -> tuple[list[str], list[str]]:
@@ -170,17 +195,23 @@ def _append(
 
 
 def _made_by(environment: Mapping[str, Any]) -> str:
-    return f"torch {environment.get('torch')} at commit {environment.get('git_commit')}"
+    versions = (f"{name} {environment.get(name)}" for name in ("flexvarlen", "transformers"))
+    changes = " with uncommitted changes" if environment.get("git_dirty") else ""
+    return (
+        f"torch {environment.get('torch')}, {', '.join(versions)} at commit "
+        f"{environment.get('git_commit')}{changes}"
+    )
 
 
-class _Before:
+class _RecordedCases:
     """What the file holds of this suite and this GPU.
 
     Attributes:
-        others: what made the records that another torch or commit than this run's did.
+        others: what made the records that other versions, another commit or uncommitted changes
+            made than this run's.
     """
 
-    def __init__(self, suite: Suite, run: Run, environment: Mapping[str, Any]) -> None:
+    def __init__(self, suite: Suite, run: RunRequest, environment: Mapping[str, Any]) -> None:
         records = read_records([run.out]) if run.out is not None and run.out.exists() else []
         self.again = run.again
         self.findings: dict[str, dict[str, list[Finding]]] = {}
@@ -190,8 +221,9 @@ class _Before:
                 continue
             variant, pass_ = record.case["variant"], record.case.get("pass", "")
             finding = Finding(variant, record.status, record.reason, record.measures, pass_)
-            key = _key({k: v for k, v in record.case.items() if k not in ("variant", "pass")})
-            if (made_by := _made_by(record.environment)) != _made_by(environment):
+            key = _key_of(record)
+            made_by, is_dirty = _made_by(record.environment), record.environment.get("git_dirty")
+            if made_by != _made_by(environment) or is_dirty:  # changes may differ from changes
                 self.others.add(made_by)
             self.findings.setdefault(key, {}).setdefault(variant, []).append(finding)
 
@@ -218,8 +250,8 @@ class _Before:
         beside = [name for name in known if name in found and name not in variants]
         return [*variants, *beside]
 
-    def killers(self, case: Case) -> dict[str, list[Finding]]:
-        """Variants that killed the device on this case, with what was found then.
+    def fatal_variants(self, case: Case) -> dict[str, list[Finding]]:
+        """Variants that left the device unusable on this case, with what was found then.
 
         A run that is to measure again gives them another chance.
         """
@@ -232,6 +264,10 @@ class _Before:
                 if any(finding.measures.get("fatal") for finding in findings)
             }
         )
+
+
+def _key_of(record: Record) -> str:
+    return _key({k: v for k, v in record.case.items() if k not in ("variant", "pass")})
 
 
 def _key(case: Mapping[str, Any]) -> str:

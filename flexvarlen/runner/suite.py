@@ -93,6 +93,8 @@ class Suite(ABC):
 
     name: ClassVar[str]
     """Of the command and of the records' `suite`."""
+    reads_text: ClassVar[bool] = False
+    """Whether `Options.text` means something to it."""
 
     @abstractmethod
     def cases(self, options: Options) -> Sequence[Case]:
@@ -101,6 +103,10 @@ class Suite(ABC):
     @abstractmethod
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         """The variants that a case is measured on, if none are named."""
+
+    def controls(self, case: Case) -> Sequence[str]:
+        """The variants that a case is measured with whichever are named, to compare them with."""
+        return ()
 
     @abstractmethod
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:

@@ -45,7 +45,7 @@ class PackedBatch:
         if not self.lengths or min(self.lengths) < 1 or sum(self.lengths) != tokens:
             raise ValueError(
                 f"lengths must be at least 1 and add up to the row's {tokens} tokens, got "
-                f"{self.lengths}; give one length a document."
+                f"{self.lengths}; give one length per document."
             )
 
     @classmethod
@@ -84,7 +84,8 @@ class PackedBatch:
         return PackedBatch(self.input_ids.to(device), self.lengths, self.source)
 
     def labels(self, documents: Sequence[int] | None = None) -> Tensor:
-        """int64 `[1, T]`: the tokens, with -100 at each document's first, which nothing foretells.
+        """int64 `[1, T]`: the tokens, with -100 at the first token of each document, which has no
+        predecessor to predict it.
 
         Args:
             documents: those that count; the labels of all others are -100. Default: all.
@@ -138,21 +139,21 @@ def recut(batch: PackedBatch, seed: int, *, capacity: int, longest: int) -> Pack
 
     The lengths are shuffled; then some neighbours are joined and some documents are cut in two.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     lengths = list(batch.lengths)
-    chance.shuffle(lengths)
+    rng.shuffle(lengths)
     joined: list[int] = []
     for length in lengths:
-        if joined and joined[-1] + length <= longest and chance.random() < 0.3:
+        if joined and joined[-1] + length <= longest and rng.random() < 0.3:
             joined[-1] += length
         else:
             joined.append(length)
     cut: list[int] = []
     room = capacity - len(joined)
     for length in joined:
-        if room > 0 and length > 1 and chance.random() < 0.5:
+        if room > 0 and length > 1 and rng.random() < 0.5:
             room -= 1
-            first = chance.randrange(1, length)
+            first = rng.randrange(1, length)
             cut += [first, length - first]
         else:
             cut.append(length)

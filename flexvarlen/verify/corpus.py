@@ -173,15 +173,15 @@ def pack(documents: Sequence[Sequence[int]], tokens: int, seed: int, source: str
     pieces = [list(document) for document in documents if document]
     if not pieces:
         raise ValueError("documents must hold at least one token, got none; give other text.")
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     cuts = [max(1, tokens // share) for share in CUT_SHARES]
     ids: list[int] = []
     lengths: list[int] = []
     rounds = 0
     while len(ids) < tokens:
         rounds += 1
-        for piece in chance.sample(pieces, len(pieces)):
-            taken = piece[: min(chance.randint(*cuts), tokens - len(ids))]
+        for piece in rng.sample(pieces, len(pieces)):
+            taken = piece[: min(rng.randint(*cuts), tokens - len(ids))]
             if taken:
                 ids += taken
                 lengths.append(len(taken))

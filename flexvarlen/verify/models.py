@@ -142,6 +142,29 @@ def parse_model(name: str) -> ModelSpec:
     )
 
 
+def checked_model(name: str, *, patched: bool = True) -> ModelSpec:
+    """`parse_model`, before any work: of a checkpoint the config is read too.
+
+    Raises:
+        ValueError: as `parse_model`, or there is no such checkpoint.
+        NotImplementedError: a checkpoint that is to be patched, of a model type that is not
+            verified.
+    """
+    from transformers import AutoConfig
+
+    from flexvarlen.patches.models.families import require_verified
+
+    spec = parse_model(name)
+    if spec.family is None:
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise _not_loaded(name, error) from error
+        if patched:
+            require_verified(config.model_type)
+    return spec
+
+
 def build_model(
     name: str,
     *,
@@ -180,10 +203,7 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrain
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model must be a folder or hub name that transformers can load, got {name!r}: "
-            f"{_first_sentence(error)}"
-        ) from error
+        raise _not_loaded(name, error) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):  # a checkpoint without one
@@ -191,5 +211,8 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrain
     return model.to(device), tokenizer
 
 
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(". ")[0][:200]
+def _not_loaded(name: str, error: Exception) -> ValueError:
+    why = " ".join(str(error).split()).partition(". ")[0][:200]
+    return ValueError(
+        f"model must be a folder or hub name that transformers can load, got {name!r}: {why}"
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.reference.model import share
 from flexvarlen.runner.failures import Unsupported
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 THEIRS = "transformers:"
+
+_NOT_OURS = ("transformers", "raw", "fixed", "unpatched")
+"""Parts of the names of variants whose attention is not flexvarlen's."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What a step gives; the parameters' gradients are in their `.grad`.
 
     Attributes:
@@ -74,7 +78,7 @@ class Variant:
 
     def step(
         self, batch: PackedBatch, labels: Tensor, counted: Tensor, *, gradients: bool = False
-    ) -> Outcome:
+    ) -> StepResult:
         """One step without the optimizer: forward, loss, and backward if the variant trains.
 
         The embedding lookup is not in the compiled part: `call` gets `inputs_embeds`, so that a
@@ -101,7 +105,7 @@ class Variant:
             if self.train:
                 out.loss.backward()
         found = embeds.grad[0] if gradients and embeds.grad is not None else None
-        return Outcome(out.logits.detach()[0], float(out.loss.detach()), found)
+        return StepResult(out.logits.detach()[0], float(out.loss.detach()), found)
 
     def boundaries(self, batch: PackedBatch) -> dict[str, Any]:
         """Ours get the layout; transformers' get position_ids, all else left at its default."""
@@ -116,6 +120,17 @@ class Variant:
         return {"packed_layout": layout}
 
 
+def is_ours(variant: str) -> bool:
+    """Whether a wrong or failed variant is a finding: not so of others' attention, which may leak.
+
+    >>> [is_ours(name) for name in ("fa2@serial", "packed:auto", "ddp", "flexvarlen:sdpa")]
+    [True, True, True, True]
+    >>> [is_ours(name) for name in ("unpatched", "raw:nested", "packed:transformers:sdpa")]
+    [False, False, False]
+    """
+    return not any(word in _NOT_OURS for word in variant.split(":"))
+
+
 def counted_labels(labels: Tensor) -> Tensor:
     """0-d tensor: the labels that count, at least 1."""
     return (labels != IGNORE_INDEX).sum().clamp(min=1)
@@ -125,14 +140,15 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     """The variants that a comparison shows.
 
     Args:
-        backends: "all", or names of backends, or one name, or several with commas between.
+        backends: "all", or names of backends (also transformers' names for the same kernels), or
+            one name, or several with commas between.
         device: on CUDA, transformers' own kernels join.
 
     Raises:
         ValueError: an unknown name.
     """
     names = backends.split(",") if isinstance(backends, str) else list(backends)
-    names = [name.strip() for name in names]
+    names = [our_name(name.strip()) for name in names]
     if names == ["all"]:
         theirs = ["sdpa"]
         if device.type == "cuda":

@@ -22,7 +22,7 @@ from flexvarlen.patches.batch.checks import raise_or_assert
 ONE_PER_ROW = "_flexvarlen_one_document_a_row"  # on a cache
 
 ONE_DOCUMENT_PER_ROW = (
-    "decoding needs a cache with one document a row, got one that a packed batch filled: a new "
+    "decoding needs a cache with one document per row, got one that a packed batch filled: a new "
     "token would see every document of its row; prefill each document in a row of its own."
 )
 

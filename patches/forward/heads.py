@@ -187,7 +187,7 @@ def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
         raise_or_assert(
             one_document_per_row(layout, batch),
             f"{head} pools each row to one output, so a row must hold one document, got several; "
-            "pass one document a row, or call the base model and pool its last_hidden_state by "
+            "pass one document per row, or call the base model and pool its last_hidden_state by "
             "document.",
         )
 
@@ -240,5 +240,5 @@ def refuse_prompt_learning(model: nn.Module) -> None:
                 raise NotImplementedError(
                     "a PEFT adapter must not add virtual tokens, which are added once before a "
                     f"row and not before each document, got {type(adapter).__name__}; use LoRA or "
-                    "another adapter of weights, or one document a row without patch_model."
+                    "another adapter of weights, or one document per row without patch_model."
                 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flexvarlen.patches.models.unsupported import refuse_unsupported
 
 _MOE = "experts see tokens one by one: no leak; an auxiliary loss sums over the batch by design"
-_BY_TYPE = "layers of two types, routed apart"
+_BY_TYPE = "each layer type gets its own backend and mask"
 _VISION = "rotary positions in time, height and width; a vision tower"
 _VISION_NEEDS = (
     "boundaries come from the text's own positions or explicitly; each frame of an image is a "
@@ -100,7 +100,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "DeepSeek-V3",
         "deepseek_v3",
-        "experts; values of another head_dim than queries and keys",
+        "experts; value head_dim differs from query/key head_dim",
         "values are padded with zeros to the head_dim of the keys",
     ),
     Family(
@@ -161,7 +161,7 @@ def require_verified(model_type: str) -> None:
         raise NotImplementedError(
             f"model_type must be one of the verified {', '.join(BY_TYPE)}, got {model_type!r}; "
             "packed documents could leak into one another there: use the model's own attention, "
-            "one document a row."
+            "one document per row."
         )
 
 

@@ -35,7 +35,7 @@ def refuse_image_blocks(config: Any, inputs: dict[str, Any]) -> None:
                 "token_type_ids and images need their own mask (bidirectional attention inside "
                 f"an image), which is not supported, got a {config.model_type} batch with {name}; "
                 "leave them out where a batch has no image, or call unpatch_model and use the "
-                "model's own attention, one document a row."
+                "model's own attention, one document per row."
             )
 
 

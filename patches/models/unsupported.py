@@ -92,5 +92,6 @@ def refuse_unsupported(model_type: str) -> None:
         raise NotImplementedError(
             f"model_type must be one of causal or bidirectional documents, got {model_type!r}, "
             "whose token_type_ids define their own mask over image and prefix (bidirectional "
-            "attention), which is not supported; use the model's own attention, one document a row."
+            "attention), which is not supported; use the model's own attention, one document per "
+            "row."
         )

@@ -21,7 +21,7 @@ from flexvarlen.bench.suites.attention.varlen_study import PACKINGS, StudyCase
 from flexvarlen.reference.attention import Results, attend_alone
 from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options
 
 CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ def test_the_study_and_the_pull_request_have_their_documents():
 def test_a_quick_run_gives_records_and_a_table(name, tmp_path):
     suite, out = suite_of(name), tmp_path / "records.jsonl"
     one = suite.cases(QUICK)[0].name
-    run_suite(suite, QUICK, Run(out=out, cases=f"^{one}$"))
+    run_suite(suite, QUICK, RunRequest(out=out, cases=f"^{one}$"))
     found = read_records([out])
     assert {r.status for r in found} <= {"ok", "unsupported"}
     assert any(r.case["variant"] == "sdpa" and r.status == "ok" for r in found)
@@ -247,7 +247,7 @@ def test_a_quick_run_gives_records_and_a_table(name, tmp_path):
 def test_a_variant_that_is_unknown_is_refused(tmp_path):
     options = dataclasses.replace(QUICK, variants=("fa9",))
     with pytest.raises(ValueError, match=r"variants must be among .* got 'fa9'"):
-        run_suite(suite_of("kernels"), options, Run(out=tmp_path / "x.jsonl", cases="short"))
+        run_suite(suite_of("kernels"), options, RunRequest(out=tmp_path / "x.jsonl", cases="short"))
 
 
 def record(variant, started, ms, bound=False):
@@ -274,7 +274,7 @@ def test_the_best_is_bold_and_never_one_that_waited_for_the_host():
 def test_a_quick_run_on_a_gpu(name, tmp_path):
     suite, out = suite_of(name), tmp_path / "records.jsonl"
     options = Options(torch.device("cuda"), quick=True, seconds=0.05)
-    run_suite(suite, options, Run(out=out))
+    run_suite(suite, options, RunRequest(out=out))
     found = read_records([out])
     assert {r.status for r in found} <= {"ok", "unsupported"}
     assert any(r.status == "ok" and r.measures["host_ms_p50"] > 0 for r in found)

@@ -15,14 +15,14 @@ from flexvarlen.bench.suites.model.batches import Collection, padded_groups
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.documents import text_lengths
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_base_model, new_causal_lm
-from flexvarlen.bench.suites.model.measure import Checked, measure_variants
+from flexvarlen.bench.suites.model.measure import CheckedVariant, measure_variants
 from flexvarlen.bench.suites.model.step import IGNORE_INDEX, next_token_gradient
 from flexvarlen.bench.suites.model.train import Training
 from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop
 from flexvarlen.bench.suites.model.variants import make_variant
 from flexvarlen.bench.suites.model.whole_model import SUITE
 from flexvarlen.report.records import read_records
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ RESULTS = Path(report.__file__).parent / "results"
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     out = tmp_path_factory.mktemp("model") / "records.jsonl"
-    run_suite(SUITE, QUICK, Run(out))
+    run_suite(SUITE, QUICK, RunRequest(out))
     return read_records([out])
 
 
@@ -126,7 +126,7 @@ def test_a_variant_must_say_how_it_batches_and_what_attends():
 
 
 def checked(**fields):
-    return Checked(lambda: None, {"error": 0.0}, **fields)
+    return CheckedVariant(lambda: None, {"error": 0.0}, **fields)
 
 
 def test_what_raises_is_a_finding_and_the_others_go_on():

@@ -12,7 +12,7 @@ from flexvarlen.bench.suites.contract import capabilities, families, forms, leak
 from flexvarlen.bench.suites.contract.batch_forms import FORMS, LENGTHS
 from flexvarlen.bench.suites.contract.forms import FormsCase
 from flexvarlen.report.records import read_records
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
 
 OPTIONS = Options(torch.device("cpu"), quick=True)
@@ -32,7 +32,7 @@ RIGHT_IN_PLAIN = {
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     out = tmp_path_factory.mktemp("leaks") / "records.jsonl"
-    run_suite(leaks.SUITE, Options(torch.device("cpu")), Run(out))
+    run_suite(leaks.SUITE, Options(torch.device("cpu")), RunRequest(out))
     return read_records([out])
 
 
@@ -76,7 +76,7 @@ def test_forms_cover_all_tokens():
     for form in FORMS:
         batch = form.batch(ids)
         tokens = batch.inputs["input_ids"]
-        found = torch.cat([tokens[row, place] for row, place in batch.places])
+        found = torch.cat([tokens[row, span] for row, span in batch.slices])
         assert torch.equal(found, ids), form.name
 
 
@@ -121,7 +121,7 @@ def test_an_error_is_wrong(monkeypatch, what):
 
 def test_every_backend_says_what_it_can_do(tmp_path):
     out = tmp_path / "records.jsonl"
-    run_suite(capabilities.SUITE, OPTIONS, Run(out))
+    run_suite(capabilities.SUITE, OPTIONS, RunRequest(out))
     found = {r.case["variant"]: r for r in read_records([out])}
     assert set(found) == set(capabilities.BACKENDS)
     assert found["sdpa"].measures["why_not"]["sliding window"] is None

@@ -9,7 +9,7 @@ from flexvarlen.bench.suites.model import layer_time
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.measure import HostAndDevice, Timing
 from flexvarlen.report.records import read_records
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def test_a_record_a_pass_and_its_table(monkeypatch, tmp_path):
     monkeypatch.setattr(layer_time, "time_host_and_device", lambda *_, **__: {"": timed})
     monkeypatch.setattr(layer_time, "time_layer", lambda *_: Layer(3.0, 4.0))
     path = tmp_path / "records.jsonl"
-    run_suite(layer_time.SUITE, QUICK, Run(path))
+    run_suite(layer_time.SUITE, QUICK, RunRequest(path))
     records = read_records([path])
     assert [record.case["pass"] for record in records] == list(layer_time.PASSES)
     cells = "2.00 (1.00–3.00) | 3.00 (1.50×) | 8.00 (7.00–9.00) | 4.00 (0.50×) |"
@@ -50,7 +50,7 @@ def test_out_of_memory_is_a_record(monkeypatch, tmp_path):
 
     monkeypatch.setattr(layer_time, "time_layer", full)
     path = tmp_path / "records.jsonl"
-    run_suite(layer_time.SUITE, QUICK, Run(path))
+    run_suite(layer_time.SUITE, QUICK, RunRequest(path))
     records = read_records([path])
     assert {record.status for record in records} == {"oom"}
     assert "oom (1)" in layer_time.SUITE.section(records)

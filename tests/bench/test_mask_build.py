@@ -12,7 +12,7 @@ from flexvarlen.bench.suites.masks import mask_build
 from flexvarlen.bench.suites.masks.check import difference, expected_tables
 from flexvarlen.bench.suites.masks.mask_build import BUILDERS, COMPARED, KINDS, SUITE, MaskCase
 from flexvarlen.report.records import read_records
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options
 
 OPTIONS = Options(torch.device("cpu"), quick=True, seconds=0.01)
@@ -22,7 +22,7 @@ CASE = MaskCase("build", 1000, 128)
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     out = tmp_path_factory.mktemp("masks") / "records.jsonl"
-    run_suite(SUITE, OPTIONS, Run(out))
+    run_suite(SUITE, OPTIONS, RunRequest(out))
     return read_records([out])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -54,6 +56,23 @@ def test_a_rank_that_fails_is_reported():
     said = "[rank0]: Traceback (most recent call last):\n[rank0]: KeyError: 'x'\nE ChildFailedError"
     assert scaling_ranks._error_of(said + ": ranks_child FAILED") == "[rank0]: KeyError: 'x'"
     assert "without a finding" in scaling_ranks._error_of("")
+
+
+def test_ranks_live_on_after_the_limit(monkeypatch, tmp_path):
+    child = "import os, pathlib, time\npathlib.Path(os.environ['RANKS'], str(os.getpid())).touch()"
+    (tmp_path / "sleeping_rank.py").write_text(f"{child}\ntime.sleep(60)")
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setenv("RANKS", str(tmp_path / "ranks"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(scaling_ranks, "CHILD", "sleeping_rank")
+    monkeypatch.setattr(scaling_ranks, "LIMIT_S", 15.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        scaling_ranks.launch(CASES["sequence-2"], "sequence", CPU)
+    ranks = [int(path.name) for path in (tmp_path / "ranks").iterdir()]
+    assert len(ranks) == 2
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
 
 
 def test_too_few_gpus(monkeypatch):
@@ -124,7 +143,7 @@ def test_ranks_that_answer_otherwise_are_wrong(name):
     right = ulysses._results(attend, inputs)
     assert ulysses.compare(inputs, lengths, right, right)[1] is None
     wrong = replace(right, **{name: right.named()[name].roll(1, 0)})
-    assert ulysses.compare(inputs, lengths, right, wrong)[1].startswith(f"{name}: ")
+    assert ulysses.compare(inputs, lengths, right, wrong)[1].startswith(f"{name} of tokens")
 
 
 def test_efficiency_is_against_one_gpu(tmp_path):

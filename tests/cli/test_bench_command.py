@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,8 @@ from flexvarlen.report.records import read_records
 from flexvarlen.runner.suite import DeviceLost, Finding
 from tests.runner.test_runner import Squares
 
+HERE = Path(__file__).parent
+
 
 class Named(Squares):
     """Says what became of it as its variants are called."""
@@ -22,8 +25,9 @@ class Named(Squares):
         if "lost" in variants:
             raise DeviceLost("lost killed the device", [Finding("lost", "failed", "died")])
         return [
-            Finding(name, name if name in ("wrong", "oom") else "ok", None if name == "a" else name)
+            Finding(name, word if word in ("wrong", "oom") else "ok", None if name == "a" else name)
             for name in variants
+            for word in [name.rpartition(":")[2]]
         ]
 
 
@@ -61,10 +65,29 @@ def test_a_folder_gets_a_file_of_suite_and_device(suite, tmp_path):
     assert suite.measured[2:] == [(1, ("a", "b"))]
 
 
-@pytest.mark.parametrize(("variant", "code"), [("a", 0), ("oom", 0), ("wrong", 1)])
+@pytest.mark.parametrize(
+    ("variant", "code"),
+    [("a", 0), ("oom", 0), ("wrong", 1), ("raw:wrong", 0), ("transformers:wrong", 0)],
+)
 def test_what_is_wrong_ends_with_1(suite, tmp_path, variant, code):
     found = bench("scaling", "--out", tmp_path, "--device", "cpu", "--variants", f"a, {variant}")
     assert found.exit_code == code, found.output
+
+
+def test_what_was_wrong_in_cases_and_variants_left_out_is_no_finding(suite, tmp_path):
+    to = ["--out", tmp_path, "--device", "cpu"]
+    assert bench("scaling", *to, "--variants", "a,wrong", "--cases", "s0").exit_code == 1
+    assert bench("scaling", *to, "--variants", "a", "--cases", "s0").exit_code == 0
+    assert bench("scaling", *to, "--variants", "a,wrong", "--cases", "s0").exit_code == 1  # again
+    assert bench("scaling", *to, "--cases", "s1").exit_code == 0
+
+
+def test_text_is_read_before_any_work(suite, tmp_path):
+    suite.reads_text = True
+    found = bench("scaling", "--out", tmp_path / "new", "--device", "cpu", "--text", "no-such-file")
+    assert found.exit_code == 2
+    assert "--text must name a readable file" in " ".join(found.output.split())
+    assert not suite.measured
 
 
 def test_a_lost_device_is_one_sentence_and_nothing_is_lost(suite, tmp_path):
@@ -100,11 +123,17 @@ def test_list_measures_nothing(suite, tmp_path):
         (["scaling", "--out", f"{__file__}/below"], "--out must be a folder that can be made"),
         (["scaling", "--out", f"{__file__}/rows.jsonl"], "--out must be a folder that can be made"),
         (["all", "--variants", "fa2"], "--variants must be of one suite"),
-        (["report", "no-such-file.jsonl"], "no-such-file.jsonl"),
-        (["diff", "no-such-file.jsonl", "nor-this.jsonl"], "no-such-file.jsonl"),
+        (["scaling", "--out", f"{HERE}/records.jsonl"], "--out must be where records can be"),
+        (["scaling", "--text", __file__], "--text must be for a suite that packs texts"),
+        (["report", "no-such-file.jsonl"], "Records must be read from a text file, got 'no-such"),
+        (["diff", "no-such-file.jsonl", "x"], "Records must be read from a text file, got 'no-s"),
+        (["report", str(HERE)], "Is a directory); check the path."),
     ],
 )
-def test_mistake_is_one_sentence_and_exit_code_2(suite, args, words):
+def test_mistake_is_one_sentence_and_exit_code_2(suite, args, words, tmp_path):
+    folder = tmp_path / "records.jsonl"
+    folder.mkdir()
+    args = [str(x).replace(f"{HERE}/records.jsonl", str(folder)) for x in args]
     device = [] if args[0] in ("report", "diff") or "--device" in args else ["--device", "cpu"]
     found = bench(*args, *device)
     assert found.exit_code == 2, found.output

@@ -57,6 +57,14 @@ def test_records_of_the_first_model_are_kept_when_the_second_fails(run, tmp_path
     assert {record.case["model"] for record in records} == {"llama tiny"}
 
 
+def test_each_record_is_written_once(run, tmp_path):
+    result = run(*SMALL, "--no-train", "--model", "llama")
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 4  # two models, each alone and on one backend
+    assert "llama tiny" in (tmp_path / "out" / "table.md").read_text()
+
+
 def test_in_a_pipe_progress_is_a_line_every_ten_seconds(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 9.0, 10.5, 12.0, 21.0])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))
@@ -125,6 +133,7 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
     ("args", "words"),
     [
         (["--model", "lama"], "--model must be"),
+        (["--model", "qwen3", "--model", "no/such"], "--model must be a folder or hub name"),
         (["--backends", "flsh"], "--backends must be"),
         (["--dtype", "int8"], "--dtype must be"),
         (["--device", "tpu"], "--device must be"),
@@ -136,7 +145,8 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
         (["--out", "/proc/none"], "--out must be a folder"),
     ],
 )
-def test_mistake_is_one_sentence_and_exit_code_2(args, words):
+def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):
+    monkeypatch.setattr("flexvarlen.verify.models.build_model", None)  # before any work
     result = CliRunner().invoke(app, ["compare", *args])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

@@ -119,6 +119,16 @@ def test_killed_run_measures_all_again(run, tmp_path, monkeypatch):
     assert {r.environment["git_commit"] for r in records_in(tmp_path)} == {"abcdef0"}
 
 
+def test_earlier_records_of_another_variant_are_no_finding(run, monkeypatch):
+    plant(monkeypatch, wrong_scale)  # into reference
+    assert run(*OP).exit_code == 1
+    monkeypatch.undo()
+    result = run(*OP, "--backends", "sdpa")
+    assert result.exit_code == 0, result.output
+    assert "0 cases measured, 4 done before" in said(result)
+    assert run(*OP).exit_code == 1
+
+
 def test_earlier_records_of_another_case_or_machine_count(run, tmp_path, monkeypatch):
     plant(monkeypatch, wrong_scale)
     assert run(*OP).exit_code == 1
@@ -128,6 +138,36 @@ def test_earlier_records_of_another_case_or_machine_count(run, tmp_path, monkeyp
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines).replace('"gpu": null', '"gpu": "another"') + "\n")
     assert run(*OP).exit_code == 0
+
+
+def test_earlier_record_of_a_variant_that_is_not_asked_for_counts(run, monkeypatch):
+    plant(monkeypatch, wrong_scale)
+    assert run(*OP).exit_code == 1
+    result = run(*OP, "--backends", "sdpa")
+    assert result.exit_code == 0, result.output
+    assert "reference" not in said(result)
+
+
+def test_nothing_compared_ends_with_0(run):
+    result = run(*OP, "--backends", "fa3")
+    assert result.exit_code == 2, result.output
+    assert "Nothing was compared." in said(result)
+
+
+def test_training_of_the_baseline_alone_ends_with_0(run):
+    result = run(*TRAIN, "--backends", "fa3")
+    assert result.exit_code == 2, result.output
+
+
+def test_error_in_a_table_is_a_traceback(run, monkeypatch):
+    def broken(records):
+        raise KeyError("dtype")
+
+    monkeypatch.setattr("flexvarlen.verify.drift.report.tables", broken)
+    monkeypatch.setattr("flexvarlen.verify.drift.report.DriftReport.save", lambda *_: None)
+    result = run(*OP)
+    assert result.exit_code == 2
+    assert "KeyError" in said(result)
 
 
 @pytest.mark.parametrize("command", [OP, MODEL, TRAIN], ids=lambda args: args[0])
@@ -166,6 +206,7 @@ def test_train_within_seed_noise_ends_with_1(run, tmp_path):
     assert "All 1 trainings are within seed noise of sdpa" in said(result)
     records = records_in(tmp_path)
     assert [r.case["variant"] for r in records] == ["sdpa", "rounding", "reference"]
+    assert "| rounding |" in (tmp_path / "out" / "report.md").read_text()
     assert {(*r.case["seeds"], r.case["lr"], r.case["dtype"]) for r in records} == {
         (0, 1, 2, 3, 1e-4, "bfloat16")
     }

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from flexvarlen.attention.backends.sdpa import SdpaBackend
@@ -49,6 +50,41 @@ def test_unpatched_model_without_a_cache_passes(implementation):
     assert "gradients kept their bits too" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
+def test_leak_is_shown_when_a_later_model_fails(monkeypatch, form):
+    from flexvarlen.verify.isolation import command
+
+    build = command.build_model
+
+    def fails_later(name, **options):
+        if name == "llama":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return build(name, **options)
+
+    monkeypatch.setattr(command, "build_model", fails_later)
+    result = run("--unpatched", "--model", "llama", *form)
+    assert result.exit_code == 2, result.output
+    assert "leaks into document 2 (tokens 16 to 16)" in " ".join(result.output.split())
+    assert "OutOfMemoryError: CUDA out of memory" in result.output
+
+
+def test_an_error_in_the_table_is_a_sentence(monkeypatch):
+    def broken(answers):
+        raise KeyError("column")
+
+    monkeypatch.setattr("flexvarlen.verify.isolation.command.table_of", broken)
+    result = run("--backend", "sdpa", "--no-gradients")
+    assert result.exit_code == 2, result.output
+    assert "KeyError: 'column'" in result.output
+
+
+def test_names_of_transformers_are_those_of_our_backends():
+    result = run("--backend", "flex_attention", "--no-gradients", "--json")
+    assert result.exit_code == 0, result.output
+    (answer,) = json.loads(result.stdout)
+    assert answer["attention"] == "flex"
+
+
 def test_leaking_backend_of_ours_fails_the_command(monkeypatch):
     attend = SdpaBackend.attend
 
@@ -85,6 +121,8 @@ def test_backend_without_a_backward_says_so():
     ("args", "words"),
     [
         (["--model", "lama"], "--model must be"),
+        (["--model", "no/such"], "--model must be a folder or hub name"),
+        (["--unpatched", "--model", "no/such"], "--model must be a folder or hub name"),
         (["--backend", "flsh"], "--backend must be"),
         (["--form", "cu_seqlens"], "--form must be one of"),
         (["--unpatched", "--form", "packed_layout"], "--form must be one that transformers knows"),
@@ -95,7 +133,9 @@ def test_backend_without_a_backward_says_so():
         (["--unpatched", "--attn-implementation", "spda"], "spda"),
     ],
 )
-def test_mistake_is_one_sentence_and_exit_code_2(args, words):
+def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):
+    if "--model" in args:  # found before any work
+        monkeypatch.setattr("flexvarlen.verify.isolation.command.build_model", None)
     result = run(*args)
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.output.split())
@@ -103,6 +143,6 @@ def test_mistake_is_one_sentence_and_exit_code_2(args, words):
 
 
 def test_default_lengths_are_those_of_the_help():
-    """One crosses the border of two blocks of 128 tokens."""
+    """One crosses the boundary of two blocks of 128 tokens."""
     result = CliRunner().invoke(app, ["verify", "--help"])
     assert ",".join(map(str, LENGTHS)) in result.output

@@ -226,7 +226,7 @@ def test_copy_refuses_padding_runs_that_it_has_no_storage_for():
 @pytest.mark.parametrize(
     ("given_", "lengths"),
     [
-        ({}, (8, 8)),  # one document a row
+        ({}, (8, 8)),  # one document per row
         ({"mask": [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0]]}, (2, 6, 5, 3)),
         ({"mask": [[1, 1, 1, 2, 2, 3, 3, 3], [1, 1, 1, 1, 2, 2, 0, 0]]}, (3, 2, 3, 4, 2, 2)),
         (

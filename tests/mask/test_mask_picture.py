@@ -12,7 +12,7 @@ from flexvarlen.mask.picture import (
     FULL,
     PARTIAL,
     block_states,
-    borders,
+    boundaries,
     default_block_size,
 )
 
@@ -99,9 +99,9 @@ def test_documents_too_many_to_draw(tmp_path):
     assert mask.save_picture(tmp_path / "many.png").exists()
 
 
-def test_borders_are_inside_the_row_and_once_each():
-    assert borders(PackedLayout.from_lengths([3, 0, 2], total_tokens=9)) == [3, 5]
-    assert borders(PackedLayout.from_lengths([3])) == []
+def test_boundaries_are_inside_the_row_and_once_each():
+    assert boundaries(PackedLayout.from_lengths([3, 0, 2], total_tokens=9)) == [3, 5]
+    assert boundaries(PackedLayout.from_lengths([3])) == []
 
 
 def test_sentences_for_what_cannot_be_drawn(tmp_path):

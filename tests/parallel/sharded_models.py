@@ -18,7 +18,7 @@ import flexvarlen as fv
 from tests.tiny_models import VOCABULARY, new_model
 
 TOKENS = 128
-ROWS = ((37, 1, 50, 22), (37, 27, 46))  # 64: inside a document, and its border; padding behind
+ROWS = ((37, 1, 50, 22), (37, 27, 46))  # 64: inside a document, and its boundary; padding behind
 
 
 def batch_of(row: int, **changes: Any) -> dict[str, Any]:

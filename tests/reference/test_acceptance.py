@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flexvarlen.reference.acceptance import Error, allowed, why_wrong
+from flexvarlen.reference.acceptance import Error, allowed, why_apart, why_wrong
 
 
 def test_error_of_pieces_is_that_of_the_whole():
@@ -60,3 +60,13 @@ def test_zero_reference():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match="shape of the reference"):
         Error.between(torch.zeros(3, 1), torch.zeros(3))
+
+
+def test_against_the_baseline_alone_one_error_more_is_allowed():
+    eps = torch.finfo(torch.float32).eps
+    for gradient, factor in ((False, 3), (True, 4)):
+        most = factor * (1e-3 + eps)
+        assert why_apart("x", 0.99 * most, 1e-3, torch.float32, gradient=gradient) is None
+        for difference in (1.01 * most, math.nan):
+            reason = why_apart("x", difference, 1e-3, torch.float32, gradient=gradient)
+            assert reason.startswith("x differs")

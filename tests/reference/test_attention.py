@@ -41,7 +41,7 @@ def by_autograd(q, k, v, grad, *, causal, window, scale):
     [(2, True, None, None), (4, False, None, 0.5), (1, True, 3, None), (2, False, 2, None)],
 )
 def test_closed_forms_are_autograds(monkeypatch, piece, kv_heads, causal, window, scale):
-    monkeypatch.setattr(attention, "_PIECE", piece)
+    monkeypatch.setattr(attention, "PIECE_ELEMENTS", piece)
     q, k, v, grad = inputs(kv_heads)
     kind = {"causal": causal, "window": window, "scale": scale}
     expected = by_autograd(q, k, v, grad, **kind).named()

@@ -9,9 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen3Config,
@@ -153,3 +155,34 @@ def test_gradients_of_chosen_parameters():
     chosen = run_alone(model, ids(), LENGTHS, loss=loss, parameters=[name])
     assert list(chosen.gradients) == [name]
     assert torch.equal(chosen.gradients[name], results(model).gradients[name])
+
+
+SCALED_LOGITS = {
+    "cohere": CohereConfig(**SMALL, logit_scale=0.25),
+    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=0.5, query_pre_attn_scalar=8),
+    "granite": GraniteConfig(**SMALL, logits_scaling=8.0),
+}
+
+
+@pytest.mark.parametrize("family", sorted(SCALED_LOGITS))
+def test_logits_and_loss_are_the_whole_models(family):
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(SCALED_LOGITS[family], attn_implementation="eager")
+    base = base.eval().double()
+    document = ids()[:, -LENGTHS[2] :]
+    expected = base(document, labels=document)
+    found = run_alone(
+        base, ids(), LENGTHS, documents=[2], loss=next_token_loss(base, ids(), LENGTHS, [2])
+    )
+    ((_, _, logits),) = found.logits()
+    torch.testing.assert_close(logits, expected.logits[0].double(), rtol=1e-5, atol=1e-5)
+    assert found.loss == pytest.approx(expected.loss.item(), rel=1e-5)
+
+
+def test_pieces_of_the_loss_change_nothing():
+    model = float64_model(build("gemma2"))
+    loss = next_token_loss(model, ids(), LENGTHS, range(3), piece_tokens=4)
+    pieces, whole = run_alone(model, ids(), LENGTHS, loss=loss), results(model)
+    assert pieces.loss == pytest.approx(whole.loss, rel=1e-12)
+    for name, gradient in whole.gradients.items():
+        torch.testing.assert_close(pieces.gradients[name], gradient, rtol=1e-9, atol=1e-12)

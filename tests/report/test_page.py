@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flexvarlen.report.figure import chart, save
 from flexvarlen.report.page import image_links, replace_between_markers, rewrite
 
 TEXT = "head\n<!-- bench:x begin -->\nold\n<!-- bench:x end -->\ntail\n"
@@ -38,6 +39,7 @@ def test_markers_must_be_there_once_and_in_order(text):
 
 
 def test_charts_are_linked_from_where_the_page_stands(tmp_path):
-    (tmp_path / "docs").mkdir()
-    links = image_links([tmp_path / "bench" / "a.png"], tmp_path / "docs" / "page.md", "scaling")
-    assert links == "![scaling](../bench/a.png)"
+    figure, _ = chart("fa3 is the fastest, and " + "long " * 20 + "titles break", "a caption")
+    path = save(figure, tmp_path / "bench" / "a.png")
+    links = image_links([path], tmp_path / "docs" / "page.md")
+    assert links == f"![fa3 is the fastest, and {'long ' * 20}titles break.](../bench/a.png)"

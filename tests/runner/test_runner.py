@@ -14,7 +14,8 @@ import torch
 
 import flexvarlen.report.records as row_module
 from flexvarlen.report.records import Record, append_records, read_records
-from flexvarlen.runner.run import Run, chosen_cases, run_suite
+from flexvarlen.runner import run as runner
+from flexvarlen.runner.run import RunRequest, chosen_cases, records_of_run, run_suite
 from flexvarlen.runner.suite import DeviceLost, Finding, Options, Suite, UnknownVariant
 
 OPTIONS = Options(torch.device("cpu"), quick=True, say=lambda line: None)
@@ -69,16 +70,39 @@ def test_rows_of_another_commit_are_told_of(out):
     said = []
     options = replace(OPTIONS, say=said.append)
     for commit, told in (("1111111", 0), ("1111111", 0), ("2222222", 1)):
-        ended = run_suite(Squares(), options, Run(out, commit=commit))
+        ended = run_suite(Squares(), options, RunRequest(out, commit=commit))
         assert ended.left == 0
         assert len(said) == told
     assert "at commit 1111111, which are not measured again" in said[0]
-    run_suite(Squares(), options, Run(out, commit="2222222", again=True))
+    run_suite(Squares(), options, RunRequest(out, commit="2222222", again=True))
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"flexvarlen": "0.0.1"}, {"transformers": "4.0.0"}, {"git_dirty": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_rows_of_another_version_or_of_uncommitted_changes_are_told_of(out, monkeypatch, change):
+    said = []
+    clean = row_module.environment(torch.device("cpu")) | {"git_dirty": False}
+    for environment, told in ((clean | change, 0), (clean, 1)):
+        monkeypatch.setattr(row_module, "environment", lambda device, it=environment: dict(it))
+        run_suite(Squares(), replace(OPTIONS, say=said.append), RunRequest(out))
+        assert len(said) == told
+
+
+def test_rows_of_uncommitted_changes_are_told_of_after_more_changes(out, monkeypatch):
+    said = []
+    dirty = row_module.environment(torch.device("cpu")) | {"git_dirty": True}
+    monkeypatch.setattr(row_module, "environment", lambda device: dict(dirty))
+    for told in (0, 1):
+        run_suite(Squares(), replace(OPTIONS, say=said.append), RunRequest(out))
+        assert len(said) == told
+
+
 def test_rows_say_case_variant_pass_environment_and_commit(out):
-    ended = run_suite(Squares(2), OPTIONS, Run(out, commit="abc"))
+    ended = run_suite(Squares(2), OPTIONS, RunRequest(out, commit="abc"))
     assert (ended.measured, ended.done_before, ended.left) == (2, 0, 0)
     rows = read_records([out])
     assert [row.case for row in rows[:3]] == [
@@ -92,37 +116,37 @@ def test_rows_say_case_variant_pass_environment_and_commit(out):
 
 
 def test_what_is_done_is_not_measured_again(out):
-    run_suite(Squares(2), OPTIONS, Run(out))
+    run_suite(Squares(2), OPTIONS, RunRequest(out))
     suite = Squares(3)
-    assert run_suite(suite, OPTIONS, Run(out)).done_before == 2
+    assert run_suite(suite, OPTIONS, RunRequest(out)).done_before == 2
     assert suite.measured == [(2, ("a", "b"))]
-    run_suite(suite, OPTIONS, Run(out, again=True))
+    run_suite(suite, OPTIONS, RunRequest(out, again=True))
     assert len(suite.measured) == 4
 
 
 def test_a_variant_that_is_missing_is_measured_among_the_others(out):
-    run_suite(Squares(1), replace(OPTIONS, variants=("a",)), Run(out))
+    run_suite(Squares(1), replace(OPTIONS, variants=("a",)), RunRequest(out))
     suite = Squares(1)
-    run_suite(suite, OPTIONS, Run(out))
+    run_suite(suite, OPTIONS, RunRequest(out))
     assert suite.measured == [(0, ("a", "b"))]
-    run_suite(suite, replace(OPTIONS, variants=("b",)), Run(out))
+    run_suite(suite, replace(OPTIONS, variants=("b",)), RunRequest(out))
     assert len(suite.measured) == 1
 
 
 def test_a_variant_that_is_added_is_measured_beside_those_of_before(out):
     """Tables show a case as its last run has it: the others would be gone from them."""
-    run_suite(Squares(1), OPTIONS, Run(out))
+    run_suite(Squares(1), OPTIONS, RunRequest(out))
     suite = Squares(1)
-    run_suite(suite, replace(OPTIONS, variants=("c",)), Run(out))
+    run_suite(suite, replace(OPTIONS, variants=("c",)), RunRequest(out))
     assert suite.measured == [(0, ("c", "a", "b"))]
 
 
 def test_rows_of_another_gpu_are_no_answer(out, monkeypatch):
-    run_suite(Squares(1), OPTIONS, Run(out))
+    run_suite(Squares(1), OPTIONS, RunRequest(out))
     found = row_module.environment
     monkeypatch.setattr(row_module, "environment", lambda device: found(device) | {"gpu": "other"})
     suite = Squares(1)
-    run_suite(suite, OPTIONS, Run(out))
+    run_suite(suite, OPTIONS, RunRequest(out))
     assert len(suite.measured) == 1
 
 
@@ -132,14 +156,14 @@ def test_skipped_for_want_of_time_is_no_answer(out):
     append_records(out, [Record("squares", case, "skipped", "late", {}, environment)])
     append_records(out, [Record("squares", case | {"variant": "b"}, "ok", None, {}, environment)])
     suite = Squares(1)
-    run_suite(suite, OPTIONS, Run(out))
+    run_suite(suite, OPTIONS, RunRequest(out))
     assert len(suite.measured) == 1
 
 
 def test_no_case_begins_when_time_is_up(out):
-    ended = run_suite(Squares(3, slow_s=0.2), OPTIONS, Run(out, until_s=0.1))
+    ended = run_suite(Squares(3, slow_s=0.2), OPTIONS, RunRequest(out, until_s=0.1))
     assert (ended.measured, ended.left) == (1, 2)
-    assert run_suite(Squares(3), OPTIONS, Run(out)).done_before == 1
+    assert run_suite(Squares(3), OPTIONS, RunRequest(out)).done_before == 1
 
 
 def test_a_variant_that_killed_the_device_gets_no_second_chance(out):
@@ -153,17 +177,17 @@ def test_a_variant_that_killed_the_device_gets_no_second_chance(out):
             return found
 
     with pytest.raises(DeviceLost, match="b killed"):
-        run_suite(Deadly(3), OPTIONS, Run(out))
+        run_suite(Deadly(3), OPTIONS, RunRequest(out))
     assert {row.case["side"] for row in read_records([out])} == {0, 1}
     suite = Deadly(3)
-    run_suite(suite, OPTIONS, Run(out))
+    run_suite(suite, OPTIONS, RunRequest(out))
     assert suite.measured == [(1, ("a",)), (2, ("a", "b"))]
     rows = {(row.case["side"], row.case["variant"]): row for row in read_records([out])}
     assert rows[1, "b"].status == "failed"
     assert rows[1, "b"].measures["fatal"]
     assert rows[1, "a"].status == "ok"
     with pytest.raises(DeviceLost):  # asked to measure again, it gets another chance
-        run_suite(suite, OPTIONS, Run(out, again=True))
+        run_suite(suite, OPTIONS, RunRequest(out, again=True))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +205,7 @@ def test_a_case_whose_measure_raises_has_rows_and_the_others_go_on(out, error, s
                 raise error
             return super().measure(case, variants, options)
 
-    assert run_suite(Broken(3), OPTIONS, Run(out)).measured == 3
+    assert run_suite(Broken(3), OPTIONS, RunRequest(out)).measured == 3
     rows = read_records([out])
     found = [row for row in rows if row.case["side"] == 1]
     assert [(row.case["variant"], row.status) for row in found] == [("a", status), ("b", status)]
@@ -189,17 +213,50 @@ def test_a_case_whose_measure_raises_has_rows_and_the_others_go_on(out, error, s
     assert {row.case["side"] for row in rows if row.status == "ok"} == {0, 2}
 
 
-def test_an_error_that_loses_the_device_ends_the_run_with_the_case_written(out):
+def test_a_lost_device_of_no_known_variant_fails_no_variant_for_good(out):
     class Lost(Squares):
         def measure(self, case, variants, options):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if case.side == 1:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            return super().measure(case, variants, options)
 
-    on_gpu = replace(OPTIONS, device=torch.device("cuda"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_module, "environment", lambda device: {"gpu": None})
-        with pytest.raises(DeviceLost, match="s0 lost the device"):
-            run_suite(Lost(2), on_gpu, Run(out))
+    with pytest.raises(DeviceLost, match="s1 lost the device"):
+        run_suite(Lost(3), OPTIONS, RunRequest(out))
     assert {row.case["side"] for row in read_records([out])} == {0}
+    assert run_suite(Squares(3), OPTIONS, RunRequest(out)).measured == 2
+    assert {row.status for row in read_records([out])} == {"ok"}
+
+
+def test_records_of_a_run_replace_those_of_a_case_that_failed_as_a_whole(out, monkeypatch):
+    """A failed case has records without passes: others than those of a run that measures it."""
+
+    class Broken(Squares):
+        def measure(self, case, variants, options):
+            raise RuntimeError("cuDNN Frontend error")
+
+    clock = iter(f"2026-01-01T00:00:0{second}Z" for second in range(9))
+    found = row_module.environment
+    monkeypatch.setattr(
+        runner,
+        "run_environment",
+        lambda device, commit: found(device) | {"started_utc": next(clock)},
+    )
+    statuses = []
+    for suite in (Squares(1), Broken(1), Squares(1)):
+        run_suite(suite, OPTIONS, RunRequest(out, again=True))
+        statuses.append([row.status for row in read_records([out])])
+    assert statuses == [["ok"] * 4, ["failed"] * 2, ["ok"] * 4]
+
+
+def test_records_of_a_run_are_those_of_its_cases_and_variants(out):
+    run_suite(Squares(12), OPTIONS, RunRequest(out))
+    asked = replace(OPTIONS, variants=("b",)), RunRequest(out, cases="s1")
+    ended = run_suite(Squares(12), *asked)
+    assert ended.counts == "0 cases measured, 3 done before"
+    found = records_of_run(Squares(12), *asked)
+    assert {(row.case["side"], row.case["variant"]) for row in found} == {
+        (side, "b") for side in (1, 10, 11)
+    }
 
 
 def test_a_variant_that_the_suite_does_not_know_is_the_users_mistake(out):
@@ -208,7 +265,7 @@ def test_a_variant_that_the_suite_does_not_know_is_the_users_mistake(out):
             raise UnknownVariant("variants must be a or b, got 'c'; choose one.")
 
     with pytest.raises(ValueError, match="variants must be a or b"):
-        run_suite(Strict(1), OPTIONS, Run(out))
+        run_suite(Strict(1), OPTIONS, RunRequest(out))
     assert not out.exists()
 
 
@@ -218,15 +275,16 @@ def test_a_variant_without_a_finding_is_a_mistake_of_the_suite(out):
             return super().measure(case, variants[:1], options)
 
     with pytest.raises(AssertionError, match="no finding of"):
-        run_suite(Forgets(1), OPTIONS, Run(out))
+        run_suite(Forgets(1), OPTIONS, RunRequest(out))
+    assert {row.case["variant"] for row in read_records([out])} == {"a"}  # it is not lost
 
 
 CHILD = """
 import sys
 from pathlib import Path
-from tests.runner.test_runner import OPTIONS, Run, Squares, run_suite
+from tests.runner.test_runner import OPTIONS, RunRequest, Squares, run_suite
 print("begun", flush=True)
-run_suite(Squares(1000, slow_s=0.02), OPTIONS, Run(Path(sys.argv[1])))
+run_suite(Squares(1000, slow_s=0.02), OPTIONS, RunRequest(Path(sys.argv[1])))
 """
 
 
@@ -251,16 +309,16 @@ def test_a_kill_loses_at_most_the_case_in_flight(out):
         assert len(lines) > seen
         assert sides == [side for side in range(len(lines) // 4) for _ in range(4)]  # no half case
         seen = len(lines)
-    assert run_suite(Squares(seen // 4 + 1), OPTIONS, Run(out)).measured == 1
+    assert run_suite(Squares(seen // 4 + 1), OPTIONS, RunRequest(out)).measured == 1
 
 
 def test_a_line_cut_off_by_a_lost_machine_is_told_of_and_costs_its_case_alone(out):
-    run_suite(Squares(2), OPTIONS, Run(out))
+    run_suite(Squares(2), OPTIONS, RunRequest(out))
     whole = out.read_text()
     out.write_text(whole[:-20])
     suite = Squares(2)
     with pytest.warns(UserWarning, match="line 8 of rows.jsonl was cut off"):
-        run_suite(suite, OPTIONS, Run(out))
+        run_suite(suite, OPTIONS, RunRequest(out))
     assert suite.measured == [(1, ("a", "b"))]
     with pytest.warns(UserWarning, match="cut off"):
         rows = read_records([out])
@@ -273,17 +331,17 @@ def test_a_reason_with_a_line_separator_is_one_row(out):
         def measure(self, case, variants, options):
             return [Finding(name, "failed", "one\u2028two\x85three") for name in variants]
 
-    run_suite(Odd(1), OPTIONS, Run(out))
+    run_suite(Odd(1), OPTIONS, RunRequest(out))
     assert [row.reason for row in read_records([out])] == ["one\u2028two\x85three"] * 2
 
 
 def test_a_full_disk_leaves_no_half_row(out, monkeypatch):
-    run_suite(Squares(1), OPTIONS, Run(out))
+    run_suite(Squares(1), OPTIONS, RunRequest(out))
     before = out.read_text()
     write = row_module.os.write
     monkeypatch.setattr(row_module.os, "write", lambda to, data: write(to, data[: len(data) // 2]))
     with pytest.raises(OSError, match="must fit on the disk"):
-        run_suite(Squares(2), OPTIONS, Run(out))
+        run_suite(Squares(2), OPTIONS, RunRequest(out))
     assert out.read_text() == before
 
 
@@ -291,13 +349,13 @@ def test_a_file_of_something_else_is_a_sentence(out):
     out.parent.mkdir()
     out.write_text('{"loss": 3.2}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl must hold records"):
-        run_suite(Squares(1), OPTIONS, Run(out))
+        run_suite(Squares(1), OPTIONS, RunRequest(out))
 
 
 def test_progress_counts_the_cases_of_this_run(out):
-    run_suite(Squares(1), OPTIONS, Run(out))
+    run_suite(Squares(1), OPTIONS, RunRequest(out))
     told = []
-    run_suite(Squares(3), OPTIONS, Run(out), lambda *step: told.append(step))
+    run_suite(Squares(3), OPTIONS, RunRequest(out), lambda *step: told.append(step))
     assert told == [(0, 2, "s1"), (1, 2, "s2"), (2, 2, "")]
 
 

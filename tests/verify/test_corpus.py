@@ -124,7 +124,7 @@ def test_default_batch_is_that_of_the_seed_and_the_device():
     assert batch_of(model, None).total_tokens == DEFAULT_TOKENS["cpu"]
 
 
-def test_labels_never_cross_a_border():
+def test_labels_never_cross_a_boundary():
     labels = PackedBatch(torch.arange(1, 8)[None], (3, 1, 3)).labels()
     assert labels.tolist() == [[-100, 2, 3, -100, -100, 6, 7]]
 

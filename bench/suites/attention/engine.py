@@ -23,7 +23,7 @@ from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared
 from flexvarlen.bench.suites.attention.packed import forget_compiled
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device
-from flexvarlen.reference.acceptance import GRADIENT_FACTOR, OUTPUT_FACTOR, Error, largest
+from flexvarlen.reference.acceptance import Error, largest, why_apart
 from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone, samples
 from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
@@ -66,7 +66,7 @@ def measure_attention(
             expected = Expected(inputs)
         except torch.OutOfMemoryError as error:
             return findings_of_all(calls, "oom", f"no room for the reference: {one_line(error)}")
-        run = _Run(inputs, expected, options, peak=peak, repeats=repeats)
+        run = _CaseMeasurement(inputs, expected, options, peak=peak, repeats=repeats)
         # "auto" last: the kernels that it times are compiled by then.
         for variant in sorted(calls, key=lambda name: name == "auto"):
             run.check(variant, calls[variant])
@@ -107,23 +107,16 @@ class Expected:
         for sample in self.samples:
             if (reason := sample.why_wrong(found)) is not None:
                 return reason
-        return self._why_apart(found)
-
-    def _why_apart(self, found: Results) -> str | None:
-        """Of the documents that are not sampled, against the plain computation.
-
-        A right result is at most `factor` errors of the baseline from the reference, so at most
-        one more from the baseline.
-        """
-        for name, x in found.named().items():
-            factor = GRADIENT_FACTOR if name in GRADIENTS else OUTPUT_FACTOR
-            most = (factor + 1) * (self.baseline[name] + torch.finfo(x.dtype).eps)
-            apart = Error.between(x, self.plain[name]).relative
-            if not apart <= most:
-                return (
-                    f"{name} of the whole row differs from a plain computation of each document "
-                    f"by {apart:.2g}, relative, where {most:.2g} is allowed"
-                )
+        for name, x in found.named().items():  # of the documents that are not sampled
+            reason = why_apart(
+                f"{name} of the whole row",
+                Error.between(x, self.plain[name]).relative,
+                self.baseline[name],
+                x.dtype,
+                gradient=name in GRADIENTS,
+            )
+            if reason is not None:
+                return reason
         return None
 
 
@@ -137,7 +130,7 @@ class _Checked:
     seconds: dict[str, float] = field(default_factory=dict)
     calls: dict[str, Callable[[], object]] | None = None
 
-    def awake(self) -> dict[str, Callable[[], object]]:
+    def prepared_calls(self) -> dict[str, Callable[[], object]]:
         """The calls of each pass, prepared again if they were dropped."""
         if self.calls is None:
             prepared = self.prepare()
@@ -148,8 +141,8 @@ class _Checked:
         return self.calls
 
 
-class _Run:
-    """The variants of one case: those that were right, and the findings."""
+class _CaseMeasurement:
+    """Measures the variants of one case: those that are right, and the findings."""
 
     def __init__(
         self, inputs: Inputs, expected: Expected, options: Options, *, peak: bool, repeats: int
@@ -159,7 +152,7 @@ class _Run:
         self.checked: list[_Checked] = []
         self.found: dict[tuple[str, str], Finding] = {}
 
-    def give_up(self, variant: str, status: Status, reason: str, **measures: Any) -> None:
+    def record_failure(self, variant: str, status: Status, reason: str, **measures: Any) -> None:
         """A finding for each pass that has none."""
         for pass_ in PASSES:
             finding = Finding(variant, status, reason, measures, pass_)
@@ -175,11 +168,11 @@ class _Run:
             except torch.OutOfMemoryError as error:
                 self.release()
                 if last:
-                    self.give_up(variant, "oom", one_line(error))
+                    self.record_failure(variant, "oom", one_line(error))
             except DeviceLost:
                 raise
             except Exception as error:  # kernel packages assert and raise types of their own
-                self.give_up(variant, *status_of(error))
+                self.record_failure(variant, *status_of(error))
                 return
 
     def _check(self, variant: str, prepare: Prepare) -> None:
@@ -207,7 +200,7 @@ class _Run:
         if reason is not None:
             alone = Results(results.out)
             right = ["forward"] if needs_grad and self.expected.why_wrong(alone) is None else []
-            self.give_up_wrong(variant, reason, common | errors, right)
+            self.record_wrong(variant, reason, common | errors, right)
         measures = {pass_: common | _of_pass(pass_, errors) for pass_ in right}
         del out, gradients, results
         if right:
@@ -215,7 +208,7 @@ class _Run:
             self.try_out(one)
             self.checked.append(one)
 
-    def give_up_wrong(
+    def record_wrong(
         self, variant: str, reason: str, measures: dict[str, Any], right: Sequence[str]
     ) -> None:
         for pass_ in PASSES:
@@ -226,7 +219,7 @@ class _Run:
     def try_out(self, one: _Checked) -> None:
         """The seconds of a second call of each pass, and its memory."""
         device, on_gpu = self.options.device, self.options.on_gpu
-        for pass_, call in one.awake().items():
+        for pass_, call in one.prepared_calls().items():
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device) if on_gpu else 0
@@ -248,7 +241,7 @@ class _Run:
             running.append(names[name][0].variant)
 
         try:
-            calls = {name: x.awake()[pass_] for name, (x, pass_) in names.items()}
+            calls = {name: x.prepared_calls()[pass_] for name, (x, pass_) in names.items()}
             seconds = {name: x.seconds[pass_] for name, (x, pass_) in names.items()}
             with self.stops_if_lost(running):
                 times = _timed(calls, seconds, self.options, self.repeats, progress)
@@ -257,7 +250,7 @@ class _Run:
         except Exception as error:
             self.release()
             if len(group) == 1:
-                self.give_up(group[0].variant, *status_of(error))
+                self.record_failure(group[0].variant, *status_of(error))
             for one in group if len(group) > 1 else ():
                 self.time([one])
                 self.release()
@@ -295,7 +288,7 @@ class _Run:
                 raise
             culprit = running if isinstance(running, str) else running[-1]
             reason = f"{culprit} lost the device: {one_line(error)}"
-            self.give_up(culprit, "failed", reason, fatal=True)
+            self.record_failure(culprit, "failed", reason, fatal=True)
             raise DeviceLost(f"{reason}; run again to go on", list(self.found.values())) from error
 
 

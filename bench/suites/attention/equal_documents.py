@@ -15,6 +15,7 @@ from flexvarlen.bench.suites.attention.packed import ON_CPU, packed_calls, packe
 from flexvarlen.bench.suites.attention.padded import FIXED, SDPA
 from flexvarlen.bench.suites.attention.tables import (
     MASK,
+    PACKAGES,
     PASS,
     TOKENS,
     Measured,
@@ -22,10 +23,9 @@ from flexvarlen.bench.suites.attention.tables import (
     heads,
     measured,
     times_section,
-    where,
 )
-from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, one_line
+from flexvarlen.report.figure import LEGEND, chart, lines, save
+from flexvarlen.report.records import Record, one_line, provenance
 from flexvarlen.report.table import Column
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
 
@@ -108,7 +108,7 @@ class Scaling(_EqualDocuments):
         return times_section(
             records,
             columns,
-            said=lambda case: (
+            title=lambda case: (
                 f"{case['batch']} documents of equal length, {heads(case)}: ms on the device, "
                 "median"
             ),
@@ -131,7 +131,7 @@ def _lines(records: Sequence[Record], **case: object) -> list[Measured]:
 SCALED = {
     "standard": "standard attention",
     "eager": "transformers eager",
-    "sdpa:default": "SDPA",
+    "sdpa:default": "PyTorch SDPA (default)",
     "flex": "flexvarlen flex, packed",
     "fa2": "flexvarlen fa2, packed",
     "fa3": "flexvarlen fa3, packed",
@@ -149,19 +149,34 @@ def draw_scaling(found: Sequence[Measured], folder: Path) -> Path:
                 times.setdefault(name, {})[line.case["tokens"]] = ms
                 peak = line.records[name].measures["peak_mib"] / 1024
                 memory.setdefault(name, {})[line.case["tokens"]] = peak
+    one = {x: y for x, y in memory.items() if x in ("standard", "eager", "sdpa:default")}
+    others = [memory[x] for x in memory if x not in ("standard", "eager")]
+    at_once = [[y[x] for y in others if x in y] for x in memory["sdpa:default"]]
+    apart = max(max(at) / min(at) - 1 for at in at_once)
+    lost = {
+        name: line.case["tokens"]
+        for line in reversed(found)
+        for name, record in line.records.items()
+        if line.pass_ == "forward" and name in SCALED and record.status == "oom"
+    }
+    ends = ", ".join(f"{SCALED[name]} at {tokens:,} tokens" for name, tokens in lost.items())
     most = max(times["standard"])
     gain = times["standard"][most] / times["fa3"][most]
     records = [r for line in found for r in line.records.values()]
     figure, (left, right) = chart(
-        f"Standard attention runs out of memory after {most:,.0f} tokens a document; there FA3 "
-        f"on a packed row is {gain:.0f} times as fast",
+        f"Standard attention runs out of memory after {most:,.0f} tokens a document; there the "
+        f"forward of fa3 on a packed row is {gain:.0f} times as fast",
         "Forward of 8 equally long documents, 32 heads, head_dim 64, bfloat16, causal; device "
-        f"time, median; {where(records)}; flexvarlen bench scaling.",
+        "time, median. Standard attention keeps all scores in memory. Out of memory: "
+        f"{ends}. {provenance(records, PACKAGES)}",
         panels=2,
     )
     axis = "tokens a document"
-    lines(left, times, x_label=axis, y_label="ms", log_y=True, legend=False)
-    lines(right, memory, x_label=axis, y_label="GiB a call takes", log_y=True, labels=SCALED)
+    lines(left, times, x_label=axis, y_label="ms", log_y=True, labels=SCALED, legend=False)
+    lines(right, one, x_label=axis, y_label="GiB per call", log_y=True, legend=False)
+    right.legend(*left.get_legend_handles_labels(), **LEGEND)
+    said = f"SDPA and all packed,\nat most {apart:.0%} apart"
+    right.annotate(said, (0.97, 0.08), xycoords="axes fraction", ha="right", fontsize=8)
     return save(figure, folder / "scaling.png")
 
 
@@ -201,7 +216,7 @@ class SdpaBackends(_EqualDocuments):
         return times_section(
             records,
             columns,
-            said=lambda case: (
+            title=lambda case: (
                 "SDPA's kernels, each forced, beside packed rows: ms on the device, median; "
                 f"{case['dtype']}"
             ),
@@ -229,16 +244,23 @@ def draw_sdpa(found: Sequence[Measured], folder: Path) -> Path:
             record = line.records.get(name)
             if record is not None and record.status == "ok" and "tflops" in record.measures:
                 series.setdefault(name, {})[line.case["tokens"]] = record.measures["tflops"]
+    labels = {"fa3": "flexvarlen fa3, packed", "fixed:fa2": "FA2, fixed lengths"}
+    default = series["sdpa:default"]
+    if all(abs(default[x] / y - 1) <= 0.02 for x, y in series["sdpa:flash"].items()):
+        del series["sdpa:default"]
+        labels["sdpa:flash"] = "sdpa:default (= sdpa:flash)"
+    sizes = {f"{x.case['batch']} × {x.case['tokens']:,}": x.case["num_heads"] for x in found}
     longest = max(x.case["tokens"] for x in found)
     cudnn, flash, fa3 = (series[x][longest] for x in ("sdpa:cudnn", "sdpa:flash", "fa3"))
     records = [r for line in found for r in line.records.values()]
     figure, (axes,) = chart(
-        f"At {longest:,} tokens a document SDPA's cuDNN kernel is {cudnn / flash:.1f} times as "
-        f"fast as its flash kernel, and FA3 on a packed row {fa3 / flash:.1f} times",
-        "Forward of equally long documents, head_dim 128, bfloat16, causal; rate of unmasked "
-        f"work by device time, median; {where(records)}; flexvarlen bench sdpa-backends.",
+        f"In the forward at {longest:,} tokens a document SDPA's cuDNN kernel is "
+        f"{cudnn / flash:.1f} times as fast as its flash kernel, fa3 on a packed row "
+        f"{fa3 / flash:.1f} times",
+        f"Forward of {', '.join(sizes)} tokens (documents × length), {max(sizes.values())} heads "
+        "of 128, bfloat16, causal; rate of unmasked work by device time, median; "
+        f"{provenance(records, PACKAGES)}",
     )
-    labels = {"fa3": "flexvarlen fa3, packed", "fixed:fa2": "FA2, fixed lengths"}
     lines(axes, series, x_label="tokens a document", y_label="TFLOP/s", labels=labels)
     return save(figure, folder / "sdpa-backends.png")
 

@@ -17,11 +17,17 @@ from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer
 from flexvarlen.attention.backends.registry import BACKENDS
 from flexvarlen.bench.suites.attention.engine import PASSES, findings_of_all, measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs
-from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS, Cell
+from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS, Cell, quick
 from flexvarlen.bench.suites.attention.packed import ON_CPU, RAW, RAW_PREFIX, packed_calls
-from flexvarlen.bench.suites.attention.tables import Measured, measured, times_table, where
+from flexvarlen.bench.suites.attention.tables import (
+    PACKAGES,
+    Measured,
+    measured,
+    times_table,
+    where,
+)
 from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, by_machine, one_line
+from flexvarlen.report.records import Record, by_machine, one_line, provenance
 from flexvarlen.report.table import Column, Table, best
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
 
@@ -34,7 +40,7 @@ DRAWN: dict[str, Any] = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8, "c
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A cell of the grid; `subset`, a key of `SUBSETS`, begins its name."""
+    """A cell of the grid; `subset` begins its name."""
 
     cell: Cell
     subset: str
@@ -54,7 +60,7 @@ class Kernels(Suite):
 
     def cases(self, options: Options) -> Sequence[Case]:
         if options.quick:
-            return _cases("quick", SUBSETS["quick"]())
+            return _cases("quick", quick("bfloat16" if options.on_gpu else "float32"))
         shown = SUBSETS["readme"]()
         rest = [cell for cell in SUBSETS["grid"]() if cell not in set(shown)]
         return [*_cases("readme", shown), *_cases("grid", rest)]
@@ -120,7 +126,7 @@ def _auto_cache() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Both:
+class CellTimes:
     """A cell's forward and backward."""
 
     passes: Mapping[str, Measured]
@@ -160,12 +166,12 @@ class Both:
         return None if fastest is None or own is None else (took, own / fastest)
 
 
-def both_passes(records: Sequence[Record]) -> list[Both]:
+def both_passes(records: Sequence[Record]) -> list[CellTimes]:
     """The cells of one machine, by kind and tokens."""
     cells: dict[str, dict[str, Measured]] = {}
     for line in measured(records):
         cells.setdefault(Cell.of(dict(line.case)).name, {})[line.pass_] = line
-    found = [Both(passes) for passes in cells.values() if len(passes) == len(PASSES)]
+    found = [CellTimes(passes) for passes in cells.values() if len(passes) == len(PASSES)]
     kinds = list(dict.fromkeys(x.cell.kind for x in found))
     return sorted(found, key=lambda x: (kinds.index(x.cell.kind), x.cell.tokens))
 
@@ -179,7 +185,7 @@ def _machine(records: Sequence[Record]) -> str:
     return "\n\n".join(parts + [overhead.markdown()] * bool(overhead.lines))
 
 
-def _times(cells: Sequence[Both], said: str) -> Table:
+def _times(cells: Sequence[CellTimes], ran_on: str) -> Table:
     sums = [_summed(both) for both in cells]
     by_line = dict(zip(map(id, sums), cells, strict=True))
 
@@ -195,7 +201,7 @@ def _times(cells: Sequence[Both], said: str) -> Table:
         Column("tokens", lambda line: f"{line.case['tokens']:,}"),
         Column("documents", lambda line: _documents(Cell.of(dict(line.case)))),
     ]
-    title = f"Forward and backward, ms on the device, median, the fastest bold; bfloat16; {said}"
+    title = f"Forward and backward, ms on the device, median, the fastest bold; bfloat16; {ran_on}"
     return times_table(
         sums,
         columns,
@@ -205,7 +211,7 @@ def _times(cells: Sequence[Both], said: str) -> Table:
     )
 
 
-def _summed(both: Both) -> Measured:
+def _summed(both: CellTimes) -> Measured:
     """A line of forward and backward together: the forward's records with the sum as their time."""
     forward, backward = (both.passes[x].records for x in PASSES)
     records = {}
@@ -231,7 +237,7 @@ def _documents(cell: Cell) -> str:
     return f"{len(cell.lengths()):,} {cell.documents}{mean}"
 
 
-def _auto_sentence(cells: Sequence[Both]) -> str:
+def _auto_sentence(cells: Sequence[CellTimes]) -> str:
     said = []
     for clock in CLOCKS:
         ratios = [found[1] for x in cells if (found := x.auto(clock)) is not None]
@@ -244,7 +250,7 @@ def _auto_sentence(cells: Sequence[Both]) -> str:
     return f"{'; '.join(said)}." if said else ""
 
 
-def _overhead(cells: Sequence[Both]) -> Table:
+def _overhead(cells: Sequence[CellTimes]) -> Table:
     """In how many cells a backend takes as long on the device as the kernel that it wraps."""
     names = dict.fromkeys(x for both in cells for x in both.backends() if x in RAW)
 
@@ -280,16 +286,21 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
     series: dict[str, dict[float, float]] = {}
     for both in shown:
         for name in both.backends():
-            if name not in ("nested", "cudnn", "flex_fa4") and (ms := both.ms(name)) is not None:
+            if (ms := both.ms(name)) is not None:
                 series.setdefault(name, {})[both.cell.tokens] = 1e3 * ms / both.cell.tokens
     longest = max(series["fa2"])
     ratios = [series[name][longest] / series["fa2"][longest] for name in ("fa3", "fa4")]
+    document = max(max(x.cell.lengths()) for x in shown if x.cell.tokens == longest)
+    absent = dict.fromkeys(x for both in shown for x in both.backends() if x not in series)
+    left_out = (
+        f"Not drawn, as the device waits for the host: {', '.join(absent)}. " if absent else ""
+    )
     figure, (axes,) = chart(
         f"fa3 and fa4 take {min(ratios):.0%} to {max(ratios):.0%} of fa2's time on packed rows of "
-        f"{longest:,} tokens",
+        f"{longest:,} tokens in documents of {document:,}",
         f"head_dim {DRAWN['head_dim']}, {DRAWN['num_heads']} query and {DRAWN['num_kv_heads']} KV "
-        "heads, causal, bfloat16; documents of 2,048 tokens, or one shorter; forward and backward, "
-        f"device time, median. {where(records)}; flexvarlen bench kernels.",
+        f"heads, causal, bfloat16; documents of {document:,} tokens, or one shorter; forward and "
+        f"backward, device time, median. {left_out}{provenance(records, PACKAGES)}",
     )
-    lines(axes, series, x_label="tokens of the row", y_label="µs a token")
+    lines(axes, series, x_label="tokens of the row", y_label="µs per token")
     return save(figure, folder / "kernels.png")

@@ -50,12 +50,12 @@ class Cell:
 
     @classmethod
     def of(cls, case: dict[str, Any]) -> Cell:
-        """The cell of a row."""
+        """The cell of a record's case."""
         return cls(**{field.name: case[field.name] for field in fields(cls)})
 
     @property
     def name(self) -> str:
-        """For `--cells` and the log.
+        """For `--cases` and the log.
 
         >>> Cell(128, 32, 8, "bfloat16", True, 8192, "log-normal", 500).name
         'd128-h32x8-causal-t8192-log-normal500'
@@ -155,14 +155,14 @@ def readme() -> list[Cell]:
     return found
 
 
-def quick() -> list[Cell]:
-    """Tiny cells, for a CPU."""
+def quick(dtype: str) -> list[Cell]:
+    """Tiny cells."""
     kinds: tuple[tuple[Documents, int], ...] = (("uniform", 64), ("log-normal", 48), ("short", 80))
     return [
-        *cells_of(16, (4, 2), True, (128,), kinds[:1], "float32"),
-        *cells_of(16, (4, 2), True, (256,), kinds[1:], "float32"),
-        *cells_of(16, (2, 2), False, (256,), kinds[:1], "float32"),
+        *cells_of(16, (4, 2), True, (128,), kinds[:1], dtype),
+        *cells_of(16, (4, 2), True, (256,), kinds[1:], dtype),
+        *cells_of(16, (2, 2), False, (256,), kinds[:1], dtype),
     ]
 
 
-SUBSETS = {"grid": grid, "readme": readme, "quick": quick}
+SUBSETS = {"grid": grid, "readme": readme}

@@ -23,15 +23,15 @@ from flexvarlen.bench.suites.attention.packed import packed_calls, packed_varian
 from flexvarlen.bench.suites.attention.padded import sdpa
 from flexvarlen.bench.suites.attention.tables import (
     MASK,
+    PACKAGES,
     PASS,
     Measured,
     field,
     measured,
     times_section,
-    where,
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, one_line
+from flexvarlen.report.records import Record, one_line, provenance
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
 
 Documents = Literal["multiples", "log-normal", "full-length"]
@@ -130,7 +130,7 @@ class Padding(Suite):
         return times_section(
             records,
             columns,
-            said=lambda case: (
+            title=lambda case: (
                 f"{case['batch']} documents padded to {case['max_length']:,} tokens each, or in "
                 f"one row; {case['num_heads']} heads of {case['embedding'] // case['num_heads']}, "
                 f"{case['dtype']}: ms on the device, median"
@@ -166,7 +166,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
         f"Attention on a packed row is {gains[0]:.0f} to {gains[-1]:.0f} times as fast as SDPA "
         "with a padding mask, at 45% padding",
         "8 documents of 448 to 1,856 tokens, padded to 2,048 each, 16 heads of 64, bfloat16, not "
-        f"causal; device time, median; {where(records)}; flexvarlen bench padding.",
+        f"causal; device time, median; {provenance(records, PACKAGES)}",
         height_px=300,
         panels=2,
         share_y=True,

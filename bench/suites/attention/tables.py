@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexvarlen.report.records import Record, by_machine, commits_of, latest_run
+from flexvarlen.report.records import Record, by_machine, commits_of, in_short, latest_run, ran_on
 from flexvarlen.report.table import Column, Notes, Table, best, three_digits
 
 HOST_BOUND = "†"
@@ -64,7 +64,7 @@ def times_section(
     records: Sequence[Record],
     columns: Sequence[Column],
     *,
-    said: Callable[[Mapping[str, Any]], str],
+    title: Callable[[Mapping[str, Any]], str],
     sort: Callable[[Measured], Any],
     kept: Callable[[str], bool] = lambda variant: True,
 ) -> str:
@@ -72,23 +72,22 @@ def times_section(
 
     Args:
         columns: of a `Measured`, what tells the cases apart.
-        said: what the times are of, from a case.
+        title: what the times are of, from a case.
         sort: a key that orders the lines of a pass.
         kept: which variants have a column.
     """
     tables = []
     for own in by_machine(records):
         lines = sorted(measured(own), key=lambda x: (x.pass_ != "forward", sort(x)))
-        tables.append(
-            times_table(lines, columns, f"{said(lines[0].case)}; {where(own)}", kept=kept)
-        )
+        heading = f"{title(lines[0].case)}; {where(own)}"
+        tables.append(times_table(lines, columns, heading, kept=kept))
     return "\n\n".join(table.markdown() for table in tables)
 
 
 def times_table(
     lines: Sequence[Measured],
     columns: Sequence[Column],
-    said: str,
+    title: str,
     *,
     kept: Callable[[str], bool] = lambda variant: True,
     value: Callable[[Measured, str], float | None] = Measured.ms,
@@ -98,7 +97,7 @@ def times_table(
     notes = Notes()
     variants = dict.fromkeys(name for line in lines for name in line.records if kept(name))
     shown = [Column(f"`{name}`", _cell(name, tuple(variants), value, notes)) for name in variants]
-    table = Table.of(lines, [*columns, *shown, *after], said)
+    table = Table.of(lines, [*columns, *shown, *after], title)
     marked = any(HOST_BOUND in cell for line in table.lines for cell in line)
     below = (*([HOST_BOUND_NOTE] if marked else []), *notes.lines())
     return Table(table.title, table.header, table.lines, notes=below)
@@ -116,7 +115,10 @@ def _cell(
             return ""
         found = value(line, name)
         if found is None:
-            return f"{_word(record)} {notes.mark(record.reason or '')}" if record.reason else ""
+            if not record.reason:
+                return ""
+            why = "out of memory" if record.status == "oom" else in_short(record.reason)
+            return f"{_word(record)} {notes.mark(why)}"
         text = three_digits(found)
         if line.host_bound(name):
             return text + HOST_BOUND
@@ -132,10 +134,7 @@ def _word(record: Record) -> str:
 
 def where(records: Sequence[Record]) -> str:
     """The machine, the versions of the kernels and the commits of some records."""
-    found = records[0].environment
-    versions = [f"{name} {found[name]}" for name in PACKAGES if found.get(name)]
-    machine = found.get("gpu") or found.get("cpu")
-    return f"{machine}, {', '.join(versions)}{commits_of(records)}"
+    return f"{ran_on(records[0].environment, PACKAGES)}{commits_of(records)}"
 
 
 def field(title: str, name: str, show: Callable[[Any], str] = str) -> Column:
@@ -150,4 +149,4 @@ def heads(case: Mapping[str, Any]) -> str:
 
 PASS = Column("pass", lambda line: line.pass_)
 MASK = field("mask", "causal", lambda causal: "causal" if causal else "full")
-TOKENS = field("tokens a document", "tokens", "{:,}".format)
+TOKENS = field("tokens per document", "tokens", "{:,}".format)

@@ -27,7 +27,7 @@ class Batch:
     """Arguments of a forward, and the row and tokens of each document in its logits."""
 
     inputs: dict[str, Any]
-    places: list[tuple[int, slice]]
+    slices: list[tuple[int, slice]]
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ def cu_seq_lens(ids: Tensor, with_max: bool = True) -> dict[str, Any]:
 def one_row(ids: Tensor, **inputs: Any) -> Batch:
     """All documents in one row; `use_cache=False` unless given (None: the model's default)."""
     inputs = {"input_ids": ids[None], "use_cache": False} | inputs
-    places, offset = [], 0
+    slices, offset = [], 0
     for length in LENGTHS:
-        places.append((0, slice(offset, offset + length)))
+        slices.append((0, slice(offset, offset + length)))
         offset += length
-    return Batch({name: value for name, value in inputs.items() if value is not None}, places)
+    return Batch({name: value for name, value in inputs.items() if value is not None}, slices)
 
 
 def ones(ids: Tensor) -> Tensor:
@@ -96,24 +96,24 @@ def document_ids(ids: Tensor) -> Batch:
 
 def two_rows(ids: Tensor) -> Batch:
     """5 + 11 tokens in one row, 1 + 8 + 7 in the other."""
-    places = [(0, slice(0, 5)), (0, slice(5, 16))]
-    places += [(1, slice(0, 1)), (1, slice(1, 9)), (1, slice(9, 16))]
+    slices = [(0, slice(0, 5)), (0, slice(5, 16))]
+    slices += [(1, slice(0, 1)), (1, slice(1, 9)), (1, slice(9, 16))]
     inputs = {"input_ids": ids.view(2, 16), "position_ids": positions(ids).view(2, 16)}
-    return Batch(inputs | {"use_cache": False}, places)
+    return Batch(inputs | {"use_cache": False}, slices)
 
 
 def padded_rows(ids: Tensor, left: bool) -> Batch:
-    """One document a row, padded to the longest."""
+    """One document per row, padded to the longest."""
     width = max(LENGTHS)
     tokens = ids.new_zeros(len(LENGTHS), width)
     mask = torch.zeros_like(tokens)
-    places = []
+    slices = []
     for row, document in enumerate(documents_of(ids)):
         begin = width - len(document) if left else 0
-        place = slice(begin, begin + len(document))
-        tokens[row, place], mask[row, place] = document, 1
-        places.append((row, place))
-    return Batch({"input_ids": tokens, "attention_mask": mask, "use_cache": False}, places)
+        span = slice(begin, begin + len(document))
+        tokens[row, span], mask[row, span] = document, 1
+        slices.append((row, span))
+    return Batch({"input_ids": tokens, "attention_mask": mask, "use_cache": False}, slices)
 
 
 def late_start(ids: Tensor) -> Batch:

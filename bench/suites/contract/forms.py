@@ -174,7 +174,7 @@ class TinyModels:
         with torch.set_grad_enabled(gradients):
             for batch in batches:
                 logits = model(**batch.inputs).logits
-                parts = [logits[row, tokens] for row, tokens in batch.places]
+                parts = [logits[row, tokens] for row, tokens in batch.slices]
                 if gradients:
                     own, left = left[: len(parts)], left[len(parts) :]
                     torch.autograd.backward([part.double() for part in parts], own)
@@ -247,7 +247,7 @@ def count_leaks(model: nn.Module, form: Form, ids: Tensor) -> int:
         batch = form.batch(tokens)
         with torch.no_grad():
             found = model(**batch.inputs).logits
-        return [found[row, place] for row, place in batch.places]
+        return [found[row, tokens] for row, tokens in batch.slices]
 
     before, count = logits(ids), 0
     for replaced, watched in halves(len(LENGTHS)):

@@ -44,7 +44,7 @@ def _leaks(records: Sequence[Record]) -> Table:
     title = (
         f"Largest error of packed logits against each document alone in fp64, over tiny random "
         f"{models} models; {records[0].case['dtype']}, {ran_on(records[0].environment)}"
-        f"{commits_of(records)}. Bold: documents leak, or the numbers are false"
+        f"{commits_of(records)}. Bold: documents leak, or the results are wrong"
     )
     table = Table.of(by_form, columns, title=title)
     return Table(table.title, table.header, table.lines, notes=notes.lines())

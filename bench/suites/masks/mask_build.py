@@ -31,7 +31,7 @@ from flexvarlen.measure import (
     watch_compilation,
 )
 from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, commits_of, in_short, ran_on
+from flexvarlen.report.records import Record, commits_of, in_short, provenance, ran_on
 from flexvarlen.report.table import NOTHING, Column, Table, best, three_digits
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
@@ -397,14 +397,13 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
     )
     figure, (axes,) = chart(
         title,
-        f"{ran_on(records[0].environment)}{commits_of(records)}; causal log-normal documents, "
-        "boundaries on the device. flexvarlen bench mask-build.",
+        f"Causal log-normal documents, boundaries on the device. {provenance(records)}",
     )
     lines(
         axes,
         series,
         x_label="tokens of the row",
-        y_label="µs a build",
+        y_label="µs per build",
         log_y=True,
         labels={style: name for name, style in STYLE_OF.items()},
     )

@@ -55,9 +55,9 @@ class Alone:
         self.names = probed_parameters(base) if gradient else []
 
         def run(model: PreTrainedModel) -> tuple[list[Tensor], dict[str, Tensor]]:
-            # The backward runs outside of the mode that the forward ran in.
+            # The backward computes layers again outside of the mode that the forward ran in.
             again = Float64 if model.dtype == torch.float64 else nullcontext
-            checkpoint_layers(model.train(gradient is not None), again)
+            checkpoint_layers(model.train(gradient is not None), lambda: (nullcontext(), again()))
             loss = None
             if gradient is not None:
 

@@ -52,7 +52,7 @@ class Collection:
     # --- as batches ------------------------------------------------------------------------------
 
     def packed(self, boundaries: Mapping[str, Any]) -> list[Batch]:
-        """One row of T; `boundaries`: what tells the model its documents."""
+        """One row of T; `boundaries`: the keyword arguments that mark the documents."""
         return [Batch({"input_ids": self.ids, **boundaries}, None, self.labels)]
 
     def by_length(self) -> list[int]:
@@ -67,13 +67,13 @@ class Collection:
         """Outputs `[T, …]`, of documents in this order, as those of the documents as they come."""
         pieces = outputs.split([self.lengths[index] for index in order])
         at = sorted(range(len(order)), key=order.__getitem__)
-        return torch.cat([pieces[place] for place in at])
+        return torch.cat([pieces[index] for index in at])
 
     def padded(self, positions: int, order: Sequence[int] | None = None) -> list[Batch]:
         """Right-padded batches, at most `positions` each, pads too.
 
-        So many fit where the packed row fits: a user with the same memory would batch them so, and
-        sum the gradients.
+        Such a batch fits wherever the packed row fits: with the same memory a user would batch this
+        way, and sum the gradients.
 
         Args:
             positions: of a batch; a document that is longer has one of its own.

@@ -32,7 +32,7 @@ Measures = dict[str, Any]
 
 
 @dataclass
-class Checked:
+class CheckedVariant:
     """A variant after its first run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Checked:
 
 def measure_variants(
     variants: Sequence[str],
-    check: Callable[[str], Checked],
+    check: Callable[[str], CheckedVariant],
     options: Options,
     *,
     most_repeats: int = MOST_REPEATS,
@@ -74,7 +74,7 @@ def measure_variants(
     Raises:
         DeviceLost: nothing can be measured any more in this process.
     """
-    right: dict[str, Checked] = {}
+    right: dict[str, CheckedVariant] = {}
 
     def first_runs(variant: str) -> Finding:
         checked = check(variant)
@@ -102,7 +102,7 @@ def measure_variants(
     return findings
 
 
-def _run_again(checked: Checked, options: Options) -> None:
+def _run_again(checked: CheckedVariant, options: Options) -> None:
     """The second run, for its time and its peak of memory."""
 
     def timed() -> None:
@@ -116,7 +116,11 @@ def _run_again(checked: Checked, options: Options) -> None:
 
 
 def _time(
-    right: dict[str, Checked], options: Options, most_repeats: int, slow_s: float, lead_in: int
+    right: dict[str, CheckedVariant],
+    options: Options,
+    most_repeats: int,
+    slow_s: float,
+    lead_in: int,
 ) -> dict[str, Timing]:
     """Timings of all variants, in turns."""
     slow = {x: c.took_s for x, c in right.items() if c.took_s is not None and c.took_s > slow_s}

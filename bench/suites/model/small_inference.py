@@ -17,7 +17,7 @@ from torch import Tensor
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.alone import Alone
 from flexvarlen.bench.suites.model.geometries import new_base_model
-from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
+from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -117,7 +117,7 @@ class OneMode:
         self.sizes = Sizes(tokens, len(case.documents), tokens)
         self.alone = [Alone(self.base, self.ids, lengths) for lengths in self.packings]
 
-    def check(self, name: str) -> Checked:
+    def check(self, name: str) -> CheckedVariant:
         """Run a variant on both packings, and on the first one again."""
         mode = self.case.mode
         if mode == CUDA_GRAPHS and not self.options.on_gpu:
@@ -155,7 +155,7 @@ class OneMode:
             "recompilations": later.compilations,
             "cudagraph_skips": _skipped() - skips,
         }
-        return Checked(call, measures | errors, wrong)
+        return CheckedVariant(call, measures | errors, wrong)
 
 
 def refill(inputs: Mapping[str, Any], others: Mapping[str, Any]) -> None:

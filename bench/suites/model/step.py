@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,19 +106,19 @@ def next_token_gradient(hidden: Tensor, head: Tensor, labels: Tensor, counted: i
     return torch.cat(found).view_as(hidden)
 
 
-def checkpoint_layers(
-    model: PreTrainedModel, again: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> None:
-    """Checkpoint every layer, with torch's checkpointing that is not reentrant.
+def checkpoint_layers(model: PreTrainedModel, context_fn: Callable[[], Any] | None = None) -> None:
+    """Gradient checkpointing of every layer, not reentrant.
 
     Args:
         model: changed in place.
-        again: the context in which a layer is computed again.
+        context_fn: as in `torch.utils.checkpoint.checkpoint`.
     """
     # transformers 5.2x calls it activation checkpointing, and warns of the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
-    how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
-    (enable or model.gradient_checkpointing_enable)(how)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    (enable or model.gradient_checkpointing_enable)(options)
 
 
 def free(device: torch.device, *modules: nn.Module) -> None:

@@ -78,7 +78,7 @@ def spread(record: Record | None, digits: int = 0) -> str | None:
 def to_best(record: Record, name: str, others: Iterable[Record]) -> float:
     """The ratio of a measure to the best of some records, itself among them.
 
-    Tokens a second are best where they are most, times where they are least.
+    Tokens per second are best where they are most, times where they are least.
     """
     values = [value(other, name) for other in others]
     top = best(values, max if name == "tokens_per_s" else min)

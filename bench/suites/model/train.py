@@ -18,7 +18,7 @@ from flexvarlen.bench.suites.model.alone import Alone
 from flexvarlen.bench.suites.model.batches import Collection, positions_of, shapes_of
 from flexvarlen.bench.suites.model.cases import SORTED, ModelCase, split_variant
 from flexvarlen.bench.suites.model.geometries import new_causal_lm
-from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
+from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.step import (
     Batch,
     checkpoint_layers,
@@ -62,7 +62,7 @@ class Training:
     def measure(self, variants: Sequence[str]) -> list[Finding]:
         return measure_variants(variants, self.check, self.options)
 
-    def check(self, variant: str) -> Checked:
+    def check(self, variant: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
         batching, attention = split_variant(variant)
         made = make_variant(attention, self.base, self.sizes)
@@ -91,7 +91,7 @@ class Training:
             "graph_breaks": stats.graph_breaks,
         }
         step = partial(self.step, call, batches)
-        return Checked(step, measures | errors, wrong, self.conclude)
+        return CheckedVariant(step, measures | errors, wrong, self.conclude)
 
     def batches(self, batching: str, variant: Variant) -> list[Batch]:
         """The documents as a variant gets them."""

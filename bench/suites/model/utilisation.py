@@ -2,7 +2,7 @@
 
 Utilisation is the work that a step needs, over what the GPU could do in its time.
 
-Counted is what the mathematics needs, without recomputation: six operations a token for each
+Counted is what the mathematics needs, without recomputation: six operations per token for each
 parameter of a matrix product (two forward, four backward; the embedding is only looked up), and
 attention's pairs of query and key, causal and within a document.
 """
@@ -33,9 +33,9 @@ PEAK_TFLOPS = {
     "A100": 312.0,  # A100 data sheet: 624 with sparsity
     "L40S": 362.0,  # L40S data sheet: 733 with sparsity, 362.05 without
 }
-"""Dense bf16 and fp16 peak by words of the GPU's name, in 1e12 operations a second; the first words
-found count, so a longer name stands before one that it contains. NVIDIA's figures "with sparsity"
-are halved."""
+"""Dense bf16 and fp16 peak by words of the GPU's name, in 1e12 operations per second; the first
+words found count, so a longer name stands before one that it contains. NVIDIA's figures "with
+sparsity" are halved."""
 
 
 def peak_tflops(gpu: str | None, dtype: str) -> float | None:

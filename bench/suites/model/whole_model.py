@@ -35,8 +35,8 @@ from flexvarlen.bench.suites.model.tables import (
 )
 from flexvarlen.bench.suites.model.train import Training
 from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, by_machine, grouped
-from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
+from flexvarlen.report.records import Record, by_machine, grouped, provenance
+from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
 
 
@@ -44,6 +44,7 @@ class Model(Suite):
     """Training steps on packed rows and on other batches."""
 
     name: ClassVar[str] = "model"
+    reads_text: ClassVar[bool] = True
 
     def cases(self, options: Options) -> Sequence[ModelCase]:
         return cases_of(options)
@@ -59,13 +60,14 @@ class Model(Suite):
         return Training(case, options).measure(variants)
 
     def section(self, records: Sequence[Record]) -> str:
-        """A table of training for each model; of records of generation, one for each pass."""
+        """A table of training for each model.
+
+        Records with a pass are of generation, which the suite does not measure: left out.
+        """
         tables: list[Table] = []
         for own in by_machine(records):
             trained = grouped((r for r in own if "pass" not in r.case), "geometry")
             tables += [training_table(found) for found in trained.values()]
-            generated = grouped((r for r in own if "pass" in r.case), "pass")
-            tables += [generation_table(found) for found in generated.values()]
         return "\n\n".join(table.markdown() for table in tables)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
@@ -86,7 +88,7 @@ def _step_of(record: Record) -> Step:
 
 
 def training_table(records: Sequence[Record]) -> Table:
-    """One model's tokens a second: variants down, contexts across."""
+    """One model's tokens per second: variants down, contexts across."""
     notes = Notes()
     found = {(r.case["variant"], _step_of(r)): r for r in records}
     steps = sorted({step for _, step in found}, key=lambda step: (step[1], step[0]))
@@ -107,8 +109,8 @@ def training_table(records: Sequence[Record]) -> Table:
         Column(f"peak GiB at {in_memory[0]:,}", peak),
     ]
     title = (
-        f"{model_title(records[0])}, training ({records[0].case['step']}): tokens a second by the "
-        f"tokens of a step, in parentheses the ratio to the best; {where(records)}"
+        f"{model_title(records[0])}, training ({records[0].case['step']}): tokens per second by "
+        f"the tokens per step, in parentheses the ratio to the best; {where(records)}"
     )
     return table_of(_variants(records), columns, title, notes, _errors_of(records))
 
@@ -119,28 +121,6 @@ def _measured_by_most(records: Sequence[Record]) -> Step:
     most = max(counts.values(), default=0)
     steps = [step for step, count in counts.items() if 4 * count >= 3 * most]
     return max(steps, default=_step_of(records[0]), key=lambda step: (not step[1], step[0]))
-
-
-def generation_table(records: Sequence[Record]) -> Table:
-    """Tokens a second of every model in one pass of generation: attentions down, models across."""
-    notes, models = Notes(), grouped(records, "geometry")
-
-    def rate(variant: str, geometry: str) -> str:
-        own = models[geometry]
-        record = next((r for r in own if r.case["variant"] == variant), None)
-        return cell(record, with_ratio(record, "tokens_per_s", own, ",.0f"), notes)
-
-    columns = [
-        *_name_columns(records),
-        *(Column(model_title(own[0]), partial(rate, geometry=x)) for x, own in models.items()),
-    ]
-    case = records[0].case
-    title = (
-        f"Generation, {case['pass']}, {case['prompts']} prompts of {case['tokens']:,} tokens in "
-        f"all, {case['new_tokens']} tokens each: tokens a second, in parentheses the ratio to the "
-        f"best; {where(records)}"
-    )
-    return table_of(_variants(records), columns, title, notes)
 
 
 def _name_columns(records: Sequence[Record]) -> list[Column]:
@@ -176,28 +156,18 @@ def _errors_of(records: Sequence[Record]) -> str:
 
 # --- the chart -----------------------------------------------------------------------------------
 
-DRAWN = {
-    "packed:auto": ("auto", "packed, flexvarlen auto"),
-    "packed:transformers:flash_attention_3@cu_seq_lens": (
-        "transformers:flash_attention_3",
-        "packed, transformers FA3\nwith cu_seq_lens",
-    ),
-    "packed:transformers:flex_attention": (
-        "transformers:flex_attention",
-        "packed, transformers flex",
-    ),
-    "packed:transformers:flash_attention_2": (
-        "transformers:flash_attention_2",
-        "packed, transformers FA2",
-    ),
-    "padded-sorted:transformers:flash_attention_2": (
-        "padded:masked",
-        "padded, sorted by length,\ntransformers FA2",
-    ),
-    "padded:transformers:sdpa": ("padded:unmasked", "padded, transformers sdpa"),
-    "serial:transformers:sdpa": ("transformers:eager", "one document at a time,\nsdpa"),
+PACKED = {
+    "auto": "packed, flexvarlen auto",
+    "transformers:flash_attention_3@cu_seq_lens": "packed, transformers FA3\nwith cu_seq_lens",
+    "transformers:flex_attention": "packed, transformers flex",
+    "transformers:flash_attention_2": "packed, transformers FA2",
 }
-"""Variants of the chart: whose style each has, and its label."""
+OTHERS = {
+    "padded": "padded",
+    "padded-sorted": "padded, sorted by length",
+    "serial": "one document at a time",
+}
+"""The other batches of the chart: each with its fastest attention."""
 
 
 def _is_drawn(record: Record) -> bool:
@@ -209,43 +179,39 @@ def _is_drawn(record: Record) -> bool:
 
 def draw(records: Sequence[Record], folder: Path) -> Path:
     """Tokens a second of training by the tokens of a step."""
-    rates: dict[str, dict[float, float]] = {}
+    series: dict[str, dict[float, float]] = {name: {} for name in (*PACKED, *OTHERS)}
     for record in records:
-        points = rates.setdefault(record.case["variant"], {})
-        points[record.case["tokens"]] = record.measures["tokens_per_s"]
+        batching, attention = split_variant(record.case["variant"])
+        points = series.get(attention if batching == "packed" else batching, {})
+        rate, tokens = record.measures["tokens_per_s"], record.case["tokens"]
+        points[tokens] = max(rate, points.get(tokens, rate))
+    series = {name: points for name, points in series.items() if points}
     figure, (axes,) = chart(
-        _finding(rates),
-        f"{model_title(records[0])}, documents of texts, eager; {where(records)}. "
-        "flexvarlen bench model.",
+        _finding(series),
+        f"{model_title(records[0])}, documents of texts, {records[0].case['dtype']}, eager. Other "
+        f"batches: with the fastest attention measured at each size. {provenance(records)}",
     )
     lines(
         axes,
-        {style: rates[variant] for variant, (style, _) in DRAWN.items() if variant in rates},
+        series,
         x_label="tokens of a training step",
-        y_label="documents' tokens a second",
-        labels=dict(DRAWN.values()),
+        y_label="document tokens per second",
+        labels=PACKED | OTHERS,
     )
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return save(figure, folder / "model.png")
 
 
-def _finding(rates: Mapping[str, Mapping[float, float]]) -> str:
-    """What packing gains in the longest step over the fastest padded batches."""
-
-    def fastest(batching: str) -> float | None:
-        own = [points.get(x) for name, points in rates.items() if name.startswith(f"{batching}:")]
-        return best(own, max)
-
-    x = max(rates.get("packed:auto", {}), default=0)
-    padded, in_order = fastest("padded"), fastest("padded-sorted")
-    if padded is None or in_order is None:
-        return "Training whole models on packed rows and on padded batches"
-    packed = rates["packed:auto"][x]
+def _finding(series: Mapping[str, Mapping[float, float]]) -> str:
+    """What packing gains in the longest step over the fastest of each kind of other batches."""
+    x = max(series.get("auto", {}), default=0)
+    others = [series[name][x] for name in OTHERS if x in series.get(name, {})]
+    if not others:
+        return "Training whole models on packed rows and on other batches"
+    gains = [series["auto"][x] / rate for rate in (max(others), min(others))]
     return (
-        f"In a step of {x:,.0f} tokens packed rows train {packed / padded:.1f} times as many "
-        f"tokens a second as the fastest padded batches, {packed / in_order:.1f} times as many as "
-        "the fastest sorted by length"
+        f"In a step of {x:,.0f} tokens packed rows with auto train {gains[0]:.1f} to "
+        f"{gains[1]:.1f} times as fast as the other {len(others)} ways to batch"
     )
 
 

@@ -47,7 +47,7 @@ ON_GPU = (PADDED, "auto", "fa3", "fa4", "fa2", "varlen", "flex", "flex_fa4", "ne
 ON_CPU = (PADDED, "auto", "sdpa", "reference", UNPATCHED)
 SEEDS = 5
 FEWEST_TOKENS = 16  # shorter docstrings only repeat a name
-WARMUP_STEPS = 10  # before tokens a second are counted
+WARMUP_STEPS = 10  # before tokens per second are counted
 MAX_NORM = 1.0
 
 

@@ -19,12 +19,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, commit_of, commits_of, grouped, ran_on, records_alike
+from flexvarlen.report.figure import LEGEND, chart, lines, save
+from flexvarlen.report.records import (
+    Record,
+    commit_of,
+    commits_of,
+    grouped,
+    provenance,
+    ran_on,
+    records_alike,
+)
 from flexvarlen.report.table import NOTHING, Column, Table
 
 PADDED, UNPATCHED = "padded", "unpatched"
@@ -43,7 +51,7 @@ def final_loss(losses: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """A variant's trainings.
 
     Attributes:
@@ -83,7 +91,7 @@ def sigma_of(baseline: dict[int, Record]) -> float | None:
     return statistics.stdev(losses) if len(losses) >= FEWEST_SEEDS else None
 
 
-def outcomes(records: Sequence[Record]) -> list[Outcome]:
+def outcomes(records: Sequence[Record]) -> list[TrainingOutcome]:
     """Each variant by the rule above, the baseline first."""
     by_variant = grouped(records, "variant")
     baseline = ended(by_variant.get(PADDED, []))
@@ -91,14 +99,14 @@ def outcomes(records: Sequence[Record]) -> list[Outcome]:
     return sorted(found, key=lambda each: each.variant != PADDED)
 
 
-def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) -> Outcome:
+def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) -> TrainingOutcome:
     runs, sigma = ended(records), sigma_of(baseline)
     wrong = any(r.status == "wrong" for r in runs.values())
     if name == PADDED:
-        return Outcome(name, records, NOT_ROUNDING if wrong else "the baseline")
+        return TrainingOutcome(name, records, NOT_ROUNDING if wrong else "the baseline")
     shared = [seed for seed in runs if seed in baseline]
     if sigma is None or not shared:
-        return Outcome(name, records, NOT_ROUNDING if wrong else NO_VERDICT)
+        return TrainingOutcome(name, records, NOT_ROUNDING if wrong else NO_VERDICT)
     final = "final_loss"
     gaps = [runs[seed].measures[final] - baseline[seed].measures[final] for seed in shared]
     worst = max(gaps, key=lambda gap: math.inf if math.isnan(gap) else abs(gap))
@@ -113,7 +121,7 @@ def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) 
         verdict = NOT_ROUNDING
     else:
         verdict = WITHIN if len(shared) >= FEWEST_SEEDS else NO_VERDICT
-    return Outcome(name, records, verdict, mean, errors, worst)
+    return TrainingOutcome(name, records, verdict, mean, errors, worst)
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -124,7 +132,7 @@ def groups_of(records: Sequence[Record]) -> list[list[Record]]:
     return records_alike(records, ("variant", "seed"))
 
 
-def _run(each: Outcome) -> str:
+def _run(each: TrainingOutcome) -> str:
     """The variant, and the kernels that "auto" took, with how many runs if not all."""
     taken = Counter(
         kernel
@@ -133,39 +141,41 @@ def _run(each: Outcome) -> str:
         if kernel
     )
     kernels = [
-        kernel if count == len(each.runs) else f"{kernel} in {count} of {len(each.runs)}"
+        kernel if count == len(each.runs) else f"{kernel} in {count} of {len(each.runs)} runs"
         for kernel, count in taken.most_common()
     ]
-    return ", ".join([f"`{each.variant}`", *kernels])
+    return f"`{each.variant}`" + (f" ({'; '.join(kernels)})" if kernels else "")
 
 
-def _verdict(each: Outcome) -> str:
+def _verdict(each: TrainingOutcome) -> str:
     if not each.runs:
         return each.records[0].outcome
     return f"**{each.verdict}**" if each.verdict in (BEYOND, NOT_ROUNDING) else each.verdict
 
 
-def _seeds(each: Outcome) -> str:
+def _seeds(each: TrainingOutcome) -> str:
     ran, begun = len(each.runs), len(each.records)
     return str(ran) if ran == begun else f"{ran} of {begun}"
 
 
-def _number(value: Callable[[Outcome], float], form: str) -> Callable[[Outcome], str]:
-    def cell(each: Outcome) -> str:
+def _number(
+    value: Callable[[TrainingOutcome], float], form: str
+) -> Callable[[TrainingOutcome], str]:
+    def cell(each: TrainingOutcome) -> str:
         number = value(each) if each.runs else math.nan
         return NOTHING if math.isnan(number) else format(number, form)
 
     return cell
 
 
-def _gradient_ratio(each: Outcome) -> float:
+def _gradient_ratio(each: TrainingOutcome) -> float:
     return max(
         float(r.measures["gradient_error"] / r.measures["baseline_gradient_error"])
         for r in each.runs.values()
     )
 
 
-def _final(each: Outcome) -> float:
+def _final(each: TrainingOutcome) -> float:
     return statistics.fmean(r.measures["final_loss"] for r in each.runs.values())
 
 
@@ -217,52 +227,70 @@ def table(records: Sequence[Record]) -> Table:
 
 # --- the chart -----------------------------------------------------------------------------------
 
-DRAWN = {
-    PADDED: "padded:masked",
-    "auto": "auto",
-    "flex": "flex",
-    "fa3": "fa3",
-    "fa2": "fa2",
-    "varlen": "varlen",
-    UNPATCHED: "transformers:sdpa",
-}
-"""The variants of the chart, and the style that each has."""
-LABELS = {PADDED: "padded", UNPATCHED: "packed, not patched"}
+DRAWN = ("auto", "fa3", "fa4", "fa2", "varlen", "flex", "sdpa")
+"""The backends of the chart, beside the one that is not patched."""
 POINTS = 20  # of a line
 
 
 def draw(records: Sequence[Record], folder: Path) -> Path | None:
-    """Loss over steps, mean over seeds; None if nothing was trained."""
+    """How far the losses are from the padded runs'; None without 3 of those and runs to compare."""
     found = {each.variant: each for each in outcomes(records) if each.runs}
-    series = {DRAWN[name]: _curve(found[name]) for name in DRAWN if name in found}
-    if not series:
+    drawn, leak = {x: found[x] for x in DRAWN if x in found}, found.get(UNPATCHED)
+    padded = {seed: _curve(r) for seed, r in found[PADDED].runs.items()} if PADDED in found else {}
+    if len(padded) < FEWEST_SEEDS or not drawn or leak is None:
         return None
-    ours = [each for name, each in found.items() if name not in (PADDED, UNPATCHED)]
-    within = sum(each.verdict == WITHIN for each in ours)
-    case = records[0].case
-    figure, (axes,) = chart(
-        f"The loss of packed training is that of padded training: {within} of {len(ours)} backends "
-        "are within the noise of seeds",
-        f"{case['steps']} steps of up to {case['tokens']:,} tokens, {case['dtype']}; "
-        f"{ran_on(records[0].environment)}{commits_of(records)}. flexvarlen bench convergence.",
+    noise = {
+        x: MOST_STANDARD_ERRORS
+        * statistics.stdev(curve[x] for curve in padded.values())
+        * math.sqrt(2 / len(padded))
+        for x in next(iter(padded.values()))
+    }
+    within = sum(each.verdict == WITHIN for each in drawn.values())
+    case, parameters = records[0].case, next(iter(leak.runs.values())).measures["parameters"]
+    seeds = min(len(each.runs) for each in drawn.values())
+    figure, panels = chart(
+        f"Packed training learns what padded training learns: {within} of {len(drawn)} backends "
+        f"end within the noise of seeds; unpatched, the loss is {leak.difference:.2f} nats higher",
+        f"Llama of {parameters / 1e6:.1f}M parameters, {case['steps']} steps of up to "
+        f"{case['tokens']:,} tokens, {case['dtype']}; means over {seeds} seeds (not patched: "
+        f"{len(leak.runs)}). Grey: ±{MOST_STANDARD_ERRORS:g} standard errors of such a difference, "
+        f"from the padded runs. Backends not drawn are in the table. {provenance(records)}",
+        panels=2,
     )
-    lines(
-        axes,
-        series,
-        x_label="step",
-        y_label="loss, mean over seeds",
-        log_x=False,
-        labels={style: LABELS.get(name, name) for name, style in DRAWN.items()},
-    )
+    for axes, shown in zip(panels, (drawn, {UNPATCHED: leak}), strict=True):
+        axes.fill_between(
+            list(noise), [-y for y in noise.values()], list(noise.values()), color="#DDDDDD"
+        )
+        lines(
+            axes,
+            {name: _difference(each, padded) for name, each in shown.items()},
+            x_label="step",
+            y_label="loss − loss of padded training, nats",
+            log_x=False,
+            labels={UNPATCHED: "packed,\nnot patched"},
+            legend=False,
+        )
+    handles = [axes.get_legend_handles_labels() for axes in panels]
+    panels[1].legend(*(a + b for a, b in zip(*handles, strict=True)), **LEGEND)
     return save(figure, folder / "convergence.png")
 
 
-def _curve(each: Outcome) -> dict[float, float]:
-    """Means over seeds and over `POINTS` equal parts of the steps, by the last step of each."""
-    runs = [r.measures["losses"] for r in each.runs.values()]
-    steps = [statistics.fmean(values) for values in zip(*runs, strict=True)]
-    size = max(1, len(steps) // POINTS)
+def _curve(record: Record) -> dict[float, float]:
+    """Means over `POINTS` equal parts of the steps, by the last step of each."""
+    losses = record.measures["losses"]
+    size = max(1, len(losses) // POINTS)
     return {
-        float(end): statistics.fmean(steps[end - size : end])
-        for end in range(size, len(steps) + 1, size)
+        float(end): statistics.fmean(losses[end - size : end])
+        for end in range(size, len(losses) + 1, size)
+    }
+
+
+def _difference(
+    each: TrainingOutcome, padded: Mapping[int, Mapping[float, float]]
+) -> dict[float, float]:
+    """From the padded runs of the same seeds, mean over the seeds."""
+    curves = {seed: _curve(r) for seed, r in each.runs.items() if seed in padded}
+    return {
+        x: statistics.fmean(curve[x] - padded[seed][x] for seed, curve in curves.items())
+        for x in next(iter(curves.values()), {})
     }

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
+from flexvarlen.bench.suites.model.step import checkpoint_layers
 from flexvarlen.bench.suites.model.utilisation import (
     peak_tflops,
     resolved_auto,
@@ -41,16 +42,15 @@ from flexvarlen.bench.suites.model.utilisation import (
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
 from flexvarlen.bench.suites.training.batches import Collate, flatten, pack, pad, padded_batches
 from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
-from flexvarlen.bench.suites.training.first_step import FirstStep, checkpoint_layers
+from flexvarlen.bench.suites.training.first_step import FirstStep
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.bench.suites.training.trainer import Clock, OrderedTrainer, fresh_accelerate
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
-from flexvarlen.verify.variants import set_transformers
+from flexvarlen.verify.variants import THEIRS, set_transformers
 
-THEIRS = "transformers:"
 PACKED = (
     "packed:auto",
     f"packed:auto{KEPT}",
@@ -151,7 +151,7 @@ class EndToEnd(Suite):
             raise ValueError(
                 "one GPU must be visible, Trainer takes all; set CUDA_VISIBLE_DEVICES."
             )
-        run = _Run(case, options)
+        run = _TrainerCase(case, options)
         require_known(variants, KNOWN)
         return measure_each(case.name, variants, run.finding, options.device)
 
@@ -165,7 +165,7 @@ class EndToEnd(Suite):
         return [path for path in drawn if path is not None]
 
 
-class _Run:
+class _TrainerCase:
     """A case's documents and the reference of its first step."""
 
     def __init__(self, case: TrainerCase, options: Options) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
+from flexvarlen.report.records import Record, commits_of, provenance, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
 
 OURS = "packed:auto"
@@ -16,7 +16,7 @@ KEPT = "@kept"
 
 
 def parts_of(variant: str) -> tuple[str, str, bool]:
-    """How it batches, its attention, and whether checkpointed layers keep attention's outputs.
+    """How it batches, its attention, and whether checkpointed layers save the attention outputs.
 
     >>> parts_of("packed:auto@kept")
     ('packed', 'auto', True)
@@ -36,7 +36,7 @@ def groups_of(records: Sequence[Record]) -> list[list[Record]]:
 def _shown(record: Record, quote: str = "") -> str:
     batching, attention, kept = parts_of(record.case["variant"])
     name = f"{quote}{attention.replace('transformers:', 'transformers ')}{quote}"
-    return f"{batching}, {name}" + (", attention's outputs kept" if kept else "")
+    return f"{batching}, {name}" + (", attention outputs saved" if kept else "")
 
 
 def _speed(record: Record) -> str:
@@ -55,19 +55,19 @@ def _compiling(r: Record) -> str:
 COLUMNS = (
     Column("batch, attention", partial(_shown, quote="`")),
     Column("tokens/s", _speed),
-    Column("ms a step", _measure(lambda r: f"{r.measures['ms_p50']:,.0f}")),
+    Column("ms per step", _measure(lambda r: f"{r.measures['ms_p50']:,.0f}")),
     Column("MFU", _measure(lambda r: (x := r.measures["mfu"]) and f"{x:.1%}")),
     Column("peak GiB", _measure(lambda r: (x := r.measures["peak_mib"]) and f"{x / 1024:.1f}")),
     Column(
-        "positions a token",
+        "positions per token",
         _measure(lambda r: f"{r.measures['positions'] / r.case['tokens']:.2f}"),
     ),
-    Column("batches a step", _measure(lambda r: str(r.measures["batches"]))),
+    Column("batches per step", _measure(lambda r: str(r.measures["batches"]))),
     Column(
         "graph breaks",
         _measure(lambda r: str(r.measures["graph_breaks"]) * (r.case["mode"] == "compiled")),
     ),
-    Column("steps that compiled", _measure(_compiling)),
+    Column("steps with recompilation", _measure(_compiling)),
 )
 
 
@@ -83,7 +83,7 @@ def table(records: Sequence[Record]) -> Table:
 
     notes = [
         "Tokens are the documents' own, without pads. Timed steps that compiled a graph are left "
-        "out, unless all did. MFU: 6 operations a token for each parameter of a matrix product, "
+        "out, unless all did. MFU: 6 operations per token for each parameter of a matrix product, "
         "and attention's unmasked pairs, no recomputation, over the GPU's peak."
     ]
     if done:
@@ -93,20 +93,23 @@ def table(records: Sequence[Record]) -> Table:
             for what in ("loss", "gradient")
         ]
         notes[0] += f" The first step's largest relative errors: {', '.join(errors)}."
-    columns = [*COLUMNS, Column("speed of `auto` ÷ its own", _measure(ratio))]
+    columns = [*COLUMNS, Column("`auto` speedup over this variant", _measure(ratio))]
     return Table.of(records, columns, _title(records), notes=notes)
 
 
 def _title(records: Sequence[Record]) -> str:
+    return f"{_what(records)}; {ran_on(records[0].environment)}{commits_of(records)}"
+
+
+def _what(records: Sequence[Record]) -> str:
     case = records[0].case
     name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     documents = next((r.measures["documents"] for r in records if r.measures), None)
     counted = "" if documents is None else f" of {documents:.0f} documents on average"
     return (
-        f"Trainer, {name} geometry, {case['layers']} layers, {case['tokens']:,} tokens a step"
+        f"Trainer, {name} geometry, {case['layers']} layers, {case['tokens']:,} tokens per step"
         f"{counted}, Python's help topics cut at {case['longest']:,}; {case['dtype']}, "
-        f"{case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}; "
-        f"{ran_on(records[0].environment)}{commits_of(records)}"
+        f"{case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}"
     )
 
 
@@ -122,13 +125,13 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
     height = 120 + 32 * len(found)
     figure, (axes,) = chart(
         _finding(speed, case["mode"]),
-        f"{_title(records)}. flexvarlen bench end-to-end.{left_out}",
+        f"{_what(records)}.{left_out} {provenance(records)}",
         height_px=height + 40,
     )
     bars(
         axes,
         {_shown(r): speed[r.case["variant"]] for r in found},
-        label="documents' tokens a second",
+        label="document tokens per second",
         colors=[style_of(parts_of(r.case["variant"])[1]).color for r in found],
         texts=[f"{value:,.0f}" for value in speed.values()],
     )

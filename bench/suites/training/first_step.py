@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from flexvarlen.bench.suites.model.step import free
+from flexvarlen.bench.suites.model.step import checkpoint_layers, free
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.reference.acceptance import Error, why_wrong
-from flexvarlen.reference.attention import spans_of
-from flexvarlen.reference.model import Float64, Loss, ModelResults, float64_model, run_alone
+from flexvarlen.reference.model import (
+    Float64,
+    ModelResults,
+    float64_model,
+    next_token_loss,
+    run_alone,
+)
 
-LOGIT_ROWS = 4096  # tokens whose logits exist at once: 5 GiB in fp64 at a vocabulary of 152k
+LOGIT_TOKENS = 4096  # tokens whose logits exist at once: 5 GiB in fp64 at a vocabulary of 152k
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class FirstStep:
         dtype: of the training's arithmetic.
         loss: the mean over all next tokens, in fp64.
         gradients: fp64, on the host, of the matrices of the first and the last layer.
-        baseline_loss, baseline_gradient: errors of each document alone in `dtype`.
+        baseline_loss: error of each document alone in `dtype`.
+        baseline_gradient, baseline_gradients: of all of them as one vector, and of each.
     """
 
     dtype: torch.dtype
@@ -39,6 +43,7 @@ class FirstStep:
     gradients: dict[str, Tensor]
     baseline_loss: Error
     baseline_gradient: Error
+    baseline_gradients: dict[str, Error]
 
     @classmethod
     def of(
@@ -65,13 +70,14 @@ class FirstStep:
         checkpoint_layers(model)
         with precision():
             baseline = _alone(model, documents)
-        pairs = [(baseline.gradients[name], x) for name, x in reference.gradients.items()]
+        pairs = {name: (baseline.gradients[name], x) for name, x in reference.gradients.items()}
         found = cls(
             dtype,
             reference.loss,
             {name: x.cpu() for name, x in reference.gradients.items()},
             _scalar_error(baseline.loss, reference.loss),
-            Error.of_pieces(pairs),
+            Error.of_pieces(pairs.values()),
+            {name: Error.between(*pair) for name, pair in pairs.items()},
         )
         device = model.device
         del model, double, reference, baseline, pairs
@@ -85,64 +91,36 @@ class FirstStep:
             Measures, and the sentence about what is wrong, or None.
         """
         named = dict(model.named_parameters())
-        gradients = {name: named[name].grad for name in self.gradients}
-        pairs = [(g, self.gradients[name]) for name, g in gradients.items() if g is not None]
-        complete = len(pairs) == len(gradients)
-        error = Error.of_pieces(pairs) if complete else Error.missing()
+        pairs = {
+            name: (gradient, expected)
+            for name, expected in self.gradients.items()
+            if (gradient := named[name].grad) is not None
+        }
         loss_error = _scalar_error(loss, self.loss)
         measures: dict[str, Any] = {
             "first_loss": loss,
             "reference_loss": self.loss,
             "loss_error": loss_error.relative,
             "baseline_loss_error": self.baseline_loss.relative,
-            "gradient_error": error.relative,
+            "gradient_error": Error.of_pieces(pairs.values()).relative,
             "baseline_gradient_error": self.baseline_gradient.relative,
         }
         what = "of the first step"
         reason = why_wrong(f"loss {what}", loss_error, self.baseline_loss, self.dtype)
-        return measures, reason or why_wrong(
-            f"gradient {what}", error, self.baseline_gradient, self.dtype, gradient=True
-        )
-
-
-def checkpoint_layers(model: PreTrainedModel, context_fn: Callable[[], Any] | None = None) -> None:
-    """Gradient checkpointing of every layer, not reentrant.
-
-    Args:
-        context_fn: as in `torch.utils.checkpoint.checkpoint`.
-    """
-    # transformers 5.2x calls it activation checkpointing, and warns of the old name.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    options: dict[str, Any] = {"use_reentrant": False}
-    enable(options if context_fn is None else options | {"context_fn": context_fn})
+        for name, baseline in self.baseline_gradients.items():
+            error = Error.between(*pairs[name]) if name in pairs else Error.missing()
+            text = f"gradient of {name} {what}"
+            reason = reason or why_wrong(text, error, baseline, self.dtype, gradient=True)
+        return measures, reason
 
 
 def _alone(model: PreTrainedModel, documents: Sequence[Document]) -> ModelResults:
     lengths = [len(ids) for ids in documents]
     ids = torch.tensor([[token for document in documents for token in document]])
     ids = ids.to(model.device)
-    loss = _next_token_loss(model, ids, lengths)
+    every = range(len(lengths))
+    loss = next_token_loss(model, ids, lengths, every, piece_tokens=LOGIT_TOKENS)
     return run_alone(model, ids, lengths, loss=loss, parameters=_matrices(model))
-
-
-def _next_token_loss(model: PreTrainedModel, ids: Tensor, lengths: Sequence[int]) -> Loss:
-    """As `reference.model.next_token_loss`, a piece of the logits at a time."""
-    head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
-    spans, counted = spans_of(lengths), max(1, sum(lengths) - len(lengths))
-
-    def piece(states: Tensor, labels: Tensor) -> Tensor:
-        logits = head(states)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return cross_entropy(logits.to(wide), labels, reduction="sum") / counted
-
-    def loss(document: int, states: Tensor) -> Tensor:
-        start, end = spans[document]
-        labels = ids[0, start + 1 : end].split(LOGIT_ROWS)
-        pieces = zip(states[:-1].split(LOGIT_ROWS), labels, strict=True)
-        terms = [checkpoint(piece, *each, use_reentrant=False) for each in pieces]
-        return torch.stack(terms).sum()
-
-    return loss
 
 
 def _matrices(model: PreTrainedModel) -> list[str]:

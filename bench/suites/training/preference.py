@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.measure import Checked, Measures, measure_variants
+from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.step import checkpoint_layers, free
 from flexvarlen.bench.suites.model.utilisation import resolved_auto
 from flexvarlen.bench.suites.model.variants import own_backend
@@ -213,7 +213,7 @@ class _Run:
         free(self.device, trainer.model)
         return _Outcome(found.loss, on_host)
 
-    def check(self, variant: str) -> Checked:
+    def check(self, variant: str) -> CheckedVariant:
         """Make a variant, compare its first batch, and run the others once."""
         trainer, call = self.make(variant)
         attends = self.attends(variant, trainer)  # before any graph, in which auto measures nothing
@@ -233,7 +233,7 @@ class _Run:
             "compile_s": stats.compile_s,
         }
         step = partial(self.step, trainer, call, itertools.cycle(self.batches))
-        return Checked(step, measures, wrong, self.conclude)
+        return CheckedVariant(step, measures, wrong, self.conclude)
 
     def make(self, variant: str) -> tuple[Any, Callable[..., Any]]:
         """A variant's trainer, and the policy as it is called.

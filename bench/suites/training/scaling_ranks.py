@@ -1,6 +1,6 @@
 """Suite "scaling-ranks": packed training on several GPUs of one host, by torchrun.
 
-    ddp, fsdp2  tokens a second of whole training steps, a packed row for each rank and step, rows
+    ddp, fsdp2  tokens per second of whole training steps, a packed row for each rank and step, rows
                 in a shuffled order or in `BalancedSampler`'s. The rows are the same whatever the
                 number of ranks: Python's help topics in random order, cut where a row ends. FSDP2
                 shards each layer and the rest.
@@ -179,6 +179,7 @@ def launch(case: RanksCase, variant: str, device: torch.device) -> Finding:
     Raises:
         Unsupported: there are fewer GPUs.
         RuntimeError: a rank ended otherwise; the message is the last line of its error.
+        TimeoutExpired: it took longer than `LIMIT_S`; the ranks are ended.
     """
     if device.type == "cuda" and torch.cuda.device_count() < case.ranks:
         raise Unsupported(f"needs {case.ranks} GPUs, has {torch.cuda.device_count()}")
@@ -188,15 +189,21 @@ def launch(case: RanksCase, variant: str, device: torch.device) -> Finding:
         out = Path(folder) / "finding.json"
         task = json.dumps({"variant": variant, "case": case.data(), "device": device.type})
         torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}")
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", *torchrun, "-m", CHILD, task, str(out)],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=LIMIT_S,
-            check=False,
         )
+        try:
+            _, stderr = process.communicate(timeout=LIMIT_S)
+        finally:
+            if process.poll() is None:
+                # Not killed: torchrun ends its ranks first, which are in sessions of their own.
+                process.terminate()
+                process.communicate()
         if not out.exists():
-            raise RuntimeError(_error_of(done.stderr))
+            raise RuntimeError(_error_of(stderr))
         return Finding(variant, **json.loads(out.read_text(encoding="utf-8")))
 
 

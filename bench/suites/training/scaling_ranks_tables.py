@@ -76,18 +76,18 @@ def training_table(records: Sequence[Record]) -> Table:
         GPUS,
         Column("rows", lambda r: r.case["order"]),
         TOKENS,
-        _measure("tokens/s a GPU", lambda r: f"{r.measures['tokens_per_s_rank']:,.0f}"),
-        _measure("of one GPU", efficiency),
-        _measure("ms a step", lambda r: f"{r.measures['ms_step']:,.0f}"),
-        _measure("waits for attention", lambda r: f"{r.measures['imbalance'] - 1:.1%}"),
+        _measure("tokens/s per GPU", lambda r: f"{r.measures['tokens_per_s_rank']:,.0f}"),
+        _measure("scaling efficiency", efficiency),
+        _measure("ms per step", lambda r: f"{r.measures['ms_step']:,.0f}"),
+        _measure("attention imbalance", lambda r: f"{r.measures['imbalance'] - 1:.1%}"),
         PEAK,
     ]
     case = records[0].case
     note = (
-        f"The same {case['timed_rows']} rows of Python's help topics, whatever the GPUs. Waits for "
-        "attention: how much more of it the slowest rank of each step has than the mean."
+        f"The same {case['timed_rows']} rows of Python's help topics, whatever the GPUs. Attention "
+        "imbalance: how much more attention work the slowest rank has than the mean."
     )
-    row = f"a packed row of {case['tokens']:,} tokens a GPU and step, "
+    row = f"a packed row of {case['tokens']:,} tokens per GPU and step, "
     return Table.of(ordered, columns, _title(records, row), notes=[note])
 
 
@@ -114,7 +114,7 @@ def ulysses_table(records: Sequence[Record]) -> Table:
         _measure("forward + backward ms", partial(both, which="")),
         _measure("faster", lambda r: f"{speed_up(r):.2f}×"),
         _measure("efficiency", lambda r: f"{speed_up(r) / r.case['ranks']:.0%}"),
-        _measure("error ÷ one GPU's", error),
+        _measure("error ÷ single-GPU error", error),
         _measure("largest difference", lambda r: f"{r.measures['max_difference']:.1e}"),
     ]
     case, where = records[0].case, records[0].environment
@@ -141,7 +141,7 @@ def sequence_table(records: Sequence[Record]) -> Table:
     columns = [
         GPUS,
         TOKENS,
-        _measure("ms a step", lambda r: f"{r.measures['ms_p50']:,.0f}"),
+        _measure("ms per step", lambda r: f"{r.measures['ms_p50']:,.0f}"),
         PEAK,
         _measure("loss", partial(errors, what="loss")),
         _measure("gradients", partial(errors, what="gradient")),
@@ -187,7 +187,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
     best = max(share for (_, ranks, _), share in shares.items() if ranks == most)
     figure, (axes,) = chart(
         f"On {most} GPUs each GPU keeps {best:.0%} of its speed if BalancedSampler deals the rows",
-        f"{_title(group, 'one packed row a GPU and step, ').replace('`', '')}. flexvarlen bench "
+        f"{_title(group, 'one packed row a GPU and step, ').replace('`', '')}; flexvarlen bench "
         "scaling-ranks.",
         height_px=380,
     )

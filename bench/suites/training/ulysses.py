@@ -20,8 +20,9 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.bench.suites.training.ranks import Measured, largest, seconds_of
 from flexvarlen.parallel import ulysses_attention
-from flexvarlen.reference.acceptance import Error, why_wrong
-from flexvarlen.reference.attention import Results, attend_alone, sampled_spans
+from flexvarlen.reference.acceptance import Error
+from flexvarlen.reference.acceptance import largest as largest_of
+from flexvarlen.reference.attention import Results, samples
 
 if TYPE_CHECKING:
     from flexvarlen.bench.suites.training.scaling_ranks import UlyssesCase
@@ -74,43 +75,24 @@ def measure_ulysses(case: UlyssesCase, device: torch.device) -> Measured:
 def compare(
     inputs: Sequence[Tensor], lengths: Sequence[int], single: Results, together: Results
 ) -> tuple[dict[str, Any], str | None]:
-    """Errors of both, and the sentence that says where the ranks' is too large, or None.
+    """The worst sample's errors of both, and the sentence that says where the ranks' is too large.
 
     Args:
         inputs: q, k, v and the output's gradient of the whole row.
     """
-    measures: dict[str, Any] = {"max_difference": 0.0}
-    reason = None
-    spans = sampled_spans(lengths)
-    references, baselines = (
-        Results.joined([_document(inputs, span, dtype) for span in spans])
-        for dtype in (torch.float64, inputs[0].dtype)
-    )
-    for name in ("out", "dq", "dk", "dv"):
-        reference = references.named()[name]
-        one, all_ = (x.named()[name] for x in (single, together))
-        errors = [
-            Error.between(torch.cat([x[slice(*span)] for span in spans]), reference)
-            for x in (one, all_)
-        ]
-        baseline = Error.between(baselines.named()[name], reference)
-        difference = Error.between(all_, one)
-        measures |= {
-            f"single_error_{name}": errors[0].relative,
-            f"error_{name}": errors[1].relative,
-        }
-        measures["max_difference"] = max(
-            measures["max_difference"], difference.max_abs / difference.max_size
-        )
-        gradient = name != "out"
-        wrong = why_wrong(name, errors[1], baseline, inputs[0].dtype, gradient=gradient)
-        reason = reason or wrong
+    q, k, v, grad_out = inputs
+    # All heads: which rank has which is what may go wrong.
+    found = samples(q, k, v, lengths, grad_out=grad_out, kv_heads=range(k.shape[1]))
+    reasons = (sample.why_wrong(together) for sample in found)
+    reason = next((text for text in reasons if text is not None), None)
+    measures: dict[str, Any] = {}
+    for prefix, results in (("single_error", single), ("error", together)):
+        errors = [sample.errors(results) for sample in found]
+        for name in results.named():
+            measures[f"{prefix}_{name}"] = largest_of(x[name].relative for x in errors)
+    differences = [Error.between(x, single.named()[name]) for name, x in together.named().items()]
+    measures["max_difference"] = largest_of(x.max_abs / x.max_size for x in differences)
     return measures, reason
-
-
-def _document(inputs: Sequence[Tensor], span: tuple[int, int], dtype: torch.dtype) -> Results:
-    q, k, v, grad_out = (x[slice(*span)] for x in inputs)
-    return attend_alone(q, k, v, [len(q)], dtype=dtype, grad_out=grad_out)
 
 
 def _forward(attend: Attend, inputs: Sequence[Tensor]) -> None:
@@ -135,10 +117,10 @@ def _gathered(x: Tensor) -> Tensor:
 
 def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Medians; each call begins on all ranks at once, and takes as long as on the slowest."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(WARMUP_CALLS + REPEATS):
         for name, call in calls.items():
             (took,) = largest([seconds_of(call, device) * 1e3], device)
             if turn >= WARMUP_CALLS:
-                samples[name].append(took)
-    return {name: statistics.median(found) for name, found in samples.items()}
+                times[name].append(took)
+    return {name: statistics.median(found) for name, found in times.items()}

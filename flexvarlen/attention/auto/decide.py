@@ -66,7 +66,7 @@ class _State:
     """Cached results, valid while the current process group exists."""
 
     def __init__(self, group: Any) -> None:
-        self.run = ranks.Run(group)
+        self.run = ranks.RankGroup(group)
         self.wrong: dict[object, str | None] = {}
 
 

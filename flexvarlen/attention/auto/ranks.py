@@ -32,8 +32,8 @@ def world() -> Any:
     return dist.group.WORLD if dist.is_available() else None
 
 
-class Run:
-    """The ranks of one run; `Run(None)` stands for a single process."""
+class RankGroup:
+    """The ranks of one run; `RankGroup(None)` stands for a single process."""
 
     def __init__(self, group: Any) -> None:
         self._group = (lambda: None) if group is None else weakref.ref(group)

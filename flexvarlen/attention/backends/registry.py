@@ -32,6 +32,23 @@ WASTEFUL_ORDER = {"cuda": ("flex", "fa3", "fa2", "varlen", "sdpa")}
 as in a compiled graph for a long row whose documents come from position_ids or document ids."""
 
 
+_TRANSFORMERS_NAMES = {
+    "flash_attention_2": "fa2",
+    "flash_attention_3": "fa3",
+    "flash_attention_4": "fa4",
+    "flex_attention": "flex",
+}
+
+
+def our_name(name: str) -> str:
+    """The backend that runs the kernel of this name in transformers; other names as they are.
+
+    >>> our_name("flash_attention_2"), our_name("sdpa"), our_name("auto")
+    ('fa2', 'sdpa', 'auto')
+    """
+    return _TRANSFORMERS_NAMES.get(name, name)
+
+
 def get_backend(name: str) -> Backend:
     """Return the backend with the given name.
 

@@ -41,7 +41,7 @@ class Checks:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """Measures for the record, and the wall seconds of a step that compiled nothing."""
 
     measures: dict[str, Any]
@@ -50,7 +50,7 @@ class Checked:
 
 def check_variant(
     variant: Variant, checks: Checks, say: Callable[[str], None], did: Callable[[], None]
-) -> Checked:
+) -> CheckResult:
     """Run a variant that was not called yet on all of `checks`.
 
     Args:
@@ -83,7 +83,7 @@ def check_variant(
     more, why_other = _other_packings(variant, checks)
     did()
     measures |= _leak_measures(leak) | more | _verdict(leak, why or why_other)
-    return Checked(measures, step_s)
+    return CheckResult(measures, step_s)
 
 
 def _fresh_cache(compile: bool) -> AbstractContextManager[Any]:

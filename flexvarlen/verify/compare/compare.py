@@ -26,9 +26,10 @@ from flexvarlen.measure import (
 from flexvarlen.reference.model import baseline_model, own_parameters
 from flexvarlen.report.records import Record, Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
+from flexvarlen.runner.suite import Finding
 from flexvarlen.verify.batch import PackedBatch, recut
 from flexvarlen.verify.compare.accuracy import Reference, alone, release
-from flexvarlen.verify.compare.check import Checked, Checks, check_variant
+from flexvarlen.verify.compare.check import CheckResult, Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import batch_of
 from flexvarlen.verify.isolation.verify import halves
@@ -162,7 +163,7 @@ class _Comparison:
         checks = self._checks()
         self.case["reference"] = checks.reference.description
         records = {name: self._record(name, "unsupported", why) for name, why in refused.items()}
-        checked: dict[str, Checked] = {}
+        checked: dict[str, CheckResult] = {}
         for name, variant in variants.items():
             found = self._check(variant, checks)
             if isinstance(found, Record):
@@ -203,7 +204,7 @@ class _Comparison:
         dtype = self.base.dtype
         return Checks(reference, self.others, last, dtype, self.compile, self.seed)
 
-    def _check(self, variant: Variant, checks: Checks) -> Checked | Record:
+    def _check(self, variant: Variant, checks: Checks) -> CheckResult | Record:
         """What the checks found; a record if the variant broke."""
         try:
             return check_variant(variant, checks, self._say, self._did)
@@ -216,15 +217,34 @@ class _Comparison:
             release(self.base)
 
     def _time(
-        self, variants: Mapping[str, Variant], checked: Mapping[str, Checked], reference: Reference
-    ) -> dict[str, Timing]:
-        """Time the variants, and each document alone where the reference covers them all."""
+        self,
+        variants: Mapping[str, Variant],
+        checked: Mapping[str, CheckResult],
+        reference: Reference,
+    ) -> dict[str, Timing | Finding]:
+        """Time the variants, and each document alone where the reference covers them all.
+
+        One that raises, as of memory, is timed no further: the others and its checks count.
+        """
         steps = {name: self._step_of(variant) for name, variant in variants.items()}
+        raised: dict[str, Finding] = {}
+
+        def guarded(name: str) -> None:
+            if name in raised:
+                return
+            try:
+                steps[name]()
+            except Exception as error:  # kernels and compilers raise types of their own
+                if is_lost(error, self.base.device):
+                    raise
+                raised[name] = Finding(name, *status_of(error))
+                release(self.base)
+
         seconds = {name: done.step_s for name, done in checked.items()}
         if reference.whole:
             steps[BASELINE] = self._baseline_step(reference)
             begin = time.perf_counter()
-            steps[BASELINE]()
+            guarded(BASELINE)
             seconds[BASELINE] = time.perf_counter() - begin
         repeats = {
             name: min(MOST_REPEATS, max(FEWEST_REPEATS, int(TIMING_BUDGET_S / took)))
@@ -239,7 +259,7 @@ class _Comparison:
             self._say("speed of all, in turns")
 
         timings = time_interleaved(
-            steps,
+            {name: partial(guarded, name) for name in steps},
             device=self.base.device,
             warmup=1,
             repeats=repeats,
@@ -247,7 +267,7 @@ class _Comparison:
             progress=progress,
         )
         release(self.base)
-        return timings
+        return timings | raised
 
     def _step_of(self, variant: Variant) -> Callable[[], object]:
         labels = self.batch.labels()
@@ -259,21 +279,33 @@ class _Comparison:
 
     # ---- records ----
 
-    def _baseline_record(self, reference: Reference, timing: Timing | None) -> Record:
+    def _baseline_record(self, reference: Reference, timing: Timing | Finding | None) -> Record:
         measures = reference.baseline.measures()
+        if isinstance(timing, Finding):
+            return self._record(BASELINE, "ok", f"not timed: {timing.reason}", measures)
         if timing is None:
             why = "not timed: some documents are too long for eager attention."
             return self._record(BASELINE, "ok", why, measures)
         return self._record(BASELINE, "ok", None, measures | self._speed(timing))
 
-    def _finish(self, variant: Variant, checked: Checked, timing: Timing) -> Record:
+    def _finish(self, variant: Variant, checked: CheckResult, timing: Timing | Finding) -> Record:
         self._say(f"{variant.name}: memory")
         release(self.base)
-        peak = peak_memory_mib(self._step_of(variant), self.base.device)
+        measures = checked.measures | {"passes": "forward+backward" if variant.train else "forward"}
+        if isinstance(timing, Finding):
+            return self._record(
+                variant.name, timing.status, f"not timed: {timing.reason}", measures
+            )
+        try:
+            peak = peak_memory_mib(self._step_of(variant), self.base.device)
+        except Exception as error:  # as in `_check`; what the checks found stays
+            if is_lost(error, self.base.device):
+                raise
+            status, reason = status_of(error)
+            return self._record(variant.name, status, f"memory not measured: {reason}", measures)
         self._did()
         memory = {"peak_mib": peak, "peak_meaning": memory_meaning(self.base.device)}
-        trained = {"passes": "forward+backward" if variant.train else "forward"}
-        measures = checked.measures | self._speed(timing) | memory | trained
+        measures |= self._speed(timing) | memory
         return self._record(variant.name, "ok", variant.why_no_backward, measures)
 
     def _speed(self, timing: Timing) -> dict[str, Any]:

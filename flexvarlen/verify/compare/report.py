@@ -17,11 +17,11 @@ from flexvarlen.report.records import (
     records_alike,
 )
 from flexvarlen.report.table import NOTHING, Column, Table, number, share
+from flexvarlen.verify.variants import is_ours
 
 SUITE = "compare"
 BASELINE = "transformers:eager@alone"
 """Each document alone, eagerly, in the tested dtype: the low-precision baseline of the rule."""
-THEIRS = "transformers:"
 
 
 def variant(record: Record) -> str:
@@ -40,14 +40,10 @@ def verdict(record: Record) -> str:
     return found if trains else f"{found} (forward)"
 
 
-def is_ours(record: Record) -> bool:
-    return not variant(record).startswith(THEIRS)
-
-
 def passes(record: Record) -> bool:
     """Whether a record is no reason for a comparison to fail: transformers' own may leak."""
     found = record.measures.get("verdict", "right")
-    return not is_ours(record) or (record.status != "failed" and found == "right")
+    return not is_ours(variant(record)) or (record.status != "failed" and found == "right")
 
 
 def display_name(name: str) -> str:
@@ -83,7 +79,9 @@ class Report:
     @property
     def ran(self) -> bool:
         """Whether a backend of ours ran."""
-        return any(is_ours(record) and "verdict" in record.measures for record in self.records)
+        return any(
+            is_ours(variant(record)) and "verdict" in record.measures for record in self.records
+        )
 
     def verdict(self, backend: str, model: str | None = None) -> str:
         """ "right", "wrong", "leaks", or why it did not run: "unsupported", "oom", "failed"."""
@@ -134,10 +132,10 @@ class Report:
 
     def sentence(self) -> str:
         """The result in one sentence."""
-        ours = [record for record in self.records if is_ours(record)]
+        ours = [record for record in self.records if is_ours(variant(record))]
         bad = [f"{r.case['model']} {variant(r)}: {verdict(r)}" for r in ours if not passes(r)]
         leaking = {variant(r): None for r in self.records if r.measures.get("verdict") == "leaks"}
-        theirs = [name for name in leaking if name.startswith(THEIRS)]
+        theirs = [name for name in leaking if not is_ours(name)]
         tail = f"; {', '.join(theirs)} leaks" if theirs else ""
         if bad:
             return f"Not right: {'; '.join(bad)}{tail}."
@@ -162,13 +160,18 @@ class Report:
         Returns:
             The paths.
         """
+        home = Path(folder)
+        append_records(home / "records.jsonl", self.records)
+        return [home / "records.jsonl", *self.show(home)]
+
+    def show(self, folder: str | Path) -> list[Path]:
+        """Write table.md and the pictures into a folder that is there; returns the paths."""
         from flexvarlen.verify.compare.figure import draw
 
         home = Path(folder)
-        append_records(home / "records.jsonl", self.records)
         (home / "table.md").write_text(self.markdown(), encoding="utf-8")
         pictures = draw(self.records, home, lambda own: Report(tuple(own)).sentence(), _provenance)
-        return [home / "records.jsonl", home / "table.md", *pictures]
+        return [home / "table.md", *pictures]
 
 
 def read_report(file: str | Path) -> Report:

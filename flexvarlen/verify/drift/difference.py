@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flexvarlen.reference.acceptance import Error
-
-_PIECE = 1 << 24  # elements that are widened to fp64 at once: 128 MiB a tensor
+from flexvarlen.reference.attention import PIECE_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Difference:
                         f"found and other must have one shape, got {tuple(found.shape)} and "
                         f"{tuple(other.shape)}; compare the same documents."
                     )
-                halves = (x.detach().reshape(-1).split(_PIECE) for x in (found, other))
+                halves = (x.detach().reshape(-1).split(PIECE_ELEMENTS) for x in (found, other))
                 for one, two in zip(*halves, strict=True):
                     counted.append((one == two).sum())
                     elements += one.numel()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from flexvarlen.report.records import Record, read_records, run_environment
+from flexvarlen.report.records import Record, run_environment
 from flexvarlen.runner.run import record_case
 from flexvarlen.runner.suite import Options, Suite
 from flexvarlen.verify.variants import variant_names
@@ -27,12 +26,13 @@ def checked_names(what: str, names: Sequence[str], known: Sequence[str]) -> list
     return [name for name in known if name in names or "all" in names]
 
 
-def check_baseline(name: str) -> None:
-    """Raise a ValueError for the name of no backend."""
+def check_baseline(name: str) -> str:
+    """The backend that is named; raises a ValueError for the name of none."""
     try:
-        variant_names([name], torch.device("cpu"))  # the device matters for "all" alone
+        (found,) = variant_names([name], torch.device("cpu"))
     except ValueError as error:
         raise ValueError(str(error).replace("backends", "baseline", 1)) from error
+    return found
 
 
 def records_of(suite: Suite, options: Options) -> list[Record]:
@@ -45,15 +45,3 @@ def records_of(suite: Suite, options: Options) -> list[Record]:
             found = (finding.status, finding.reason, dict(finding.measures), environment)
             records.append(Record(suite.name, record_case(case, finding), *found))
     return records
-
-
-def records_in(path: Path, suite: Suite, options: Options) -> tuple[Record, ...]:
-    """A file's records of a suite's cases on this machine, of whatever run."""
-    gpu = run_environment(options.device, None)["gpu"]
-    cases = [case.data() for case in suite.cases(options)]
-
-    def is_own(record: Record) -> bool:
-        case = {name: value for name, value in record.case.items() if name != "variant"}
-        return case in cases and record.environment.get("gpu") == gpu
-
-    return tuple(record for record in read_records([path]) if is_own(record))

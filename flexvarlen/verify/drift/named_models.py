@@ -16,7 +16,7 @@ from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, packed_text, r
 from flexvarlen.verify.drift.each import check_baseline, checked_names
 from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelCase
 from flexvarlen.verify.drift.training.suite import TrainingCase
-from flexvarlen.verify.models import ModelSpec, build_model, parse_model
+from flexvarlen.verify.models import build_model, checked_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ class NamedModels:
     """
 
     def __init__(self, names: Sequence[str], text: Sequence[Path], device: torch.device) -> None:
-        self.specs = [_checked(name) for name in names]
+        self.specs = [checked_model(name) for name in names]
         read_documents(text)
         self.text, self.device = tuple(text), device
         self.checksum = zlib.crc32(b"\f".join(file.read_bytes() for file in text))
@@ -59,7 +59,7 @@ class NamedModels:
             ValueError: an unknown comparison or baseline.
         """
         wanted = checked_names("comparisons", comparisons, COMPARISONS)
-        check_baseline(baseline)
+        baseline = check_baseline(baseline)
         width = tokens or DEFAULT_TOKENS[self.device.type]
         return [
             ModelCase(
@@ -137,22 +137,3 @@ class NamedModels:
             files=self.text,
             tokenizer=tokenizer,
         )
-
-
-def _checked(name: str) -> ModelSpec:
-    """The model's name, taken apart; of a checkpoint the config is read too."""
-    from transformers import AutoConfig
-
-    from flexvarlen.patches.models.families import require_verified
-
-    spec = parse_model(name)
-    if spec.family is None:
-        try:
-            config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"model must be a folder or hub name that transformers can load, got {name!r}: "
-                f"{' '.join(str(error).split()).partition('. ')[0][:200]}"
-            ) from error
-        require_verified(config.model_type)
-    return spec

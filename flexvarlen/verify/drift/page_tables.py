@@ -42,7 +42,8 @@ def section(records: Records) -> str:
             for record in own:
                 if record.status not in ("ok", "unsupported"):
                     what = f"`{record.case['variant']}`: {record.outcome}"
-                    bad.setdefault(what, {})[record.case["comparison"]] = None
+                    where = record.case.get("name", record.case["comparison"])
+                    bad.setdefault(what, {})[where] = None
             notes = [f"{what} ({', '.join(where)})." for what, where in bad.items()]
             tables.append("\n\n".join([*([make(ran)] if ran else []), *notes]))
     return "\n\n".join(tables)

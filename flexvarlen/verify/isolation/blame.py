@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.verify.isolation.model_run import ModelRun
+from flexvarlen.verify.isolation.model_run import IsolationRun
 from flexvarlen.verify.isolation.report import OTHER_REMEDY, PATCHED, REMEDIES, IsolationError
-from flexvarlen.verify.isolation.trace import Call, Place, Trace, changed_tokens
+from flexvarlen.verify.isolation.trace import Call, TensorId, Trace, changed_tokens
 
 Side = Literal["in", "out"]
-Kept = Mapping[Place, Tensor]
+Kept = Mapping[TensorId, Tensor]
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("norm", "norm"),
@@ -91,7 +91,7 @@ class Blame:
         source, target: the documents.
     """
 
-    def __init__(self, run: ModelRun, layers: Sequence[str], source: int, target: int) -> None:
+    def __init__(self, run: IsolationRun, layers: Sequence[str], source: int, target: int) -> None:
         self.run, self.layers = run, layers
         self.source, self.target = source, target
         self.modules = dict(run.inner.named_modules())

@@ -34,8 +34,9 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     ZeRO-3), on all with the same batch.
 
     Args:
-        every: verify again each so many steps; None: only before the first.
-        examples: so many, the first of the dataset, make the batch; None: as above.
+        every: verify again every `every` steps; None: only before the first.
+        examples: number of examples, taken from the start of the dataset, that make the batch.
+            None: as above.
         batch: keyword arguments of a forward, in place of the dataset's; needed with an
             `IterableDataset`.
         gradients, documents, layout, seed: as in `verify_isolation`. With `every`, another seed
@@ -144,7 +145,7 @@ def several_documents(
     Args:
         loader: its dataset and collator make the batch.
         size: examples of a step on one device.
-        layout: the documents, where the batch does not tell.
+        layout: the documents, if the batch does not contain the boundaries.
 
     Raises:
         ValueError: as `batch_of`; or each place has one document, and the collator takes no more

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.isolation.verify import IsolationError, IsolationReport, verify_isolation
@@ -51,6 +52,13 @@ class Question:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.backend is not None:
+            object.__setattr__(self, "backend", our_name(self.backend))
+        if len(self.lengths) < 2:
+            raise ValueError(
+                f"lengths must give at least two documents, got {len(self.lengths)}; for example "
+                "5,70."
+            )
         if self.form not in FORMS:
             raise ValueError(
                 f"form must be one of {', '.join(FORMS)}, got {self.form!r}; choose one."
@@ -105,7 +113,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(
-            f"lengths must be numbers from 1 with commas between, got {text!r}; give one a "
+            f"lengths must be numbers from 1 with commas between, got {text!r}; give one per "
             "document, as in 5,70,98."
         )
     return tuple(int(part) for part in parts)

@@ -36,8 +36,8 @@ class NoGradients(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run gives.
+class RunResult:
+    """Outputs and gradients of one run.
 
     Attributes:
         outputs: `[T, N]` logits, or last hidden states of a model without a head; detached.
@@ -48,13 +48,13 @@ class Outcome:
     gradient: Tensor | None
 
 
-class ModelRun:
+class IsolationRun:
     """A model and a batch for it.
 
     Args:
         model: a transformers model, or a wrapper of one.
         batch: see `verify_isolation`.
-        layout: the documents, if the batch does not tell them.
+        layout: the documents, if the batch does not contain the boundaries.
         seed: of the other tokens and of the loss.
 
     Attributes:
@@ -121,7 +121,7 @@ class ModelRun:
         replaced: Sequence[int],
         losses: Sequence[int] | None = None,
         trace: Trace | None = None,
-    ) -> Outcome:
+    ) -> RunResult:
         """One forward with the tokens of some documents replaced, and a backward if asked for.
 
         Args:
@@ -159,7 +159,7 @@ class ModelRun:
             if trace is not None:
                 trace.stop()
             gradient = self._gradient(outputs, embeddings, losses) if self.gradients else None
-        return Outcome(outputs.detach(), gradient)
+        return RunResult(outputs.detach(), gradient)
 
     def _outputs(self, output: Any) -> Tensor:
         named = output if isinstance(output, Mapping) else {}

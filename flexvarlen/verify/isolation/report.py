@@ -34,7 +34,7 @@ class IsolationError(RuntimeError):
         kind: of that module: "attention", "linear attention", "state space", "convolution",
             "MoE router", "MoE experts", "MLP", "norm", "embeddings", "linear", "rotary embedding",
             "layer", or "module".
-        source, target: the documents, by their place in the batch, from 0. In the forward, the
+        source, target: the documents, by index in the batch, from 0. In the forward, the
             source's tokens reach the target's outputs; in the backward, its loss or its tokens
             reach the gradient of the target's tokens.
         direction: "forward" (also if the backward leaks too) or "backward".

@@ -1,6 +1,6 @@
 """What the modules of a model take in and put out, token by token, and their gradients.
 
-Shapes: B rows of S tokens, T = B·S; `x_TN` holds N numbers a token.
+Shapes: B rows of S tokens, T = B·S; `x_TN` holds N numbers per token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     number: int
 
 
-class Place(NamedTuple):
+class TensorId(NamedTuple):
     """One tensor that a call takes in or puts out."""
 
     call: Call
@@ -84,8 +84,8 @@ class Trace:
 
     Attributes:
         entered, completed: calls, in the order in which they began and ended.
-        kept, gradients: `[tokens, N]` by place.
-        changed: bool `[tokens]` by place.
+        kept, gradients: `[tokens, N]` by `TensorId`.
+        changed: bool `[tokens]` by `TensorId`.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Trace:
         self.against = against
         self.entered: list[Call] = []
         self.completed: list[Call] = []
-        self.kept: dict[Place, Tensor] = {}
-        self.gradients: dict[Place, Tensor] = {}
-        self.changed: dict[Place, Tensor] = {}
+        self.kept: dict[TensorId, Tensor] = {}
+        self.gradients: dict[TensorId, Tensor] = {}
+        self.changed: dict[TensorId, Tensor] = {}
         self._numbers: Counter[str] = Counter()
         self._handles: list[RemovableHandle] = []
         self._recording = False
@@ -128,7 +128,7 @@ class Trace:
 
     def outputs_changed(self, call: Call) -> Tensor | None:
         """bool `[tokens]`, against the other trace; None if nothing comparable was put out."""
-        found = [x for place, x in self.changed.items() if place[:2] == (call, "out")]
+        found = [x for tensor_id, x in self.changed.items() if tensor_id[:2] == (call, "out")]
         return torch.stack(found).any(0) if found else None
 
     def _hook(self, name: str, module: nn.Module) -> None:
@@ -143,7 +143,7 @@ class Trace:
                 args = tuple(_own_view(x) for x in args)
                 kwargs = {key: _own_view(x) for key, x in kwargs.items()}
             for which, x in enumerate(tensors_in((args, kwargs))):
-                self._note(Place(call, "in", which), x, module)
+                self._note(TensorId(call, "in", which), x, module)
             return args, kwargs
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
@@ -153,26 +153,26 @@ class Trace:
             self._numbers[name] += 1
             self.completed.append(call)
             for which, x in enumerate(tensors_in(output)):
-                self._note(Place(call, "out", which), x, module)
+                self._note(TensorId(call, "out", which), x, module)
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
 
-    def _note(self, place: Place, x: Tensor, module: nn.Module) -> None:
-        padded = isinstance(module, nn.Conv1d) and x.ndim == 3 and place.side == "out"
+    def _note(self, tensor_id: TensorId, x: Tensor, module: nn.Module) -> None:
+        padded = isinstance(module, nn.Conv1d) and x.ndim == 3 and tensor_id.side == "out"
         rows = self._rows(x, padded)
         if rows is None:
             return
         if self.against is None:
-            self.kept[place] = rows.detach().clone()
-        elif place in self.against.kept and self.against.kept[place].shape == rows.shape:
-            self.changed[place] = changed_tokens(self.against.kept[place], rows.detach())
+            self.kept[tensor_id] = rows.detach().clone()
+        elif tensor_id in self.against.kept and self.against.kept[tensor_id].shape == rows.shape:
+            self.changed[tensor_id] = changed_tokens(self.against.kept[tensor_id], rows.detach())
         if self.with_gradients and x.requires_grad:
 
             def keep(gradient: Tensor) -> None:
                 found = self._rows(gradient, padded)
                 if found is not None:
-                    self.gradients[place] = found.detach().clone()
+                    self.gradients[tensor_id] = found.detach().clone()
 
             x.register_hook(keep)
 

@@ -17,7 +17,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.isolation.blame import Blame, layers_of
 from flexvarlen.verify.isolation.leak import Leak, find_leak
-from flexvarlen.verify.isolation.model_run import ModelRun, NoGradients, Outcome
+from flexvarlen.verify.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.verify.isolation.report import IsolationError, IsolationReport
 from flexvarlen.verify.isolation.tokens import halves, halves_of, sample_of, with_other_tokens
 from flexvarlen.verify.isolation.trace import Trace, changed_tokens
@@ -64,8 +64,9 @@ def verify_isolation(
             padding is none. A `PackedBatch` is passed as input_ids and position_ids.
         gradients: test them; None: if the model can. The forwards then run with gradients on.
         documents: how many (chosen by `seed`), or which, to replace: all others are watched. None:
-            all, of which few forwards tell.
-        layout: the documents over all B·S tokens, where the batch does not tell (a 4D mask).
+            all, in 2·ceil(log2 N) forwards.
+        layout: the documents over all B·S tokens, if the batch does not contain the boundaries (a
+            4D mask).
         seed: of the other tokens, the sample, and the loss that is differentiated.
 
     Returns:
@@ -86,10 +87,10 @@ def verify_isolation(
     No bit of 2 documents reached another in 2 layers and the outputs (4 forwards, eval mode); \
 gradients kept their bits too.
     """
-    run = ModelRun(model, batch, layout=layout, seed=seed)
+    run = IsolationRun(model, batch, layout=layout, seed=seed)
     if len(run.spans) < 2:
         raise ValueError(
-            f"batch must hold at least two documents, got {len(run.spans)}; pack several, and tell "
+            f"batch must hold at least two documents, got {len(run.spans)}; pack several, and mark "
             "where they start (position_ids, packed_layout, ...) or pass layout=."
         )
     sample = sample_of(documents, len(run.spans), seed)
@@ -100,7 +101,7 @@ gradients kept their bits too.
 class _Search:
     """The runs of one `verify_isolation`."""
 
-    def __init__(self, run: ModelRun, sample: list[int], gradients: bool | None) -> None:
+    def __init__(self, run: IsolationRun, sample: list[int], gradients: bool | None) -> None:
         self.run, self.sample = run, sample
         self.layers = layers_of(run.inner)
         self.why_no_gradients: str | None = None
@@ -136,7 +137,7 @@ class _Search:
 
     # ---- the batch as it is ----
 
-    def _first_run(self, gradients: bool | None) -> tuple[Outcome, Trace]:
+    def _first_run(self, gradients: bool | None) -> tuple[RunResult, Trace]:
         run = self.run
         run.gradients = gradients is not False
         trace = self._trace()
@@ -177,7 +178,7 @@ class _Search:
             )
         return before.gradient is not None and not self._rows_changed(again).any()
 
-    def _check_effect(self, after: Outcome, replaced: Sequence[int]) -> None:
+    def _check_effect(self, after: RunResult, replaced: Sequence[int]) -> None:
         changed = changed_tokens(self.before.outputs, after.outputs)
         if not any(bool(changed[slice(*self.run.spans[d])].any()) for d in replaced):
             raise ValueError(
@@ -191,7 +192,7 @@ class _Search:
         return Trace(self.layers, self.run.batch, self.run.row_tokens, against=against)
 
     def _first_change(
-        self, trace: Trace, after: Outcome, watched: Sequence[int]
+        self, trace: Trace, after: RunResult, watched: Sequence[int]
     ) -> tuple[int | None, int] | None:
         """The first layer (None: only the outputs), and the first document, that changed."""
         flags: list[tuple[int | None, Tensor]] = []
@@ -209,7 +210,7 @@ class _Search:
         return layer, next(d for d in watched if bool(flag[slice(*self.run.spans[d])].any()))
 
     def _backward_change(
-        self, after: Outcome, replaced: Sequence[int], watched: Sequence[int]
+        self, after: RunResult, replaced: Sequence[int], watched: Sequence[int]
     ) -> tuple[str, list[int], int] | None:
         """How gradients leak ("zeros", "bits"), from which documents, into which."""
         if after.gradient is None:
@@ -224,7 +225,7 @@ class _Search:
                 return "bits", list(replaced), target
         return None
 
-    def _rows_changed(self, after: Outcome) -> Tensor:
+    def _rows_changed(self, after: RunResult) -> Tensor:
         assert self.before.gradient is not None
         assert after.gradient is not None
         return changed_tokens(self.before.gradient, after.gradient)

@@ -144,7 +144,7 @@ def test_host_time_counts_inside_a_graph_or_not_outside(two, monkeypatch, known)
 
 
 def test_ranks_take_both_choices(two, monkeypatch):
-    class RankOne(ranks.Run):
+    class RankOne(ranks.RankGroup):
         decides = False
 
         def __init__(self):
@@ -262,7 +262,7 @@ def test_kernel_of_rank_0_that_this_rank_lacks_taken(candidates, monkeypatch):
         StandIn("fast", FAST_S, refuses=lambda request: "not here; use another."),
     )
 
-    class RankOne(ranks.Run):
+    class RankOne(ranks.RankGroup):
         several, decides = True, False
 
         def __init__(self):

@@ -149,7 +149,7 @@ def test_decoding_after_a_packed_prefill_raises(form, cache):
         filled = model(batch.ids, **documents, **kwargs).past_key_values
         assert filled.get_seq_length() == 256
         for _ in range(2):
-            with pytest.raises(ValueError, match="one document a row"):
+            with pytest.raises(ValueError, match="one document per row"):
                 model(batch.ids[:, :1], past_key_values=filled, position_ids=torch.tensor([[52]]))
 
 
@@ -161,7 +161,7 @@ def test_decoding_after_a_prefill_of_cu_seq_lens_has_no_cache_unless_asked():
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_decoding_by_hand_after_a_padded_prefill(padding):
-    """Padding is no document: one document a row may go on."""
+    """Padding is no document: one document per row may go on."""
     model = shared_model("qwen3")
     prompts = _prompts(4)
     if padding == "right":
@@ -216,7 +216,7 @@ def test_decoding_after_a_packed_prefill_raises_by_the_name_alone(kind, change, 
             filled = CHANGED[change](filled) or filled
             token = torch.full((2 if change == "repeated" else 1, 1), 7)
             for _ in range(2):
-                with pytest.raises(ValueError, match="one document a row"):
+                with pytest.raises(ValueError, match="one document per row"):
                     model(token, past_key_values=filled)
 
 
@@ -227,14 +227,14 @@ def test_decoding_where_all_layers_slide_is_not_noticed_by_the_name_alone():
     model = new_model("qwen3_windows", implementation="flexvarlen_doc", **windows)
     with torch.no_grad():
         filled = _packed_prefill(model, one_row())
-        with pytest.raises(ValueError, match="one document a row"):
+        with pytest.raises(ValueError, match="one document per row"):
             model(torch.full((1, 1), 7), past_key_values=filled)
 
 
 def test_generating_from_packed_prompts_raises_by_the_name_alone():
     model, batch = new_model("llama", implementation="flexvarlen_doc"), one_row()
     for beams in (1, 2):
-        with pytest.raises(ValueError, match="one document a row"):
+        with pytest.raises(ValueError, match="one document per row"):
             model.generate(
                 batch.ids, position_ids=batch.position_ids, max_new_tokens=3, num_beams=beams
             )

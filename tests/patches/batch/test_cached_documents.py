@@ -97,7 +97,7 @@ def test_positions_of_several_documents_by_the_name_alone(name, kind, form):
             model(ids, past_key_values=cache, **inputs)
 
 
-# ---- one document a row goes on ----
+# ---- one document per row goes on ----
 
 
 def _left_padded(pad_position: int) -> tuple[Tensor, Tensor, Tensor]:

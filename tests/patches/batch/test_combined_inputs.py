@@ -151,7 +151,7 @@ def causal_4d(kind: str, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_4d_mask_is_honoured(kind, train):
-    """One document a row: as the unpatched model has it, outputs and gradients."""
+    """One document per row: as the unpatched model has it, outputs and gradients."""
     models = [new_model("llama").train(train) for _ in range(2)]
     fv.patch_model(models[0], "sdpa")
     ids = documents()[1][None, :40]

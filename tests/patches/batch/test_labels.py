@@ -1,4 +1,4 @@
-"""No loss crosses the border of two documents, and no other label is lost."""
+"""No loss crosses the boundary of two documents, and no other label is lost."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.tiny_models import new_model, shared_model
 IDS = torch.arange(3, 15)[None]
 POSITIONS = torch.tensor([[*range(5), *range(7)]])
 TOKEN = {"input_ids": torch.tensor([[7]]), "position_ids": torch.tensor([[7]])}
-REFUSED = "one document a row"
+REFUSED = "one document per row"
 
 
 def model_of(how: str, kind: str = "llama", **changes):

@@ -26,7 +26,7 @@ def through(batch):
     return torch.arange(batch.ids.shape[1])[None]
 
 
-# What comes beside seq_idx, and would say one document a row.
+# What comes beside seq_idx, and would say one document per row.
 BESIDE = {
     "alone": lambda batch: {},
     "mask_of_ones": lambda batch: forms.given("plain", batch, "ones"),

@@ -230,7 +230,7 @@ def test_decoding_after_a_compiled_packed_prefill_raises(compiler, cache):
         with torch.no_grad():
             filled = compiled(input_ids=ids, **given).past_key_values
             if refused:
-                with pytest.raises(ValueError, match="one document a row"):
+                with pytest.raises(ValueError, match="one document per row"):
                     model(token, past_key_values=filled)
             else:
                 assert model(token, past_key_values=filled).logits.isfinite().all()
@@ -246,7 +246,7 @@ def test_compiled_decoding_from_a_packed_cache_raises():
             given = inputs_of("position_ids", lengths, "cpu")
             filled = model(ids, use_cache=True, **given).past_key_values
             if refused:
-                with pytest.raises(RuntimeError, match=r"flexvarlen: .*one document a row"):
+                with pytest.raises(RuntimeError, match=r"flexvarlen: .*one document per row"):
                     compiled(token, past_key_values=filled)
             else:
                 assert compiled(token, past_key_values=filled).logits.isfinite().all()

@@ -168,13 +168,13 @@ def test_no_bit_of_another_document_changes(kind, backend):
     assert not torch.equal(before[~others], after[~others])
 
 
-def test_a_border_in_the_mask_alone_or_in_the_positions_alone():
+def test_a_boundary_in_the_mask_alone_or_in_the_positions_alone():
     model, batch = shared_model("qwen3"), one_row()
     halves = (torch.arange(256)[None] < sum(LENGTHS[:3])).long() + 1
     position_ids = batch.position_ids.clone()
     position_ids[0, sum(LENGTHS[:3])] = LENGTHS[
         2
-    ]  # one token goes on: here only the mask has a border
+    ]  # one token goes on: here only the mask has a boundary
     exact, peer = exact_and_peer("qwen3", batch.order)
     with fv.patched(model, "sdpa"), torch.no_grad():
         out = model(batch.ids, position_ids=batch.position_ids, attention_mask=halves)

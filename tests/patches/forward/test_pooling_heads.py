@@ -47,7 +47,7 @@ def head_over_patched_base(kind, head="classifier"):
 )
 def test_one_output_for_several_documents(kind, head, form):
     model = head_over_patched_base(kind, head)
-    with pytest.raises(ValueError, match=r"pools each row.*got several; pass one document a row"):
+    with pytest.raises(ValueError, match=r"pools each row.*got several; pass one document per row"):
         model(BATCH.ids, **FORMS[form])
     with torch.no_grad():  # the base model itself gives each token's hidden state
         assert model.base_model(BATCH.ids, **FORMS[form]).last_hidden_state.shape[1] == 256

@@ -25,7 +25,7 @@ def paligemma():
 
 def test_prefix_of_paligemma_lost():
     """Its image and prompt see one another: the placeholder mask would drop that."""
-    with pytest.raises(NotImplementedError, match=r"paligemma.*token_type_ids.*one document a row"):
+    with pytest.raises(NotImplementedError, match=r"paligemma.*token_type_ids.*document per row"):
         fv.patch_model(paligemma(), "sdpa")
 
 
@@ -40,13 +40,13 @@ IMAGES_OF_GEMMA = {
 def test_image_of_gemma3_lost(what):
     """Attention both ways inside an image: the placeholder mask would drop that."""
     model = fv.patch_model(new_model("gemma3"), "sdpa")
-    with pytest.raises(NotImplementedError, match=f"gemma3 batch with {what}.*one document a row"):
+    with pytest.raises(NotImplementedError, match=f"gemma3 batch with {what}.*document per row"):
         model(input_ids=torch.ones(1, 16, dtype=torch.long), **{what: IMAGES_OF_GEMMA[what]})
 
 
 @pytest.mark.parametrize("make", [lambda: new_model("gemma3"), paligemma], ids=["gemma3", "pali"])
 def test_overlay_lost_by_the_plugin_name_alone(make):
-    """One document a row keeps transformers' own mask; several are refused."""
+    """One document per row keeps transformers' own mask; several are refused."""
     model = make()
     ids = torch.arange(3, 19)[None]
     types = (ids > 9).long()

@@ -80,7 +80,7 @@ def test_a_stateful_model_that_does_not_leak(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_patched_in_silence(name):
     model = tiny(name)
-    with pytest.raises(NotImplementedError, match="one document a row"):
+    with pytest.raises(NotImplementedError, match="one document per row"):
         fv.patch_model(model, "sdpa")
     assert model.config._attn_implementation == "eager"
     assert "forward" not in vars(model)

@@ -144,7 +144,7 @@ def test_packed_equals_one_by_one(name, form):
 @pytest.mark.parametrize("rows", [((0,), (2,)), ((0, 1), (2, 3))], ids=["one", "several"])
 @pytest.mark.parametrize("name", KINDS)
 def test_padded_rows(name, rows, left):
-    """Padding between images, one document a row or two."""
+    """Padding between images, one document per row or two."""
     exact, peer = one_by_one(name, torch.float64)[0], one_by_one(name, torch.float32)[0]
     width = max(sum(LENGTHS[i] for i in row) for row in rows) + 3
     ids, types, mask = (torch.zeros(2, width, dtype=torch.long) for _ in range(3))

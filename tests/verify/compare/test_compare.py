@@ -2,10 +2,12 @@
 
 import copy
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers.models.auto import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.sdpa import SdpaBackend
@@ -18,7 +20,8 @@ from flexvarlen.verify.compare import compare as run_compare
 from flexvarlen.verify.compare.accuracy import ModelErrors, Reference
 from flexvarlen.verify.compare.report import BASELINE, read_report
 from flexvarlen.verify.models import GEOMETRIES, build_model, parse_model
-from flexvarlen.verify.variants import Sizes
+from flexvarlen.verify.variants import Sizes, variant_names
+from tests.tiny_models import config_of
 
 LENGTHS = (30, 1, 17, 40, 8)
 TOKENS = sum(LENGTHS)
@@ -99,6 +102,19 @@ def test_low_precision_is_compared_with_a_baseline_of_its_own(llama):
     assert (m["verdict"], m["why"]) == ("right", None)
     assert m["logits_max"] > 1e-3
     assert llama.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("granite", {"logits_scaling": 8.0}), ("gemma2", {"final_logit_softcapping": 0.5})],
+)
+def test_scaled_and_capped_logits_are_the_references_too(kind, changes):
+    torch.manual_seed(0)
+    config = config_of(kind, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    batch = new_batch(vocabulary=config.vocab_size)
+    found = run_compare(model, batch, "reference", packings=0).record("reference")
+    assert (found.measures["verdict"], found.measures["why"]) == ("right", None)
 
 
 def test_forward_alone_measures_no_gradients(llama):
@@ -255,6 +271,37 @@ def test_backend_that_raises_has_a_record_and_the_others_theirs(
     assert found.passed == passed
 
 
+@pytest.mark.parametrize("stage", ["time_interleaved", "peak_memory_mib"])
+def test_error_after_the_checks_costs_no_verdict(llama, monkeypatch, stage):
+    """As too little memory, in the turns of timing or in the step whose memory is measured."""
+    module = sys.modules["flexvarlen.verify.compare.compare"]
+    measure, now = getattr(module, stage), []
+
+    def measured(*args, **options):
+        now.append(stage)
+        try:
+            return measure(*args, **options)
+        finally:
+            now.clear()
+
+    attend = SdpaBackend.attend
+
+    def fails(self, *args):
+        if now:
+            raise torch.OutOfMemoryError("no room")
+        return attend(self, *args)
+
+    monkeypatch.setattr(module, stage, measured)
+    monkeypatch.setattr(SdpaBackend, "attend", fails)
+    found = run_compare(llama, new_batch((6, 4)), "sdpa,reference", packings=0, train=False)
+    assert (found.record("sdpa").status, found.verdict("sdpa")) == ("oom", "right")
+    assert "no room" in found.record("sdpa").reason
+    assert "tokens_per_s" not in found.record("sdpa").measures
+    assert found.record("reference").measures["tokens_per_s"] > 0
+    assert found.record(BASELINE).measures["tokens_per_s"] > 0
+    assert found.passed
+
+
 def test_nan_is_wrong(llama, monkeypatch):
     def change(attend, *args):
         out, lse = attend(*args)
@@ -306,6 +353,11 @@ def test_batch_of_keyword_arguments_is_compared_by_its_boundaries(llama):
     inputs = batch.inputs() | {"labels": batch.input_ids}
     record = run_compare(llama, inputs, "sdpa", packings=0).record("sdpa")
     assert (record.case["documents"], record.measures["verdict"]) == (len(LENGTHS), "right")
+
+
+def test_names_of_transformers_are_those_of_our_backends():
+    names = variant_names("flash_attention_2,flex_attention,sdpa,fa2", torch.device("cpu"))
+    assert names == ["fa2", "flex", "sdpa"]
 
 
 def test_unknown_backend_is_one_sentence(llama):

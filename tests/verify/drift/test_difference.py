@@ -54,7 +54,7 @@ def test_pieces_are_not_the_whole(monkeypatch):
     found, other = torch.randn(2, 37, generator=torch.Generator().manual_seed(0))
     other[:9] = found[:9]
     whole = Difference.between(found, other)
-    monkeypatch.setattr(difference, "_PIECE", 5)
+    monkeypatch.setattr(difference, "PIECE_ELEMENTS", 5)
     split = Difference.over(zip(found.split([20, 17]), other.split([20, 17]), strict=True))
     assert split.equal == whole.equal == 9 / 37
     assert split.error.relative == pytest.approx(whole.error.relative, rel=1e-12)

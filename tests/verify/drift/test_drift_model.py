@@ -19,11 +19,11 @@ from flexvarlen.verify.drift.model.measures import (
     why_not_finite,
 )
 from flexvarlen.verify.drift.model.run import (
-    ModelRun,
+    DriftRun,
     padded_groups,
-    run_alone,
     run_packed,
     run_padded,
+    run_unpacked,
     targets_of,
 )
 from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelDrift, model_drift
@@ -66,7 +66,7 @@ def test_loss_or_order_differs_between_forms(llama):
     assert int(counted.sum()) == TOKENS - len(LENGTHS)
     by_hand = -logits[counted].gather(1, targets[counted, None]).mean().item()
     assert packed.loss == pytest.approx(by_hand, rel=1e-6)
-    for run in (run_alone(variant, batch), run_padded(variant, batch)):
+    for run in (run_unpacked(variant, batch), run_padded(variant, batch)):
         assert run.loss == pytest.approx(packed.loss, rel=1e-5)
         assert torch.allclose(run.logits, packed.logits, atol=1e-3)
         assert len(run.hidden) == 3
@@ -122,7 +122,7 @@ def test_pieces_of_logits_are_not_the_whole(monkeypatch):
     found, other = torch.randn(2, 37, 11, generator=generator)
     targets = torch.randint(11, (37,), generator=generator)
     whole = token_measures(found, other, targets)
-    monkeypatch.setattr("flexvarlen.verify.drift.model.measures.CHUNK_ELEMENTS", 55)
+    monkeypatch.setattr("flexvarlen.verify.drift.model.measures.PIECE_ELEMENTS", 55)
     assert token_measures(found, other, targets) == pytest.approx(whole, rel=1e-12)
 
 
@@ -150,7 +150,7 @@ def test_difference_in_the_head_alone_is_in_a_layer(llama):
     other = run_packed(variant, batch)
     moved = other.logits.clone()
     moved[35, 7] += 1
-    measures = run_measures(ModelRun(moved, other.hidden, other.loss), other, batch)
+    measures = run_measures(DriftRun(moved, other.hidden, other.loss), other, batch)
     assert (measures["first_layer"], measures["first_part"]) == (None, "head")
     assert "gradient_relative" not in measures
     assert measures["layers_relative"] == [0, 0, 0]
@@ -166,7 +166,7 @@ def test_one_number_that_is_not_finite_is_right(llama, part):
     hidden = [state.clone() for state in other.hidden]
     changed = next(iter(gradients.values())) if part == "gradients" else hidden[1]
     changed.view(-1)[0] = math.inf
-    found = ModelRun(other.logits, tuple(hidden), other.loss, gradients)
+    found = DriftRun(other.logits, tuple(hidden), other.loss, gradients)
     assert why_not_finite(found, other).endswith(f"of the {part} of the run.")
     assert why_not_finite(other, found).endswith(f"of the {part} of what it is compared with.")
 
@@ -268,7 +268,7 @@ def test_what_breaks_ends_the_run(llama, monkeypatch, kind):
     def broken(*args, **kwargs):
         raise kind("the kernel broke\nsomewhere")
 
-    monkeypatch.setattr(model_suite, "run_alone", broken)
+    monkeypatch.setattr(model_suite, "run_unpacked", broken)
     first, second = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
     assert (first.status, first.reason) == ("failed", f"{kind.__name__}: the kernel broke")
     assert second.status == "ok"

@@ -1,4 +1,4 @@
-"""A whole model on one packed batch, computed in several ways that should agree.
+"""A whole model on one packed batch, computed in several variants that should agree.
 
 | file | holds |
 |---|---|

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from flexvarlen.reference.acceptance import largest
+from flexvarlen.reference.attention import PIECE_ELEMENTS
 from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
 from flexvarlen.verify.drift.difference import Difference
-from flexvarlen.verify.drift.model.run import ModelRun, targets_of
-
-CHUNK_ELEMENTS = 2**26  # logits that are widened at once: 256 MiB in fp32, and a few such
+from flexvarlen.verify.drift.model.run import DriftRun, targets_of
 
 
-def run_measures(found: ModelRun, other: ModelRun, batch: PackedBatch) -> dict[str, Any]:
+def run_measures(found: DriftRun, other: DriftRun, batch: PackedBatch) -> dict[str, Any]:
     """Everything in which two runs differ, as a record's measures.
 
     `layers_relative` is of the embeddings, then of each block; `documents_relative` of each
@@ -50,7 +49,7 @@ def run_measures(found: ModelRun, other: ModelRun, batch: PackedBatch) -> dict[s
     return measures
 
 
-def why_not_finite(found: ModelRun, other: ModelRun) -> str | None:
+def why_not_finite(found: DriftRun, other: DriftRun) -> str | None:
     """What of two runs is not finite, as a reason; None if everything is."""
     bad = []
     for who, run in (("the run", found), ("what it is compared with", other)):
@@ -73,7 +72,7 @@ def token_measures(found_TV: Tensor, other_TV: Tensor, targets_T: Tensor) -> dic
         found_TV, other_TV: logits, on one device.
         targets_T: int64, labels; -100 where there is none.
     """
-    pieces = [x.split(max(1, CHUNK_ELEMENTS // found_TV.shape[1])) for x in (found_TV, other_TV)]
+    pieces = [x.split(max(1, PIECE_ELEMENTS // found_TV.shape[1])) for x in (found_TV, other_TV)]
     targets = targets_T.split(len(pieces[0][0]))
     each = [_of_tokens(*three) for three in zip(*pieces, targets, strict=True)]
     kl, logprob, same = (torch.cat(part).double() for part in zip(*each, strict=True))

@@ -1,4 +1,4 @@
-"""`ModelRun`: what one run of a model gives for a batch of documents, in whatever form.
+"""`DriftRun`: what one run of a model gives for a batch of documents, in whatever form.
 
 The same documents run as one packed row, each alone, or as padded rows; what comes out is put in
 one order, token after token of document after document, so that runs can be compared.
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelRun:
+class DriftRun:
     """What a model gave.
 
     Attributes:
@@ -58,7 +58,7 @@ class ModelRun:
 
 def run_packed(
     variant: Variant, batch: PackedBatch, *, call: Callable[..., Any] | None = None
-) -> ModelRun:
+) -> DriftRun:
     """All documents in one row.
 
     Args:
@@ -70,13 +70,13 @@ def run_packed(
     return run_pieces(variant, batch, [Piece((0, len(batch.lengths)), inputs)], call=call)
 
 
-def run_alone(variant: Variant, batch: PackedBatch) -> ModelRun:
+def run_unpacked(variant: Variant, batch: PackedBatch) -> DriftRun:
     """Each document in a row of its own, one after another."""
     return run_pieces(variant, batch, _pieces_alone(variant, batch))
 
 
-def run_padded(variant: Variant, batch: PackedBatch) -> ModelRun:
-    """One document a row, padded at the right, with an attention_mask.
+def run_padded(variant: Variant, batch: PackedBatch) -> DriftRun:
+    """One document per row, padded at the right, with an attention_mask.
 
     Documents that follow one another share a call as long as it has at most T tokens.
     """
@@ -129,7 +129,7 @@ def run_pieces(
     pieces: Sequence[Piece] | Iterator[Piece],
     *,
     call: Callable[..., Any] | None = None,
-) -> ModelRun:
+) -> DriftRun:
     """Run the calls one after another, each with its backward if the variant trains.
 
     Args:
@@ -164,7 +164,7 @@ def run_pieces(
     gradients = sums.taken() if variant.train else None
     # document by document, so that how they are batched does not decide how they are summed
     loss = math.fsum(of_documents) / counted
-    return ModelRun(gathered.rows[0], tuple(gathered.rows[1:]), loss, gradients)
+    return DriftRun(gathered.rows[0], tuple(gathered.rows[1:]), loss, gradients)
 
 
 def targets_of(batch: PackedBatch) -> Tensor:

@@ -3,7 +3,7 @@
 | comparison | of what |
 |---|---|
 | packed-alone | the packed row, against each document in a row of its own |
-| packed-padded | the packed row, against one document a row, padded |
+| packed-padded | the packed row, against one document per row, padded |
 | backend-backend | the packed row, against the same on another backend |
 | eager-compiled | the packed row compiled, against eager |
 | dtype | the packed row in low precision, against float32 with the same weights |
@@ -26,7 +26,13 @@ from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.corpus import batch_of
 from flexvarlen.verify.drift.each import check_baseline, checked_names, records_of
 from flexvarlen.verify.drift.model.measures import run_measures, why_not_finite
-from flexvarlen.verify.drift.model.run import ModelRun, compiled, run_alone, run_packed, run_padded
+from flexvarlen.verify.drift.model.run import (
+    DriftRun,
+    compiled,
+    run_packed,
+    run_padded,
+    run_unpacked,
+)
 from flexvarlen.verify.variants import Sizes, Variant, make_variant, variant_names
 
 if TYPE_CHECKING:
@@ -169,7 +175,7 @@ def model_drift(
     from flexvarlen.patches.models.families import require_verified
 
     require_verified(model.config.model_type)
-    check_baseline(baseline)
+    baseline = check_baseline(baseline)
     names = variant_names(backends, model.device)
     chosen = None if backends in ("all", ["all"], ("all",)) else tuple(names)
     packed = batch_of(model, batch, tokens=tokens, seed=seed)
@@ -206,7 +212,7 @@ class _Comparison:
         reason = why_not_finite(found, other)
         return Finding(backend, "wrong" if reason else "ok", reason, measures)
 
-    def _runs(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+    def _runs(self, backend: str) -> tuple[DriftRun, DriftRun, dict[str, Any]]:
         """The two runs, and what their record says about them."""
         comparison, batch = self.case.comparison, self.batch
         if comparison == "dtype":
@@ -221,12 +227,12 @@ class _Comparison:
                 return run_packed(again, batch, call=call), eager, about | {"compiler": compiler}
         packed = run_packed(variant, batch)
         if comparison == "packed-alone":
-            return packed, run_alone(variant, batch), about
+            return packed, run_unpacked(variant, batch), about
         if comparison == "packed-padded":
             return packed, run_padded(variant, batch), about
         return packed, run_packed(self._variant(self.case.baseline, self.base), batch), about
 
-    def _dtypes(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+    def _dtypes(self, backend: str) -> tuple[DriftRun, DriftRun, dict[str, Any]]:
         """bfloat16 (or the model's half precision) against float32 of the weights so rounded.
 
         Where a backend has no float32, the other run is that of `sdpa`.

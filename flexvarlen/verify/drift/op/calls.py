@@ -1,4 +1,4 @@
-"""One backend on one case: its results in one call, in one call a document, and compiled.
+"""One backend on one case: its results in one call, in one call per document, and compiled.
 
 Shapes: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
@@ -66,7 +66,7 @@ class BackendCalls:
         return self._results(self._attend(inputs), inputs)
 
     def alone(self, inputs: Inputs) -> Results:
-        """One call a document."""
+        """One call per document."""
         return Results.joined([self.together(document) for document in inputs.each_document()])
 
     def compiled(self, inputs: Inputs) -> Results:

@@ -2,15 +2,16 @@
 
 | comparison | of what |
 |---|---|
-| exact | all documents in one call, and one call a document, each against the fp64 reference |
-| batch-serial | all documents in one call, against one call a document |
+| exact | all documents in one call, and one call per document, each against the fp64 reference |
+| batch-serial | all documents in one call, against one call per document |
 | run-run | the same call again |
-| eager-compiled | torch.compile(fullgraph=True), against eager |
-| backend-backend | one call a document, against another backend |
+| eager-compiled | torch.compile(fullgraph=True), against eager and the fp64 reference |
+| backend-backend | one call per document, against another backend |
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -19,9 +20,10 @@ from typing import Any, ClassVar
 import torch
 
 import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
-from flexvarlen.reference.attention import GRADIENTS, attend_alone
-from flexvarlen.report.records import Record
+from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone
+from flexvarlen.report.records import Record, Status
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
 from flexvarlen.verify.drift.difference import Difference
@@ -107,13 +109,22 @@ class OperatorDrift(Suite):
         """The comparison of each backend."""
         assert isinstance(case, OperatorCase)
         inputs = Inputs.random(case.op, case.dtype, options.device, case.seed)
-        reference = _Reference.of(case, inputs) if case.comparison == "exact" else None
+        needs_reference = case.comparison in ("exact", "eager-compiled")
+        reference = _Reference.of(case, inputs) if needs_reference else None
 
         def compare(backend: str) -> Finding:
             calls = BackendCalls.of(backend, case.op, inputs, train=case.train)
-            if reference is not None:
-                return reference.check(calls, inputs)
-            return Finding(backend, "ok", measures=_compared(case, calls, inputs))
+            if case.comparison == "exact":
+                assert reference is not None
+                measures, reasons = reference.check(calls.together(inputs), inputs)
+                serial, more = reference.check(
+                    calls.alone(inputs), inputs, "serial_", "one call per document: "
+                )
+                measures, reasons = measures | serial, reasons + more
+            else:
+                measures, reasons = _compared(case, calls, inputs, reference)
+            status: Status = "wrong" if reasons else "ok"
+            return Finding(backend, status, reasons[0] if reasons else None, measures)
 
         return measure_each(case.name, variants, compare, options.device)
 
@@ -166,7 +177,7 @@ def backend_variants(backends: Sequence[str]) -> tuple[str, ...] | None:
     Raises:
         ValueError: an unknown backend.
     """
-    names = checked_names("backends", backends, fv.BACKENDS)
+    names = checked_names("backends", [our_name(name) for name in backends], fv.BACKENDS)
     return None if "all" in backends else tuple(names)
 
 
@@ -196,28 +207,31 @@ class _Reference:
         errors = {name: Error.between(x, results[name]) for name, x in baseline.items()}
         return cls(case.dtype, results, errors)
 
-    def check(self, calls: BackendCalls, inputs: Inputs) -> Finding:
-        """The errors of one call, and of one call a document, against what the rule allows."""
+    def check(
+        self, found: Results, inputs: Inputs, prefix: str = "", where: str = ""
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The errors as measures, and a sentence for each that is above what the rule allows.
+
+        Args:
+            prefix: of the measures' names.
+            where: starts each sentence.
+        """
         measures: dict[str, Any] = {}
         reasons = []
-        ways = (("", "", calls.together), ("serial_", "one call a document: ", calls.alone))
-        for prefix, where, run in ways:
-            for name, x in run(inputs).named().items():
-                difference = Difference.between(x, self.results[name])
-                limits = allowed(self.baseline[name], x.dtype, gradient=name in GRADIENTS)
-                measures |= difference.measures(f"{prefix}{name}")
-                measures[f"{prefix}ratio_{name}"] = limits.ratio(difference.error)
-                reason = why_wrong(
-                    f"{where}{name}",
-                    difference.error,
-                    self.baseline[name],
-                    x.dtype,
-                    gradient=name in GRADIENTS,
-                )
-                reasons += [] if reason is None else [f"{reason} {self._worst(name, x, inputs)}"]
-        return Finding(
-            calls.backend, "wrong" if reasons else "ok", reasons[0] if reasons else None, measures
-        )
+        for name, x in found.named().items():
+            difference = Difference.between(x, self.results[name])
+            limits = allowed(self.baseline[name], x.dtype, gradient=name in GRADIENTS)
+            measures |= difference.measures(f"{prefix}{name}")
+            measures[f"{prefix}ratio_{name}"] = limits.ratio(difference.error)
+            reason = why_wrong(
+                f"{where}{name}",
+                difference.error,
+                self.baseline[name],
+                x.dtype,
+                gradient=name in GRADIENTS,
+            )
+            reasons += [] if reason is None else [f"{reason} {self._worst(name, x, inputs)}"]
+        return measures, reasons
 
     def _worst(self, name: str, found: torch.Tensor, inputs: Inputs) -> str:
         """The document with the largest error, which tells a boundary from a wrong scale."""
@@ -231,20 +245,32 @@ class _Reference:
         return f"It is largest in document {index} ({inputs.lengths[index]} tokens)."
 
 
-def _compared(case: OperatorCase, calls: BackendCalls, inputs: Inputs) -> dict[str, Any]:
-    """The differences of everything that both computations return."""
+def _compared(
+    case: OperatorCase, calls: BackendCalls, inputs: Inputs, reference: _Reference | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The differences of everything that both computations return, and what is wrong.
+
+    The compiled call is checked against the reference too: `ratio_*`.
+    """
+    measures: dict[str, Any] = {}
+    reasons: list[str] = []
     if case.comparison == "batch-serial":
         found, other = calls.together(inputs), calls.alone(inputs)
     elif case.comparison == "run-run":
         found, other = calls.together(inputs), calls.together(inputs)
     elif case.comparison == "eager-compiled":
         found, other = calls.compiled(inputs), calls.together(inputs)
+        assert reference is not None
+        errors, reasons = reference.check(found, inputs, where="compiled: ")
+        measures = {name: x for name, x in errors.items() if name.startswith("ratio_")}
     else:
         baseline = BackendCalls.of(BASELINE, case.op, inputs, train=case.train)
         found, other = calls.alone(inputs), baseline.alone(inputs)
     ours, theirs = found.named(), other.named()
-    measures: dict[str, Any] = {}
     for name in ours:
         if name in theirs:
-            measures |= Difference.between(ours[name], theirs[name]).measures(name)
-    return measures
+            difference = Difference.between(ours[name], theirs[name])
+            measures |= difference.measures(name)
+            if not math.isfinite(difference.error.max_abs):
+                reasons.append(f"{name}: a value of the two results is not finite.")
+    return measures, reasons

@@ -26,6 +26,15 @@ class DriftReport:
         """Whether no backend of flexvarlen is wrong or failed."""
         return passed(self.records)
 
+    @property
+    def compared(self) -> bool:
+        """Whether a variant ran, beside the baseline of a training and its rounding twin."""
+        return any(
+            record.status in ("ok", "wrong")
+            and record.case["variant"] not in (record.case.get("baseline"), ROUNDING)
+            for record in self.records
+        )
+
     def tables(self) -> list[Table]:
         """A table for each suite and machine."""
         return tables(self.records)

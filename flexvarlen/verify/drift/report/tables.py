@@ -15,7 +15,7 @@ FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
 PARTS = (*FORWARD, *BACKWARD)
 BAD = ("wrong", "failed")
 RATIOS = tuple(f"{of}ratio_{part}" for of in ("", "serial_") for part in PARTS)
-"""Errors against the reference over what the rule allows: in one call, and one call a document."""
+"""Errors against the reference over what the rule allows: one call, and one call per document."""
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

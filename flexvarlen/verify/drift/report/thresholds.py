@@ -80,12 +80,12 @@ def _threshold(text: str, known: Sequence[str]) -> Threshold:
     name = name.strip()
     if not equals:
         raise ValueError(
-            f"fail-above must be MEASURE=VALUE, got {text!r}; write for example {known[0]}=0.01."
+            f"fail_above must be MEASURE=VALUE, got {text!r}; write for example {known[0]}=0.01."
         )
     meant = (name,) if name in known else tuple(k for k in known if name and k.endswith(f"_{name}"))
     if not meant:
         raise ValueError(
-            f"fail-above must name a measure of this command, got {name!r}; choose among "
+            f"fail_above must name a measure of this command, got {name!r}; choose among "
             f"{', '.join(known)}, or give the end of several, as max_abs."
         )
     try:
@@ -94,7 +94,7 @@ def _threshold(text: str, known: Sequence[str]) -> Threshold:
         limit = math.nan
     if not limit >= 0:
         raise ValueError(
-            f"fail-above must have a value of at least 0, got {value!r} for {name}; give a number."
+            f"fail_above must have a value of at least 0, got {value!r} for {name}; give a number."
         )
     return Threshold(text, meant, limit)
 

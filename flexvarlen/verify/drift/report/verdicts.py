@@ -40,8 +40,11 @@ def record_name(record: Record) -> str:
 
 
 def _is_finding(record: Record) -> bool:
-    is_theirs = str(record.case["variant"]).startswith(THEIRS)
-    return record.status in ("wrong", "failed") and not is_theirs
+    return record.status in ("wrong", "failed") and not _is_theirs(record)
+
+
+def _is_theirs(record: Record) -> bool:
+    return str(record.case["variant"]).startswith(THEIRS)
 
 
 def _case(record: Record) -> str:
@@ -51,6 +54,10 @@ def _case(record: Record) -> str:
 
 def _ran(records: Sequence[Record], suite: str) -> list[Record]:
     return [record for record in records if record.suite == suite and record.status == "ok"]
+
+
+def _worst(records: Sequence[Record], measure: str) -> Record:
+    return max(records, key=lambda record: nan_last(record.measures[measure]))
 
 
 def _operators(records: Sequence[Record]) -> str:
@@ -72,14 +79,10 @@ def _operators(records: Sequence[Record]) -> str:
 
 
 def _models(records: Sequence[Record]) -> str:
-    ran = [
-        record
-        for record in _ran(records, "drift-model")
-        if not str(record.case["variant"]).startswith(THEIRS)
-    ]
+    ran = [record for record in _ran(records, "drift-model") if not _is_theirs(record)]
     if not ran:
         return ""
-    worst = max(ran, key=lambda record: nan_last(record.measures["logits_relative"]))
+    worst = _worst(ran, "logits_relative")
     size = worst.measures["logits_relative"]
     if size == 0:
         return f"{_count(ran)} of models: all logits have the same bits."
@@ -97,7 +100,7 @@ def _trainings(records: Sequence[Record]) -> str:
     ]
     if not ran:
         return ""
-    worst = max(ran, key=lambda record: nan_last(record.measures["sigmas"]))
+    worst = _worst(ran, "sigmas")
     return (
         f"All {len(ran)} trainings are within seed noise of {worst.case['baseline']}; the largest "
         f"difference of losses is {worst.measures['sigmas']:.2g} σ ({record_name(worst)})."

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from flexvarlen.reference.attention import PIECE_ELEMENTS
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
 from flexvarlen.verify.variants import Sizes, counted_labels, make_variant
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 UNPACKED = "unpacked"
 """The variant without packing: each document in a row of its own, transformers' own sdpa."""
-
-_PIECE = 1 << 24  # elements that are widened to fp64 at once: 128 MiB a tensor
 
 Step = Callable[[PackedBatch], float]
 """Forward and backward of a row: its loss; the gradients are in the parameters' `.grad`."""
@@ -214,5 +213,7 @@ def _pieces(
         flat_a = (torch.zeros_like(present) if a is None else a).detach().reshape(-1)
         flat_b = (torch.zeros_like(present) if b is None else b).detach().reshape(-1)
         device = flat_a.device if a is not None else flat_b.device
-        for one, other in zip(flat_a.split(_PIECE), flat_b.split(_PIECE), strict=True):
+        for one, other in zip(
+            flat_a.split(PIECE_ELEMENTS), flat_b.split(PIECE_ELEMENTS), strict=True
+        ):
             yield one.to(device).double(), other.to(device).double()

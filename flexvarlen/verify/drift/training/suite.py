@@ -78,7 +78,7 @@ class TrainingCase:
                 "noise is measured over them."
             )
         if self.baseline != UNPACKED:
-            check_baseline(self.baseline)
+            object.__setattr__(self, "baseline", check_baseline(self.baseline))
 
     @property
     def name(self) -> str:
@@ -114,6 +114,11 @@ class TrainingDrift(Suite):
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         """All backends."""
         return fv.BACKENDS
+
+    def controls(self, case: Case) -> Sequence[str]:
+        """The baseline, and its rounding twin."""
+        assert isinstance(case, TrainingCase)
+        return (case.baseline, ROUNDING)
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         """Train the baseline from each seed, its rounding twin, and each variant from the first.
