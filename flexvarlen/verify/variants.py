@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 THEIRS = "transformers:"
 
-_NOT_OURS = ("transformers", "raw", "fixed", "unpatched")
+_NOT_OURS = ("transformers", "sentence-transformers", "raw", "fixed", "unpatched")
 """Parts of the names of variants whose attention is not flexvarlen's."""
 
 
