@@ -94,7 +94,7 @@ class TextsCase:
     mean: float = 64.0
     sigma: float = 0.8
     longest: int = 512
-    at_most_s: float = 6.0
+    at_most_s: float = 4.0
     dtype: str = "bfloat16"
     seed: int = 0
 
@@ -115,7 +115,7 @@ class Embeddings(Suite):
         if options.quick or not options.on_gpu:
             dtype = "bfloat16" if options.on_gpu else "float32"
             return [TextsCase(300, "modernbert-tiny", 2, mean=12.0, longest=64, dtype=dtype)]
-        return [TextsCase(20_000), TextsCase(100_000, at_most_s=15.0)]
+        return [TextsCase(100_000, at_most_s=12.0), TextsCase(20_000)]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         assert isinstance(case, TextsCase)
