@@ -12,7 +12,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.model import embeddings
 from flexvarlen.bench.suites.model.embeddings import SUITE, TextsCase, random_texts
 from flexvarlen.report.records import Record, read_records
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
 
 OPTIONS = Options(torch.device("cpu"), quick=True, say=lambda line: None)
@@ -20,7 +20,7 @@ OPTIONS = Options(torch.device("cpu"), quick=True, say=lambda line: None)
 
 def measured(folder, *variants):
     out = folder / "records.jsonl"
-    run_suite(SUITE, replace(OPTIONS, variants=variants or None), Run(out))
+    run_suite(SUITE, replace(OPTIONS, variants=variants or None), RunRequest(out))
     return {record.case["variant"]: record for record in read_records([out])}
 
 

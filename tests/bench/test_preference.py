@@ -15,7 +15,7 @@ from flexvarlen.bench.suites.training import preference, preference_trainers, te
 from flexvarlen.bench.suites.training.preference_tables import table
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.report.records import read_records
-from flexvarlen.runner.run import Run, run_suite
+from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
 
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
@@ -33,7 +33,7 @@ def few_texts(monkeypatch):
 
 def measured(folder, *variants, cases="dpo$"):
     out = folder / "records.jsonl"
-    run_suite(SUITE, replace(OPTIONS, variants=variants or None), Run(out, cases=cases))
+    run_suite(SUITE, replace(OPTIONS, variants=variants or None), RunRequest(out, cases=cases))
     return read_records([out])
 
 
