@@ -66,6 +66,20 @@ def inputs_of(form: str = "position_ids", docs: tuple[int, ...] | None = None) -
     }
 
 
+def padded_inputs() -> dict[str, Any]:
+    """This rank's documents in a padded batch, one in each row."""
+    docs = ROWS[dist.get_rank()]
+    batch = batch_of(tuple((doc,) for doc in docs), row_tokens=max(LENGTHS), left=True)
+    mask = (batch.document_ids > 0).long()
+    share = torch.tensor(LABELS / WORLD)
+    return {
+        "input_ids": batch.ids,
+        "labels": batch.ids.masked_fill(mask == 0, -100),
+        "num_items_in_batch": share,
+        "attention_mask": mask,
+    }
+
+
 def step(model: nn.Module, **inputs: Any) -> dict[str, Any]:
     """Loss and gradients of all ranks together."""
     loss = model(**(inputs or inputs_of())).loss
@@ -138,6 +152,16 @@ def ddp_accumulation() -> dict[str, Any]:
     return {"loss": mean(sum(losses)), "gradients": gradients_of(model)}
 
 
+def ddp_unpad() -> dict[str, Any]:
+    model = fv.patch_model(model_of(), "sdpa", unpad=True)
+    return step(DistributedDataParallel(model), **padded_inputs())
+
+
+def ddp_unpad_of_peft() -> dict[str, Any]:
+    model = DistributedDataParallel(lora(model_of()))
+    return step(fv.patch_model(model, "sdpa", unpad=True), **padded_inputs())
+
+
 def ddp_unpatched() -> dict[str, Any]:
     """Wrong, and the oracle must see it: in train mode transformers makes a cache."""
     return step(DistributedDataParallel(model_of()))
@@ -158,6 +182,11 @@ def sharded(model: Any, **options: Any) -> Any:
 
 def fsdp2() -> dict[str, Any]:
     return step(sharded(fv.patch_model(model_of(), "sdpa")))
+
+
+def fsdp2_unpad() -> dict[str, Any]:
+    model = sharded(fv.patch_model(model_of(), "sdpa", unpad=True))
+    return step(model, **padded_inputs())
 
 
 def fsdp2_patched_after() -> dict[str, Any]:
@@ -344,8 +373,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         ddp_compiled,
         ddp_checkpointing,
         ddp_accumulation,
+        ddp_unpad,
+        ddp_unpad_of_peft,
         ddp_unpatched,
         fsdp2,
+        fsdp2_unpad,
         fsdp2_patched_after,
         fsdp2_layout,
         fsdp2_checkpointing,
