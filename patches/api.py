@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
-from flexvarlen.patches.attention.backend_choice import check_choice, check_machine, names_in
+from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.heads import (
     HEAD,
@@ -84,10 +84,10 @@ def patch_model(
     ones and zeros, one document a row. The base model runs its real tokens as one packed row, and
     returns `last_hidden_state` and `hidden_states` in the padded shape, with exact zeros at
     padding, so heads, losses and metrics stay as they are. Labels of causal models at padding and
-    at the first token of a row are masked. A batch without padding keeps its rows, and one that is
-    packed already runs as without `unpad`. So do `generate` and a forward that asks for a cache;
-    no cache is built otherwise. The mask is read once a forward, under torch.compile outside of
-    the graph: one graph break, so no `fullgraph=True`. docs/preference.md has more, and
+    at the first token of a row are masked. Batches without padding, batches that are packed
+    already, `generate`, and forwards with a cache run as without `unpad`; by default no cache is
+    built. Each forward copies the mask to the host once; under torch.compile this is one graph
+    break, so `fullgraph=True` fails. docs/preference.md has more, and
     `patch_trainer` does this for the models of a trainer.
 
     A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
@@ -126,7 +126,8 @@ def patch_model(
     Args:
         model: a transformers model of a verified family (docs/families.md), also inside PEFT, DDP
             or torch.compile wrappers.
-        backend: a name of `flexvarlen.BACKENDS`, or "auto"; or a mapping from the model's layer
+        backend: a name of `flexvarlen.BACKENDS`, or transformers' name for the same kernel
+            ("flash_attention_2"), or "auto"; or a mapping from the model's layer
             types ("full_attention", "sliding_attention", as in `config.layer_types`; in vision
             towers "vision_attention") to such names. "auto" is resolved by kind of layer: mask,
             heads, head_dim.
@@ -155,7 +156,7 @@ def patch_model(
             head is of a kind whose labels are not known, PEFT adds virtual tokens (prompt tuning
             and similar; not seen if added later), a backend cannot run its layers on this machine,
             or the model is an encoder, takes images or has longrope, and a group is given; `unpad`
-            with a model of images or a group.
+            with a vision-language model or a group.
 
     A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
     and left padding in an encoder that pools or classifies by a row's first token.
@@ -197,7 +198,7 @@ def patch_model(
         "deterministic": resolve_flag(DETERMINISTIC, deterministic),
         "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),
     }
-    check_choice(backend, (*kinds, *vision_kinds))
+    backend = checked_choice(backend, (*kinds, *vision_kinds))
     check_machine(backend, (*kinds, *vision_kinds), inner.device, **guarantees)
     before, named = implementation_before(inner), names_in(backend)[0]
     set_implementation(inner, named)

@@ -37,8 +37,8 @@ def patch_trainer(
     Raises:
         ValueError: not a Trainer.
         NotImplementedError: the trainer adds a router's auxiliary loss, whose inputs would not
-            match the padded batch, or a model cannot be patched (see `patch_model`), as one of
-            images. No model stays patched then.
+            match the padded batch, or a model cannot be patched (see `patch_model`), as a
+            vision-language model. All models are left unpatched then.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -47,7 +47,7 @@ def patch_trainer(
     if not isinstance(trainer, Trainer):
         raise ValueError(
             "trainer must be a transformers Trainer or one of TRL's, got "
-            f"{type(trainer).__name__}; call patch_model(model, unpad=True) on a model."
+            f"{type(trainer).__name__}; without a Trainer, call patch_model(model, unpad=True)."
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise NotImplementedError(

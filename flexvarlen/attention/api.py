@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.attention.backends.registry import get_backend, our_name
 from flexvarlen.attention.call import AttentionCall, is_past_int32
 from flexvarlen.attention.check_arguments import check_numbers, check_tensors
 from flexvarlen.attention.choose import choose
@@ -116,7 +116,7 @@ def packed_attention(
         return_lse,
         is_past_int32(layout, mask.layout_k, num_heads, head_dim),
     )
-    chosen = get_backend(choose(backend, call, mask))
+    chosen = get_backend(choose(our_name(backend), call, mask))
     if layout.total_tokens == 0 or mask.layout_k.total_tokens == 0:
         chosen, plan = get_backend("reference"), None  # kernels fail on an empty row
     if forward_ad._current_level >= 0:

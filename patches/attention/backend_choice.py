@@ -10,21 +10,20 @@ from collections.abc import Mapping
 
 import torch
 
-from flexvarlen.attention.backends.registry import BACKENDS, get_backend, refusal
+from flexvarlen.attention.backends.registry import BACKENDS, get_backend, our_name, refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
 
 
-def check_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> None:
-    """Check that the choice names a backend for exactly the model's layer types.
+def checked_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> BackendChoice:
+    """The choice by our names, if it names a backend for exactly the model's layer types.
 
     Raises:
         ValueError: an unknown backend, or layer types that are not the model's.
     """
     if isinstance(choice, str):
-        _check_name(choice)
-        return
+        return _checked_name(choice)
     if not isinstance(choice, Mapping):
         raise ValueError(
             "backend must be a name, or a mapping from layer types to names, got "
@@ -39,13 +38,14 @@ def check_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> None:
             f"backend must name one for each layer type of the model ({', '.join(types)}), got "
             f"{dict(choice)!r}, where {wrong}; use these types as keys."
         )
-    for name in choice.values():
-        _check_name(name)
+    return {layer_type: _checked_name(name) for layer_type, name in choice.items()}
 
 
-def _check_name(name: object) -> None:
+def _checked_name(name: str) -> str:
+    name = our_name(name)
     if name != "auto":
-        get_backend(name)  # type: ignore[arg-type]  # raises, whatever it is
+        get_backend(name)  # raises, whatever it is
+    return name
 
 
 def chosen_for(choice: BackendChoice, layer_type: str) -> str:

@@ -22,7 +22,7 @@ class PaddedBatch:
         offsets: int64 `[T]`, where each token of the packed row is in the flattened batch. Spare
             tokens at the end of the row, which belong to no document, have B·S.
         batch, row_tokens: B and S.
-        pads_left: whether a row begins with padding.
+        pads_left: whether any row begins with padding.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ def _restarts(real: Tensor, position_ids: Tensor | None) -> Tensor:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def documents_in_rows(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
+def pad_documents(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
     """A batch with one row for each document of a packed layout, as heads that pool take it.
 
     Padding and empty documents have no row. Reads the device once.

@@ -28,8 +28,8 @@ class ForwardInputs:
         patch: of the model.
         inputs: its keyword arguments, without the boundaries; the steps change them.
         tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
-        padded: the padded batch that these inputs, of a packed row, were made from, or None.
-        boundaries: the keywords that only give documents, None where not given.
+        padded: the padded batch from which this packed row was made, or None.
+        boundaries: the arguments that only mark documents, None where not given.
         config: of the text tower.
         causal: whether attention is causal.
         cache: `past_key_values`, or None.

@@ -20,8 +20,8 @@ from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
-    documents_in_rows,
     find_padding,
+    pad_documents,
 )
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.heads import wrap_loss
@@ -47,17 +47,17 @@ def check_unpad(
 
     Raises:
         ValueError: a multiple that is no positive integer, or one without `unpad`.
-        NotImplementedError: `unpad` of a model of images, or over several ranks.
+        NotImplementedError: `unpad` of a vision-language model, or over several ranks.
     """
     if multiple_of is not None and not (unpad and is_int(multiple_of) and multiple_of > 0):
         raise ValueError(
-            "unpad_to_multiple_of must be a positive number of tokens, beside unpad=True, got "
+            "unpad_to_multiple_of must be a positive number of tokens and needs unpad=True, got "
             f"{multiple_of!r} and unpad={unpad}; leave it out, or pass both."
         )
     if unpad and vision_tower(base_of(model)) is not None:  # type: ignore[arg-type]
         raise NotImplementedError(
-            "unpad=True must not be used with a model of images, whose tokens are placed in the "
-            "padded batch; pack its batches, or leave unpad out."
+            "unpad=True must not be used with a vision-language model, whose images have places in "
+            "the padded batch; pack its batches, or leave unpad out."
         )
     if unpad and group is not None:
         raise NotImplementedError(
@@ -124,7 +124,7 @@ def give_to_base(module: nn.Module, inputs: dict[str, Any], padded: PaddedBatch)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def documents_of_rows(
+def layout_of_pooling_head(
     find: Callable[[], PackedLayout], batch: int, *, causal: bool
 ) -> tuple[PackedLayout, PaddedBatch | None]:
     """The layout of a head with one output per document, and a batch with a row for each.
@@ -142,7 +142,7 @@ def documents_of_rows(
     layout = find()
     if bool(one_document_per_row(layout, batch)):
         return layout, None
-    return layout, documents_in_rows(layout, pads_left=causal)
+    return layout, pad_documents(layout, pads_left=causal)
 
 
 def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, batch: int) -> None:
@@ -165,8 +165,7 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
     wants_dict = text_config_of(base.config).return_dict if return_dict is None else return_dict
     if (packed.pools or padded is not None) and not wants_dict:
         raise ValueError(
-            "return_dict must stay True where a row may hold several documents or is packed, got "
-            "False; leave return_dict out."
+            "return_dict must stay True for packed or unpadded batches, got False; leave it out."
         )
 
 
@@ -194,15 +193,16 @@ def refuse_left_padding(
 
 def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:
     """Give a base model's outputs the shape of its padded batch, and pool them by document."""
-    if packed.pools:
-        first = packed.layout.first_tokens()
-        if not torch.compiler.is_compiling():  # a graph keeps the slots without a document
-            first = first[packed.layout.real_documents()]
-        hidden = outputs["last_hidden_state"].flatten(0, 1)
-        outputs["pooler_output"] = base.pooler(hidden[first][:, None])
     padded = packed.padded
-    if padded is None:
-        return
-    outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
-    if outputs.get("hidden_states") is not None:
-        outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))
+    if padded is not None:
+        outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
+        if outputs.get("hidden_states") is not None:
+            outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))
+    if packed.pools:
+        hidden = outputs["last_hidden_state"]
+        if padded is None:
+            first = packed.layout.first_tokens()
+            if not torch.compiler.is_compiling():  # a graph keeps the slots without a document
+                first = first[packed.layout.real_documents()]
+            hidden = hidden.flatten(0, 1)[first][:, None]
+        outputs["pooler_output"] = base.pooler(hidden)

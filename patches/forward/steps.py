@@ -47,8 +47,8 @@ from flexvarlen.patches.forward.heads import (
 )
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.padding import (
-    documents_of_rows,
     give_to_base,
+    layout_of_pooling_head,
     note_pooler,
     pad_and_pool,
     padded_batch,
@@ -110,7 +110,9 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     if forward.why_unpacked is not None:
         return _unpacked(forward, forward.why_unpacked)
     if is_head and patch.head in PER_DOCUMENT:
-        layout, rows = documents_of_rows(forward.find_layout, forward.batch, causal=forward.causal)
+        layout, rows = layout_of_pooling_head(
+            forward.find_layout, forward.batch, causal=forward.causal
+        )
         if rows is not None:
             inputs = rows.inputs_of_batch(inputs, forward.config.pad_token_id)
             return give_to_base(module, inputs, rows)

@@ -118,7 +118,7 @@ def why_not(
     `packed_attention` raises an error with the same message; if it is None, the call runs.
 
     Args:
-        name: one of `BACKENDS`.
+        name: one of `BACKENDS`, or transformers' name for the same kernel.
         device, dtype, num_heads, num_kv_heads, head_dim: properties of the tensors.
         causal, window, chunk, align: as in `packed_attention`.
         prefix, cross: whether the call passes `prefix` and `layout_k`.
@@ -135,6 +135,8 @@ def why_not(
         ValueError: no backend has that name.
 
     >>> why_not("sdpa") is None
+    True
+    >>> why_not("flash_attention_2") == why_not("fa2")
     True
     """
     kind = {"causal": causal, "window": window, "chunk": chunk}
@@ -153,7 +155,7 @@ def why_not(
         return_lse=return_lse,
         past_int32=total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
     )
-    return refusal(name, call)
+    return refusal(our_name(name), call)
 
 
 def available_backends(

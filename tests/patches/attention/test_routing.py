@@ -386,3 +386,10 @@ def test_a_guessed_dtype_that_the_backend_refuses_is_no_refusal(monkeypatch):
     assert packed.route(FULL, torch.bfloat16, False).backend is backend
     with pytest.raises(NotImplementedError, match="needs bf16"):
         packed.route(FULL, torch.float32, False)
+
+
+@pytest.mark.parametrize("backend", ["flex_attention", {"full_attention": "flex_attention"}])
+def test_transformers_name_for_a_kernel(backend):
+    """`flex_attention` is flex, wherever a backend is named."""
+    model = fv.patch_model(new_model("llama"), backend)
+    assert model.config._attn_implementation == "flexvarlen_flex"

@@ -182,6 +182,18 @@ def test_mixed_precision_of_accelerate(head):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_a_compiled_pooler():
+    """A graph must not pool the layout's spare slots, too."""
+    torch._dynamo.reset()
+    plain = model_with("SequenceClassification", "bert").eval()
+    compiled = torch.compile(unpadding(plain), backend="aot_eager")
+    inputs = {name: x[:3] for name, x in padded("right").items()}
+    with torch.no_grad():
+        logits = compiled(**inputs).logits
+        torch.testing.assert_close(logits, plain(**inputs).logits, atol=1e-4, rtol=1e-4)
+    torch._dynamo.reset()
+
+
 def test_multiple_choice():
     plain = model_with("MultipleChoice", "bert")
     ours = unpadding(plain)
@@ -360,7 +372,7 @@ def test_a_multiple_that_is_none(arguments, words):
 
 def test_images():
     model = new_model("qwen2_vl")
-    with pytest.raises(NotImplementedError, match="a model of images"):
+    with pytest.raises(NotImplementedError, match="a vision-language model"):
         fv.patch_model(model, unpad=True)
 
 
