@@ -2,7 +2,7 @@
 
 | folder | holds |
 |---|---|
-| `embed.py` | `embed`; `embedding_files.py` reads what sentence-transformers saved |
+| `embed.py` | `embed`; `sentence_transformers_files.py` reads what sentence-transformers saved |
 | `trainers.py` | `patch_trainer` |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
 | `forward/` | a patched model's forward, step by step, and the wrapper around it |

@@ -1,7 +1,7 @@
 """`embed`: vectors of many texts, computed on packed rows of a fixed number of tokens.
 
 A thread tokenizes and packs the next texts while the model runs on these. Rows are launched without
-waiting for the device, which is read once in `_READ_EVERY` rows.
+waiting for the device, which is read once every `_READ_EVERY` rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
 from flexvarlen.packing import pack
 from flexvarlen.patches.api import is_patched, patched
-from flexvarlen.patches.embedding_files import POOLINGS, EmbeddingSettings, read_settings
+from flexvarlen.patches.sentence_transformers_files import (
+    POOLINGS,
+    EmbeddingSettings,
+    read_settings,
+)
 
 Pooling = Literal["cls", "first", "mean", "last", "max"]
 T = TypeVar("T")
@@ -32,7 +36,7 @@ _CHUNK = 4096
 """Texts that are tokenized at once. Some rows' worth, so that the model seldom waits."""
 _READ_EVERY = 32
 """Rows after which vectors are copied to the host, where the device may wait for the host."""
-_SHORTEST = 8
+_MIN_MEAN_TOKENS = 8
 """Tokens of a text on average below which the number of texts, not of tokens, ends a row."""
 
 
@@ -84,7 +88,7 @@ def embed(
         NotImplementedError: the model cannot be patched, or its folder names modules or options
             that are not supported.
 
-    Runs in evaluation mode and without gradients. Reads the device once in 32 rows.
+    Runs in evaluation mode and without gradients. Syncs with the device once every 32 rows.
 
     >>> import flexvarlen as fv
     >>> vectors = fv.embed(model, ["a text", "another"], tokenizer)  # doctest: +SKIP
@@ -92,24 +96,24 @@ def embed(
     _check(texts, pooling, tokens_per_row, max_length)
     settings = _settings(model, pooling, normalize)
     prompt = _prompt(settings, prompt, prompt_name)
-    longest = max_length or settings.max_length or _longest(model, tokenizer)
+    longest = max_length or settings.max_length or _default_max_length(model, tokenizer)
     tokenize = _Tokenizer(tokenizer, prompt, longest)
     rows = _rows(texts, tokenize, tokens_per_row, longest)
-    finish = _Finish(model, settings)
-    vectors = finish.empty(len(texts))
+    pooler = _Pooler(model, settings)
+    vectors = pooler.empty(len(texts))
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_evaluating(model))
         if not is_patched(model):
             stack.enter_context(patched(model))
         advance = stack.enter_context(_progress_bar(len(texts), shown=progress))
-        unread: list[tuple[_Row, Tensor]] = []
-        for row in _one_ahead(rows):
-            unread.append((row, finish(*_run(model, row))))
-            if len(unread) == _READ_EVERY:
-                _read(unread, vectors)
+        pending: list[tuple[_Row, Tensor]] = []
+        for row in _prefetch(rows):
+            pending.append((row, pooler(*_run(model, row))))
+            if len(pending) == _READ_EVERY:
+                _copy_to_host(pending, vectors)
             advance(len(row.texts))
-        _read(unread, vectors)
+        _copy_to_host(pending, vectors)
     return vectors
 
 
@@ -160,8 +164,8 @@ def _settings(model: Any, pooling: str | None, normalize: bool | None) -> Embedd
     if not found.pooling:
         raise ValueError(
             "pooling must be given for a model without sentence-transformers' modules.json, got "
-            f"None for {name or 'a model that was not loaded'!r}; pass pooling='mean', or as the "
-            "model was trained."
+            f"None for {name or 'a model that was not loaded'!r}; pass the pooling that the model "
+            "was trained with, such as 'mean'."
         )
     return found
 
@@ -178,13 +182,14 @@ def _prompt(settings: EmbeddingSettings, prompt: str | None, name: str | None) -
         prompt = settings.prompts[name]
     if prompt and not settings.include_prompt:
         raise NotImplementedError(
-            f"prompt must not be used with a model that does not pool its tokens, got {prompt!r}; "
-            "use a SentenceTransformer, with patch_model(model[0].auto_model, unpad=True)."
+            "prompt is not supported for a model whose pooling excludes the prompt "
+            f"(include_prompt=False), got {prompt!r}; use a SentenceTransformer, with "
+            "patch_model(model[0].auto_model, unpad=True)."
         )
     return prompt or ""
 
 
-def _longest(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+def _default_max_length(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens at which sentence-transformers cuts texts if its files do not say."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
@@ -245,7 +250,7 @@ def _pack(tokens: dict[int, list[int]], tokens_per_row: int) -> list[list[int]]:
 
 def _slots(total: int) -> int:
     """Texts that a row holds at most."""
-    return -(-total // _SHORTEST)
+    return -(-total // _MIN_MEAN_TOKENS)
 
 
 def _row(texts: list[int], tokens: dict[int, list[int]], full: int, longest: int) -> _Row:
@@ -270,7 +275,7 @@ def _row(texts: list[int], tokens: dict[int, list[int]], full: int, longest: int
     return _Row(texts, torch.from_numpy(ids)[None], layout)
 
 
-def _one_ahead(groups: Iterator[list[T]]) -> Iterator[T]:
+def _prefetch(groups: Iterator[list[T]]) -> Iterator[T]:
     """The items of each group, while a thread makes the next group."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, groups, None)
@@ -305,8 +310,8 @@ def _run(model: Any, row: _Row) -> tuple[Tensor, PackedLayout]:
     return hidden, layout
 
 
-class _Finish:
-    """Makes vectors of hidden states."""
+class _Pooler:
+    """Pools hidden states and applies the modules after the pooling."""
 
     def __init__(self, model: Any, settings: EmbeddingSettings) -> None:
         self.settings, self.device = settings, model.device
@@ -329,12 +334,12 @@ class _Finish:
         return torch.zeros(texts, width)
 
 
-def _read(unread: list[tuple[_Row, Tensor]], vectors: Tensor) -> None:
+def _copy_to_host(pending: list[tuple[_Row, Tensor]], vectors: Tensor) -> None:
     """Copy what was computed to where it belongs, and forget it."""
-    if unread:
-        texts = [i for row, _ in unread for i in row.texts]
-        vectors[texts] = torch.cat([found for _, found in unread]).cpu()
-        unread.clear()
+    if pending:
+        texts = [i for row, _ in pending for i in row.texts]
+        vectors[texts] = torch.cat([found for _, found in pending]).cpu()
+        pending.clear()
 
 
 @contextmanager

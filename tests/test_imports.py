@@ -24,7 +24,7 @@ ORDER = (
     "report",
     "flexvarlen",
     "patches.embed",
-    "patches.embedding_files",
+    "patches.sentence_transformers_files",
     "patches.api",
     "patches.forward",
     "patches.attention",

@@ -146,7 +146,6 @@ def bars(
     label: str,
     colors: Sequence[str] | None = None,
     texts: Sequence[str] | None = None,
-    hatches: Sequence[str] | None = None,
 ) -> None:
     """Horizontal bars, the first on top, with the value written behind each.
 
@@ -155,13 +154,12 @@ def bars(
         label: what the length is, with the unit.
         colors: of each bar; default: the backend's.
         texts: behind each bar; default: the value to three digits.
-        hatches: of each bar, as matplotlib writes them; default: none.
     """
     from flexvarlen.report.table import three_digits
 
     names, lengths = list(values), list(values.values())
     color = colors or [style_of(x).color for x in names]
-    drawn = axes.barh(names, lengths, color=color, hatch=hatches, edgecolor="white", linewidth=0)
+    drawn = axes.barh(names, lengths, color=color)
     said = texts or [three_digits(x) for x in lengths]
     axes.bar_label(drawn, labels=list(said), padding=3, fontsize=8.5)
     axes.invert_yaxis()

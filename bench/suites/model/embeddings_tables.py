@@ -79,12 +79,6 @@ def _peak(record: Record) -> str:
 
 
 def _table(records: Sequence[Record]) -> Table:
-    ours = next((_speed(r) for r in records if r.case["variant"] == OURS), 0.0)
-
-    def ratio(record: Record) -> str:
-        is_ours = record.case["variant"] == OURS
-        return NOTHING if is_ours or not ours else f"{ours / _speed(record):.2f}×"
-
     columns = [
         Column("embeds", lambda r: _shown(r, quote="`")),
         Column("batch size", lambda r: str(batch_size_of(r.case["variant"]) or NOTHING)),
@@ -94,7 +88,6 @@ def _table(records: Sequence[Record]) -> Table:
         Column("texts", _measure(lambda r: f"{r.measures['texts']:,}")),
         Column("peak GiB", _measure(_peak)),
         Column("1 − lowest cosine", _measure(lambda r: f"{1 - r.measures['lowest_cosine']:.0e}")),
-        Column("speed of `fv.embed` ÷ its own", _measure(ratio)),
     ]
     return Table.of(records, columns, _title(records), notes=_notes(records))
 
@@ -107,8 +100,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return [
         "Seconds are from texts to vectors on the host, tokenization included. The cosine is with "
         f"vectors in fp32; plain attention in this dtype has "
-        f"{1 - first['plain_lowest_cosine']:.0e}, and any two texts have a cosine of at most "
-        f"{first['highest_cosine_of_two_texts']:.2f}. A variant that would take more than "
+        f"{1 - first['plain_lowest_cosine']:.0e}. A variant that would take more than "
         f"{records[0].case['at_most_s']:.0f} seconds gets fewer texts."
     ]
 

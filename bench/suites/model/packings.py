@@ -202,8 +202,8 @@ def _title(records: Sequence[Record]) -> str:
     case = records[0].case
     documents = next((r.measures["documents"] for r in records if "documents" in r.measures), "")
     return (
-        f"{model_title(records[0])}, a row of {case['tokens']:,} tokens, {documents} documents of "
-        f"mean {case['mean_doc']:,}; {case['passes']}; {where(records)}"
+        f"{model_title(records[0])}, a row of {case['tokens']:,} tokens, {documents} documents, "
+        f"lengths drawn with mean {case['mean_doc']:,}; {case['passes']}; {where(records)}"
     )
 
 
@@ -228,31 +228,34 @@ def _extent(records: Sequence[Record]) -> tuple[int, int]:
 
 
 def draw(records: Sequence[Record], folder: Path) -> Path:
-    """The time of a step, and how often other packings compiled it anew."""
+    """The time of a step, and how often new packings recompiled it."""
     own = sorted(records, key=lambda r: r.measures["ms_p50"])[:7]
     anew = {_plain(r): r.measures["recompilations"] for r in own}
     ours = [n for name, n in anew.items() if name.startswith("flexvarlen")]
-    theirs = [n for name, n in anew.items() if name.startswith("transformers flash")]
+    flash = "transformers flash_attention_"
+    theirs = {name: n for name, n in anew.items() if name.startswith(flash)}
     case, count = own[0].case, _extent(own)[0]
-    title = "A compiled step, and what other packings compile anew"
-    if theirs and ours and max(theirs) > max(ours) == 0:
+    title = f"A compiled step, and its recompilations over {count} new packings"
+    if theirs and ours and max(theirs.values()) > max(ours) == 0:
+        versions = " and -".join(sorted({name.removeprefix(flash)[0] for name in theirs}))
         title = (
-            f"Over {count} other packings flexvarlen compiles nothing anew, transformers' "
-            f"FlashAttention {min(theirs)} to {max(theirs)} times"
+            f"Over {count} new packings flexvarlen never recompiles; transformers' "
+            f"FlashAttention-{versions} recompile {min(theirs.values())} to "
+            f"{max(theirs.values())} times"
         )
     figure, (left, right) = chart(
         title,
         f"{model_title(own[0])}, {case['passes']}, {case['dtype']}; a row of {case['tokens']:,} "
-        f"tokens, {own[0].measures['documents']} documents in the packing that is timed. Hatched: "
-        f"boundaries from position_ids or cu_seq_lens. {provenance(own)}",
+        f"tokens, {own[0].measures['documents']} documents in the packing that is timed. "
+        "Boundaries: a layout (flexvarlen) or position_ids (transformers) unless the label says "
+        f"otherwise. {provenance(own)}",
         panels=2,
     )
     colors = [style_of(r.case["variant"]).color for r in own]
-    hatches = ["///" if "@" in r.case["variant"] else "" for r in own]
     times = {_plain(r): r.measures["ms_p50"] for r in own}
-    bars(left, times, label="ms per compiled step", colors=colors, hatches=hatches)
+    bars(left, times, label="ms per compiled step", colors=colors)
     texts, label = [str(n) for n in anew.values()], f"recompilations in {count} packings"
-    bars(right, anew, label=label, colors=colors, texts=texts, hatches=hatches)
+    bars(right, anew, label=label, colors=colors, texts=texts)
     right.set_yticks([])
     return save(figure, folder / "packings.png")
 

@@ -236,15 +236,11 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
     """How far the losses are from the padded runs'; None without 3 of those and runs to compare."""
     found = {each.variant: each for each in outcomes(records) if each.runs}
     drawn, leak = {x: found[x] for x in DRAWN if x in found}, found.get(UNPATCHED)
-    padded = {seed: _curve(r) for seed, r in found[PADDED].runs.items()} if PADDED in found else {}
-    if len(padded) < FEWEST_SEEDS or not drawn or leak is None:
+    padded = found[PADDED].runs if PADDED in found else {}
+    sigma = sigma_of(padded)
+    if sigma is None or not drawn or leak is None:
         return None
-    noise = {
-        x: MOST_STANDARD_ERRORS
-        * statistics.stdev(curve[x] for curve in padded.values())
-        * math.sqrt(2 / len(padded))
-        for x in next(iter(padded.values()))
-    }
+    curves = {seed: _curve(r) for seed, r in padded.items()}
     within = sum(each.verdict == WITHIN for each in drawn.values())
     case, parameters = records[0].case, next(iter(leak.runs.values())).measures["parameters"]
     seeds = min(len(each.runs) for each in drawn.values())
@@ -253,17 +249,18 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
         f"end within the noise of seeds; unpatched, the loss is {leak.difference:.2f} nats higher",
         f"Llama of {parameters / 1e6:.1f}M parameters, {case['steps']} steps of up to "
         f"{case['tokens']:,} tokens, {case['dtype']}; means over {seeds} seeds (not patched: "
-        f"{len(leak.runs)}). Grey: ±{MOST_STANDARD_ERRORS:g} standard errors of such a difference, "
-        f"from the padded runs. Backends not drawn are in the table. {provenance(records)}",
+        f"{len(leak.runs)}). Grey: the verdict's ±{MOST_STANDARD_ERRORS:g} standard errors of a "
+        f"final loss's difference, σ √(2/n) for n seeds, σ = {sigma:.4f}. Backends not drawn are "
+        f"in the table. {provenance(records)}",
         panels=2,
     )
     for axes, shown in zip(panels, (drawn, {UNPATCHED: leak}), strict=True):
-        axes.fill_between(
-            list(noise), [-y for y in noise.values()], list(noise.values()), color="#DDDDDD"
-        )
+        count = min(len(each.runs) for each in shown.values())
+        noise = MOST_STANDARD_ERRORS * sigma * math.sqrt(2 / count)
+        axes.axhspan(-noise, noise, color="#DDDDDD", linewidth=0)
         lines(
             axes,
-            {name: _difference(each, padded) for name, each in shown.items()},
+            {name: _difference(each, curves) for name, each in shown.items()},
             x_label="step",
             y_label="loss − loss of padded training, nats",
             log_x=False,

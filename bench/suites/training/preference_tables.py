@@ -24,12 +24,17 @@ TITLES = {
     "reward": "RewardTrainer",
     "classification": "Trainer, classification of texts",
 }
+EXPLAINED = (
+    "Error: the largest of the loss and of every parameter's gradient against the padded run in "
+    "fp32, over what the acceptance rule allows beside `padded-sdpa`; at most 1 passes."
+)
 SAMPLES = {"dpo": "pairs", "grpo": "completions", "reward": "pairs", "classification": "texts"}
 
 
 def section(records: Sequence[Record]) -> str:
-    """A table of each case."""
-    return "\n\n".join(table(group).markdown() for group in records_alike(records, ("variant",)))
+    """What the error is, and a table of each case."""
+    tables = [table(group).markdown() for group in records_alike(records, ("variant",))]
+    return "\n\n".join([EXPLAINED, *tables])
 
 
 def table(records: Sequence[Record]) -> Table:
@@ -65,7 +70,7 @@ def table(records: Sequence[Record]) -> Table:
 
         columns += [
             Column(f"speed ÷ `{name}`'s", lambda r: "–" if (x := gain(r)) is None else f"{x:.2f}×"),
-            Column("of padded ÷ real tokens", used),
+            Column("share of the possible speedup", used),
         ]
     columns.append(
         Column("error ÷ allowed", lambda r: _number(r, "error_over_allowed", ".2f") or "–")
@@ -96,9 +101,8 @@ def _said(records: Sequence[Record]) -> list[str]:
     return [
         f"A step is {records[0].case['step']}. A batch holds {done['tokens_padded']:,.0f} "
         f"positions for {done['tokens_real']:,.0f} tokens, "
-        f"{done['tokens_padded'] / done['tokens_real']:.2f} times as many. Error: the largest of "
-        f"the loss and of {done['gradients']} parameters' gradients against the padded run in "
-        "fp32, over what the acceptance rule allows beside `padded-sdpa`; up to 1 is right."
+        f"{done['tokens_padded'] / done['tokens_real']:.2f} times as many. Gradients of "
+        f"{done['gradients']} parameters are compared."
     ]
 
 

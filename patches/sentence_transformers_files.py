@@ -15,9 +15,9 @@ from typing import Any, Literal
 from torch import nn
 from transformers.utils import cached_file
 
-How = Literal["first", "last", "mean", "max"]
+PoolingMode = Literal["first", "last", "mean", "max"]
 
-POOLINGS: dict[str, How] = {
+POOLINGS: dict[str, PoolingMode] = {
     "cls": "first",
     "first": "first",
     "lasttoken": "last",
@@ -38,7 +38,9 @@ _OLD_FLAGS = {
 """How 1_Pooling/config.json named the modes before sentence-transformers 5.4, in the order in which
 they are concatenated."""
 
-_OTHERWISE = "use a SentenceTransformer, with patch_model(model[0].auto_model, unpad=True)."
+_USE_SENTENCE_TRANSFORMERS = (
+    "use a SentenceTransformer, with patch_model(model[0].auto_model, unpad=True)."
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class EmbeddingSettings:
         max_length: tokens at which a text is cut; None: as the tokenizer says.
     """
 
-    pooling: tuple[How, ...] = ()
+    pooling: tuple[PoolingMode, ...] = ()
     include_prompt: bool = True
     dense: Sequence[nn.Module] = ()
     normalize: bool = False
@@ -87,7 +89,7 @@ def read_settings(name: str, revision: str | None = None) -> EmbeddingSettings:
     if kinds != ["Transformer", "Pooling", *["Dense"] * dense, *["Normalize"] * normalizes]:
         raise NotImplementedError(
             "modules.json must list Transformer, Pooling, any number of Dense, and at most one "
-            f"Normalize, in this order, got {', '.join(kinds)}; {_OTHERWISE}"
+            f"Normalize, in this order, got {', '.join(kinds)}; {_USE_SENTENCE_TRANSFORMERS}"
         )
     folders = [module["path"] for module in modules]
     pooling = files.require("config.json", folders[1])
@@ -145,7 +147,7 @@ def _kind(module_type: str) -> str:
     return module_type.rpartition(".")[2] if ours else module_type
 
 
-def _pooling_of(config: dict[str, Any]) -> tuple[How, ...]:
+def _pooling_of(config: dict[str, Any]) -> tuple[PoolingMode, ...]:
     modes = config.get("pooling_mode") or [
         mode for flag, mode in _OLD_FLAGS.items() if config.get(flag)
     ]
@@ -154,7 +156,7 @@ def _pooling_of(config: dict[str, Any]) -> tuple[How, ...]:
     if unknown:
         raise NotImplementedError(
             f"pooling_mode must be among {', '.join(POOLINGS)}, got {', '.join(unknown)} in the "
-            f"model's Pooling; {_OTHERWISE}"
+            f"model's Pooling; {_USE_SENTENCE_TRANSFORMERS}"
         )
     return tuple(POOLINGS[mode] for mode in modes)
 
@@ -165,8 +167,8 @@ def _max_length(config: dict[str, Any]) -> int | None:
         unsupported.append("modality_config with chat messages")
     if unsupported:
         raise NotImplementedError(
-            "sentence_bert_config.json must leave the texts to the tokenizer, got "
-            f"{', '.join(unsupported)}; {_OTHERWISE}"
+            "sentence_bert_config.json must not set options that change the texts, got "
+            f"{', '.join(unsupported)}; {_USE_SENTENCE_TRANSFORMERS}"
         )
     found: int | None = config.get("max_seq_length")
     return found
@@ -183,7 +185,7 @@ def _load_dense(files: _Files, folder: str) -> nn.Module:
     if weights is None or config.get("use_residual") or names != {"sentence_embedding"}:
         raise NotImplementedError(
             f"{folder} must be a Dense of sentence embeddings with a model.safetensors, without a "
-            f"residual, got {config}; {_OTHERWISE}"
+            f"residual, got {config}; {_USE_SENTENCE_TRANSFORMERS}"
         )
     linear = nn.Linear(config["in_features"], config["out_features"], config.get("bias", True))
     state = {name.removeprefix("linear."): value for name, value in load_file(weights).items()}
@@ -198,6 +200,6 @@ def _activation(path: str) -> nn.Module:
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise NotImplementedError(
             f"activation_function of a Dense must be a module of torch.nn, got {path!r}; "
-            f"{_OTHERWISE}"
+            f"{_USE_SENTENCE_TRANSFORMERS}"
         )
     return found()
