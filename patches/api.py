@@ -81,7 +81,7 @@ def patch_model(
     document are masked. Padding outputs of attention are zero.
 
     With `unpad` the caller passes a padded batch: left or right padding, a 2D `attention_mask` of
-    ones and zeros, one document a row. The base model runs its real tokens as one packed row, and
+    ones and zeros, one document per row. The base model runs its real tokens as one packed row, and
     returns `last_hidden_state` and `hidden_states` in the padded shape, with exact zeros at
     padding, so heads, losses and metrics stay as they are. Labels of causal models at padding and
     at the first token of a row are masked. Batches without padding, batches that are packed
@@ -93,7 +93,7 @@ def patch_model(
     A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
     num_labels]`, and takes labels `[num_docs]`; `config.pad_token_id` must be set. Its documents
     are found outside of a compiled graph. Heads for question answering and multiple choice take
-    one document a row, or a padded batch with `unpad`.
+    one document per row, or a padded batch with `unpad`.
 
     Bidirectional encoders (BERT) keep all labels, which belong to their own tokens. Their
     pooler_output has a row for each document; in a compiled graph `[capacity]` rows, of which those

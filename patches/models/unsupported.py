@@ -85,7 +85,7 @@ def refuse_unsupported(model_type: str) -> None:
         raise NotImplementedError(
             f"model_type must be one whose layers mix tokens only in attention, got "
             f"{model_type!r}, which runs {state} over the whole row, through which packed "
-            "documents leak into one another; use the model's own implementation, one document a "
+            "documents leak into one another; use the model's own implementation, one document per "
             "row."
         )
     if model_type in _PREFIXES:
