@@ -97,8 +97,8 @@ def patch_model(
 
     Bidirectional encoders (BERT) keep all labels, which belong to their own tokens. Their
     pooler_output has a row for each document; in a compiled graph `[capacity]` rows, of which those
-    after the last document mean nothing. RoBERTa's positions begin at padding_idx + 1: given ones
-    are used unchanged, so drop those of a collator that counts from 0.
+    after the last document mean nothing. RoBERTa's positions begin at padding_idx + 1: given
+    ones that begin at 0, as collators count, are shifted.
 
     Models of text and images (Qwen2-VL) take position_ids `[4, B, S]`, the text's own first, or
     `[3, B, S]` beside explicit documents; missing ones are made from the documents, the images and
@@ -295,8 +295,7 @@ def patched(
 
     Arguments as there.
     """
-    inner = _transformers_model(model)
-    existing: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    existing = current_patch(model)
     patch_model(
         model,
         backend,
@@ -311,10 +310,21 @@ def patched(
     try:
         yield model
     finally:
-        if existing is None:
-            unpatch_model(model)
-        else:
-            patch_model(model, **existing.arguments())
+        restore(model, existing)
+
+
+def current_patch(model: nn.Module) -> Patch | None:
+    """The patch of the transformers model inside, for `restore`."""
+    patch: Patch | None = _transformers_model(model).__dict__.get(ATTRIBUTE)
+    return patch
+
+
+def restore(model: nn.Module, existing: Patch | None) -> None:
+    """Give a model the patch that it had before, or none."""
+    if existing is None:
+        unpatch_model(model)
+    else:
+        patch_model(model, **existing.arguments())
 
 
 # ---- what is inside a model ----

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import Trainer
 
-from flexvarlen.patches.api import patch_model, unpatch_model
+from flexvarlen.patches.api import current_patch, patch_model, restore
 from flexvarlen.patches.state import BackendChoice
 
 T = TypeVar("T", bound=Trainer)
@@ -35,10 +35,10 @@ def patch_trainer(
         The same trainer.
 
     Raises:
-        ValueError: not a Trainer.
+        ValueError: not a Trainer, or one with `model_init`.
         NotImplementedError: the trainer adds a router's auxiliary loss, whose inputs would not
             match the padded batch, or a model cannot be patched (see `patch_model`), as a
-            vision-language model. All models are left unpatched then.
+            vision-language model. All models are then as they were before.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -49,6 +49,11 @@ def patch_trainer(
             "trainer must be a transformers Trainer or one of TRL's, got "
             f"{type(trainer).__name__}; without a Trainer, call patch_model(model, unpad=True)."
         )
+    if trainer.model_init is not None:
+        raise ValueError(
+            "trainer must be made with model=, got model_init=, which makes a new model when "
+            "training starts; call patch_model(model, unpad=True) inside model_init."
+        )
     if getattr(trainer, "aux_loss_enabled", False):
         raise NotImplementedError(
             "the trainer must not add a router's auxiliary loss, as router logits of a packed row "
@@ -56,8 +61,8 @@ def patch_trainer(
         )
     with ExitStack() as undo:
         for model in _models(trainer):
+            undo.callback(restore, model, current_patch(model))
             patch_model(model, backend, unpad=True, unpad_to_multiple_of=unpad_to_multiple_of)
-            undo.callback(unpatch_model, model)
         undo.pop_all()
     return trainer
 

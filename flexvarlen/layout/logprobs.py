@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
+from flexvarlen.layout.boundaries import is_int
 from flexvarlen.layout.per_document import (
     accumulation_dtype,
     document_boundaries,
@@ -104,8 +105,10 @@ def document_logprobs(
             f"labels must be on the layout's device {layout.device}, got {labels.device}; call "
             "labels.to()."
         )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}; pass 1024.")
+    if not is_int(chunk_tokens) or chunk_tokens < 1:
+        raise ValueError(
+            f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."
+        )
     labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
     next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
 

@@ -15,12 +15,13 @@ from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
-from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
 class Unpacked:

@@ -23,6 +23,7 @@ class PaddedBatch:
             tokens at the end of the row, which belong to no document, have B·S.
         batch, row_tokens: B and S.
         pads_left: whether any row begins with padding.
+        has_empty_row: whether any row is padding alone.
     """
 
     def __init__(
@@ -33,10 +34,11 @@ class PaddedBatch:
         row_tokens: int,
         *,
         pads_left: bool,
+        has_empty_row: bool = False,
     ) -> None:
         self.layout, self.offsets = layout, offsets
         self.batch, self.row_tokens = batch, row_tokens
-        self.pads_left = pads_left
+        self.pads_left, self.has_empty_row = pads_left, has_empty_row
 
     def to_row(self, x: Tensor) -> Tensor:
         """`[1, T, ...]`: the real tokens of x `[B, S, ...]` or `[1, S, ...]`. No sync; traces."""
@@ -113,7 +115,7 @@ def find_padding(
 ) -> PaddedBatch | None:
     """The padded batch that a 2D mask describes, or None if it has no padding or is packed.
 
-    Every row is one document of its real tokens, wherever its padding is.
+    A row with padding between its real tokens may hold several documents.
 
     Args:
         attention_mask: `[B, S]`, 0 at padding and 1 elsewhere; other values number documents.
@@ -127,9 +129,10 @@ def find_padding(
     """
     batch, row_tokens = attention_mask.shape
     real = attention_mask != 0
-    several = (real & (attention_mask != 1)).any() | _restarts(real, position_ids)
-    read = torch.cat([real.sum(dim=1), real[:, :1].all()[None], several[None]]).tolist()
-    *lengths, fills_left, has_several = read
+    several = _several_documents(attention_mask, real, position_ids)
+    first_is_padding = (~real[:, :1] & real.any(dim=1, keepdim=True)).any()
+    read = torch.cat([real.sum(dim=1), torch.stack([first_is_padding, several])]).tolist()
+    *lengths, pads_left, has_several = read
     tokens = sum(lengths)
     if has_several or tokens == batch * row_tokens:
         return None
@@ -137,23 +140,22 @@ def find_padding(
     flat = real.flatten()
     offsets = flat.nonzero_static(size=total, fill_value=len(flat))[:, 0]
     layout = PackedLayout.from_lengths(lengths, total_tokens=total, device=flat.device)
-    return PaddedBatch(layout, offsets, batch, row_tokens, pads_left=not fills_left)
+    return PaddedBatch(
+        layout, offsets, batch, row_tokens, pads_left=bool(pads_left), has_empty_row=0 in lengths
+    )
 
 
-def _restarts(real: Tensor, position_ids: Tensor | None) -> Tensor:
-    """bool 0-dim: whether positions restart between two real tokens of a row.
+def _several_documents(attention_mask: Tensor, real: Tensor, position_ids: Tensor | None) -> Tensor:
+    """bool 0-dim: whether a row may hold several documents.
 
-    They go on if they increase by 1, or by as many tokens as lie between the two.
+    Its mask numbers them, its real tokens are not together, or its positions restart.
     """
-    if position_ids is None:
-        return real.new_zeros(())
-    row_tokens = real.shape[1]
-    columns = torch.arange(row_tokens, device=real.device)
-    previous = torch.where(real, columns, -1).cummax(dim=1).values[:, :-1]
-    positions = position_ids.expand(real.shape)
-    step = positions[:, 1:] - positions.gather(1, previous.clamp(min=0))
-    goes_on = (step == 1) | (step == columns[1:] - previous)
-    return (real[:, 1:] & (previous >= 0) & ~goes_on).any()
+    begins = real & torch.nn.functional.pad(~real[:, :-1], (1, 0), value=True)
+    several = (real & (attention_mask != 1)).any() | (begins.sum(dim=1) > 1).any()
+    if position_ids is not None:
+        jumps = position_ids.diff(dim=1) != 1
+        several = several | (jumps & real[:, 1:] & real[:, :-1]).any()
+    return several
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -161,10 +163,18 @@ def pad_documents(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
     """A batch with one row for each document of a packed layout, as heads that pool take it.
 
     Padding and empty documents have no row. Reads the device once.
+
+    Raises:
+        ValueError: no document has tokens.
     """
     real, first = layout.real_documents(), layout.first_tokens()
     lengths = torch.where(real, layout.last_tokens() + 1 - first, 0)
     batch, row_tokens = torch.stack([real.sum(), lengths.max()]).tolist()
+    if not batch:
+        raise ValueError(
+            "a packed row must hold a document, got padding alone; drop such a batch before the "
+            "model is called."
+        )
     before = row_tokens - lengths if pads_left else torch.zeros_like(lengths)
     first_offset = (real.cumsum(0) - 1) * row_tokens + before  # of each document
     slots = layout.document_ids().clamp(max=len(real) - 1).long()

@@ -24,7 +24,7 @@ from flexvarlen.patches.batch.padded_batch import (
     pad_documents,
 )
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
-from flexvarlen.patches.forward.heads import wrap_loss
+from flexvarlen.patches.forward.heads import PER_DOCUMENT, wrap_loss
 from flexvarlen.patches.models.layers import (
     base_of,
     is_compiled_by_layer,
@@ -40,6 +40,13 @@ COMPILED_MULTIPLE = 1024
 """Default `unpad_to_multiple_of` of compiled models."""
 
 
+_ROUTER_LOGITS = (
+    "output_router_logits must be False where a padded batch runs as a packed row, whose router "
+    "logits do not match the batch's mask, got True; turn the auxiliary loss off, or call "
+    "patch_model without unpad=True."
+)
+
+
 def check_unpad(
     model: nn.Module, unpad: bool, multiple_of: int | None, group: ProcessGroup | None
 ) -> None:
@@ -47,7 +54,8 @@ def check_unpad(
 
     Raises:
         ValueError: a multiple that is no positive integer, or one without `unpad`.
-        NotImplementedError: `unpad` of a vision-language model, or over several ranks.
+        NotImplementedError: `unpad` of a vision-language model, of one that returns router logits,
+            or over several ranks.
     """
     if multiple_of is not None and not (unpad and is_int(multiple_of) and multiple_of > 0):
         raise ValueError(
@@ -59,6 +67,8 @@ def check_unpad(
             "unpad=True must not be used with a vision-language model, whose images have places in "
             "the padded batch; pack its batches, or leave unpad out."
         )
+    if unpad and _returns_router_logits(model, {}):
+        raise NotImplementedError(_ROUTER_LOGITS)
     if unpad and group is not None:
         raise NotImplementedError(
             "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
@@ -74,7 +84,8 @@ def padded_batch(
     Takes it from the arguments if the head has found it.
 
     Raises:
-        NotImplementedError: the forward returns router logits, which are not padded again.
+        NotImplementedError: the forward returns router logits, which are not padded again, or takes
+            embeddings where the ids of a padded batch are needed.
 
     Reads the device once, if there is a 2D mask.
     """
@@ -83,10 +94,12 @@ def padded_batch(
     if found is None or (found.batch, found.row_tokens) != shape:  # a head may call another batch
         found = _find(module, patch, inputs, shape) if patch.unpad else None
     if found is not None and _returns_router_logits(module, inputs):
+        raise NotImplementedError(_ROUTER_LOGITS)
+    needs_ids = patch.head in PER_DOCUMENT or not any(kind.causal for kind in patch.kinds)
+    if found is not None and needs_ids and inputs.get("input_ids") is None:
         raise NotImplementedError(
-            "output_router_logits must be False where a padded batch runs as a packed row, whose "
-            "router logits do not match the batch's mask, got True; turn the auxiliary loss off, "
-            "or call patch_model without unpad=True."
+            "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "
+            "them, got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
         )
     return found
 
@@ -125,7 +138,7 @@ def give_to_base(module: nn.Module, inputs: dict[str, Any], padded: PaddedBatch)
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def layout_of_pooling_head(
-    find: Callable[[], PackedLayout], batch: int, *, causal: bool
+    find: Callable[[], PackedLayout], batch: int, *, causal: bool, is_explicit: bool
 ) -> tuple[PackedLayout, PaddedBatch | None]:
     """The layout of a head with one output per document, and a batch with a row for each.
 
@@ -133,6 +146,7 @@ def layout_of_pooling_head(
 
     Args:
         find: finds the layout of B rows.
+        is_explicit: whether the documents are given explicitly, so that no mask shows padding.
 
     Returns:
         No batch if each row holds one document already.
@@ -140,7 +154,7 @@ def layout_of_pooling_head(
     Reads the device, and breaks a compiled graph.
     """
     layout = find()
-    if bool(one_document_per_row(layout, batch)):
+    if not is_explicit and bool(one_document_per_row(layout, batch)):
         return layout, None
     return layout, pad_documents(layout, pads_left=causal)
 
@@ -159,8 +173,8 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
         or torch.compiler.is_compiling()
         or not bool(one_document_per_row(packed.layout, batch))
     )
-    if packed.pools and padded is not None and padded.pads_left:
-        raise ValueError(_READS_FIRST_TOKEN)
+    if packed.pools and padded is not None:
+        check_pooled_rows(padded, reads_first=True)
     return_dict = inputs.get("return_dict")
     wants_dict = text_config_of(base.config).return_dict if return_dict is None else return_dict
     if (packed.pools or padded is not None) and not wants_dict:
@@ -169,26 +183,25 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
         )
 
 
-_READS_FIRST_TOKEN = (
-    "attention_mask must not hide the first token of a row, which the model's pooler or classifier "
-    "reads, got padding on the left; pad on the right."
-)
-
-
-def refuse_left_padding(
-    head: str | None, patch: Patch, padded: PaddedBatch, *, causal: bool
-) -> None:
-    """Refuse rows that begin with padding under an encoder's head that reads their first token.
+def check_pooled_rows(padded: PaddedBatch, *, reads_first: bool) -> None:
+    """Refuse rows of which a pooler, or a head that pools, would read padding.
 
     Args:
-        head: the class name of the head that pools the rows, or None.
+        reads_first: whether it reads a row's first token.
 
     Raises:
-        ValueError: a classifier, or a head for multiple choice, whose first token is padding.
+        ValueError: a row begins with padding and `reads_first`, or holds no token.
     """
-    reads_first = head is not None and "QuestionAnswering" not in (patch.head or head)
-    if reads_first and not causal and padded.pads_left:
-        raise ValueError(_READS_FIRST_TOKEN)
+    if padded.has_empty_row:
+        raise ValueError(
+            "attention_mask must leave at least one token of each row where rows are pooled, got a "
+            "row of padding alone; drop it from the batch."
+        )
+    if reads_first and padded.pads_left:
+        raise ValueError(
+            "attention_mask must not hide the first token of a row, which the model's pooler or "
+            "classifier reads, got padding on the left; pad on the right."
+        )
 
 
 def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:

@@ -22,6 +22,7 @@ from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import mark_cache, note_documents, refuse_packed_documents
 from flexvarlen.patches.batch.labels import mask_labels
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import (
     causal_positions,
     positions_by_run,
@@ -47,12 +48,12 @@ from flexvarlen.patches.forward.heads import (
 )
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.padding import (
+    check_pooled_rows,
     give_to_base,
     layout_of_pooling_head,
     note_pooler,
     pad_and_pool,
     padded_batch,
-    refuse_left_padding,
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
@@ -111,7 +112,10 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         return _unpacked(forward, forward.why_unpacked)
     if is_head and patch.head in PER_DOCUMENT:
         layout, rows = layout_of_pooling_head(
-            forward.find_layout, forward.batch, causal=forward.causal
+            forward.find_layout,
+            forward.batch,
+            causal=forward.causal,
+            is_explicit=forward.is_explicit,
         )
         if rows is not None:
             inputs = rows.inputs_of_batch(inputs, forward.config.pad_token_id)
@@ -120,8 +124,8 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         layout = forward.find_layout()
     if padded is None:
         refuse_pooling(pooling_head, layout, forward.batch)
-    else:
-        refuse_left_padding(pooling_head, patch, padded, causal=forward.causal)
+    elif pooling_head is not None and "QuestionAnswering" not in pooling_head:
+        check_pooled_rows(padded, reads_first=not forward.causal)
     _set_positions(forward, layout)
     if patch.head in CAUSAL:  # otherwise labels belong to the tokens themselves
         first = unpredicted_tokens(layout)
@@ -234,10 +238,12 @@ def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
             "Trainer's use_liger_kernel changes it when training starts, apply Liger to the model "
             "before patch_model and leave use_liger_kernel out."
         )
-    if not (is_explicit or torch.compiler.is_compiling() or reference.module is None):
-        packed = arguments_of_running_call(reference.module).get(CONTEXT)
-        if isinstance(packed, PackedForward) and packed.packs:
-            raise ValueError(_KEPT_BY_HEAD)
+    if torch.compiler.is_compiling() or reference.module is None:
+        return
+    of_head = arguments_of_running_call(reference.module).get(CONTEXT)
+    packs = isinstance(of_head, PackedForward) and of_head.packs and not is_explicit
+    if packs or isinstance(of_head, PaddedBatch):
+        raise ValueError(_KEPT_BY_HEAD)
 
 
 def _unpacked(forward: ForwardInputs, why: str) -> dict[str, Any]:
@@ -280,7 +286,8 @@ def _set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
         if forward.causal:
             inputs["position_ids"] = causal_positions(layout, forward.batch).view(shape)
         else:
-            inputs["position_ids"] = (layout.position_ids() + _first_position(base)).view(shape)
+            in_document = layout.position_ids() * layout.real_tokens()  # no table ends before 0
+            inputs["position_ids"] = (in_document + _first_position(base)).view(shape)
 
 
 def _first_position(base: nn.Module) -> int:
@@ -298,6 +305,7 @@ def _set_use_cache(forward: ForwardInputs) -> None:
         return
     wants_none = (
         forward.is_explicit
+        or forward.patch.unpad
         or not forward.causal
         or forward.module.training
         or torch.compiler.is_compiling()

@@ -246,13 +246,25 @@ def test_a_router_loss(tmp_path):
 
 
 def test_a_reward_model_that_cannot_be_patched(tmp_path):
-    """Nothing stays half patched."""
+    """Nothing stays half patched, and what was patched before stays so."""
     scorer = classifier()
     scorer.config.model_type = "mamba"
     trainer = grpo(tmp_path, rewards=[scorer])
     with pytest.raises(NotImplementedError, match="mamba"):
         fv.patch_trainer(trainer)
     assert not fv.is_patched(trainer.model)
+    fv.patch_model(trainer.model, "reference")
+    with pytest.raises(NotImplementedError, match="mamba"):
+        fv.patch_trainer(trainer)
+    assert fv.is_patched(trainer.model)
+    assert trainer.model.config._attn_implementation == "flexvarlen_reference"
+
+
+def test_a_model_that_is_made_when_training_starts(tmp_path):
+    arguments = TrainingArguments(**settings(tmp_path, **PLAIN))
+    trainer = Trainer(model_init=lambda: policy(), args=arguments)
+    with pytest.raises(ValueError, match="got model_init="):
+        fv.patch_trainer(trainer)
 
 
 def test_no_trainer():

@@ -169,6 +169,38 @@ def test_a_classifier_under_torch_compile(kind):
     torch._dynamo.reset()
 
 
+def test_one_document_and_padding_after_it():
+    """The head must not take the padding for the document's last token."""
+    model = classifier("qwen3", pad_token_id=60)
+    ids = torch.cat([documents()[0], torch.zeros(3, dtype=torch.long)])[None]
+    layout = fv.PackedLayout.from_lengths([5], total_tokens=8)
+    with torch.no_grad():
+        alone = model(documents()[0][None]).logits
+        logits = fv.patch_model(model, "sdpa")(ids, packed_layout=layout).logits
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_of_padding_alone():
+    model = fv.patch_model(classifier("llama"), "sdpa")
+    layout = fv.PackedLayout.from_lengths([0, 0], total_tokens=256)
+    with pytest.raises(ValueError, match="must hold a document, got padding alone"):
+        model(BATCH.ids, packed_layout=layout)
+
+
+def test_a_classifier_that_keeps_the_documents():
+    parent = type(classifier("qwen3"))
+
+    class Forgets(parent):
+        def forward(self, input_ids, labels=None, **kwargs):
+            return super().forward(input_ids, labels=labels)
+
+    model = Forgets(config_of("qwen3"))
+    model.set_attn_implementation("sdpa")
+    fv.patch_model(model.eval(), "sdpa")
+    with pytest.raises(ValueError, match=r"must pass its \*\*kwargs on to its base model"):
+        model(BATCH.ids, **FORMS["packed_layout"])
+
+
 def test_a_classifier_without_a_padding_token():
     """transformers' head would take the last token of a row, which may be padding."""
     model = fv.patch_model(classifier("llama", pad_token_id=None), "sdpa")

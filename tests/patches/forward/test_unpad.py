@@ -146,6 +146,7 @@ def test_loss_of_a_head(kind, head, labels, side):
         with torch.no_grad():
             logits = [model(**inputs, **labels).start_logits[real] for model in (plain, ours)]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+        assert shapes == [(1, sum(LENGTHS))]
         return
     assert_same(plain, ours, inputs | labels)
     assert shapes == [(1, sum(LENGTHS))]
@@ -155,8 +156,10 @@ def test_loss_of_a_head(kind, head, labels, side):
 def test_loss_of_an_encoder_that_pools(kind):
     plain = model_with("SequenceClassification", kind)
     ours = unpadding(plain)
+    shapes = seen_tokens(ours)
     inputs = padded("right", plain.config.pad_token_id)
     assert_same(plain, ours, inputs | {"labels": torch.tensor([0, 1, 1, 0])})
+    assert shapes == [(1, sum(LENGTHS))]
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -182,12 +185,14 @@ def test_mixed_precision_of_accelerate(head):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_a_compiled_pooler():
-    """A graph must not pool the layout's spare slots, too."""
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_compiled_encoder(kind):
+    """A graph must not pool the layout's spare slots, too; no table has positions for 1,024."""
     torch._dynamo.reset()
-    plain = model_with("SequenceClassification", "bert").eval()
+    plain = model_with("SequenceClassification", kind).eval()
     compiled = torch.compile(unpadding(plain), backend="aot_eager")
-    inputs = {name: x[:3] for name, x in padded("right").items()}
+    pad = plain.config.pad_token_id
+    inputs = {name: x[:3] for name, x in padded("right", pad).items()}
     with torch.no_grad():
         logits = compiled(**inputs).logits
         torch.testing.assert_close(logits, plain(**inputs).logits, atol=1e-4, rtol=1e-4)
@@ -197,8 +202,10 @@ def test_a_compiled_pooler():
 def test_multiple_choice():
     plain = model_with("MultipleChoice", "bert")
     ours = unpadding(plain)
+    shapes = seen_tokens(ours)
     inputs = {name: x.view(2, 2, ROW) for name, x in padded("right").items()}
     assert_same(plain, ours, inputs | {"labels": torch.tensor([0, 1])})
+    assert shapes == [(1, sum(LENGTHS))]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -206,8 +213,9 @@ def test_under_gradient_checkpointing(reentrant):
     plain = model_with("CausalLM", "qwen3")
     ours = unpadding(plain)
     ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    inputs = padded("left")
+    shapes, inputs = seen_tokens(ours), padded("left")
     assert_same(plain, ours, inputs | {"labels": next_tokens(inputs)})
+    assert shapes == [(1, sum(LENGTHS))]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -243,7 +251,7 @@ def test_hidden_states_of_the_caller_s_shape(side):
     assert torch.equal(out.last_hidden_state, out.hidden_states[-1])
 
 
-@pytest.mark.parametrize("form", ["counted", "embeds", "bool", "holes"])
+@pytest.mark.parametrize("form", ["counted", "embeds", "bool"])
 def test_other_forms_of_a_padded_batch(form):
     plain = new_model("qwen3").model
     ours = unpadding(plain)
@@ -254,10 +262,8 @@ def test_other_forms_of_a_padded_batch(form):
         inputs["position_ids"] = positions
     elif form == "embeds":
         inputs["inputs_embeds"] = plain.embed_tokens(inputs.pop("input_ids")).detach()
-    elif form == "bool":
+    else:
         inputs["attention_mask"] = mask.bool()
-    else:  # padding between a prompt and its answer
-        mask[1, 40:50] = 0
     real = inputs["attention_mask"] == 1
     expected, out = hidden_states(plain, **inputs), hidden_states(ours, **inputs)
     torch.testing.assert_close(
@@ -267,13 +273,54 @@ def test_other_forms_of_a_padded_batch(form):
         assert shapes[0] == (1, int(mask.sum()))
 
 
+def test_padding_between_real_tokens():
+    """It separates two documents, as without unpad: labels and windows count columns there."""
+    model, inputs = new_model("mistral"), padded("right")
+    inputs["attention_mask"][1, 40:50] = 0
+    with torch.no_grad():
+        expected = fv.patch_model(model, "sdpa")(**inputs).logits
+        logits = fv.patch_model(model, "sdpa", unpad=True)(**inputs).logits
+    assert torch.equal(logits, expected)
+
+
+def test_a_head_that_keeps_the_batch():
+    """Its base model would run other documents than the head masked its labels for."""
+
+    class Forgets(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+            return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+
+    config = config_of("llama")
+    config._attn_implementation = "sdpa"
+    model = fv.patch_model(Forgets(config).eval(), "sdpa", unpad=True)
+    with pytest.raises(ValueError, match=r"must pass its \*\*kwargs on to its base model"):
+        model(**padded("right"))
+
+
+def test_embeddings_whose_padding_a_head_looks_for():
+    model = fv.patch_model(model_with("SequenceClassification", "qwen3"), "sdpa", unpad=True)
+    inputs = padded("right")
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    with pytest.raises(NotImplementedError, match="needs input_ids for a padded batch"):
+        model(**inputs, inputs_embeds=embeds)
+
+
+def test_a_row_of_padding_that_is_classified():
+    model = fv.patch_model(model_with("SequenceClassification", "qwen3"), "sdpa", unpad=True)
+    inputs = padded("right")
+    inputs["attention_mask"][2] = 0
+    with pytest.raises(ValueError, match="at least one token of each row"):
+        model(**inputs)
+
+
 def test_a_batch_without_padding_keeps_its_rows():
     model = fv.patch_model(new_model("llama"), "sdpa", unpad=True)
     shapes = seen_tokens(model)
     ids = torch.randint(3, VOCABULARY, (2, 8))
     model(ids, attention_mask=torch.ones_like(ids))
     model(ids)
-    assert shapes == [(2, 8)] * 2
+    assert model(ids).past_key_values is None  # nor with padding: decode with use_cache=True
+    assert shapes == [(2, 8)] * 3
 
 
 def test_rows_of_padding_alone():
@@ -376,13 +423,13 @@ def test_images():
         fv.patch_model(model, unpad=True)
 
 
-@pytest.mark.parametrize("where", ["argument", "config"])
-def test_router_losses(where):
+def test_router_losses():
     model = fv.patch_model(new_model("qwen3_moe"), "sdpa", unpad=True)
-    asked = {"output_router_logits": True} if where == "argument" else {}
-    model.config.output_router_logits = where == "config"
     with pytest.raises(NotImplementedError, match="output_router_logits must be False"):
-        model(**padded("right"), **asked)
+        model(**padded("right"), output_router_logits=True)
+    fv.unpatch_model(model).config.output_router_logits = True
+    with pytest.raises(NotImplementedError, match="output_router_logits must be False"):
+        fv.patch_model(model, unpad=True)
 
 
 def test_unpatching():
