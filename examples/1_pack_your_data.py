@@ -237,7 +237,7 @@ print(f"{MILLION:,} documents into {len(many_rows):,} rows in {took:.2f} s, {fil
 # For an endless stream, `fv.StreamPacker` packs within a bounded buffer. On several GPUs,
 # `fv.BalancedSampler` gives the ranks rows of similar cost in each step.
 #
-# ## What was claimed, checked
+# ## Checks
 
 # %%
 # No piece is lost or repeated, and no row is too long.
@@ -257,4 +257,4 @@ assert packed["input_ids"][0, : own.sum()].tolist() == [token for ids in chosen 
 # The mask keeps exactly the pairs that the documents alone have.
 assert pairs["packed, with the mask"] == pairs["each document alone"] < pairs["padded"]
 assert filled > 0.99
-print("all true")
+print("all checks passed")

@@ -203,7 +203,7 @@ with tempfile.TemporaryDirectory() as folder:
 # Left of the dashed line is right. What transformers does with a packed row by default is far to
 # the right of it: its documents see each other. Notebook 4 is about that.
 #
-# ## What was claimed, checked
+# ## Checks
 
 # %%
 assert len(backends) == 3
@@ -215,4 +215,4 @@ assert waste > 0
 assert report.passed
 assert all(report.verdict(name) == "right" for name in backends)
 assert report.verdict("transformers:sdpa") == "leaks"
-print("all true")
+print("all checks passed")

@@ -284,7 +284,7 @@ print(f"held-out loss {untrained:.3f} before, {one_by_one:.3f} after (packed: {i
 print(f"a guess among {VOCABULARY} tokens has {math.log(VOCABULARY):.3f}")
 
 # %% [markdown]
-# ## What was claimed, checked
+# ## Checks
 
 # %%
 # Both runs take the same steps: the same documents, the same labels.
@@ -305,4 +305,4 @@ assert np.mean(losses["packed"][-5:]) < losses["packed"][0] - 0.5
 assert check.reports[0].gradients is not None
 assert abs(one_by_one - in_one_row) < (1e-2 if FULL else 1e-5)
 assert one_by_one < untrained - 0.5
-print("all true")
+print("all checks passed")

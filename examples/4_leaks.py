@@ -281,7 +281,7 @@ print(small)
 #
 # [Verification](../docs/verification.md) has the details.
 #
-# ## What was claimed, checked
+# ## Checks
 
 # %%
 first, *others = errors.values()
@@ -299,4 +299,4 @@ assert caught.layer == 0
 assert caught.kind == "attention"
 assert small.source != small.target
 assert report.num_docs == len(LENGTHS)
-print("all true")
+print("all checks passed")

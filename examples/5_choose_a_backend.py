@@ -258,7 +258,7 @@ display(Markdown(markdown(header, cells)))
 # shell, with your own model and text: `flexvarlen drift model --model ./my-model --text notes.txt`.
 # [Verification](../docs/verification.md#drift-rounding-or-a-bug) explains the measures.
 #
-# ## What was claimed, checked
+# ## Checks
 
 # %%
 assert explanation.chosen in timed
@@ -281,4 +281,4 @@ assert max(ratios) <= 1
 rounding, everything, leak = (values[-1][1] for values in depth.values())
 assert rounding < 0.2 * leak
 assert everything < 0.2 * leak
-print("all true")
+print("all checks passed")

@@ -11,12 +11,12 @@
 # %% [markdown]
 # # 6. Your padded script, packed
 #
-# TRL's DPOTrainer pads: prompts and answers differ in length, and each batch is filled up to its
-# longest row. The model computes the filling, too. `fv.patch_trainer(trainer)` changes that in one
-# line: batches stay padded, for the trainer and its loss, but the layers run the real tokens as
+# TRL's DPOTrainer pads: prompts and answers differ in length, and each batch is padded to its
+# longest sequence. The model computes the padding too. `fv.patch_trainer(trainer)` changes that in
+# one line: batches stay padded, for the trainer and its loss, but the layers run the real tokens as
 # one packed row.
 #
-# Here the same DPO training runs twice, once as it is and once with the line. We compare the loss
+# Here the same DPO training runs twice, with and without `fv.patch_trainer`. We compare the loss
 # and every gradient, and count the tokens that the layers saw. The same line serves TRL's
 # RewardTrainer, KTOTrainer and GRPOTrainer, and padded tasks of `Trainer`.
 #
@@ -111,7 +111,7 @@ class Recorder(TrainerCallback):
 
 
 def new_trainer():
-    """TRL's, and what records it."""
+    """A DPOTrainer and its recorder."""
     policy = copy.deepcopy(untrained)
     trainer = DPOTrainer(
         policy,
@@ -204,9 +204,9 @@ print(f"{sum(padded.tokens):,} tokens padded, {sum(packed.tokens):,} packed")
 
 # %% [markdown]
 # Your own batches: if this ratio is near 1, as for texts of equal length, nothing is gained.
-# [The guide](../docs/preference.md) says what else to know: memory, what raises, `torch.compile`.
+# [The guide](../docs/preference.md) covers memory, errors and `torch.compile`.
 #
-# ## What was claimed, checked
+# ## Checks
 
 # %%
 # The line patched both models, and the layers saw the real tokens alone.
@@ -221,4 +221,4 @@ assert abs(losses[0][0] - losses[1][0]) < 1e-4
 assert gap < (1e-2 if FULL else 1e-3), gap
 assert errors[worst] < (1e-2 if FULL else 1e-4), (worst, errors[worst])
 assert max(abs(a - b) for a, b in zip(*margins, strict=True)) < (5e-2 if FULL else 1e-3)
-print("all true")
+print("all checks passed")

@@ -73,7 +73,8 @@ def main(
     """Train a causal language model on preferences."""
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(seed)
-    dtype = torch.bfloat16 if lora and on_gpu else torch.float32  # of weights that do not learn
+    # frozen weights may be bf16; trained weights stay fp32
+    dtype = torch.bfloat16 if lora and on_gpu else torch.float32
     tokenizer, policy = tokenizer_and_model(model, dtype)
     pairs = sample_pairs() if data is None else Dataset.from_json(str(data)).to_list()
     trainer = DPOTrainer(
@@ -100,7 +101,7 @@ def main(
     if not padded:
         fv.patch_trainer(trainer, backend)
     trainer.train()
-    trainer.save_model(str(out))  # or its adapter
+    trainer.save_model(str(out))  # with --lora, only the adapter
     trainer.accelerator.print(f"Trained model in {out}.")
 
 

@@ -60,7 +60,7 @@ def main(
     steps: int = 10,
     prompts: Annotated[int, typer.Option(help="Prompts per rank and step.")] = 2,
     generations: Annotated[int, typer.Option(help="Completions of a prompt.")] = 4,
-    max_new_tokens: Annotated[int, typer.Option(help="Of a completion.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest completion, in tokens.")] = 64,
     beta: Annotated[float, typer.Option(help="Weight of the KL term.")] = 0.04,
     learning_rate: float = 1e-5,
     backend: str = "auto",

@@ -61,17 +61,17 @@ def tokenizer_and_model(name: str | None) -> Any:
 
 
 @torch.no_grad()
-def scores(model: Any, documents: list[list[int]], row: int) -> torch.Tensor:
-    """`[num_docs]`: the score of each document, from packed rows of at most `row` tokens."""
-    found = torch.empty(len(documents))
-    rows = fv.pack([len(ids) for ids in documents], row)
+def scores(model: Any, documents: list[list[int]], tokens_per_row: int) -> torch.Tensor:
+    """`[num_docs]`: the score of each document, from packed rows of limited size."""
+    result = torch.empty(len(documents))
+    rows = fv.pack([len(ids) for ids in documents], tokens_per_row)
     collate = fv.PackedCollator(pad_token_id=model.config.pad_token_id)
     loader = DataLoader(documents, batch_sampler=rows, collate_fn=collate)
     for indices, batch in zip(rows, loader, strict=True):
         layout = batch["packed_layout"].to(model.device)
         logits = model(batch["input_ids"].to(model.device), packed_layout=layout).logits
-        found[indices] = logits[:, 0].float().cpu()  # [documents of the row, 1]
-    return found
+        result[indices] = logits[:, 0].float().cpu()  # [documents of the row, 1]
+    return result
 
 
 def main(
@@ -114,15 +114,15 @@ def main(
         fv.patch_trainer(trainer, backend)
     trainer.train()
     trainer.save_model(str(out))
-    say = trainer.accelerator.print
+    log = trainer.accelerator.print
     if not padded:
         names, end = ("chosen", "rejected"), tokenizer.eos_token
         texts = [pair["prompt"] + pair[name] + end for name in names for pair in held_out]
         documents = [ids[:max_length] for ids in tokenizer(texts).input_ids]
         chosen, rejected = scores(scorer.eval(), documents, max(4096, max_length)).chunk(2)
         share = (chosen > rejected).float().mean().item()
-        say(f"Scores the chosen answer higher in {share:.0%} of {len(held_out)} held-out pairs.")
-    say(f"Trained model in {out}.")
+        log(f"Scores the chosen answer higher in {share:.0%} of {len(held_out)} held-out pairs.")
+    log(f"Trained model in {out}.")
 
 
 if __name__ == "__main__":

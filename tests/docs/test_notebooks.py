@@ -31,7 +31,7 @@ def test_every_cell_runs_and_says_nothing_wrong(script):
     done = executed(from_script(script))
     said = [output.text for output in outputs(done) if output.get("name") == "stderr"]
     assert not said, said
-    assert text_of(done.cells[-1].outputs[-1]) == "all true\n"
+    assert text_of(done.cells[-1].outputs[-1]) == "all checks passed\n"
     assert sum("image/png" in output.get("data", {}) for output in outputs(done)) >= 1
 
 
