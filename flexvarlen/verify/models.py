@@ -154,6 +154,8 @@ def checked_model(name: str, *, patched: bool = True) -> ModelSpec:
 
     from flexvarlen.patches.models.families import require_verified
 
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(f"model must be a folder that exists, got {name!r}; check the path.")
     spec = parse_model(name)
     if spec.family is None:
         try:
