@@ -84,29 +84,26 @@ def padded_batch(
     Takes it from the arguments if the head has found it.
 
     Raises:
-        NotImplementedError: the forward returns router logits, which are not padded again, or takes
-            embeddings where the ids of a padded batch are needed.
+        NotImplementedError: as `_unpad`.
 
     Reads the device once, if there is a 2D mask.
     """
     shape = tuple(tokens.shape[:2])
     found: PaddedBatch | None = inputs.pop(CONTEXT, None)
-    if found is None or (found.batch, found.row_tokens) != shape:  # a head may call another batch
-        found = _find(module, patch, inputs, shape) if patch.unpad else None
-    if found is not None and _returns_router_logits(module, inputs):
-        raise NotImplementedError(_ROUTER_LOGITS)
-    needs_ids = patch.head in PER_DOCUMENT or not any(kind.causal for kind in patch.kinds)
-    if found is not None and needs_ids and inputs.get("input_ids") is None:
-        raise NotImplementedError(
-            "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "
-            "them, got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
-        )
-    return found
+    if found is not None and (found.batch, found.row_tokens) == shape:
+        return found  # not where a head calls another batch
+    return _unpad(module, patch, inputs, shape) if patch.unpad else None
 
 
-def _find(
+def _unpad(
     module: nn.Module, patch: Patch, inputs: dict[str, Any], shape: tuple[int, ...]
 ) -> PaddedBatch | None:
+    """The padded batch of a model that is patched with `unpad`.
+
+    Raises:
+        NotImplementedError: the forward returns router logits, which are not padded again, or takes
+            embeddings where the ids of a padded batch are needed.
+    """
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != shape:
         return None
@@ -120,6 +117,16 @@ def _find(
     found: PaddedBatch | None = find_padding(
         mask, inputs.get("position_ids"), multiple_of=multiple_of
     )
+    if found is None:
+        return None
+    if _returns_router_logits(module, inputs):
+        raise NotImplementedError(_ROUTER_LOGITS)
+    needs_ids = patch.head in PER_DOCUMENT or not any(kind.causal for kind in patch.kinds)
+    if needs_ids and inputs.get("input_ids") is None:
+        raise NotImplementedError(
+            "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "
+            "them, got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
+        )
     return found
 
 

@@ -180,6 +180,17 @@ def test_one_document_and_padding_after_it():
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "roberta"])
+def test_packed_embeddings(kind):
+    """They are not a padded batch's, whose padding a head would look for among the ids."""
+    model = classifier(kind)
+    alone = one_by_one_logits(model)
+    fv.patch_model(model, "sdpa", unpad=True)
+    embeds = model.get_input_embeddings()(BATCH.ids)
+    logits = model(inputs_embeds=embeds, **FORMS["packed_layout"]).logits
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
 def test_a_row_of_padding_alone():
     model = fv.patch_model(classifier("llama"), "sdpa")
     layout = fv.PackedLayout.from_lengths([0, 0], total_tokens=256)
