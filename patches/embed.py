@@ -293,11 +293,8 @@ def _run(model: Any, row: _Row) -> tuple[Tensor, PackedLayout]:
     if model.device.type == "cuda":  # a copy of other memory would wait for the rows before
         ids, layout = ids.pin_memory(), layout.pin_memory()
     layout = layout.to(model.device, non_blocking=True)
-    # Padding may be longer than the model's table of positions.
-    positions = layout.position_ids()[None] % layout.max_seqlen_bound
     outputs = model(
         input_ids=ids.to(model.device, non_blocking=True),
-        position_ids=positions,
         packed_layout=layout,
         use_cache=False,
     )
