@@ -66,13 +66,13 @@ def out(tmp_path):
     return tmp_path / "folder" / "rows.jsonl"
 
 
-def test_rows_of_another_commit_are_told_of(out):
+def test_rows_of_another_commit_are_reported(out):
     said = []
     options = replace(OPTIONS, say=said.append)
-    for commit, told in (("1111111", 0), ("1111111", 0), ("2222222", 1)):
+    for commit, notices in (("1111111", 0), ("1111111", 0), ("2222222", 1)):
         ended = run_suite(Squares(), options, RunRequest(out, commit=commit))
         assert ended.left == 0
-        assert len(said) == told
+        assert len(said) == notices
     assert "at commit 1111111, which are not measured again" in said[0]
     run_suite(Squares(), options, RunRequest(out, commit="2222222", again=True))
     assert len(said) == 1
@@ -83,22 +83,22 @@ def test_rows_of_another_commit_are_told_of(out):
     [{"flexvarlen": "0.0.1"}, {"transformers": "4.0.0"}, {"git_dirty": True}],
     ids=lambda change: next(iter(change)),
 )
-def test_rows_of_another_version_or_of_uncommitted_changes_are_told_of(out, monkeypatch, change):
+def test_rows_of_another_version_or_of_uncommitted_changes_are_reported(out, monkeypatch, change):
     said = []
     clean = row_module.environment(torch.device("cpu")) | {"git_dirty": False}
-    for environment, told in ((clean | change, 0), (clean, 1)):
+    for environment, notices in ((clean | change, 0), (clean, 1)):
         monkeypatch.setattr(row_module, "environment", lambda device, it=environment: dict(it))
         run_suite(Squares(), replace(OPTIONS, say=said.append), RunRequest(out))
-        assert len(said) == told
+        assert len(said) == notices
 
 
-def test_rows_of_uncommitted_changes_are_told_of_after_more_changes(out, monkeypatch):
+def test_rows_of_uncommitted_changes_are_reported_after_more_changes(out, monkeypatch):
     said = []
     dirty = row_module.environment(torch.device("cpu")) | {"git_dirty": True}
     monkeypatch.setattr(row_module, "environment", lambda device: dict(dirty))
-    for told in (0, 1):
+    for notices in (0, 1):
         run_suite(Squares(), replace(OPTIONS, say=said.append), RunRequest(out))
-        assert len(said) == told
+        assert len(said) == notices
 
 
 def test_rows_say_case_variant_pass_environment_and_commit(out):
@@ -312,7 +312,7 @@ def test_a_kill_loses_at_most_the_case_in_flight(out):
     assert run_suite(Squares(seen // 4 + 1), OPTIONS, RunRequest(out)).measured == 1
 
 
-def test_a_line_cut_off_by_a_lost_machine_is_told_of_and_costs_its_case_alone(out):
+def test_a_line_cut_off_by_a_lost_machine_is_reported_and_costs_its_case_alone(out):
     run_suite(Squares(2), OPTIONS, RunRequest(out))
     whole = out.read_text()
     out.write_text(whole[:-20])
@@ -354,9 +354,9 @@ def test_a_file_of_something_else_is_a_sentence(out):
 
 def test_progress_counts_the_cases_of_this_run(out):
     run_suite(Squares(1), OPTIONS, RunRequest(out))
-    told = []
-    run_suite(Squares(3), OPTIONS, RunRequest(out), lambda *step: told.append(step))
-    assert told == [(0, 2, "s1"), (1, 2, "s2"), (2, 2, "")]
+    steps = []
+    run_suite(Squares(3), OPTIONS, RunRequest(out), lambda *step: steps.append(step))
+    assert steps == [(0, 2, "s1"), (1, 2, "s2"), (2, 2, "")]
 
 
 @pytest.mark.parametrize("pattern", ["s[", "no such case"])
