@@ -25,6 +25,12 @@ from flexvarlen.patches.forward.heads import (
     unwrap_loss,
 )
 from flexvarlen.patches.forward.padding import check_unpad
+from flexvarlen.patches.forward.recurrent_layers import (
+    patch_recurrent,
+    recurrent_layers,
+    refuse_recurrent,
+    unpatch_recurrent,
+)
 from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
@@ -190,6 +196,9 @@ def patch_model(
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
     head = kind_of_head(inner, causal=any(kind.causal for kind in kinds))
     check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
+    recurrent = recurrent_layers(text_tower(base_of(inner)))
+    if recurrent:
+        refuse_recurrent(inner, sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
@@ -211,6 +220,7 @@ def patch_model(
         kinds=kinds,
         implementation_before=before,
         head=head,
+        recurrent=bool(recurrent),
         unpad=unpad,
         unpad_to_multiple_of=unpad_to_multiple_of,
         sequence_parallel_group=sequence_parallel_group,
@@ -224,6 +234,8 @@ def patch_model(
         base.__dict__[HEAD] = HeadReference(inner)
     for layer in attention_layers(inner):
         layer.__dict__[LAYER_MARK] = True
+    for layer in recurrent:
+        patch_recurrent(layer)
     tower = vision_tower(base)
     if tower is not None:
         patch_tower(tower, patch, vision_kinds)
@@ -256,6 +268,8 @@ def unpatch_model(model: Model) -> Model:
         unwrap_forward(module)
     for layer in attention_layers(inner):
         layer.__dict__.pop(LAYER_MARK, None)
+    for layer in recurrent_layers(text_tower(base_of(inner))):
+        unpatch_recurrent(layer)
     unwrap_loss(inner)
     unpatch_rotary(text_tower(base_of(inner)))
     unregister_model(inner, patch)

@@ -28,6 +28,12 @@ ATTRIBUTE = "_flexvarlen_patch"
 LAYER_MARK = "_flexvarlen_patched"
 """The attribute that marks the attention layers of a patched model."""
 
+LOST_DOCUMENTS = (
+    "the layers of a patched model must get its documents from the model's own forward, got a call "
+    "without them: call the model, pass **kwargs on in each forward between it and its layers, and "
+    "call patch_model again after a pickle was loaded or a library set another forward."
+)
+
 CONTEXT = "flexvarlen"
 """The keyword that passes a forward's shared `PackedForward` to the layers of a patched model."""
 
@@ -64,6 +70,7 @@ class Patch:
         backends: those that its config may name: of all patched models that share the config.
         kinds: of its attention layers; with a group, with the number of heads per rank.
         head: the ending of the head's class name, such as "ForCausalLM"; "" for a base model.
+        recurrent: whether it has recurrent layers, to which documents are passed too.
     """
 
     backend: BackendChoice
@@ -76,6 +83,7 @@ class Patch:
     kinds: tuple[LayerKind, ...]
     implementation_before: str | dict[str, str]
     head: str
+    recurrent: bool = False
     unpad: bool = False
     unpad_to_multiple_of: int | None = None
     sequence_parallel_group: ProcessGroup | None = None

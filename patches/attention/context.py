@@ -17,6 +17,7 @@ from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
+from flexvarlen.recurrent.documents import RecurrentDocuments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -84,6 +85,7 @@ class PackedForward:
         pools: whether the base model's pooler must pool by document, not by row.
         packs: whether a row may hold several documents, or padding.
         in_base: whether the base model received this object from its head.
+        recurrent: the documents for recurrent layers; None if the model has none.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class PackedForward:
         group: ProcessGroup | None = None,
         chunk_size: int | None = None,
         has_temperature: bool = False,
+        recurrent: bool = False,
     ) -> None:
         self.layout, self.backend, self.group = layout, backend, group
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
@@ -108,6 +111,7 @@ class PackedForward:
         self.padded: PaddedBatch | None = None
         self.pools = False
         self.packs, self.in_base = True, False
+        self.recurrent = RecurrentDocuments(layout) if recurrent else None
         self._copies: dict[str, PackedForward] = {}
 
     @property
@@ -129,8 +133,19 @@ class PackedForward:
                 return self
             copy = PackedForward.__new__(PackedForward)
             vars(copy).update(vars(self), layout=moved, routes={}, _copies={})
+            if self.recurrent is not None:
+                copy.recurrent = RecurrentDocuments(moved)
             self._copies[name] = copy
         return self._copies[name]
+
+    def mask_of_rows(self, batch: int) -> Tensor | None:
+        """1 at tokens of documents, 0 at padding, int64 `[batch, S]`; None if all are real.
+
+        In a compiled graph always a mask, as padding depends on the documents there.
+        """
+        if not torch.compiler.is_compiling() and self.layout.has_padding is False:
+            return None
+        return self.layout.real_tokens().view(batch, -1).long()
 
     @property
     def reached_base(self) -> bool:

@@ -38,6 +38,7 @@ from flexvarlen.patches.state import (
     CONTEXT,
     IMPLEMENTATIONS,
     LAYER_MARK,
+    LOST_DOCUMENTS,
     VISION_IMPLEMENTATION,
 )
 
@@ -139,7 +140,7 @@ def _vision_attention(
     """Attention of a vision tower's layer, by frame or window: query `[1, H, patches, D]`."""
     vision: object = kwargs.pop(CONTEXT, None)
     if not isinstance(vision, PackedVision):
-        raise ValueError(_LOST_DOCUMENTS)
+        raise ValueError(LOST_DOCUMENTS)
     kwargs[CONTEXT] = vision.packed(cu_seq_lens_q)
     return _attention(module, query, key, value, None, **kwargs)
 
@@ -162,17 +163,10 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 # ---- unsupported arguments ----
 
 
-_LOST_DOCUMENTS = (
-    "the attention layers of a patched model must get its documents from the model's own forward, "
-    "got a call without them: call the model, pass **kwargs on in each forward between it and its "
-    "layers, and call patch_model again after a pickle was loaded or a library set another forward."
-)
-
-
 def _refuse_lost_documents(layer: nn.Module) -> None:
     """Raise for a layer of a patched model that is called without its documents."""
     if LAYER_MARK in layer.__dict__:
-        raise ValueError(_LOST_DOCUMENTS)
+        raise ValueError(LOST_DOCUMENTS)
 
 
 def _check_tokens(context: PackedForward, batch: int, row_tokens: int, keys: int) -> None:

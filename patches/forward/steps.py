@@ -55,6 +55,7 @@ from flexvarlen.patches.forward.padding import (
     pad_and_pool,
     padded_batch,
 )
+from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.image_masks import refuse_image_blocks
@@ -130,8 +131,9 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     if patch.head in CAUSAL:  # otherwise labels belong to the tokens themselves
         first = unpredicted_tokens(layout)
         mask_labels(module, inputs, first, forward.group, packs=forward.packs)
-    _set_use_cache(forward)
-    inputs[CONTEXT] = packed = packed_forward(module, patch, layout)
+    _set_use_cache(forward, layout)
+    packed = packed_forward(module, patch, layout)
+    _pass_on(inputs, packed, patch)
     packed.packs, packed.padded = forward.packs, padded
     _note_cache(forward, packed)
     if not is_head:
@@ -184,6 +186,7 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
         group=patch.sequence_parallel_group,
         chunk_size=chunk_size_of(config),
         has_temperature=has_temperature(config),
+        recurrent=patch.recurrent,
     )
     dtype, learns = dtype_of_queries(module)
     device_type = layout.device.type
@@ -204,6 +207,13 @@ def _from_head(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         if base_of(module) is module:  # type: ignore[arg-type]
             inputs["attention_mask"] = _placeholder(packed.layout.device)
     return inputs
+
+
+def _pass_on(inputs: dict[str, Any], context: PackedForward | Unpacked, patch: Patch) -> None:
+    """Pass the documents to the layers, as keywords that models pass on."""
+    inputs[CONTEXT] = context
+    if patch.recurrent:
+        inputs[DOCUMENTS] = context  # the only one that all recurrent layers get
 
 
 def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
@@ -258,7 +268,8 @@ def _unpacked(forward: ForwardInputs, why: str) -> dict[str, Any]:
         seen=0 if forward.cache is None else forward.cache.get_seq_length(),
     )
     patch = forward.patch
-    forward.inputs[CONTEXT] = Unpacked(patch.backend, patch.deterministic, patch.batch_invariant)
+    unpacked = Unpacked(patch.backend, patch.deterministic, patch.batch_invariant)
+    _pass_on(forward.inputs, unpacked, patch)
     return forward.inputs
 
 
@@ -298,7 +309,7 @@ def _first_position(base: nn.Module) -> int:
     return 0
 
 
-def _set_use_cache(forward: ForwardInputs) -> None:
+def _set_use_cache(forward: ForwardInputs, layout: PackedLayout) -> None:
     """Disable the default cache for packed batches, in training and in compiled graphs."""
     inputs = forward.inputs
     if getattr(forward.config, "use_cache", None) is None:  # an encoder, which has no cache
@@ -310,6 +321,7 @@ def _set_use_cache(forward: ForwardInputs) -> None:
         or forward.module.training
         or torch.compiler.is_compiling()
         or is_compiled_by_layer(forward.base)
+        or (forward.patch.recurrent and not bool(one_document_per_row(layout, forward.batch)))
     )
     if wants_none and inputs.get("use_cache") is None and forward.cache is None:
         inputs["use_cache"] = False
@@ -323,21 +335,27 @@ def _note_cache(forward: ForwardInputs, packed: PackedForward) -> None:
     if forward.cache is not None or use_cache:
         one_per_row = one_document_per_row(packed.layout, forward.batch)
         packed.one_per_row = one_per_row if torch.compiler.is_compiling() else bool(one_per_row)
+        if forward.patch.recurrent and packed.one_per_row is not True:
+            raise ValueError(_STATES_OF_ROWS)
         note_documents(forward.cache, packed.one_per_row)
+
+
+_STATES_OF_ROWS = (
+    "a cache of recurrent layers holds one state per row, got a batch whose rows hold several "
+    "documents (or a compiled graph, where they may); pass use_cache=False and no cache, or prefill "
+    "each document in a row of its own."
+)
 
 
 def _set_attention_mask(forward: ForwardInputs, packed: PackedForward) -> None:
     """Pass a placeholder to a base model, and a padding mask to a head, for its losses."""
-    inputs, module, layout = forward.inputs, forward.module, packed.layout
+    inputs, module = forward.inputs, forward.module
     if forward.base is module:
         inputs["attention_mask"] = _placeholder(forward.tokens.device)
         return
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
-    inputs["attention_mask"] = None
-    # In a graph, has_padding depends on the documents, so it must not be read.
-    known_full = not torch.compiler.is_compiling() and layout.has_padding is False
-    if forward.packs and may_pad and not known_full:
-        inputs["attention_mask"] = layout.real_tokens().view(forward.tokens.shape[:2]).long()
+    masked = forward.packs and may_pad
+    inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
     wrap_loss(module)
 
 

@@ -18,6 +18,9 @@ _VISION_NEEDS = (
     "boundaries come from the text's own positions or explicitly; each frame of an image is a "
     "document of the vision tower"
 )
+_DELTA = "gated delta rule and short convolution in three of four layers"
+_MAMBA = "Mamba-2 layers"
+_RECURRENT = "states and convolutions start anew at each document"
 _ENCODER = "bidirectional attention"
 _OWN_LABELS = "no label is masked; poolers and classifiers give a row for each document"
 
@@ -117,6 +120,63 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Qwen3-VL", "qwen3_vl", _VISION, _VISION_NEEDS, by_name_alone=False, task="ImageTextToText"
     ),
+    Family("Qwen3.5, text", "qwen3_5_text", _DELTA, _RECURRENT, by_name_alone=False),
+    Family(
+        "Qwen3.5",
+        "qwen3_5",
+        f"{_DELTA}; {_VISION}",
+        f"{_RECURRENT}; {_VISION_NEEDS}",
+        by_name_alone=False,
+        task="ImageTextToText",
+    ),
+    Family(
+        "Qwen3.5-MoE, text",
+        "qwen3_5_moe_text",
+        f"{_DELTA}; experts",
+        f"{_RECURRENT}; {_MOE}",
+        by_name_alone=False,
+    ),
+    Family(
+        "Qwen3-Next",
+        "qwen3_next",
+        f"{_DELTA}; experts",
+        f"{_RECURRENT}; {_MOE}",
+        by_name_alone=False,
+    ),
+    Family("OLMo Hybrid", "olmo_hybrid", _DELTA, _RECURRENT, by_name_alone=False),
+    Family(
+        "Kimi Linear",
+        "kimi_linear",
+        "delta rule with a decay for each channel, and short convolution; experts; value head_dim "
+        "differs from query/key head_dim",
+        f"{_RECURRENT}; {_MOE}",
+        by_name_alone=False,
+    ),
+    Family(
+        "Granite 4",
+        "granitemoehybrid",
+        f"{_MAMBA}; experts",
+        f"{_RECURRENT}; {_MOE}",
+        by_name_alone=False,
+    ),
+    Family("Bamba", "bamba", _MAMBA, _RECURRENT, by_name_alone=False),
+    Family("Nemotron-H", "nemotron_h", _MAMBA, _RECURRENT, by_name_alone=False),
+    Family(
+        "Falcon-H1",
+        "falcon_h1",
+        "Mamba-2 and attention side by side in each layer",
+        _RECURRENT,
+        by_name_alone=False,
+    ),
+    Family("LFM2", "lfm2", "short convolutions", _RECURRENT, by_name_alone=False),
+    Family(
+        "LFM2-MoE",
+        "lfm2_moe",
+        "short convolutions; experts",
+        f"{_RECURRENT}; {_MOE}",
+        by_name_alone=False,
+    ),
+    Family("Mamba-2", "mamba2", f"{_MAMBA} alone", _RECURRENT, by_name_alone=False),
     Family(
         "BERT",
         "bert",

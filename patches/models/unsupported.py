@@ -19,25 +19,14 @@ _CONVOLUTION = "a convolution"
 _TYPES_BY_STATE: dict[str, tuple[str, ...]] = {
     _SCAN: (
         "mamba",
-        "mamba2",
         "falcon_mamba",
         "jamba",
-        "bamba",
         "zamba",
         "zamba2",
-        "falcon_h1",
-        "nemotron_h",
         "nemotron_h_omni",  # its text model is a nemotron_h
-        "granitemoehybrid",
     ),
     "a linear recurrence and a convolution": ("recurrent_gemma",),
     _GATED_DELTA: (
-        "qwen3_next",
-        "qwen3_5",
-        "qwen3_5_text",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "olmo_hybrid",
         # their text model is a qwen3_5_text
         "minicpmv4_6",
         "minicpmv4_7",
@@ -45,10 +34,8 @@ _TYPES_BY_STATE: dict[str, tuple[str, ...]] = {
         "jev",
     ),
     "a gated delta rule, a convolution and n-grams": ("qwen4_exp", "qwen4_exp_text"),
-    _DELTA: ("kimi_linear", "bailing_hybrid", "glm5_next", "glm5_next_text"),
+    _DELTA: ("bailing_hybrid", "glm5_next", "glm5_next_text"),
     _CONVOLUTION: (
-        "lfm2",
-        "lfm2_moe",
         "lfm2_vl",
         "lfm3",
         "lfm3_vl",

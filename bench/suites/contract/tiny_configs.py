@@ -45,6 +45,23 @@ _BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+_LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
+_GATED_DELTA = {
+    **_HEAD_16,
+    **_LINEAR_THEN_FULL,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_QWEN_EXPERTS = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": _HEAD_16,
@@ -156,6 +173,63 @@ TINY: dict[str, dict[str, Any]] = {
         },
         **_IMAGE_TOKENS,
     },
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_5": {
+        "text_config": {
+            **_GATED_DELTA,
+            "hidden_size": 96,
+            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **_PATCHES,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 96,
+            "num_position_embeddings": 64,
+        },
+        **_IMAGE_TOKENS,
+    },
+    "qwen3_5_moe_text": {**_GATED_DELTA, **_QWEN_EXPERTS},
+    "qwen3_next": {**_GATED_DELTA, **_QWEN_EXPERTS},
+    "olmo_hybrid": {**_GATED_DELTA, "linear_num_value_heads": 2, "linear_value_head_dim": 32},
+    "kimi_linear": {
+        **_LINEAR_THEN_FULL,
+        "num_key_value_heads": 6,
+        "kv_lora_rank": 16,
+        "linear_head_dim": 16,
+        "linear_num_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "granitemoehybrid": {**_LINEAR_THEN_FULL, **_MAMBA, **_LOCAL_EXPERTS},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "head_dim": 16,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "falcon_h1": {**_HEAD_16, **_MAMBA, "mamba_d_ssm": 96},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "mamba2": {
+        "num_heads": 12,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "bert": _BERT,
     "roberta": {**_BERT, "pad_token_id": 1, "bos_token_id": 0},
     "modernbert": {
@@ -191,6 +265,8 @@ def tiny_config(
         sizes["head_dim"] = head_dim
     else:
         sizes["hidden_size"] = sizes["num_attention_heads"] * head_dim
+        if "state_size" in sizes:  # Mamba-2, whose heads are twice as wide together
+            sizes["head_dim"] = head_dim
     rope_parameters = sizes.get("rope_parameters", {})
     if "long_factor" in rope_parameters:
         factors: list[float] = [float(n) for n in range(1, head_dim // 2 + 1)]

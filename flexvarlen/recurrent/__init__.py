@@ -1,0 +1,1 @@
+"""Convolutions and scans (gated delta rule, Mamba-2) that start anew at each document."""

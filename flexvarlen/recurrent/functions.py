@@ -1,0 +1,200 @@
+"""The functions through which tokens of a row meet in recurrent layers, run document by document.
+
+Each takes `torch_function`, transformers' function of the same name in plain torch, and its
+arguments. fla's kernel runs where it can. Elsewhere `torch_function` runs once for each document;
+the convolution, which needs no loop, is computed here.
+
+Shapes: B rows of S tokens, T = B·S; C channels; W = width of the convolution; H heads of queries
+and keys, HV of values; K, V their head_dim; G groups and N state size of Mamba-2.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flexvarlen.recurrent import fla_operators as fla
+from flexvarlen.recurrent.documents import RecurrentDocuments
+
+TorchFunction = Callable[..., Any]
+
+
+def convolve(
+    torch_function: TorchFunction,
+    documents: RecurrentDocuments,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """`causal_conv1d_fn`: a depthwise convolution, hidden_states `[B, C, S]`, weight `[C, W]`."""
+    batch, channels, row_tokens = hidden_states.shape
+    x_TC = hidden_states.transpose(1, 2).reshape(1, batch * row_tokens, channels)
+    if activation not in (None, "silu", "swish"):
+        raise NotImplementedError(
+            f"the convolution's activation must be silu or None in a packed row, got "
+            f"{activation!r}; use the model's own implementation, one document per row."
+        )
+    if fla.why_not(x_TC) is None:
+        silu = None if activation is None else "silu"
+        out = fla.causal_convolution(
+            x_TC, weight, bias, silu, documents.cu_seqlens, documents.chunk_indices
+        )
+    else:
+        out = _convolve(x_TC[0], weight, bias, documents.offsets)[None]
+        out = (out if activation is None else F.silu(out)).to(x_TC.dtype)
+    out = documents.without_padding(out)
+    return out.view(batch, row_tokens, channels).transpose(1, 2)
+
+
+def _convolve(x_TC: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """A sum over shifted copies, each without the tokens that another document would lend."""
+    x_TC = x_TC.to(weight.dtype)
+    out = x_TC * weight[:, -1]
+    for shift in range(1, weight.shape[1]):
+        shifted = F.pad(x_TC, (0, 0, shift, 0))[: x_TC.shape[0]]
+        out = out + torch.where(offsets[:, None] >= shift, shifted, 0) * weight[:, -1 - shift]
+    return out if bias is None else out + bias
+
+
+def gated_delta_rule(
+    torch_function: TorchFunction,
+    documents: RecurrentDocuments,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, None]:
+    """`chunk_gated_delta_rule`: query, key `[B, S, H, K]`, value `[B, S, HV, V]`.
+
+    Args:
+        g: log of the decay, `[B, S, HV]`; `[B, S, HV, K]` in `chunk_kda`.
+        beta: `[B, S, HV]`.
+
+    Returns:
+        The output `[B, S, HV, V]`, and None for the final state.
+    """
+    _refuse_states(initial_state, output_final_state)
+    shape = value.shape
+    rows = [x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value, g, beta)]
+    if fla.why_not(value) is None and use_qk_l2norm_in_kernel:
+        operator = fla.gated_delta_rule if g.ndim == 3 else fla.kimi_delta_rule
+        rows[3] = rows[3].float()
+        out = operator(*rows, documents.cu_seqlens, documents.chunk_indices)[0]
+    else:
+        _warn_of_loop(fla.why_not(value))
+
+        def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            alone: Tensor = torch_function(
+                q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
+            )[0]
+            return alone
+
+        out = _one_by_one(run, documents, rows, rows[2])
+    return documents.without_padding(out).view(shape), None
+
+
+def mamba2_scan(
+    torch_function: TorchFunction,
+    documents: RecurrentDocuments,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+) -> Tensor:
+    """`mamba_chunk_scan_combined`: hidden_states `[B, S, H, V]`, dt `[B, S, H]`, A `[H]`.
+
+    Args:
+        B, C: `[B, S, G, N]`.
+        D: `[H]`, weight of the input in the output.
+
+    Returns:
+        The output `[B, S, H, V]`.
+
+    On a GPU the scan is fla's linear attention: C asks, B is the key, `dt * hidden_states` the
+    value, and `dt * A` the log of the decay.
+    """
+    _refuse_states(initial_states, return_final_states)
+    if z is not None:
+        raise NotImplementedError("mamba2_scan takes no z; the layer gates its output itself.")
+    x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
+    if fla.why_not(hidden_states) is None:
+        dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        q, k = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (C, B))
+        v = (x * dt[..., None]).to(x.dtype)
+        out = fla.decayed_scan(
+            q, k, v, dt * A.float(), documents.cu_seqlens, documents.chunk_indices
+        )[0]
+        out = out if D is None else out + (x * D[:, None]).to(x.dtype)
+    else:
+        _warn_of_loop(fla.why_not(hidden_states))
+
+        def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+            shared = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
+            limits = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+            alone: Tensor = torch_function(x, dt, A, B, C, **shared, **limits)
+            return alone
+
+        out = _one_by_one(run, documents, [x, dt, B, C], x)
+    return documents.without_padding(out).view(hidden_states.shape)
+
+
+def _refuse_states(initial: Tensor | None, final: bool) -> None:
+    if initial is not None or final:
+        raise NotImplementedError(
+            "packed documents start from an empty state and leave none, got a cache; pack with "
+            "use_cache=False."
+        )
+
+
+# ---- plain torch, one document at a time ----
+
+
+@torch.compiler.disable
+def _one_by_one(
+    run: Callable[..., Tensor], documents: RecurrentDocuments, rows: list[Tensor], like: Tensor
+) -> Tensor:
+    """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
+
+    One sync if only the device knows the documents.
+    """
+    layout = documents.layout
+    bounds = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
+    ends: list[int] = bounds.tolist()
+    outs = [
+        run(*(x[:, start:end] for x in rows)).to(like.dtype)
+        for start, end in zip(ends, ends[1:], strict=False)
+        if end > start
+    ]
+    outs.append(like.new_zeros(1, layout.total_tokens - ends[-1], *like.shape[2:]))
+    return torch.cat(outs, dim=1)
+
+
+@cache
+def _warn_of_loop(why: str | None) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"flexvarlen: recurrent layers run one document after another in plain torch, which is "
+            f"right but slow, as {why}.",
+            stacklevel=2,
+        )
