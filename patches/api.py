@@ -194,11 +194,12 @@ def patch_model(
     require_verified(inner.config.model_type)
     refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
-    head = kind_of_head(inner, causal=any(kind.causal for kind in kinds))
-    check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
     recurrent = recurrent_layers(text_tower(base_of(inner)))
+    causal = bool(recurrent) or any(kind.causal for kind in kinds)
+    head = kind_of_head(inner, causal=causal)
+    check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
     if recurrent:
-        refuse_recurrent(inner, sequence_parallel_group)
+        refuse_recurrent(inner, unpad=unpad, group=sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)

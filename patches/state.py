@@ -88,6 +88,11 @@ class Patch:
     unpad_to_multiple_of: int | None = None
     sequence_parallel_group: ProcessGroup | None = None
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        return self.recurrent or any(kind.causal for kind in self.kinds)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # immutable, and a process group cannot be copied
 

@@ -27,6 +27,18 @@ ONE_DOCUMENT_PER_ROW = (
 )
 
 
+def cache_of(inputs: dict[str, Any]) -> Any:
+    """The cache among a model's keyword arguments, or None."""
+    given = inputs.get("past_key_values")
+    return inputs.get("cache_params") if given is None else given
+
+
+def tokens_seen(cache: Any) -> int:
+    """Tokens of a row in a cache; 0 where it holds only states, which count none."""
+    counts = cache is not None and any(hasattr(x, "get_seq_length") for x in cache.layers)
+    return cache.get_seq_length() if counts else 0
+
+
 def note_documents(cache: Any, one_per_row: Tensor | bool) -> None:
     """Set a flag on a cache: whether a forward has at most one document in each row.
 

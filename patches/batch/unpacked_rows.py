@@ -170,8 +170,11 @@ def why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str 
         return "a 4D attention_mask"
     if cache is None:
         return None
-    for layer in range(max(len(cache.layers), 1)):  # one that slides may have no room, others some
-        keys, _ = cache.get_mask_sizes(row_tokens, layer)
-        if keys != row_tokens:
+    if not cache.layers:  # not even its kinds of layers are known
+        return None
+    for layer in cache.layers:  # one that slides may have no room, others some
+        keys = layer.get_mask_sizes(row_tokens)[0] if hasattr(layer, "get_mask_sizes") else None
+        state = any(getattr(layer, "has_previous_state", {}).values())
+        if state or keys not in (None, row_tokens):
             return "a cache that holds, or makes room for, other tokens"
     return None

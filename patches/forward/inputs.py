@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.batch.cache import cache_of
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import text_positions
@@ -32,7 +33,7 @@ class ForwardInputs:
         boundaries: the arguments that only mark documents, None where not given.
         config: of the text tower.
         causal: whether attention is causal.
-        cache: `past_key_values`, or None.
+        cache: `past_key_values` (`cache_params` of Mamba-2), or None.
         why_unpacked: why the forward is not packed (a cache, a 4D mask), or None.
         positions: the position_ids whose restarts mark documents, or None.
         packs: whether a row may hold several documents, or padding.
@@ -52,9 +53,9 @@ class ForwardInputs:
         self.config: Any = text_config_of(module.config)
         self.group = patch.sequence_parallel_group
         self.batch, self.row_tokens = tokens.shape[:2]
-        self.causal = any(kind.causal for kind in patch.kinds)
+        self.causal = patch.causal
         self.boundaries = {name: inputs.pop(name, None) for name in BOUNDARIES}
-        self.mask, self.cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+        self.mask, self.cache = inputs.get("attention_mask"), cache_of(inputs)
         self.why_unpacked = why_not_whole_rows(self.cache, self.mask, self.row_tokens)
         self.positions = text_positions(
             inputs.get("position_ids"),

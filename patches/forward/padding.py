@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flexvarlen.layout.boundaries import is_int
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.batch.cache import cache_of
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
@@ -107,7 +108,7 @@ def _unpad(
     mask = inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != shape:
         return None
-    fills_cache = inputs.get("past_key_values") is not None or inputs.get("use_cache")
+    fills_cache = cache_of(inputs) is not None or inputs.get("use_cache")
     if fills_cache or any(inputs.get(name) is not None for name in BOUNDARIES):
         return None
     multiple_of = patch.unpad_to_multiple_of
@@ -121,7 +122,7 @@ def _unpad(
         return None
     if _returns_router_logits(module, inputs):
         raise NotImplementedError(_ROUTER_LOGITS)
-    needs_ids = patch.head in PER_DOCUMENT or not any(kind.causal for kind in patch.kinds)
+    needs_ids = patch.head in PER_DOCUMENT or not patch.causal
     if needs_ids and inputs.get("input_ids") is None:
         raise NotImplementedError(
             "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "

@@ -44,12 +44,23 @@ def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
     ]
 
 
-def refuse_recurrent(model: Any, group: object) -> None:
+def keeps_keywords(model: Any) -> bool:
+    """Whether a head passes its base model no keywords, so that documents go as attention_mask."""
+    return bool(model.config.model_type == "mamba2")
+
+
+def refuse_recurrent(model: Any, *, unpad: bool, group: object) -> None:
     """Refuse what recurrent layers cannot do by document.
 
     Raises:
-        NotImplementedError: rows sharded over ranks, or layers replaced by kernels of the hub.
+        NotImplementedError: rows sharded over ranks, layers replaced by kernels of the hub, or
+            `unpad` where the head passes no keywords on.
     """
+    if unpad and keeps_keywords(model):
+        raise NotImplementedError(
+            f"unpad=True is not supported with {type(model).__name__}, whose head passes no "
+            "keywords on to its base model; pack its batches, or leave unpad out."
+        )
     if group is not None:
         raise NotImplementedError(
             "sequence_parallel_group is not supported with recurrent layers, whose state would "

@@ -20,7 +20,12 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
-from flexvarlen.patches.batch.cache import mark_cache, note_documents, refuse_packed_documents
+from flexvarlen.patches.batch.cache import (
+    mark_cache,
+    note_documents,
+    refuse_packed_documents,
+    tokens_seen,
+)
 from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import (
@@ -55,7 +60,7 @@ from flexvarlen.patches.forward.padding import (
     pad_and_pool,
     padded_batch,
 )
-from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS
+from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, keeps_keywords
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.image_masks import refuse_image_blocks
@@ -90,6 +95,8 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     if is_head and patch.head in PER_ROW:
         return None
     pooling_head = inputs.pop(POOLING_HEAD, None)
+    if isinstance(inputs.get("attention_mask"), PackedForward):  # see `keeps_keywords`
+        _pass_on(inputs, inputs["attention_mask"], patch)
     tokens, given = _tokens(inputs), inputs.get(CONTEXT)
     if tokens is None or isinstance(given, PackedForward | Unpacked):
         return _from_head(module, inputs)
@@ -265,7 +272,7 @@ def _unpacked(forward: ForwardInputs, why: str) -> dict[str, Any]:
         position_ids=forward.positions,
         attention_mask=forward.mask,
         with_what=why,
-        seen=0 if forward.cache is None else forward.cache.get_seq_length(),
+        seen=tokens_seen(forward.cache),
     )
     patch = forward.patch
     unpacked = Unpacked(patch.backend, patch.deterministic, patch.batch_invariant)
@@ -356,6 +363,8 @@ def _set_attention_mask(forward: ForwardInputs, packed: PackedForward) -> None:
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
     masked = forward.packs and may_pad
     inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
+    if keeps_keywords(module):
+        inputs["attention_mask"] = packed
     wrap_loss(module)
 
 
