@@ -10,7 +10,6 @@ C = channels; W = width of the convolution; q, k `[1, T, H, K]`, v `[1, T, HV, V
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,11 +27,10 @@ def why_not(x: Tensor) -> str | None:
         return f"fla needs a GPU, got tensors on {x.device.type}"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"fla computes in bfloat16, float16 or float32, got {x.dtype}"
-    return _why_not_here()
+    return _WHY_NOT_INSTALLED
 
 
-@cache
-def _why_not_here() -> str | None:
+def _why_not_installed() -> str | None:
     try:
         found = version("fla-core")
     except PackageNotFoundError:
@@ -40,6 +38,9 @@ def _why_not_here() -> str | None:
     if not found.startswith("0.6."):
         return f"fla-core must be 0.6, got {found} ({INSTALL})"
     return None
+
+
+_WHY_NOT_INSTALLED = _why_not_installed()  # asked once: importlib.metadata does not trace
 
 
 # ---- the gated delta rule ----
