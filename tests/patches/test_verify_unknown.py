@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import flexvarlen as fv
-from flexvarlen.patches import verification
+from flexvarlen.patches import api, verification
 from flexvarlen.patches.api import current_patch
 from tests.sentences import refused
 from tests.tiny_models import config_of
@@ -115,9 +125,11 @@ def test_a_type_that_is_right_runs_packed(model_type, changes):
     torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
 
 
-def test_base_models_and_classifiers_are_checked_too():
-    base = unlisted("phi", AutoModel)
-    assert fv.is_patched(fv.patch_model(base, "sdpa", verify=True))
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
+def test_base_models_and_classifiers_are_checked_too(auto_class, runs):
+    model = fv.patch_model(unlisted("phi", auto_class), "sdpa", verify=True)
+    assert fv.is_patched(model)
+    assert runs == [model.base_model] * 2
 
 
 def test_without_verify_the_refusal_names_it():
@@ -257,4 +269,52 @@ def test_what_was_patched_is_patched_again_with_its_arguments():
 
 def test_a_listed_type_is_checked_if_asked_for(runs):
     verified(of_class(LlamaForCausalLM))()
+    assert len(runs) == 2
+
+
+def test_implementations_are_as_before():
+    model = unlisted("granitemoe", **EXPERTS)
+    experts = model.get_experts_implementation()
+    function = ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"]
+    verified(model)()
+    assert ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"] is function
+    assert model.get_experts_implementation() == experts
+
+
+def test_a_model_that_does_not_run_keeps_its_attention():
+    model = unlisted("phi")
+    model.model.layers[1].mlp.fc1 = torch.nn.Linear(1, 1)
+    with pytest.raises(RuntimeError):
+        verified(model)()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_quantized_weights_must_have_gradients():
+    model = unlisted("phi")
+    model.hf_quantizer = SimpleNamespace(is_trainable=False)
+    refused(NotImplementedError, "differentiated", "before it is quantized", verified(model))
+
+
+def test_outputs_must_have_gradients():
+    model = unlisted("phi")
+    model.lm_head.register_forward_hook(lambda module, args, output: output.detach())
+    refused(NotImplementedError, "gradients", "backward", verified(model))
+
+
+def test_a_group_needs_a_model_that_has_passed(monkeypatch):
+    model, group = unlisted("phi"), object()
+    monkeypatch.setattr(api, "kinds_per_rank", lambda inner, kinds, group: kinds)
+
+    def sharded():
+        return fv.patch_model(model, "sdpa", sequence_parallel_group=group, verify=True)
+
+    refused(NotImplementedError, "sequence_parallel_group", "again with the group", sharded)
+    verified(model)()
+    assert current_patch(sharded()).sequence_parallel_group is group
+
+
+def test_models_of_a_trainer_are_checked_too(runs, tmp_path):
+    trainer = Trainer(unlisted("phi"), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    fv.patch_trainer(trainer, "sdpa", verify=True)
+    assert fv.is_patched(trainer.model)
     assert len(runs) == 2
