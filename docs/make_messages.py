@@ -86,6 +86,8 @@ class Message:
         """A key of `GROUPS`."""
         if self.kind in GROUPS:
             return self.kind
+        if self.path.startswith("patches/isolation/"):
+            return "verify"
         parts = self.path.removeprefix("flexvarlen/").removesuffix(".py").split("/")
         return parts[0] if parts[0] in GROUPS else "other"
 

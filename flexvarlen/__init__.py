@@ -30,13 +30,10 @@ if TYPE_CHECKING:
     from flexvarlen.parallel import shard_row
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
     from flexvarlen.patches.embed import embed
+    from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
+    from flexvarlen.patches.isolation.verify import verify_isolation
     from flexvarlen.patches.trainers import patch_trainer
     from flexvarlen.verify.compare.compare import compare
-    from flexvarlen.verify.isolation.verify import (
-        IsolationError,
-        IsolationReport,
-        verify_isolation,
-    )
 
 __all__ = [
     "BACKENDS",
@@ -75,7 +72,6 @@ _HOMES = {
     "attention.backends.registry": ("BACKENDS", "available_backends", "why_not"),
     "attention.explain": ("Explanation", "explain"),
     "verify.compare.compare": ("compare",),
-    "verify.isolation.verify": ("IsolationError", "IsolationReport", "verify_isolation"),
     "layout.logprobs": ("DocumentLogprobs", "document_logprobs"),
     "layout.per_document": ("pool",),
     "layout.packed_layout": ("PackedLayout",),
@@ -84,6 +80,8 @@ _HOMES = {
     "packing": ("BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"),
     "parallel": ("shard_row",),
     "patches.embed": ("embed",),
+    "patches.isolation.report": ("IsolationError", "IsolationReport"),
+    "patches.isolation.verify": ("verify_isolation",),
     "patches.trainers": ("patch_trainer",),
     "patches.api": ("is_patched", "patch_model", "patched", "unpatch_model"),
 }

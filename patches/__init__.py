@@ -5,6 +5,8 @@
 | `embed.py` | `embed`; `sentence_transformers_files.py` reads what sentence-transformers saved |
 | `trainers.py` | `patch_trainer` |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
+| `verification.py` | the check of a model that `patch_model(verify=True)` makes |
+| `isolation/` | `verify_isolation`: whether a bit of one document reaches another |
 | `forward/` | a patched model's forward, step by step, and the wrapper around it |
 | `attention/` | the functions that transformers calls, and which backend serves which layers |
 | `state.py` | the state of a patched model; our attn_implementation names |

@@ -6,7 +6,7 @@ The `forward` of the model and of its base model are wrapped on the instance: se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
@@ -58,6 +58,7 @@ from flexvarlen.patches.state import (
     unregister_model,
     wrapped_modules,
 )
+from flexvarlen.patches.verification import Verification, refuse_unverifiable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,6 +78,7 @@ def patch_model(
     unpad: bool = False,
     unpad_to_multiple_of: int | None = None,
     sequence_parallel_group: ProcessGroup | None = None,
+    verify: bool = False,
 ) -> Model:
     """Make a transformers model run on packed batches, in which no document attends to another.
 
@@ -130,8 +132,8 @@ def patch_model(
     accelerate when it removes hooks): the model then raises until `patch_model` is called again.
 
     Args:
-        model: a transformers model of a verified family (docs/families.md), also inside PEFT, DDP
-            or torch.compile wrappers.
+        model: a transformers model of a verified family (docs/families.md), or with `verify` of
+            another, also inside PEFT, DDP or torch.compile wrappers.
         backend: a name of `flexvarlen.BACKENDS`, or transformers' name for the same kernel
             ("flash_attention_2"), or "auto"; or a mapping from the model's layer
             types ("full_attention", "sliding_attention", as in `config.layer_types`; in vision
@@ -149,16 +151,22 @@ def patch_model(
             tokens; the spare ones belong to no document. Default: 1,024 in a compiled model, so
             that few sizes compile, else 1.
         sequence_parallel_group: ranks over which each row is sharded (Ulysses), see below.
+        verify: check the patched model on a small random batch, as `verify_isolation` does, which
+            any other causal model of text may pass too; a kind of model that passed is not checked
+            again in the same process.
 
     Returns:
         The same model. Patching again changes the arguments above, nothing else.
 
     Raises:
+        IsolationError: with `verify`, a document reaches another: names the layer and both. The
+            model is then as it was before, as it is whenever a check raises.
         ValueError: no transformers model inside, or a second one that is not part of the first; a
             `forward` that takes no `**kwargs`, an unknown backend, a mapping that misses one of the
             model's layer types or names another, a group whose ranks do not divide the heads, or
             an `unpad_to_multiple_of` that is no positive integer or comes without `unpad`.
-        NotImplementedError: the model type is not verified, it keeps state beyond attention, its
+        NotImplementedError: the model type is not verified, or `verify` cannot check it or finds
+            other outputs than those of each document alone; it keeps state beyond attention, its
             head is of a kind whose labels are not known, PEFT adds virtual tokens (prompt tuning
             and similar; not seen if added later), a backend cannot run its layers on this machine,
             or the model is an encoder, takes images or has longrope, and a group is given; `unpad`
@@ -191,7 +199,9 @@ def patch_model(
     [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`).
     """
     inner = _transformers_model(model)
-    require_verified(inner.config.model_type)
+    require_verified(inner.config.model_type, verify=verify)
+    if verify:
+        refuse_unverifiable(inner)
     refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
     recurrent = recurrent_layers(text_tower(base_of(inner)))
@@ -210,8 +220,7 @@ def patch_model(
     }
     backend = checked_choice(backend, (*kinds, *vision_kinds))
     check_machine(backend, (*kinds, *vision_kinds), inner.device, **guarantees)
-    before, named = implementation_before(inner), names_in(backend)[0]
-    set_implementation(inner, named)
+    named = names_in(backend)[0]
     patch = Patch(
         backend=backend if isinstance(backend, str) else dict(backend),
         named=named,
@@ -219,14 +228,32 @@ def patch_model(
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
         kinds=kinds,
-        implementation_before=before,
+        implementation_before=implementation_before(inner),
         head=head,
         recurrent=bool(recurrent),
         unpad=unpad,
         unpad_to_multiple_of=unpad_to_multiple_of,
         sequence_parallel_group=sequence_parallel_group,
+        verify=verify,
         **guarantees,
     )
+    verification = Verification(inner, patch) if verify else None
+    if verification is None or verification.has_passed:
+        _apply(inner, patch)
+        return model
+    with ExitStack() as undo:
+        undo.callback(restore, model, current_patch(model))
+        unpatch_model(model)
+        verification.before_patch()
+        _apply(inner, patch)
+        verification.after_patch()
+        undo.pop_all()
+    return model
+
+
+def _apply(inner: PreTrainedModel, patch: Patch) -> None:
+    """Patch a model whose arguments have been checked."""
+    set_implementation(inner, patch.named)
     base = base_of(inner)
     for module in wrapped_modules(inner):
         wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
@@ -239,11 +266,10 @@ def patch_model(
         patch_recurrent(layer)
     tower = vision_tower(base)
     if tower is not None:
-        patch_tower(tower, patch, vision_kinds)
+        patch_tower(tower, patch, vision_kinds_of(inner))
     mark_heads(inner)
     patch_rotary(text_tower(base))
     register_model(inner)
-    return model
 
 
 @one_at_a_time
@@ -305,6 +331,7 @@ def patched(
     unpad: bool = False,
     unpad_to_multiple_of: int | None = None,
     sequence_parallel_group: ProcessGroup | None = None,
+    verify: bool = False,
 ) -> Iterator[Model]:
     """`patch_model` for the duration of a `with` block; restores the previous state afterwards.
 
@@ -321,6 +348,7 @@ def patched(
         unpad=unpad,
         unpad_to_multiple_of=unpad_to_multiple_of,
         sequence_parallel_group=sequence_parallel_group,
+        verify=verify,
     )
     try:
         yield model

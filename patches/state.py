@@ -64,7 +64,7 @@ class Patch:
 
     Attributes:
         backend, capacity, max_seqlen_bound, unpad, unpad_to_multiple_of,
-        sequence_parallel_group: as given to `patch_model`.
+        sequence_parallel_group, verify: as given to `patch_model`.
         deterministic, batch_invariant: as given, or from the environment variables.
         named: the backend whose attn_implementation it set.
         backends: those that its config may name: of all patched models that share the config.
@@ -87,6 +87,7 @@ class Patch:
     unpad: bool = False
     unpad_to_multiple_of: int | None = None
     sequence_parallel_group: ProcessGroup | None = None
+    verify: bool = False
 
     @property
     def causal(self) -> bool:
@@ -102,7 +103,7 @@ class Patch:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `patch_model` that recreate this patch."""
         names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
-        more = ("unpad", "unpad_to_multiple_of", "sequence_parallel_group")
+        more = ("unpad", "unpad_to_multiple_of", "sequence_parallel_group", "verify")
         return {name: getattr(self, name) for name in (*names, *more)}
 
 

@@ -15,7 +15,11 @@ T = TypeVar("T", bound=Trainer)
 
 
 def patch_trainer(
-    trainer: T, backend: BackendChoice = "auto", *, unpad_to_multiple_of: int | None = None
+    trainer: T,
+    backend: BackendChoice = "auto",
+    *,
+    unpad_to_multiple_of: int | None = None,
+    verify: bool = False,
 ) -> T:
     """Make a trainer's models drop the padding of their batches: one line before `train()`.
 
@@ -29,7 +33,7 @@ def patch_trainer(
 
     Args:
         trainer: a trainer whose `train()` has not been called.
-        backend, unpad_to_multiple_of: as in `patch_model`.
+        backend, unpad_to_multiple_of, verify: as in `patch_model`.
 
     Returns:
         The same trainer.
@@ -62,7 +66,13 @@ def patch_trainer(
     with ExitStack() as undo:
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
-            patch_model(model, backend, unpad=True, unpad_to_multiple_of=unpad_to_multiple_of)
+            patch_model(
+                model,
+                backend,
+                unpad=True,
+                unpad_to_multiple_of=unpad_to_multiple_of,
+                verify=verify,
+            )
         undo.pop_all()
     return trainer
 

@@ -26,6 +26,8 @@ ORDER = (
     "patches.embed",
     "patches.sentence_transformers_files",
     "patches.api",
+    "patches.verification",
+    "patches.isolation",
     "patches.forward",
     "patches.attention",
     "patches.state",

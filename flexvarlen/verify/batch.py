@@ -18,8 +18,6 @@ from flexvarlen.layout.packed_layout import PackedLayout
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
-BOUNDARIES = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -60,6 +58,11 @@ class PackedBatch:
         """
         if isinstance(batch, PackedBatch):
             return batch
+        from flexvarlen.patches.isolation.documents import (  # imports transformers
+            layout_of,
+            real_documents,
+        )
+
         layout = layout_of(batch)
         ids_T = batch["input_ids"].reshape(-1)
         pieces = [ids_T[start:end] for start, end in real_documents(layout)]
@@ -100,38 +103,6 @@ class PackedBatch:
         """What a user hands to transformers: tokens, and positions that restart."""
         layout = PackedLayout.from_lengths(self.lengths, device=self.input_ids.device)
         return {"input_ids": self.input_ids, "position_ids": layout.position_ids()[None]}
-
-
-def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
-    """The documents of a forward's keyword arguments, by the contract of `patch_model`.
-
-    Raises:
-        ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
-    """
-    from flexvarlen.patches.batch.find_layout import (  # imports transformers
-        GivenDocuments,
-        find_layout,
-    )
-
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        raise ValueError(
-            "batch must hold input_ids of shape [B, S], got "
-            f"{tuple(ids.shape) if isinstance(ids, Tensor) else ids!r}; pass what the model's "
-            "forward takes."
-        )
-    known: Any = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
-    return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
-
-
-def real_documents(layout: PackedLayout) -> list[tuple[int, int]]:
-    """First token, and the one past the last, of documents neither empty nor padding."""
-    real = layout.real_tokens().tolist()
-    ends = [0]
-    for length in layout.lengths or ():
-        ends.append(ends[-1] + length)
-    spans = pairwise(ends)
-    return [(start, end) for start, end in spans if end > start and real[start]]
 
 
 def recut(batch: PackedBatch, seed: int, *, capacity: int, longest: int) -> PackedBatch:

@@ -209,19 +209,28 @@ _TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in ("qwen2_vl", "qwen2_5_
 _VERIFIED = {**BY_TYPE, **_TEXT_TOWERS}
 
 
-def require_verified(model_type: str) -> None:
+def is_verified(model_type: str) -> bool:
+    """Whether it is the type of a verified family."""
+    return model_type in _VERIFIED
+
+
+def require_verified(model_type: str, *, verify: bool = False) -> None:
     """Refuse a model type that is not verified.
+
+    Args:
+        verify: the model itself is going to be checked, so that its type need not be listed.
 
     Raises:
         NotImplementedError: the model type is not verified. It keeps, or may keep, state across the
             row or use its own mask, through which documents would leak.
     """
     refuse_unsupported(model_type)
-    if model_type not in _VERIFIED:
+    if not (verify or is_verified(model_type)):
         raise NotImplementedError(
             f"model_type must be one of the verified {', '.join(BY_TYPE)}, got {model_type!r}; "
-            "packed documents could leak into one another there: use the model's own attention, "
-            "one document per row."
+            "packed documents could leak into one another there: call patch_model(model, "
+            "verify=True), which checks that they do not, or use the model's own attention, one "
+            "document per row."
         )
 
 

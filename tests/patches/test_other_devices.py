@@ -14,8 +14,8 @@ import flexvarlen as fv
 from flexvarlen.measure import time_interleaved
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
-from flexvarlen.verify.isolation.model_run import _State
-from flexvarlen.verify.isolation.verify import verify_isolation
+from flexvarlen.patches.isolation.model_run import _State
+from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.verify.models import build_model
 from tests import forms
 

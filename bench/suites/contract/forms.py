@@ -32,6 +32,7 @@ from flexvarlen.bench.suites.contract.batch_forms import (
     documents_of,
 )
 from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
+from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.reference.acceptance import Error, largest, why_wrong
 from flexvarlen.reference.model import Float64, float64_model
@@ -39,7 +40,6 @@ from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
-from flexvarlen.verify.isolation.tokens import halves
 
 QUICK_FORMS = (
     "position_ids, use_cache=False",

@@ -13,7 +13,7 @@ import torch
 from flexvarlen.measure import watch_compilation
 from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.compare.accuracy import Reference
-from flexvarlen.verify.isolation.verify import Leak, find_leak
+from flexvarlen.verify.compare.leak import Leak, find_leak
 from flexvarlen.verify.variants import Variant, counted_labels
 
 LISTED_DOCUMENTS = 8  # that a sentence names

@@ -23,6 +23,7 @@ from flexvarlen.measure import (
     peak_memory_mib,
     time_interleaved,
 )
+from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.reference.model import baseline_model, own_parameters
 from flexvarlen.report.records import Record, Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
@@ -32,7 +33,6 @@ from flexvarlen.verify.compare.accuracy import Reference, alone, release
 from flexvarlen.verify.compare.check import CheckResult, Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import batch_of
-from flexvarlen.verify.isolation.verify import halves
 from flexvarlen.verify.variants import (
     Sizes,
     Variant,

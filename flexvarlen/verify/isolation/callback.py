@@ -6,8 +6,8 @@ trainer = Trainer(model, args, train_dataset=..., data_collator=DataCollatorWith
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -17,9 +17,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
-from flexvarlen.verify.batch import real_documents
-from flexvarlen.verify.isolation.model_run import documents_of
-from flexvarlen.verify.isolation.verify import IsolationReport, verify_isolation
+from flexvarlen.patches.isolation.documents import documents_of, real_documents
+from flexvarlen.patches.isolation.model_run import training_mode
+from flexvarlen.patches.isolation.report import IsolationReport
+from flexvarlen.patches.isolation.verify import verify_isolation
 
 
 class IsolationCallback(TrainerCallback):  # type: ignore[misc]
@@ -180,15 +181,3 @@ def is_sharded(model: nn.Module) -> bool:
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
         for parameter in model.parameters()
     )
-
-
-@contextmanager
-def training_mode(model: nn.Module) -> Iterator[None]:
-    """In training mode; afterwards each module is in its own again."""
-    before = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training

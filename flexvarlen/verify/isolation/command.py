@@ -11,9 +11,10 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import our_name
+from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
+from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.verify.isolation.verify import IsolationError, IsolationReport, verify_isolation
 from flexvarlen.verify.models import build_model, parse_model
 from flexvarlen.verify.variants import set_transformers
 

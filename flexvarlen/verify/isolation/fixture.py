@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import nn
 
+from flexvarlen.patches.isolation.model_run import training_mode, transformers_model
+from flexvarlen.patches.isolation.report import IsolationReport
+from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.isolation.callback import training_mode
 from flexvarlen.verify.isolation.command import LENGTHS
-from flexvarlen.verify.isolation.model_run import transformers_model
-from flexvarlen.verify.isolation.verify import IsolationReport, verify_isolation
 
 __all__ = ["isolation_verifier", "packed_batch"]
 

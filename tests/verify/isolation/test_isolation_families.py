@@ -29,8 +29,9 @@ from transformers import (
 )
 
 from flexvarlen import PackedLayout
-from flexvarlen.verify.isolation.blame import kind_of, layers_of
-from flexvarlen.verify.isolation.verify import IsolationError, verify_isolation
+from flexvarlen.patches.isolation.blame import kind_of, layers_of
+from flexvarlen.patches.isolation.report import IsolationError
+from flexvarlen.patches.isolation.verify import verify_isolation
 
 LENGTHS = (5, 11, 1, 8, 7)
 TOKENS = sum(LENGTHS)

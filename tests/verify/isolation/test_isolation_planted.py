@@ -8,8 +8,9 @@ from torch import nn
 
 import flexvarlen as fv
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.isolation.report import IsolationError
+from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.isolation.verify import IsolationError, verify_isolation
 from flexvarlen.verify.models import build_model
 
 LENGTHS = (5, 11, 1, 8, 7)

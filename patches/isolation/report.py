@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 REMEDIES = {
-    "attention": "call flexvarlen.patch_model(model), where it knows the model type, or hand over "
+    "attention": "call flexvarlen.patch_model(model), or with verify=True, or hand over "
     "the boundaries in a form that the model honours (a mask [B, 1, S, S], with layout=)",
     "linear attention": "its state must start anew with each document: pass the boundaries as its "
     "kernels take them (cu_seq_lens_q, with flash-linear-attention installed), or pad instead",
@@ -19,7 +19,10 @@ REMEDIES = {
     "model.set_experts_implementation('batched_mm')",
     "norm": "it must not take statistics over the row: normalise each token, or use eval()",
 }
-PATCHED = "the model is patched, so report this to flexvarlen, with model, backend and batch"
+PATCHED = (
+    "the model is patched, so use its own attention, one document per row, and report this to "
+    "flexvarlen, with model, backend and batch"
+)
 OTHER_REMEDY = "it must treat each token alone, or each document alone"
 
 

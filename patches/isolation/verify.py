@@ -8,29 +8,20 @@ halves; a run is a forward, and a backward if gradients are tested. A leak takes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.isolation.blame import Blame, layers_of
-from flexvarlen.verify.isolation.leak import Leak, find_leak
-from flexvarlen.verify.isolation.model_run import IsolationRun, NoGradients, RunResult
-from flexvarlen.verify.isolation.report import IsolationError, IsolationReport
-from flexvarlen.verify.isolation.tokens import halves, halves_of, sample_of, with_other_tokens
-from flexvarlen.verify.isolation.trace import Trace, changed_tokens
+from flexvarlen.patches.isolation.blame import Blame, layers_of
+from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
+from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
+from flexvarlen.patches.isolation.tokens import halves_of, sample_of
+from flexvarlen.patches.isolation.trace import Trace, changed_tokens
 
-__all__ = [
-    "IsolationError",
-    "IsolationReport",
-    "Leak",
-    "find_leak",
-    "halves",
-    "verify_isolation",
-    "with_other_tokens",
-]
+if TYPE_CHECKING:
+    from flexvarlen.verify.batch import PackedBatch
 
 
 def verify_isolation(
@@ -79,6 +70,7 @@ def verify_isolation(
             finite; outputs that do not change with the tokens, or that differ between two runs of
             the same batch.
 
+    >>> from flexvarlen.verify.batch import PackedBatch
     >>> from flexvarlen.verify.models import build_model
     >>> import flexvarlen as fv
     >>> model = fv.patch_model(build_model("llama")[0].eval(), "sdpa")

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
-from flexvarlen.verify.batch import PackedBatch, layout_of, real_documents
-from flexvarlen.verify.isolation.tokens import special_tokens, with_other_tokens
-from flexvarlen.verify.isolation.trace import Trace, by_token, tensors_in
+from flexvarlen.patches.isolation.documents import documents_of, real_documents
+from flexvarlen.patches.isolation.tokens import special_tokens, with_other_tokens
+from flexvarlen.patches.isolation.trace import Trace, by_token, tensors_in
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from flexvarlen.verify.batch import PackedBatch
 
 NO_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Left out of the batch: a loss is over all documents, and may be taken without any logits."""
@@ -90,7 +91,7 @@ class IsolationRun:
                 f"model must have one stack of layers, got {type(self.inner).__name__}, an encoder "
                 "with a decoder; pass model.get_encoder()."
             )
-        inputs = dict(batch.inputs() if isinstance(batch, PackedBatch) else batch)
+        inputs = dict(batch if isinstance(batch, Mapping) else batch.inputs())
         self.device = device_of_inputs(self.inner)
         self.inputs: dict[str, Any] = {
             key: x.to(self.device) if isinstance(x, Tensor | PackedLayout) else x
@@ -207,8 +208,6 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: there is none.
     """
-    from transformers import PreTrainedModel
-
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -232,34 +231,6 @@ def why_no_gradients(model: nn.Module) -> str | None:
     return None
 
 
-def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:
-    """The documents of a batch, by the contract of `patch_model`, or the layout if one is given.
-
-    Also understood: `seq_idx` `[B, S]`, and `position_ids` `[n, B, S]`, of which the first counts.
-    A mask that is not 2D tells nothing.
-
-    Raises:
-        ValueError: no `input_ids` `[B, S]`, or boundaries that break the contract.
-    """
-    known = dict(inputs)
-    mask, positions = known.get("attention_mask"), known.get("position_ids")
-    if not (isinstance(mask, Tensor) and mask.ndim == 2):
-        known["attention_mask"] = None
-    if isinstance(positions, Tensor) and positions.ndim == 3:
-        known["position_ids"] = positions[0]
-    numbers = known.get("seq_idx")
-    if isinstance(numbers, Tensor) and known["attention_mask"] is None:
-        known["attention_mask"] = numbers - numbers.min() + 1
-    found = layout_of(known) if layout is None else layout
-    ids = known.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
-        raise ValueError(
-            f"layout must cover the batch's input_ids, got {found.total_tokens} tokens; pass "
-            "total_tokens= when you make it."
-        )
-    return found
-
-
 def device_of_inputs(model: nn.Module) -> torch.device:
     """Where a model takes its inputs: of one that accelerate has dispatched, a hook knows."""
     for module in model.modules():  # the root first, then the embeddings
@@ -270,6 +241,18 @@ def device_of_inputs(model: nn.Module) -> torch.device:
                 return torch.device(device)
     device = model.device
     return torch.device(device)
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """In training mode; afterwards each module is in its own again."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 class _State:

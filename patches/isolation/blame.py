@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.verify.isolation.model_run import IsolationRun
-from flexvarlen.verify.isolation.report import OTHER_REMEDY, PATCHED, REMEDIES, IsolationError
-from flexvarlen.verify.isolation.trace import Call, TensorId, Trace, changed_tokens
+from flexvarlen.patches.isolation.model_run import IsolationRun
+from flexvarlen.patches.isolation.report import OTHER_REMEDY, PATCHED, REMEDIES, IsolationError
+from flexvarlen.patches.isolation.trace import Call, TensorId, Trace, changed_tokens
+from flexvarlen.patches.state import ATTRIBUTE
 
 Side = Literal["in", "out"]
 Kept = Mapping[TensorId, Tensor]
@@ -200,8 +201,6 @@ class Blame:
         return f"{name or 'the model itself'} ({type(module).__name__}, {kind_of(module, name)})"
 
     def _remedy(self, kind: str) -> str:
-        from flexvarlen.patches.state import ATTRIBUTE
-
         if kind == "attention" and ATTRIBUTE in self.run.inner.__dict__:
             return PATCHED
         return REMEDIES.get(kind, OTHER_REMEDY)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flexvarlen.patches.isolation.tokens import halves, with_other_tokens
+from flexvarlen.patches.isolation.trace import changed_tokens
 from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.isolation.tokens import halves, with_other_tokens
-from flexvarlen.verify.isolation.trace import changed_tokens
 from flexvarlen.verify.variants import Variant, counted_labels
 
 

@@ -1,0 +1,1 @@
+"""Whether a bit of one document of a batch reaches another."""

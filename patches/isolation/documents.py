@@ -1,0 +1,71 @@
+"""The documents of a batch, found before the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+
+_BOUNDARIES = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:
+    """The documents of a batch, by the contract of `patch_model`, or the layout if one is given.
+
+    Also understood: `seq_idx` `[B, S]`, and `position_ids` `[n, B, S]`, of which the first counts.
+    A mask that is not 2D tells nothing.
+
+    Raises:
+        ValueError: no `input_ids` `[B, S]`, or boundaries that break the contract.
+    """
+    known = dict(inputs)
+    mask, positions = known.get("attention_mask"), known.get("position_ids")
+    if not (isinstance(mask, Tensor) and mask.ndim == 2):
+        known["attention_mask"] = None
+    if isinstance(positions, Tensor) and positions.ndim == 3:
+        known["position_ids"] = positions[0]
+    numbers = known.get("seq_idx")
+    if isinstance(numbers, Tensor) and known["attention_mask"] is None:
+        known["attention_mask"] = numbers - numbers.min() + 1
+    found = layout_of(known) if layout is None else layout
+    ids = known.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
+        raise ValueError(
+            f"layout must cover the batch's input_ids, got {found.total_tokens} tokens; pass "
+            "total_tokens= when you make it."
+        )
+    return found
+
+
+def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
+    """The documents of a forward's keyword arguments, by the contract of `patch_model`.
+
+    Raises:
+        ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise ValueError(
+            "batch must hold input_ids of shape [B, S], got "
+            f"{tuple(ids.shape) if isinstance(ids, Tensor) else ids!r}; pass what the model's "
+            "forward takes."
+        )
+    known: Any = {
+        name: batch.get(name) for name in (*_BOUNDARIES, "position_ids", "attention_mask")
+    }
+    return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
+
+
+def real_documents(layout: PackedLayout) -> list[tuple[int, int]]:
+    """First token, and the one past the last, of documents neither empty nor padding."""
+    real = layout.real_tokens().tolist()
+    ends = [0]
+    for length in layout.lengths or ():
+        ends.append(ends[-1] + length)
+    spans = pairwise(ends)
+    return [(start, end) for start, end in spans if end > start and real[start]]

@@ -1,0 +1,243 @@
+"""What `patch_model(verify=True)` checks, on a small random batch, once for each kind of model.
+
+The documents must give what each gives alone, unpatched, and no bit of one may reach another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flexvarlen._version import __version__
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.forward.heads import PER_DOCUMENT, PER_ROW
+from flexvarlen.patches.isolation.model_run import IsolationRun, device_of_inputs, training_mode
+from flexvarlen.patches.isolation.tokens import special_tokens
+from flexvarlen.patches.isolation.verify import verify_isolation
+from flexvarlen.patches.models.families import is_verified
+from flexvarlen.patches.models.layers import attention_layers, base_of, text_config_of
+from flexvarlen.patches.state import Patch
+
+_LENGTHS = (5, 1, 9, 7)  # tokens of the documents
+_SEED = 0
+_DOCUMENT_ALONE = "use the model's own attention, one document per row."
+
+_passed: set[tuple[object, ...]] = set()  # by `_key`, in this process
+
+
+def refuse_unverifiable(inner: PreTrainedModel) -> None:
+    """Refuse a model that `patch_model(verify=True)` cannot check.
+
+    A model type that is not among the verified families must be a causal model of text, whose
+    attention layers can be found.
+
+    Raises:
+        NotImplementedError: it is another, or its weights are not loaded or cannot be
+            differentiated.
+    """
+    quantizer: Any = getattr(inner, "hf_quantizer", None)
+    if device_of_inputs(inner).type == "meta":
+        raise NotImplementedError(
+            "verify=True runs the model, so its weights must be loaded, got them on the meta "
+            "device; load them before patch_model."
+        )
+    if quantizer is not None and not quantizer.is_trainable:
+        raise NotImplementedError(
+            "verify=True checks gradients, so weights must be such as can be differentiated, got "
+            f"{type(quantizer).__name__}, which cannot; verify the model before it is quantized."
+        )
+    if is_verified(inner.config.model_type):
+        return
+    layers = attention_layers(inner)
+    reason = None
+    if inner.config.is_encoder_decoder:
+        reason = "has an encoder and a decoder"
+    elif not layers or not inner._can_set_attn_implementation():
+        reason = "has no attention layer that transformers' attention interface serves"
+    elif text_config_of(inner.config) is not inner.config or inner.config.sub_configs:
+        reason = "has parts for more than text"
+    elif not all(layer.is_causal for layer in layers):
+        reason = "has attention layers that are not causal"
+    if reason is not None:
+        raise NotImplementedError(
+            "verify=True is for causal models of text that call transformers' attention interface, "
+            f"got {type(inner).__name__}, which {reason}; {_DOCUMENT_ALONE}"
+        )
+
+
+class Verification:
+    """The check of one model that is about to be patched.
+
+    Args:
+        inner: a model that `refuse_unverifiable` lets pass.
+        patch: its patch.
+    """
+
+    def __init__(self, inner: PreTrainedModel, patch: Patch) -> None:
+        self.inner = inner
+        # Heads with an output for each document, or none for packed rows, have none for each token.
+        self.model = base_of(inner) if patch.head in (*PER_DOCUMENT, *PER_ROW) else inner
+        self.is_sharded = patch.sequence_parallel_group is not None
+        self.key = _key(inner, patch)
+        self.ids = _random_tokens(inner)
+        self.alone: list[Tensor] = []
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether a model of this kind has been checked in this process."""
+        return self.key in _passed
+
+    def before_patch(self) -> None:
+        """Run each document alone; of a model type that is not among the verified families.
+
+        Raises:
+            NotImplementedError: the patch is for rows that are sharded over ranks.
+        """
+        if self.is_sharded:
+            raise NotImplementedError(
+                "verify=True runs whole rows, so it must come without sequence_parallel_group the "
+                "first time, got both; call patch_model(model, verify=True), then again with the "
+                "group."
+            )
+        if is_verified(self.inner.config.model_type):
+            return
+        with training_mode(self.inner), _attention(self.inner, "eager"), _experts(self.inner):
+            self.inner.eval()
+            self.alone = [self._outputs({"input_ids": ids}) for ids in self._documents()]
+
+    def after_patch(self) -> None:
+        """Check the patched model.
+
+        Raises:
+            IsolationError: a document reaches another.
+            NotImplementedError: attention layers that do not call ours, other outputs than those of
+                the documents alone, or no gradients.
+        """
+        layout = PackedLayout.from_lengths(_LENGTHS)
+        batch = {"input_ids": self.ids, "packed_layout": layout}
+        with training_mode(self.inner), _experts(self.inner):
+            self.inner.eval()
+            with _recorded_calls(self.inner) as called:
+                packed = self._outputs(batch)
+            self._check_calls(called)
+            report = verify_isolation(self.model, batch, seed=_SEED)
+            if report.gradients is None:
+                raise NotImplementedError(
+                    "verify=True checks gradients, so the model must give some of its input "
+                    f"embeddings, got none, as {report.why_no_gradients}; patch it before it is "
+                    "compiled, or choose a backend that has a backward."
+                )
+            self._check_outputs(packed)
+            self.inner.train()
+            with suppress(NotImplementedError):  # what refuses to be trained cannot leak there
+                verify_isolation(self.model, batch, seed=_SEED)
+        _passed.add(self.key)
+
+    def _documents(self) -> list[Tensor]:
+        ends = torch.tensor((0, *_LENGTHS)).cumsum(0).tolist()
+        return [self.ids[:, start:end] for start, end in pairwise(ends)]
+
+    def _outputs(self, batch: dict[str, Any]) -> Tensor:
+        """`[T, N]`."""
+        run = IsolationRun(self.model, batch, layout=None, seed=_SEED)
+        with run.as_before():
+            return run([]).outputs
+
+    def _check_calls(self, called: set[nn.Module]) -> None:
+        """Refuse layers with an attention of their own."""
+        names = {module: name for name, module in self.model.named_modules()}
+        other = called.symmetric_difference(attention_layers(self.model))
+        if other and not is_verified(self.inner.config.model_type):
+            name = min(names.get(module, type(module).__name__) for module in other)
+            raise NotImplementedError(
+                "each attention layer, and nothing else, must call transformers' attention "
+                f"interface, got {type(self.inner).__name__}, where {name} is or does otherwise; "
+                f"{_DOCUMENT_ALONE}"
+            )
+
+    def _check_outputs(self, packed: Tensor) -> None:
+        """Compare them with those of documents alone.
+
+        Half of the digits of the dtype must agree, as a wrong mask, position or scale moves all
+        that follows. Of most tokens, since rounding may send a few to other experts.
+        """
+        if not self.alone:
+            return
+        expected = torch.cat(self.alone).double()
+        error = (packed.double() - expected).norm(dim=1) / expected.norm(dim=1)
+        limit = torch.finfo(self.inner.dtype).eps ** 0.5
+        if not float(error.median()) <= limit:
+            raise NotImplementedError(
+                "packed documents must give what each gives alone with the model's own attention, "
+                f"got {type(self.inner).__name__}, whose outputs differ by {error.median():.2g} of "
+                f"their size, more than {limit:.2g}; {_DOCUMENT_ALONE}"
+            )
+
+
+def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
+    """All that decides what the layers do."""
+    config = inner.config.to_dict()
+    del config["_name_or_path"]
+    backend = patch.backend if isinstance(patch.backend, str) else tuple(patch.backend.items())
+    guarantees = (patch.deterministic, patch.batch_invariant)
+    versions = (torch.__version__, transformers.__version__, __version__)
+    return type(inner), repr(config), inner.dtype, inner.device, backend, *guarantees, *versions
+
+
+def _random_tokens(inner: PreTrainedModel) -> Tensor:
+    """int64 `[1, T]`, none of them special."""
+    special = torch.tensor(sorted(special_tokens(inner.config)), dtype=torch.int64)
+    words = torch.arange(inner.config.get_text_config().vocab_size)
+    words = words[~torch.isin(words, special)]
+    rng = torch.Generator().manual_seed(_SEED)
+    return words[torch.randint(len(words), (1, sum(_LENGTHS)), generator=rng)]
+
+
+@contextmanager
+def _attention(inner: PreTrainedModel, name: str) -> Iterator[None]:
+    before = inner.config._attn_implementation
+    inner.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
+
+
+@contextmanager
+def _experts(inner: PreTrainedModel) -> Iterator[None]:
+    """Experts whose rounding does not depend on how many tokens each gets."""
+    before = inner.get_experts_implementation()
+    if not inner._can_set_experts_implementation():
+        yield
+        return
+    inner.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        inner.set_experts_implementation(before)
+
+
+@contextmanager
+def _recorded_calls(inner: PreTrainedModel) -> Iterator[set[nn.Module]]:
+    """The modules that call the attention function of the model's implementation."""
+    name = text_config_of(inner.config)._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    called: set[nn.Module] = set()
+
+    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.add(module)
+        return function(module, *args, **kwargs)
+
+    AttentionInterface.register(name, recording)
+    try:
+        yield called
+    finally:
+        AttentionInterface.register(name, function)

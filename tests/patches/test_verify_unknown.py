@@ -1,0 +1,320 @@
+"""`patch_model(verify=True)`: models of any type, checked before they are used."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import flexvarlen as fv
+from flexvarlen.patches import api, verification
+from flexvarlen.patches.api import current_patch
+from tests.sentences import refused
+from tests.tiny_models import config_of
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+ALONE = "one document per row"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_has_passed(monkeypatch):
+    monkeypatch.setattr(verification, "_passed", set())
+
+
+def unlisted(model_type, auto_class=AutoModelForCausalLM, **changes):
+    sizes = {**SIZES, **changes}
+    if model_type in ("codegen", "gptj"):
+        del sizes["num_key_value_heads"]
+        sizes["rotary_dim"] = 8
+    torch.manual_seed(0)
+    return auto_class.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
+
+
+class MeanLayer(LlamaDecoderLayer):
+    """Adds the mean over the row so far."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        out = super().forward(hidden_states, *args, **kwargs)
+        counts = torch.arange(1, out.shape[1] + 1, device=out.device)[:, None]
+        return out + out.cumsum(1) / counts
+
+
+class MeanForCausalLM(LlamaForCausalLM):
+    """A Llama whose second layer leaks, and a buffer that each forward writes to."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1] = MeanLayer(config, 1)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, *args, **kwargs):
+        self.calls.add_(torch.rand(()))
+        return super().forward(*args, **kwargs)
+
+
+class LateLeakForCausalLM(MeanForCausalLM):
+    """Leaks in training only."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        layer = self.model.layers[1]
+        layer.forward = lambda *args, **kwargs: (
+            MeanLayer if layer.training else LlamaDecoderLayer
+        ).forward(layer, *args, **kwargs)
+
+
+def of_class(model_class, model_type="llama"):
+    torch.manual_seed(0)
+    model = model_class(config_of("llama")).eval()
+    model.config.model_type = model_type
+    return model
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The calls of `verify_isolation`."""
+    seen = []
+    real = verification.verify_isolation
+    monkeypatch.setattr(
+        verification,
+        "verify_isolation",
+        lambda model, *args, **options: seen.append(model) or real(model, *args, **options),
+    )
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("persimmon", {}), ("phi", {}), ("gpt_neox", {}), ("granitemoe", EXPERTS)],
+)
+def test_a_type_that_is_right_runs_packed(model_type, changes):
+    model = fv.patch_model(unlisted(model_type, **changes), "sdpa", verify=True)
+    ids = torch.arange(3, 15)[None]
+    layout = fv.PackedLayout.from_lengths([5, 7])
+    packed = model(input_ids=ids, packed_layout=layout).logits
+    fv.unpatch_model(model)
+    alone = torch.cat([model(input_ids=part).logits for part in ids.split([5, 7], 1)], 1)
+    torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
+def test_base_models_and_classifiers_are_checked_too(auto_class, runs):
+    model = fv.patch_model(unlisted("phi", auto_class), "sdpa", verify=True)
+    assert fv.is_patched(model)
+    assert runs == [model.base_model] * 2
+
+
+def test_without_verify_the_refusal_names_it():
+    model = unlisted("phi")
+    refused(NotImplementedError, "'phi'", "verify=True", lambda: fv.patch_model(model, "sdpa"))
+
+
+def verified(model):
+    return lambda: fv.patch_model(model, "sdpa", verify=True)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "codegen", "gptj", "falcon"])
+def test_a_model_with_an_attention_of_its_own_is_refused(model_type):
+    model = unlisted(model_type)
+    refused(NotImplementedError, "attention interface", ALONE, verified(model))
+    assert not fv.is_patched(model)
+
+
+def test_layers_that_do_not_pass_the_documents_on_are_refused():
+    model = unlisted("stablelm")
+    with pytest.raises(ValueError, match="pass \\*\\*kwargs on in each forward"):
+        verified(model)()
+    assert not fv.is_patched(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("electra", "not causal"),
+        ("t5", "an encoder and a decoder"),
+        ("mamba", "state-space scan"),
+    ],
+)
+def test_what_is_no_causal_model_of_attention_is_refused(model_type, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        verified(unlisted(model_type, AutoModel))()
+
+
+def test_weights_must_be_loaded():
+    with torch.device("meta"):
+        model = unlisted("phi")
+    refused(NotImplementedError, "meta device", "load them", verified(model))
+
+
+def test_one_layer_with_an_attention_of_its_own_is_refused():
+    """It leaks nothing, as nothing of it reaches the outputs."""
+    model = unlisted("phi")
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    message = refused(NotImplementedError, "attention layer", ALONE, verified(model))
+    assert "model.layers.1.self_attn" in message
+
+
+def test_positions_that_count_through_the_row_are_refused():
+    """They depend on no other document's tokens, so nothing leaks; but outputs are others."""
+    model = unlisted("phi")
+    rotary = model.model.rotary_emb
+    real = rotary.forward
+    rotary.forward = lambda x, position_ids: real(x, torch.arange(x.shape[1])[None] ** 2)
+    refused(NotImplementedError, "gives alone", ALONE, verified(model))
+
+
+@pytest.mark.parametrize("model_class", [MeanForCausalLM, LateLeakForCausalLM])
+def test_a_leak_is_named(model_class):
+    model = of_class(model_class, "unlisted")
+    with pytest.raises(fv.IsolationError, match=r"document \d .* leaks into document \d") as caught:
+        fv.patch_model(model, "sdpa", verify=True)
+    assert (caught.value.layer, caught.value.module) == (1, "model.layers.1")
+    assert not fv.is_patched(model)
+
+
+def test_an_earlier_patch_is_put_back_after_a_leak():
+    model = fv.patch_model(of_class(MeanForCausalLM), "flex", capacity=8)
+    before = current_patch(model).arguments()
+    with pytest.raises(fv.IsolationError):
+        verified(model)()
+    assert current_patch(model).arguments() == before
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_nothing_but_the_patch_changes(leaks):
+    model = of_class(MeanForCausalLM, "unlisted")
+    if not leaks:
+        model.model.layers[1] = LlamaDecoderLayer(model.config, 1)
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    model.model.norm.weight.grad = torch.ones(48)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: x.detach().clone() for name, x in tensors.items()}
+    flags = [(module.training, dict(module._forward_hooks)) for module in model.modules()]
+    grads = [(x.requires_grad, x.grad) for x in model.parameters()]
+    config = model.config.to_dict()
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    implementation = model.config._attn_implementation
+    if leaks:
+        with pytest.raises(fv.IsolationError):
+            verified(model)()
+        assert not fv.is_patched(model)
+    else:
+        fv.unpatch_model(verified(model)())
+    assert model.config._attn_implementation == implementation
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(states[0], after[0])
+    assert states[1:] == after[1:]
+    assert model.config.to_dict() == config
+    assert flags == [(module.training, dict(module._forward_hooks)) for module in model.modules()]
+    now = [(x.requires_grad, x.grad) for x in model.parameters()]
+    assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(grads, now, strict=True))
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert found.keys() == tensors.keys()
+    assert all(found[name] is x and torch.equal(x, values[name]) for name, x in tensors.items())
+
+
+def test_a_kind_of_model_is_checked_once(runs):
+    model = verified(unlisted("phi"))()
+    assert len(runs) == 2  # evaluation and training
+    verified(fv.unpatch_model(model))()
+    verified(unlisted("phi"))()
+    with fv.patched(model, "sdpa", verify=True, capacity=4):
+        pass
+    assert fv.is_patched(copy.deepcopy(model))
+    assert len(runs) == 2
+    verified(unlisted("phi", num_hidden_layers=1))()
+    assert len(runs) == 4
+    fv.patch_model(model, "reference", verify=True)
+    assert len(runs) == 6
+
+
+def test_what_was_patched_is_patched_again_with_its_arguments():
+    model = verified(unlisted("phi"))()
+    with fv.patched(model, "reference", verify=True):
+        pass
+    assert fv.is_patched(model)
+    model(input_ids=torch.arange(3, 10)[None])
+
+
+def test_a_listed_type_is_checked_if_asked_for(runs):
+    verified(of_class(LlamaForCausalLM))()
+    assert len(runs) == 2
+
+
+def test_implementations_are_as_before():
+    model = unlisted("granitemoe", **EXPERTS)
+    experts = model.get_experts_implementation()
+    function = ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"]
+    verified(model)()
+    assert ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"] is function
+    assert model.get_experts_implementation() == experts
+
+
+def test_a_model_that_does_not_run_keeps_its_attention():
+    model = unlisted("phi")
+    model.model.layers[1].mlp.fc1 = torch.nn.Linear(1, 1)
+    with pytest.raises(RuntimeError):
+        verified(model)()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_quantized_weights_must_have_gradients():
+    model = unlisted("phi")
+    model.hf_quantizer = SimpleNamespace(is_trainable=False)
+    refused(NotImplementedError, "differentiated", "before it is quantized", verified(model))
+
+
+def test_outputs_must_have_gradients():
+    model = unlisted("phi")
+    model.lm_head.register_forward_hook(lambda module, args, output: output.detach())
+    refused(NotImplementedError, "gradients", "backward", verified(model))
+
+
+def test_a_group_needs_a_model_that_has_passed(monkeypatch):
+    model, group = unlisted("phi"), object()
+    monkeypatch.setattr(api, "kinds_per_rank", lambda inner, kinds, group: kinds)
+
+    def sharded():
+        return fv.patch_model(model, "sdpa", sequence_parallel_group=group, verify=True)
+
+    refused(NotImplementedError, "sequence_parallel_group", "again with the group", sharded)
+    verified(model)()
+    assert current_patch(sharded()).sequence_parallel_group is group
+
+
+def test_models_of_a_trainer_are_checked_too(runs, tmp_path):
+    trainer = Trainer(unlisted("phi"), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    fv.patch_trainer(trainer, "sdpa", verify=True)
+    assert fv.is_patched(trainer.model)
+    assert len(runs) == 2
