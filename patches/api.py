@@ -262,7 +262,7 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
         base.__dict__[HEAD] = HeadReference(inner)
     for layer in attention_layers(inner):
         layer.__dict__[LAYER_MARK] = True
-    for layer in recurrent:
+    for layer in recurrent_layers(text_tower(base)):
         patch_recurrent(layer)
     tower = vision_tower(base)
     if tower is not None:
