@@ -193,7 +193,8 @@ def patch_model(
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
-    refuse_dynamic_rope(text_config_of(inner.config))
+    rotary = text_tower(base_of(inner))._modules.get("rotary_emb")
+    refuse_dynamic_rope(text_config_of(inner.config), rotary)
     guarantees = {
         "deterministic": resolve_flag(DETERMINISTIC, deterministic),
         "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),

@@ -57,7 +57,7 @@ from flexvarlen.patches.forward.padding import (
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
-from flexvarlen.patches.models.image_masks import refuse_image_blocks
+from flexvarlen.patches.models.image_masks import refuse_images
 from flexvarlen.patches.models.layers import (
     base_of,
     chunk_size_of,
@@ -211,7 +211,7 @@ def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
     refuse_context_parallel()
     refuse_other_names(inputs, type(module))
     refuse_mask_of_another_kind(inputs.get("attention_mask"))
-    refuse_image_blocks(module.config, inputs)
+    refuse_images(module.config, inputs)
     implementation: Any = text_config_of(module.config)._attn_implementation
     if IMPLEMENTATIONS.get(implementation) not in patch.backends:
         raise ValueError(
