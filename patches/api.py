@@ -30,6 +30,7 @@ from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.families import require_verified
+from flexvarlen.patches.models.gemma4 import refuse_windows_both_ways
 from flexvarlen.patches.models.layers import (
     attention_layers,
     base_of,
@@ -193,6 +194,7 @@ def patch_model(
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
+    refuse_windows_both_ways(text_config_of(inner.config))
     rotary = text_tower(base_of(inner))._modules.get("rotary_emb")
     refuse_dynamic_rope(text_config_of(inner.config), rotary)
     guarantees = {

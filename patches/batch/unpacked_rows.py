@@ -170,7 +170,9 @@ def why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str 
         return "a 4D attention_mask"
     if cache is None:
         return None
-    for layer in range(max(len(cache.layers), 1)):  # one that slides may have no room, others some
+    # One layer that slides may have no room, others some; Gemma 4's with shared keys hold none.
+    hold = [i for i, layer in enumerate(cache.layers) if hasattr(layer, "get_mask_sizes")]
+    for layer in hold or [0]:
         keys, _ = cache.get_mask_sizes(row_tokens, layer)
         if keys != row_tokens:
             return "a cache that holds, or makes room for, other tokens"

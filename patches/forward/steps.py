@@ -57,6 +57,7 @@ from flexvarlen.patches.forward.padding import (
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
+from flexvarlen.patches.models.gemma4 import keep_all_queries, refuse_reentrant_checkpoints
 from flexvarlen.patches.models.image_masks import refuse_images
 from flexvarlen.patches.models.layers import (
     base_of,
@@ -64,6 +65,7 @@ from flexvarlen.patches.models.layers import (
     dtype_of_queries,
     is_compiled_by_layer,
     text_config_of,
+    text_tower,
     vision_tower,
 )
 from flexvarlen.patches.models.llama4 import has_temperature
@@ -88,6 +90,10 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     is_head = base_of(module) is not module  # type: ignore[arg-type]
     if is_head and patch.head in PER_ROW:
         return None
+    if not is_head:
+        text_config = text_config_of(module.config)
+        refuse_reentrant_checkpoints(text_config, text_tower(module))
+        keep_all_queries(text_config, inputs)
     pooling_head = inputs.pop(POOLING_HEAD, None)
     tokens, given = _tokens(inputs), inputs.get(CONTEXT)
     if tokens is None or isinstance(given, PackedForward | Unpacked):

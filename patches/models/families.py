@@ -20,7 +20,7 @@ _VISION_NEEDS = (
 )
 _SCALED = "queries are scaled by position"
 _POSITION = "positions count inside a document"
-_TEXT_ALONE = "text alone: batches with images are refused"
+_TEXT_ALONE = "text alone: batches with images or mm_token_type_ids are refused"
 _ENCODER = "bidirectional attention"
 _OWN_LABELS = "no label is masked; poolers and classifiers give a row for each document"
 
@@ -56,7 +56,7 @@ FAMILIES: tuple[Family, ...] = (
         by_name_alone=False,  # its layers keep position_ids to themselves
     ),
     Family("Qwen2, Qwen2.5", "qwen2", "sliding windows in some configs"),
-    Family("Qwen2-MoE", "qwen2_moe", "experts", _MOE),
+    Family("Qwen2-MoE", "qwen2_moe", "experts, sliding windows in some configs", _MOE),
     Family("Qwen3", "qwen3", "sliding windows in some configs"),
     Family("Qwen3-MoE", "qwen3_moe", "experts", _MOE),
     Family("Mistral", "mistral", "sliding windows"),
@@ -202,6 +202,21 @@ FAMILIES: tuple[Family, ...] = (
     Family("StarCoder2", "starcoder2", "sliding windows"),
     Family("Apertus", "apertus"),
     Family("Arcee", "arcee"),
+    Family(
+        "Gemma 4, text",
+        "gemma4_text",
+        "head_dim and KV heads by layer type; alternating windows; layers with shared keys",
+        f"{_BY_TYPE}; all tokens run through all layers, also where few logits are kept; "
+        "reentrant checkpoints and bidirectional text are refused",
+        by_name_alone=False,  # layers with shared keys may get only the last tokens as queries
+    ),
+    Family(
+        "Gemma 4",
+        "gemma4",
+        "as Gemma 4, text; experts in some configs; images and sound",
+        _TEXT_ALONE,
+        by_name_alone=False,
+    ),
 )
 
 BY_TYPE: dict[str, Family] = {family.model_type: family for family in FAMILIES}
@@ -237,6 +252,6 @@ def require_verified_alone(model_type: str) -> None:
     if not _VERIFIED[model_type].by_name_alone:
         raise NotImplementedError(
             f"attn_implementation alone cannot pack for a {model_type} model, whose position_ids "
-            "take effect outside its attention layers: documents could leak into one another; "
-            "call flexvarlen.patch_model on the model."
+            "or queries do not all reach its attention layers: documents could leak into one "
+            "another; call flexvarlen.patch_model on the model."
         )

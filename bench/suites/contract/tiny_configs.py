@@ -208,6 +208,42 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "n_group": None, "topk_group": None},
     "starcoder2": {"sliding_window": 9},
     "arcee": _HEAD_16,
+    "gemma4_text": {
+        **_HEAD_16,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 9,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+    },
+    "gemma4": {
+        "text_config": {
+            **_HEAD_16,
+            **_ALTERNATING,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 16,
+        },
+        # Not among the tokens of the tests' texts: the model would replace them.
+        "image_token_id": 2,
+        "video_token_id": 2,
+        "audio_token_id": 2,
+    },
 }
 """By model type, what a config of two layers needs to have all of its family's kinds of layers."""
 
@@ -242,10 +278,13 @@ def tiny_config(
     if "mrope_section" in rope_parameters:  # of half a head: time, height and width
         axes = head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16
         sizes["rope_parameters"] = {**rope_parameters, "mrope_section": list(axes)}
+    if model_type.startswith("gemma4"):
+        sizes["global_head_dim"] = 2 * head_dim
     if every_expert:
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if name in sizes:
-                sizes["num_experts_per_tok"] = sizes[name]
+                chosen = "top_k_experts" if "top_k_experts" in sizes else "num_experts_per_tok"
+                sizes[chosen] = sizes[name]
     sizes |= changes
     if not has_towers:
         return AutoConfig.for_model(model_type, **sizes)

@@ -48,6 +48,10 @@ def on_the_cpu(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_packed_equals_one_by_one(name, form):
+    if (name, form) == ("gemma4_text", "checkpointing_reentrant"):
+        with pytest.raises(NotImplementedError, match="must not be reentrant"):
+            check(name, "sdpa", FORMS[form], grad=True)
+        return
     check(name, on_the_cpu(name), FORMS[form], grad=True)
 
 

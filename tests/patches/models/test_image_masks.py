@@ -39,7 +39,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
 @pytest.mark.parametrize("what", IMAGES)
 def test_image_lost(name, what):
     """Attention both ways inside an image of Gemma's: the placeholder mask would drop that."""
