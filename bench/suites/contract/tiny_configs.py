@@ -30,7 +30,7 @@ _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3
 _BY_POSITION = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
-    "factor": 4.0,
+    "factor": 64.0,
     "original_max_position_embeddings": 8,  # 16,384 in the published models
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
