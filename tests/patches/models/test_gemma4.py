@@ -89,3 +89,11 @@ def test_window_of_bidirectional_text():
     model = new_model("gemma4_text", use_bidirectional_attention="all").model
     with pytest.raises(NotImplementedError, match="must not be 'all'"):
         fv.patch_model(model, "sdpa")
+
+
+def test_compare_asks_for_each_kind_of_layer():
+    """The config has no one head_dim, and raises for it."""
+    batch = one_row()
+    inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids}
+    report = fv.compare(new_model("gemma4_text"), inputs, backends="sdpa")
+    assert "right" in str(report)
