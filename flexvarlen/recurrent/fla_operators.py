@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
+from flexvarlen.recurrent.fla_on_hopper import avoid_wrong_kernel
 
 INSTALL = "pip install 'flexvarlen[linear]'"
 
@@ -85,6 +86,7 @@ def _gated_delta_rule_backward(
     from fla.modules.norm.l2norm import l2norm_bwd
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
 
+    avoid_wrong_kernel()
     g_sum, inverse, q_unit, q_norm, k_unit, k_norm = kept
     dq, dk, dv, dbeta, dg, *_ = chunk_gated_delta_rule_bwd(
         **_named(q_unit, k_unit, v.contiguous()),
@@ -242,6 +244,7 @@ def _decayed_scan_backward(
     from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
     from fla.ops.utils import chunk_local_cumsum
 
+    avoid_wrong_kernel()
     documents = _real_chunks(cu_seqlens, chunks)
     dq, dk, dv, dg, _ = chunk_simple_gla_bwd(
         **_named(q.contiguous(), k.contiguous(), v.contiguous()),
@@ -305,6 +308,7 @@ def causal_convolution(
     """
     from fla.modules.causal_conv1d.ops import causal_conv1d_fwd
 
+    out: Tensor
     out, _ = causal_conv1d_fwd(
         x=x.contiguous(),
         weight=weight.contiguous(),

@@ -170,7 +170,7 @@ def _refuse_states(initial: Tensor | None, final: bool) -> None:
 # ---- plain torch, one document at a time ----
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
     run: Callable[..., Tensor], documents: RecurrentDocuments, rows: list[Tensor], like: Tensor
 ) -> Tensor:

@@ -10,7 +10,9 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
+from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.models.families import BY_TYPE
+from flexvarlen.patches.models.layers import kinds_of
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.patches.forward import test_packed_models
@@ -46,6 +48,10 @@ def on_the_cpu(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_packed_equals_one_by_one(name, form):
+    if (name, form) == ("gemma4_text", "checkpointing_reentrant"):
+        with pytest.raises(NotImplementedError, match="must not be reentrant"):
+            check(name, "sdpa", FORMS[form], grad=True)
+        return
     check(name, on_the_cpu(name), FORMS[form], grad=True)
 
 
@@ -84,6 +90,22 @@ def test_by_the_plugin_name_alone(name):
             assert_as_accurate(run(), exact.logits, peer.logits, 2)
     finally:
         model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_kind_of_layer_unlike_its_calls(name, monkeypatch):
+    """A window or a head_dim of the config, not of the layer: another call is checked than made."""
+    routed, route = set(), PackedForward.route
+
+    def noting(self, kind, *args):
+        routed.add(kind)
+        return route(self, kind, *args)
+
+    monkeypatch.setattr(PackedForward, "route", noting)
+    model, batch = fv.patch_model(new_model(name), on_the_cpu(name)), one_row()
+    with torch.no_grad():
+        model(batch.ids, position_ids=batch.position_ids)
+    assert routed == set(kinds_of(model))
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name not in EXPERTS])
