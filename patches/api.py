@@ -210,7 +210,7 @@ def patch_model(
     head = kind_of_head(inner, causal=causal)
     check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
     if recurrent:
-        refuse_recurrent(inner, unpad=unpad, group=sequence_parallel_group)
+        refuse_recurrent(inner, recurrent, unpad=unpad, group=sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)

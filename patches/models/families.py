@@ -140,6 +140,14 @@ FAMILIES: tuple[Family, ...] = (
         by_name_alone=False,
     ),
     Family(
+        "Qwen3.5-MoE",
+        "qwen3_5_moe",
+        f"{_DELTA}; experts; {_VISION}",
+        f"{_RECURRENT}; {_MOE}; {_VISION_NEEDS}",
+        by_name_alone=False,
+        task="ImageTextToText",
+    ),
+    Family(
         "Qwen3-Next",
         "qwen3_next",
         f"{_DELTA}; experts",
@@ -320,7 +328,6 @@ def require_verified_alone(model_type: str) -> None:
     require_verified(model_type)
     if not _VERIFIED[model_type].by_name_alone:
         raise NotImplementedError(
-            f"attn_implementation alone cannot pack for a {model_type} model, whose position_ids "
-            "or queries do not all reach its attention layers: documents could leak into one "
-            "another; call flexvarlen.patch_model on the model."
+            f"attn_implementation alone cannot pack for a {model_type} model, which needs the "
+            "documents outside its attention layers too; call flexvarlen.patch_model on the model."
         )

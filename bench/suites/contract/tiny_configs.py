@@ -190,21 +190,10 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {"text_config": _QWEN3_VL_TEXT, **_QWEN3_VL_IMAGES},
     "qwen3_5_text": _GATED_DELTA,
-    "qwen3_5": {
-        "text_config": {
-            **_GATED_DELTA,
-            "hidden_size": 96,
-            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
-        },
-        "vision_config": {
-            **_PATCHES,
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 96,
-            "num_position_embeddings": 64,
-        },
-        **_IMAGE_TOKENS,
+    "qwen3_5": {"text_config": {**_GATED_DELTA, **_QWEN3_VL_TEXT}, **_QWEN3_VL_IMAGES},
+    "qwen3_5_moe": {
+        "text_config": {**_GATED_DELTA, **_QWEN3_VL_TEXT, **_QWEN_EXPERTS},
+        **_QWEN3_VL_IMAGES,
     },
     "qwen3_5_moe_text": {**_GATED_DELTA, **_QWEN_EXPERTS},
     "qwen3_next": {**_GATED_DELTA, **_QWEN_EXPERTS},

@@ -31,9 +31,11 @@ def avoid_wrong_kernel() -> None:
         priority = 9  # after tilelang's
 
         def chunk_bwd_dqkwg_verifier(self, *_: Any, **given: Any) -> tuple[bool, str | None]:
-            """Only for what flexvarlen itself calls."""
+            """Whether the call is for packed rows, with a decay for each token and head."""
             by_document = given.get("chunk_indices") is not None and given.get("g") is not None
-            return by_document and given.get("g_gamma") is None, "made for packed rows with a decay"
+            return by_document and given.get(
+                "g_gamma"
+            ) is None, "it is for packed rows with a decay"
 
         def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
             del given["g_gamma"]
@@ -68,7 +70,7 @@ def gradients_of_chunks(
         cu_seqlens, chunk_indices: as in `RecurrentDocuments`.
 
     Returns:
-        dq, dk `[1, T, H, K]`, dw `[1, T, HV, K]` or None, dg `[1, T, HV]`.
+        dq, dk `[1, T, H, K]`, dw `[1, T, HV, K]` or None, dg `[1, T, HV]` of natural logarithms.
     """
     assert not state_v_first
     slots, numbers = chunk_indices.long().unbind(1)
@@ -108,9 +110,7 @@ def gradients_of_chunks(
     dg.scatter_add_(2, last, dg_last[..., None])
 
     dw = None if dv is None else row(-_product(chunks(dv), h_t)).to(q.dtype)
-    dq_row, dk_row = (
-        row(x).unflatten(2, (q.shape[2], -1)).sum(3).to(q.dtype) for x in (dq, dk)
-    )
+    dq_row, dk_row = (row(x).unflatten(2, (q.shape[2], -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq_row, dk_row, dw, row(dg[..., None])[..., 0]
 
 
@@ -119,4 +119,5 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_cuda or a.dtype == torch.float32:
         return a.float() @ b.float()
     a_flat, b_flat = a.flatten(0, 1).contiguous(), b.flatten(0, 1)
-    return torch.bmm(a_flat, b_flat, out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    out: Tensor = torch.bmm(a_flat, b_flat, out_dtype=torch.float32)
+    return out.unflatten(0, a.shape[:2])
