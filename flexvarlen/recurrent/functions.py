@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ def _one_by_one(
     ends: list[int] = bounds.tolist()
     outs = [
         run(*(x[:, start:end] for x in rows)).to(like.dtype)
-        for start, end in zip(ends, ends[1:], strict=False)
+        for start, end in pairwise(ends)
         if end > start
     ]
     outs.append(like.new_zeros(1, layout.total_tokens - ends[-1], *like.shape[2:]))

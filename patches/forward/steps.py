@@ -355,8 +355,8 @@ def _note_cache(forward: ForwardInputs, packed: PackedForward) -> None:
 
 _STATES_OF_ROWS = (
     "a cache of recurrent layers holds one state per row, got a batch whose rows hold several "
-    "documents (or a compiled graph, where they may); pass use_cache=False and no cache, or prefill "
-    "each document in a row of its own."
+    "documents (or a compiled graph, where they may); pass use_cache=False and no cache, or "
+    "prefill each document in a row of its own."
 )
 
 

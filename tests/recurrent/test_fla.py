@@ -46,7 +46,7 @@ def run_case(name, dtype, device, docs):
 
 @pytest.mark.parametrize("name", CASES)
 def test_accuracy(name):
-    """Of bfloat16's last digit: transformers' plain torch, in fp32 inside, would be a better one."""
+    """To bfloat16's last digit; transformers' plain torch, in fp32 inside, is no baseline."""
     exact = run_case(name, torch.float64, "cpu", documents())
     found = run_case(name, torch.bfloat16, "cuda", on_gpu(documents()))
     for x, y in zip(found, exact, strict=True):

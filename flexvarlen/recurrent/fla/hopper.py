@@ -102,7 +102,8 @@ def gradients_of_chunks(
     dk = _product(v_c, dh_t) * (g_last - g_c).exp2()[..., None]
     dg_last += (dk * k_c).sum((-1, -2))
     future = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).triu(1)
-    decay = (g_c[..., :, None] - g_c[..., None, :]).masked_fill(future, float("-inf")).exp2()
+    unseen = future | ~real[:, None, :, None]
+    decay = (g_c[..., :, None] - g_c[..., None, :]).masked_fill(unseen, float("-inf")).exp2()
     dscores = (_product(do_c, v_c.transpose(-1, -2)) * decay * scale).to(k.dtype)
     dq += _product(dscores, k_c)
     dk += _product(dscores.transpose(-1, -2), q_c)
@@ -119,5 +120,5 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if not a.is_cuda or a.dtype == torch.float32:
         return a.float() @ b.float()
     a_flat, b_flat = a.flatten(0, 1).contiguous(), b.flatten(0, 1)
-    out: Tensor = torch.bmm(a_flat, b_flat, out_dtype=torch.float32)
-    return out.unflatten(0, a.shape[:2])
+    out = torch.bmm(a_flat, b_flat, out_dtype=torch.float32)
+    return out.view(*a.shape[:-1], b.shape[-1])

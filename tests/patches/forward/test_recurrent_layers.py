@@ -48,7 +48,7 @@ def test_a_bit_of_another_document(name):
 def test_the_unpatched_model_leaks(name):
     plain, batch = copy.deepcopy(shared_model(name)), one_row()
     inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False}
-    with pytest.raises(fv.IsolationError, match="linear attention|convolution|state space"):
+    with pytest.raises(fv.IsolationError, match=r"linear attention|convolution|state space"):
         fv.verify_isolation(plain, inputs, documents=2)
 
 
@@ -100,7 +100,7 @@ def test_a_deep_copy(model):
 
 def test_a_packed_prefill(model):
     inputs = {"input_ids": one_row().ids, "position_ids": one_row().position_ids}
-    with pytest.raises(ValueError, match="one state per row.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"one state per row.*use_cache=False"):
         model(**inputs, use_cache=True)
     out = model(**inputs)  # the config's default is True
     assert getattr(out, "past_key_values", getattr(out, "cache_params", None)) is None
@@ -125,12 +125,12 @@ def test_kernels_of_the_hub():
 
 
 def test_rows_over_ranks():
-    with pytest.raises(NotImplementedError, match="sequence_parallel_group.*rank to rank"):
+    with pytest.raises(NotImplementedError, match=r"sequence_parallel_group.*rank to rank"):
         fv.patch_model(new_model("lfm2"), "sdpa", sequence_parallel_group=object())
 
 
 def test_padded_batches_of_mamba2():
-    with pytest.raises(NotImplementedError, match="unpad=True.*Mamba2ForCausalLM"):
+    with pytest.raises(NotImplementedError, match=r"unpad=True.*Mamba2ForCausalLM"):
         fv.patch_model(new_model("mamba2"), "sdpa", unpad=True)
 
 
@@ -145,7 +145,7 @@ def test_a_layer_that_calls_other_functions():
 
     model = new_model("lfm2")
     model.model.layers[1].mlp_before = Own()
-    with pytest.raises(NotImplementedError, match="causal_conv1d_fn.*got a Own"):
+    with pytest.raises(NotImplementedError, match=r"causal_conv1d_fn.*got a Own"):
         fv.patch_model(model, "sdpa")
     assert not fv.is_patched(model)
 
