@@ -40,6 +40,15 @@ class RecurrentDocuments:
         self.cu_seqlens = pad(layout.cu_seqlens, (0, 2), value=layout.total_tokens)
         self.chunk_indices = _chunk_indices(self.cu_seqlens, layout.total_tokens)
 
+    def to(
+        self, device: torch.device | str | int | None, *, non_blocking: bool = False
+    ) -> RecurrentDocuments:
+        """The same on another device, for accelerate, which calls this before layers."""
+        if device is None or torch.device(device) == self.layout.device:
+            return self
+        moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
+        return self if moved is self.layout else RecurrentDocuments(moved)
+
     def without_padding(self, x: Tensor) -> Tensor:
         """`[1, T, ...]` with exact zeros at padding, in the gradient too."""
         if self.padding is None:

@@ -19,6 +19,11 @@ def why_not(x: Tensor) -> str | None:
     """Why fla cannot run on this tensor, or None."""
     if x.device.type != "cuda":
         return f"fla needs a GPU, got tensors on {x.device.type}"
+    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return (
+            "fla's kernels round float32 to TF32, which torch.set_float32_matmul_precision('high') "
+            "would allow"
+        )
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"fla computes in bfloat16, float16 or float32, got {x.dtype}"
     return _WHY_NOT_INSTALLED
