@@ -190,11 +190,15 @@ def _one_by_one(
     return torch.cat(outs, dim=1)
 
 
-@cache
 def _warn_of_loop(why: str | None) -> None:
     if not torch.compiler.is_compiling():
-        warnings.warn(
-            f"flexvarlen: recurrent layers run one document after another in plain torch, which is "
-            f"right but slow, as {why}.",
-            stacklevel=2,
-        )
+        _warn_once(why)
+
+
+@cache
+def _warn_once(why: str | None) -> None:
+    warnings.warn(
+        f"flexvarlen: recurrent layers run one document after another in plain torch, which is "
+        f"right but slow, as {why}.",
+        stacklevel=3,
+    )

@@ -200,7 +200,9 @@ def _refusal(name: str, model: PreTrainedModel, *, needs_grad: bool) -> str | No
     if name == "auto":
         return None
     config = model.config
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:  # Mamba-2, which has no attention
+        return None
     return fv.why_not(
         name,
         device=model.device,
