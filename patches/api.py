@@ -36,6 +36,7 @@ from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.families import require_verified
+from flexvarlen.patches.models.gemma4 import refuse_windows_both_ways
 from flexvarlen.patches.models.layers import (
     attention_layers,
     base_of,
@@ -213,11 +214,13 @@ def patch_model(
     head = kind_of_head(inner, causal=causal)
     check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
     if recurrent:
-        refuse_recurrent(inner, unpad=unpad, group=sequence_parallel_group)
+        refuse_recurrent(inner, recurrent, unpad=unpad, group=sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
-    refuse_dynamic_rope(text_config_of(inner.config))
+    refuse_windows_both_ways(text_config_of(inner.config))
+    rotary = text_tower(base_of(inner))._modules.get("rotary_emb")
+    refuse_dynamic_rope(text_config_of(inner.config), rotary)
     guarantees = {
         "deterministic": resolve_flag(DETERMINISTIC, deterministic),
         "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),

@@ -28,6 +28,7 @@ SUITES: dict[str, Entry] = {
     "host-time": Entry("attention.host_time", "The host's time for a call, over the raw kernel's."),
     "model": Entry("model.whole_model", "Steps of whole models, packed, padded and one by one."),
     "packings": Entry("model.packings", "Compiled steps, one packing after another."),
+    "hybrid": Entry("model.hybrid", "Steps of a hybrid model, packed, padded and compiled."),
     "compile": Entry("model.compile_time", "Seconds of torch.compile, cold and warm."),
     "layer-time": Entry("model.layer_time", "A decoder layer, and what auto takes it for."),
     "small-inference": Entry("model.small_inference", "Short forwards, where the host decides."),

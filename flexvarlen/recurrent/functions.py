@@ -13,14 +13,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexvarlen.recurrent import fla_operators as fla
+from flexvarlen.recurrent import fla
 from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.fla.convolution import causal_convolution
+from flexvarlen.recurrent.fla.decayed_scan import decayed_scan
+from flexvarlen.recurrent.fla.delta_rules import gated_delta_rule as fla_gated_delta_rule
+from flexvarlen.recurrent.fla.delta_rules import kimi_delta_rule
 
 TorchFunction = Callable[..., Any]
 
@@ -43,7 +48,7 @@ def convolve(
         )
     if fla.why_not(x_TC) is None:
         silu = None if activation is None else "silu"
-        out = fla.causal_convolution(
+        out = causal_convolution(
             x_TC, weight, bias, silu, documents.cu_seqlens, documents.chunk_indices
         )
     else:
@@ -88,11 +93,10 @@ def gated_delta_rule(
     shape = value.shape
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value, g, beta)]
     if fla.why_not(value) is None and use_qk_l2norm_in_kernel:
-        operator = fla.gated_delta_rule if g.ndim == 3 else fla.kimi_delta_rule
+        operator = fla_gated_delta_rule if g.ndim == 3 else kimi_delta_rule
         rows[3] = rows[3].float()
         out = operator(*rows, documents.cu_seqlens, documents.chunk_indices)[0]
     else:
-        _warn_of_loop(fla.why_not(value))
 
         def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             alone: Tensor = torch_function(
@@ -100,7 +104,7 @@ def gated_delta_rule(
             )[0]
             return alone
 
-        out = _one_by_one(run, documents, rows, rows[2])
+        out = _one_by_one(run, documents, rows, rows[2], why=fla.why_not(value))
     return documents.without_padding(out).view(shape), None
 
 
@@ -142,12 +146,11 @@ def mamba2_scan(
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         q, k = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (C, B))
         v = (x * dt[..., None]).to(x.dtype)
-        out = fla.decayed_scan(
-            q, k, v, dt * A.float(), documents.cu_seqlens, documents.chunk_indices
-        )[0]
+        out = decayed_scan(q, k, v, dt * A.float(), documents.cu_seqlens, documents.chunk_indices)[
+            0
+        ]
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
-        _warn_of_loop(fla.why_not(hidden_states))
 
         def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
             shared = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
@@ -155,7 +158,7 @@ def mamba2_scan(
             alone: Tensor = torch_function(x, dt, A, B, C, **shared, **limits)
             return alone
 
-        out = _one_by_one(run, documents, [x, dt, B, C], x)
+        out = _one_by_one(run, documents, [x, dt, B, C], x, why=fla.why_not(x))
     return documents.without_padding(out).view(hidden_states.shape)
 
 
@@ -170,35 +173,36 @@ def _refuse_states(initial: Tensor | None, final: bool) -> None:
 # ---- plain torch, one document at a time ----
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
-    run: Callable[..., Tensor], documents: RecurrentDocuments, rows: list[Tensor], like: Tensor
+    run: Callable[..., Tensor],
+    documents: RecurrentDocuments,
+    rows: list[Tensor],
+    like: Tensor,
+    *,
+    why: str | None,
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
-    One sync if only the device knows the documents.
+    One sync if only the device knows the documents. Warns once of the cost, and says why.
     """
+    _warn_of_loop(why)
     layout = documents.layout
     bounds = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
     ends: list[int] = bounds.tolist()
     outs = [
         run(*(x[:, start:end] for x in rows)).to(like.dtype)
-        for start, end in zip(ends, ends[1:], strict=False)
+        for start, end in pairwise(ends)
         if end > start
     ]
     outs.append(like.new_zeros(1, layout.total_tokens - ends[-1], *like.shape[2:]))
     return torch.cat(outs, dim=1)
 
 
-def _warn_of_loop(why: str | None) -> None:
-    if not torch.compiler.is_compiling():
-        _warn_once(why)
-
-
 @cache
-def _warn_once(why: str | None) -> None:
+def _warn_of_loop(why: str | None) -> None:
     warnings.warn(
         f"flexvarlen: recurrent layers run one document after another in plain torch, which is "
         f"right but slow, as {why}.",
-        stacklevel=3,
+        stacklevel=2,
     )

@@ -50,13 +50,21 @@ def keeps_keywords(model: Any) -> bool:
     return bool(model.config.model_type == "mamba2")
 
 
-def refuse_recurrent(model: Any, *, unpad: bool, group: object) -> None:
+def refuse_recurrent(model: Any, layers: list[nn.Module], *, unpad: bool, group: object) -> None:
     """Refuse what recurrent layers cannot do by document.
 
     Raises:
-        NotImplementedError: rows sharded over ranks, layers replaced by kernels of the hub, or
-            `unpad` where the head passes no keywords on.
+        NotImplementedError: layers whose forward does not call the functions that are known here,
+            or that kernels of the hub replaced; rows sharded over ranks; or `unpad` where the head
+            passes no keywords on.
     """
+    for layer in layers:
+        if _CONVOLUTION not in _functions_of(layer):
+            raise NotImplementedError(
+                f"a recurrent layer must call transformers' {_CONVOLUTION}, got a "
+                f"{type(layer).__name__} that does not, whose state would run over all documents; "
+                "use the model's own implementation, one document per row."
+            )
     if unpad and keeps_keywords(model):
         raise NotImplementedError(
             f"unpad=True is not supported with {type(model).__name__}, whose head passes no "
@@ -75,18 +83,8 @@ def refuse_recurrent(model: Any, *, unpad: bool, group: object) -> None:
 
 
 def patch_recurrent(layer: nn.Module) -> None:
-    """Make a recurrent layer run by document in a patched model. Safe to call twice.
-
-    Raises:
-        NotImplementedError: its forward does not call the functions that are known here.
-    """
-    functions = inspect.unwrap(type(layer).forward).__globals__
-    if _CONVOLUTION not in functions:
-        raise NotImplementedError(
-            f"a recurrent layer must call transformers' {_CONVOLUTION}, got a "
-            f"{type(layer).__name__} that does not, whose state would run over all documents; use "
-            "the model's own implementation, one document per row."
-        )
+    """Make a recurrent layer run by document in a patched model. Safe to call twice."""
+    functions = _functions_of(layer)
     for name in (*_OURS, _FUSED):
         if name in functions and not hasattr(functions[name], "_flexvarlen"):
             functions[name] = _by_document(functions[name], _OURS.get(name))
@@ -100,6 +98,12 @@ def unpatch_recurrent(layer: nn.Module) -> None:
         if hook is _pass_documents:
             del layer._forward_pre_hooks[number]
             layer._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _functions_of(layer: nn.Module) -> dict[str, Any]:
+    """The names that a layer's forward finds in its module."""
+    found: dict[str, Any] = inspect.unwrap(type(layer).forward).__globals__
+    return found
 
 
 def _by_document(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
@@ -149,4 +153,3 @@ def _pass_documents(
     elif not isinstance(context, Unpacked):
         raise ValueError(LOST_DOCUMENTS)
     return args, kwargs
-

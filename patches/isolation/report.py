@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 _ANEW = (
-    "call flexvarlen.patch_model on the model, if its type is verified; or pass both cu_seq_lens_q, "
-    "for scans, and seq_idx, for convolutions, which transformers' own path needs, and install its "
-    "kernels (flash-linear-attention or mamba-ssm, and causal-conv1d); or pad"
+    "call flexvarlen.patch_model on the model, if its type is verified; or pass both "
+    "cu_seq_lens_q, for scans, and seq_idx, for convolutions, which transformers' own path needs, "
+    "and install its kernels (flash-linear-attention or mamba-ssm, and causal-conv1d); or pad"
 )
 
 REMEDIES = {

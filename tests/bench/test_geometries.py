@@ -25,6 +25,7 @@ def test_lengths_fill_the_row_and_repeat_with_the_seed():
         ("qwen3-1.7b", 1.72e9),
         ("qwen3-4b", 4.02e9),
         ("llama-3.2-1b", 1.24e9),
+        ("qwen3.5-2b", 1.88e9),
         ("llama-3.1-8b", 8.03e9 - 128_256 * 4096),  # the head is not the base model's
     ],
 )

@@ -100,7 +100,7 @@ def test_leaking_backend_of_ours_fails_the_command(monkeypatch):
 
 
 def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
-    def over_all_documents(run, documents, rows, like):
+    def over_all_documents(run, documents, rows, like, *, why):
         return run(*rows)
 
     monkeypatch.setattr(functions, "_one_by_one", over_all_documents)

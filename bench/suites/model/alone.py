@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexvarlen.bench.suites.model.step import checkpoint_layers, free
-from flexvarlen.reference.acceptance import Error, largest, why_wrong
+from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
 from flexvarlen.reference.model import Float64, float64_model, run_alone, share
 
 Gradient = Callable[[int, Tensor], Tensor]
@@ -19,15 +19,20 @@ Gradient = Callable[[int, Tensor], Tensor]
 
 
 def probed_parameters(model: nn.Module) -> list[str]:
-    """Parameters whose gradients are compared, in the first, middle and last layer."""
+    """Parameters whose gradients are compared, in the first, middle and last layer.
+
+    A layer has those of attention, or those of the gated delta rule.
+    """
     layers = len(model.layers)  # type: ignore[arg-type]
+    delta_rule = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_a", "conv1d"))
     probes = (
-        (0, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        (layers // 2, ("self_attn.k_proj", "mlp.down_proj")),
+        (0, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *delta_rule)),
+        (layers // 2, ("self_attn.k_proj", "mlp.down_proj", *delta_rule)),
         (layers - 1, ("self_attn.v_proj", "self_attn.o_proj")),
     )
     names = [f"layers.{layer}.{name}.weight" for layer, parts in probes for name in parts]
-    return list(dict.fromkeys(names))
+    there = dict(model.named_parameters())
+    return [name for name in dict.fromkeys(names) if name in there]
 
 
 class Alone:
@@ -99,27 +104,35 @@ class Alone:
         pieces = list(outputs.split([len(x) for x in self.outputs]))
         pairs = list(zip(pieces, self.outputs, strict=True))
         error = Error.of_pieces(pairs)
-        wrong = why_wrong("outputs", error, self.whole, self.dtype)
         own = [Error.between(*pair) for pair in pairs]
+        compared = [("outputs", error, self.whole, False)]
         for index, (found, plain) in enumerate(zip(own, self.documents, strict=True)):
-            what = f"outputs of document {index}"
-            wrong = wrong or why_wrong(what, found, plain.or_larger(self.whole), self.dtype)
+            named = f"outputs of document {index}"
+            compared.append((named, found, plain.or_larger(self.whole), False))
         measures: dict[str, Any] = {
             "error": error.relative,
             "error_worst_document": largest(x.relative for x in own),
             "baseline_error": self.whole.relative,
             "baseline_error_worst_document": largest(x.relative for x in self.documents),
         }
-        if gradients is None:
-            return measures, wrong
-        worst = 0.0
-        for name, plain in self.of_gradients.items():
-            found = Error.missing()
-            if name in gradients:
-                found = Error.between(gradients[name], self.gradients[name])
-            what = f"gradient of {name}"
-            wrong = wrong or why_wrong(what, found, plain, self.dtype, gradient=True)
-            worst = largest([worst, found.relative])
-        measures["grad_error"] = worst
-        measures["baseline_grad_error"] = largest(x.relative for x in self.of_gradients.values())
-        return measures, wrong
+        if gradients is not None:
+            of_gradients = {
+                name: Error.between(gradients[name], self.gradients[name])
+                if name in gradients
+                else Error.missing()
+                for name in self.of_gradients
+            }
+            for name, plain in self.of_gradients.items():
+                compared.append((f"gradient of {name}", of_gradients[name], plain, True))
+            measures["grad_error"] = largest(x.relative for x in of_gradients.values())
+            plain_errors = (x.relative for x in self.of_gradients.values())
+            measures["baseline_grad_error"] = largest(plain_errors)
+        measures["error_over_allowed"] = largest(
+            allowed(plain, self.dtype, gradient=gradient).ratio(found)
+            for _, found, plain, gradient in compared
+        )
+        reasons = (
+            why_wrong(name, found, plain, self.dtype, gradient=gradient)
+            for name, found, plain, gradient in compared
+        )
+        return measures, next((reason for reason in reasons if reason is not None), None)

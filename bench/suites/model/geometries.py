@@ -35,6 +35,18 @@ _QWEN3_4B = PUBLISHED["qwen3"]["1.7b"] | {
     "intermediate_size": 9728,
     "num_attention_heads": 32,
 }
+# A layer of attention after every three of the gated delta rule: the family's default.
+_QWEN3_5_2B: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "num_hidden_layers": 24,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    **{f"linear_num_{name}_heads": 16 for name in ("key", "value")},
+    **{f"linear_{name}_head_dim": 128 for name in ("key", "value")},
+}
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -44,6 +56,13 @@ _TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 4096,
+}
+_TINY_HYBRID: dict[str, Any] = {
+    **_TINY,
+    "head_dim": 64,
+    "full_attention_interval": 2,
+    **{f"linear_num_{name}_heads": 2 for name in ("key", "value")},
+    **{f"linear_{name}_head_dim": 64 for name in ("key", "value")},
 }
 _TINY_ENCODER: dict[str, Any] = {
     **{name: _TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
@@ -60,9 +79,11 @@ GEOMETRIES: dict[str, Geometry] = {
     "llama-3.2-1b": _geometry("llama", PUBLISHED["llama"]["1b"]),
     "llama-3.1-8b": _geometry("llama", PUBLISHED["llama"]["8b"]),
     "modernbert-base": _geometry("modernbert", {}),
+    "qwen3.5-2b": _geometry("qwen3_5_text", _QWEN3_5_2B),
     "qwen3-tiny": _geometry("qwen3", _TINY),
     "llama-tiny": _geometry("llama", _TINY),
     "modernbert-tiny": _geometry("modernbert", _TINY_ENCODER),
+    "qwen3.5-tiny": _geometry("qwen3_5_text", _TINY_HYBRID),
 }
 """Configurations of published models, and tiny ones for a CPU; each takes a number of layers, None
 for the model's own."""
@@ -74,6 +95,7 @@ GEOMETRY_TITLES = {
     "llama-3.2-1b": "Llama-3.2-1B",
     "llama-3.1-8b": "Llama-3.1-8B",
     "modernbert-base": "ModernBERT-base",
+    "qwen3.5-2b": "Qwen3.5-like, 2B",
 }
 """For headings; the tiny ones go by their own names."""
 

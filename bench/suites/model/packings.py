@@ -11,8 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from torch import Tensor
+
+from flexvarlen.bench.suites.model.alone import Alone
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.row import Row, RowCase
@@ -31,7 +34,6 @@ from flexvarlen.bench.suites.model.tables import (
 from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop, utilisation
 from flexvarlen.bench.suites.model.variants import (
     Sizes,
-    Variant,
     make_variant,
     require_known,
 )
@@ -128,7 +130,11 @@ class OneCase:
             measures | errors,
             wrong,
             self.utilised,
-            lambda: self.other_packings(variant, call),
+            lambda: run_others(
+                lambda lengths: self.row.step(call, variant.inputs(lengths)),
+                self.packings[1:],
+                self.last,
+            ),
         )
 
     def utilised(self, ms: float) -> Measures:
@@ -137,32 +143,42 @@ class OneCase:
         mfu = utilisation(tflop, ms, peak)
         return {"mfu": mfu, "model_tflop": tflop, "peak_tflops": peak}
 
-    def other_packings(
-        self, variant: Variant, call: Callable[..., Any]
-    ) -> tuple[Measures, str | None]:
-        """Run the other packings; what they compiled, and why one of them is wrong, or None."""
-        done, wrong, measures, begin = 0, None, {}, time.perf_counter()
-        outputs = None
-        with watch_compilation() as stats:
-            for lengths in self.packings[1:]:
-                if time.perf_counter() - begin > PACKINGS_S:
-                    break
-                try:
-                    outputs = self.row.step(call, variant.inputs(lengths))
-                except Exception as error:  # kernels and compilers raise types of their own
-                    wrong = f"raised on another packing: {one_line(error)}"
-                    break
-                done += 1
-        if outputs is not None and done == len(self.packings) - 1:
-            errors, wrong = self.last.check(outputs)
-            measures["error_last_packing"] = errors["error"]
-        measures |= {
-            "other_packings": done,
-            "recompilations": stats.recompilations,
-            "recompile_s": stats.compile_s,
-            "recompile_reasons": stats.first_reasons(),
-        }
-        return measures, wrong
+
+def run_others(
+    step: Callable[[Sequence[int]], Tensor], packings: Sequence[Sequence[int]], last: Alone
+) -> tuple[Measures, str | None]:
+    """Run other packings of a compiled step.
+
+    Args:
+        step: lengths of a packing -> outputs `[T, hidden]`.
+        packings: the other ones.
+        last: the reference of the last of them.
+
+    Returns:
+        What they compiled, and why one of them is wrong, or None.
+    """
+    done, wrong, measures, begin = 0, None, {}, time.perf_counter()
+    outputs = None
+    with watch_compilation() as stats:
+        for lengths in packings:
+            if time.perf_counter() - begin > PACKINGS_S:
+                break
+            try:
+                outputs = step(lengths)
+            except Exception as error:  # kernels and compilers raise types of their own
+                wrong = f"raised on another packing: {one_line(error)}"
+                break
+            done += 1
+    if outputs is not None and done == len(packings):
+        errors, wrong = last.check(outputs)
+        measures["error_last_packing"] = errors["error"]
+    measures |= {
+        "other_packings": done,
+        "recompilations": stats.recompilations,
+        "recompile_s": stats.compile_s,
+        "recompile_reasons": stats.first_reasons(),
+    }
+    return measures, wrong
 
 
 # --- the table and the chart ---------------------------------------------------------------------

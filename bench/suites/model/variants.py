@@ -4,7 +4,8 @@ A variant's name is a backend of ours, or "transformers:" and an implementation 
 "@" stands where the boundaries come from, if that is not the default: for ours a `PackedLayout`
 made on the host, for transformers' position_ids, as its documentation tells users to pack. With
 position_ids ours makes its shapes for patch_model's default capacity and bound. With cu_seq_lens
-transformers' FlashAttention reads nothing back in its layers: its own fast form.
+transformers' FlashAttention reads nothing back in its layers: its own fast form. "both" is
+cu_seq_lens and seq_idx, which recurrent layers need.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flexvarlen.verify.variants import THEIRS, set_transformers
 
 # Variants of one class share their code objects, and Dynamo's limits go by code object.
 LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
-FORMS = {True: ("position_ids", "cu_seq_lens"), False: ("packed_layout", "position_ids")}
+FORMS = {True: ("position_ids", "cu_seq_lens", "both"), False: ("packed_layout", "position_ids")}
 """Where boundaries can come from, by whether the attention is transformers'; the default first."""
 
 
@@ -86,10 +87,14 @@ class Variant:
         if self.form == "packed_layout":
             return {"packed_layout": layout}
         found: dict[str, Any] = {"position_ids": layout.position_ids()[None], "use_cache": False}
-        if self.form == "cu_seq_lens":  # as DataCollatorWithFlattening makes them
+        if self.form in ("cu_seq_lens", "both"):  # as DataCollatorWithFlattening makes them
             ends = torch.tensor([0, *lengths]).cumsum(0).to(self.model.device, torch.int32)
             found |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
             found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        if self.form == "both":
+            numbers = torch.arange(len(lengths), dtype=torch.int32)
+            documents = numbers.repeat_interleave(torch.tensor(lengths))
+            found["seq_idx"] = documents[None].to(self.model.device)
         return found
 
     def attends(

@@ -1,0 +1,190 @@
+"""Suite "hybrid": training steps of a Qwen3.5-like model, packed and padded, eager and compiled.
+
+Three of four layers are the gated delta rule, a recurrence, the fourth is attention. Forward and
+backward of the base model with random weights, without an LM head or an optimizer. Every variant's
+first step is compared with every document alone in fp64, and what is wrong is not timed.
+
+Ours are given a `PackedLayout`. transformers' own layers are given cu_seq_lens and seq_idx
+("@both"), which is all that they take. Their convolution needs the package causal-conv1d to keep
+documents apart: without it, it leaks (5.17) or raises (5.23). "+fla-conv" puts fla's own
+convolution in its place, so that the comparison is with the fastest form of transformers' layers.
+Padded rows get a 2D mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from flexvarlen.bench.suites.model.documents import LONGEST_SHARE, source_of
+from flexvarlen.bench.suites.model.hybrid_step import (
+    FLA_CONVOLUTION,
+    PADDED,
+    SORTED,
+    HybridCase,
+    HybridSteps,
+    Kind,
+    split_variant,
+)
+from flexvarlen.bench.suites.model.tables import (
+    attention_title,
+    cell,
+    is_ok,
+    model_title,
+    spread,
+    table_of,
+    took,
+    value,
+    where,
+    with_ratio,
+)
+from flexvarlen.report.records import Record, records_alike
+from flexvarlen.report.table import NOTHING, Column, Notes, Table
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
+
+THEIRS = "transformers:flash_attention_3"
+BOTH, FASTEST = f"{THEIRS}@both", f"{THEIRS}@both{FLA_CONVOLUTION}"
+VARIANTS: dict[Kind, tuple[str, ...]] = {
+    "eager": ("auto", "fa3", BOTH, FASTEST),
+    "compiled": ("auto", FASTEST),
+    "padded": (
+        "auto",
+        f"{PADDED}:{THEIRS}",
+        f"{PADDED}:{THEIRS}{FLA_CONVOLUTION}",
+        f"{SORTED}:{THEIRS}{FLA_CONVOLUTION}",
+    ),
+    "packings": ("auto", FASTEST),
+}
+ON_A_CPU: dict[Kind, tuple[str, ...]] = {
+    "eager": ("auto", "transformers:sdpa", "transformers:sdpa@both", FASTEST),
+    "compiled": ("auto",),
+    "padded": ("auto", f"{PADDED}:transformers:sdpa", f"{SORTED}:transformers:sdpa"),
+    "packings": ("auto",),
+}
+LAYERS: dict[Kind, int] = {"eager": 24, "compiled": 8, "padded": 24, "packings": 4}
+"""Of 24 layers transformers' own would compile for minutes: with a graph break in each."""
+OTHER_PACKINGS = 20
+
+
+class Hybrid(Suite):
+    """Training steps of a model with recurrent layers."""
+
+    name: ClassVar[str] = "hybrid"
+    reads_text: ClassVar[bool] = True
+
+    def cases(self, options: Options) -> Sequence[HybridCase]:
+        return [_case(kind, options) for kind in VARIANTS]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, HybridCase)
+        return (VARIANTS if options.on_gpu else ON_A_CPU)[case.kind]
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, HybridCase)
+        for variant in variants:
+            split_variant(variant)
+        return HybridSteps(case, options).measure(variants)
+
+    def section(self, records: Sequence[Record]) -> str:
+        groups = records_alike(records, ("variant",), of_one_run=True)
+        return "\n\n".join(_table(group).markdown() for group in groups)
+
+
+def _case(kind: Kind, options: Options) -> HybridCase:
+    small = options.quick or not options.on_gpu
+    compiled = kind in ("compiled", "packings")
+    tokens = 128 if small else 8192 if kind == "packings" else 32_768
+    texts = kind == "padded" and not small  # texts are longer than a small case's row
+    return HybridCase(
+        kind=kind,
+        geometry="qwen3.5-tiny" if small else "qwen3.5-2b",
+        layers=2 if small else LAYERS[kind],
+        tokens=tokens,
+        source=source_of(options.text) if texts else "",
+        mean_doc=None if texts else tokens // (4 if small else 16),
+        longest_doc=tokens // LONGEST_SHARE if texts else None,
+        other_packings=0 if kind != "packings" else 2 if small else OTHER_PACKINGS,
+        checkpointing=not compiled,
+        dtype="bfloat16" if options.on_gpu else "float32",
+        compiler="" if not compiled else "inductor" if options.on_gpu else "aot_eager",
+    )
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """One case: variants down."""
+    notes = Notes()
+    case = records[0].case
+
+    def number(name: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
+        def text(record: Record) -> str:
+            found = value(record, name)
+            return NOTHING if found is None else f"{found * scale:{form}}"
+
+        return text
+
+    def rate(record: Record) -> str:
+        return with_ratio(record, "tokens_per_s", records, ",.0f") or NOTHING
+
+    columns = [
+        Column("variant", _name),
+        Column("ms (p20–p80)", lambda r: cell(r, spread(r), notes)),
+        Column("tokens per second", rate),
+        Column("delta rule", lambda r: _kernel(r, "delta_rule")),
+        Column("convolution", lambda r: _kernel(r, "convolution")),
+    ]
+    if case["kind"] == "padded":
+        columns.append(Column("positions ÷ tokens", number("positions_per_token", ".2f")))
+    if case["compiler"]:
+        columns += [
+            Column("graph breaks", number("graph_breaks", ".0f")),
+            Column("compile s", number("compile_s", ".0f")),
+        ]
+    if case["other_packings"]:
+        columns.append(Column("recompilations", _recompilations))
+    columns += [
+        Column("peak GiB", number("peak_mib", ".1f", 1 / 1024)),
+        Column("error ÷ allowed", number("error_over_allowed", ".2f")),
+    ]
+    wrong = [r for r in records if not is_ok(r)]
+    lines = [*(r for r in records if is_ok(r)), *wrong]
+    return table_of(lines, columns, _title(records), notes)
+
+
+def _name(record: Record) -> str:
+    batching, attention, fla_convolution = split_variant(record.case["variant"])
+    title = attention_title(attention, took([record]))
+    title = title.replace("boundaries from both", "boundaries from cu_seq_lens and seq_idx")
+    batch = {PADDED: "padded, ", SORTED: "padded, sorted by length, "}.get(batching, "")
+    return f"{batch}{title}{', fla’s convolution' if fla_convolution else ''}"
+
+
+def _kernel(record: Record, name: str) -> str:
+    return str(record.measures.get(name, NOTHING))
+
+
+def _recompilations(record: Record) -> str:
+    if not is_ok(record):
+        return NOTHING
+    m = record.measures
+    return f"{m['recompilations']} in {m['other_packings']} packings"
+
+
+_HOW = {"eager": "eager", "padded": "eager", "compiled": "compiled", "packings": "compiled"}
+
+
+def _title(records: Sequence[Record]) -> str:
+    case = records[0].case
+    counts = (r.measures["documents"] for r in records if "documents" in r.measures)
+    documents = f"{next(counts, '')} documents".lstrip()
+    lengths = f"log-normal with mean {case['mean_doc']:,}" if case["mean_doc"] else case["source"]
+    checkpointed = ", layers checkpointed" if case["checkpointing"] else ""
+    return (
+        f"{model_title(records[0])}, {_HOW[case['kind']]} forward and backward{checkpointed}; "
+        f"{case['tokens']:,} tokens in {documents}, lengths {lengths}; {where(records)}"
+    )
+
+
+SUITE = Hybrid()

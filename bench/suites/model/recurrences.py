@@ -1,0 +1,120 @@
+"""Which functions a hybrid model's recurrent layers call, and others in their place.
+
+transformers' layers call functions of their modeling module: a short convolution, and the gated
+delta rule. transformers takes fla's or causal-conv1d's where they are installed, else plain torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexvarlen.recurrent.fla_operators import why_not as why_not_fla
+from flexvarlen.report.records import one_line
+from flexvarlen.runner.failures import Unsupported
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+PLAIN = "plain torch"
+BY_DOCUMENT = "plain torch, one document at a time"
+
+_REFUSALS = (
+    "packed sequences apart",  # transformers 5.23, without the kernels' packages
+    "on Hopper GPUs produces incorrect results",  # fla 0.6 with Triton 3.4 to 3.7.0
+)
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def replaced(model: PreTrainedModel, functions: dict[str, Function]) -> Iterator[None]:
+    """Functions of the model's modeling module, replaced inside the block."""
+    module = vars(sys.modules[type(model).__module__])
+    before = {name: module[name] for name in functions}
+    module.update(functions)
+    try:
+        yield
+    finally:
+        module.update(before)
+
+
+def plain_functions(model: PreTrainedModel) -> dict[str, Function]:
+    """transformers' own functions in plain torch, which compute in fp64 too."""
+    module = vars(sys.modules[type(model).__module__])
+    return {name: inspect.unwrap(module[name]) for name in (CONVOLUTION, DELTA_RULE)}
+
+
+def convolution_of_fla(device: torch.device) -> Function:
+    """fla's public convolution with the arguments of transformers' `causal_conv1d_fn`.
+
+    Not traced by torch.compile, as the rest of fla's public functions.
+
+    Raises:
+        Unsupported: fla is not installed, or there is no GPU.
+    """
+    reason = why_not_fla(torch.empty(0, device=device))
+    if reason is not None:
+        raise Unsupported(reason)
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    def convolve(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        x = hidden_states.transpose(1, 2)
+        out, _ = causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=cu_seq_lens_q)
+        convolved: Tensor = out.transpose(1, 2)
+        return convolved
+
+    untraced: Function = torch.compiler.disable(convolve)
+    return untraced
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What transformers and fla raise where they refuse to run is `Unsupported`."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if any(words in str(error) for words in _REFUSALS):
+            raise Unsupported(one_line(error)) from error
+        raise
+
+
+def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -> dict[str, str]:
+    """What computes a variant's gated delta rule and convolutions, for its record.
+
+    Args:
+        model: on the device that it runs on.
+        theirs: transformers' own layers.
+        fla_convolution: with `convolution_of_fla`.
+    """
+    fla = _installed("fla-core")
+    if not theirs:
+        runs = why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None
+        return {
+            "delta_rule": fla if fla and runs else BY_DOCUMENT,
+            "convolution": fla if fla and runs else PLAIN,
+        }
+    own = fla if fla_convolution else _installed("causal-conv1d")
+    return {"delta_rule": fla or PLAIN, "convolution": own or PLAIN}
+
+
+def _installed(package: str) -> str | None:
+    """Name and version, or None."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,189 @@
+"""The suite "hybrid": leaks of recurrent layers are seen, and what ran is in the records."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn.functional import conv1d, silu
+
+from flexvarlen.bench.suites.model import recurrences
+from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.bench.suites.model.hybrid import OTHER_PACKINGS, SUITE, VARIANTS
+from flexvarlen.bench.suites.model.hybrid_step import HybridSteps, split_variant
+from flexvarlen.bench.suites.model.recurrences import (
+    CONVOLUTION,
+    kernels_of,
+    plain_functions,
+    refusals,
+    replaced,
+)
+from flexvarlen.bench.suites.model.variants import Sizes, make_variant
+from flexvarlen.report.records import read_records
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.run import RunRequest, run_suite
+from flexvarlen.runner.suite import Options, UnknownVariant
+
+CPU = torch.device("cpu")
+QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
+ON_A_GPU = Options(torch.device("cuda"))
+EAGER, COMPILED, PADDED, PACKINGS = SUITE.cases(QUICK)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    out = tmp_path_factory.mktemp("hybrid") / "records.jsonl"
+    run_suite(SUITE, QUICK, RunRequest(out))
+    return {(r.case["kind"], r.case["variant"]): r for r in read_records([out])}
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def test_every_variant_has_a_record_that_says_what_ran(records):
+    expected = {(c.kind, v) for c in SUITE.cases(QUICK) for v in SUITE.variants(c, QUICK)}
+    assert set(records) == expected
+    for record in records.values():
+        m = record.measures
+        if record.status == "ok":
+            assert m["tokens_per_s"] == pytest.approx(record.case["tokens"] / m["ms_p50"] * 1e3)
+            assert (m["graphs"] > 0) == bool(record.case["compiler"])
+            assert 0 < m["error_over_allowed"] <= 1
+            assert "plain torch" in m["delta_rule"]
+
+
+def test_transformers_own_layers_leak_or_refuse(records):
+    leaking = records["eager", "transformers:sdpa"]
+    assert leaking.status == "wrong"
+    assert leaking.measures["error_over_allowed"] > 100
+    assert "ms_p50" not in leaking.measures
+    both = records["eager", "transformers:sdpa@both"]
+    assert both.status in ("unsupported", "wrong")  # transformers 5.23, and before
+    assert records["eager", "auto"].status == "ok"
+
+
+def test_padded_batches_compute_more_positions_than_tokens(records):
+    ratios = {
+        variant: record.measures["positions_per_token"]
+        for (kind, variant), record in records.items()
+        if kind == "padded"
+    }
+    assert ratios.pop("auto") == 1
+    assert ratios
+    assert min(ratios.values()) > 1
+
+
+def test_other_packings_are_run_and_the_last_is_checked(records):
+    m = records["packings", "auto"].measures
+    assert (m["other_packings"], m["recompilations"]) == (2, 0)
+    assert m["error_last_packing"] < 1e-5
+
+
+def test_a_packed_row_as_one_document_is_wrong():
+    steps = HybridSteps(EAGER, QUICK)
+    assert steps.check("sdpa").wrong is None
+    whole = [EAGER.tokens]
+    steps.sizes = Sizes.of(EAGER.tokens, whole)
+    steps.collection = replace(steps.collection, lengths=tuple(whole))
+    assert steps.check("sdpa").wrong.startswith("outputs")
+
+
+def test_the_table_has_every_variant_and_reason(records):
+    text = SUITE.section(list(records.values()))
+    assert text.count("flexvarlen `auto` (sdpa)") == 4
+    assert "boundaries from cu_seq_lens and seq_idx" in text
+    assert "0 in 2 packings" in text
+    assert "wrong (1)" in text
+
+
+# --- the functions of recurrent layers -----------------------------------------------------------
+
+
+def test_functions_are_replaced_in_the_block_alone():
+    model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
+    before = plain_functions(model)
+    with replaced(model, {CONVOLUTION: max}):
+        assert plain_functions(model)[CONVOLUTION] is max
+    assert plain_functions(model) == before
+
+
+def test_the_reference_runs_in_float64_on_plain_torch():
+    """A patched model of the same class leaves its own functions in the modeling module."""
+    model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
+    make_variant("sdpa", model, Sizes(8, 1, 8))
+    assert not any(hasattr(f, "_flexvarlen") for f in plain_functions(model).values())
+
+
+def test_the_convolution_of_fla_stands_in_for_transformers_own(monkeypatch):
+    seen = []
+
+    def causal_conv1d(x, weight, bias, activation, cu_seqlens):
+        seen.append((x.shape, cu_seqlens))
+        padded = conv1d(x.mT, weight[:, None], bias, padding=3, groups=len(weight))
+        assert activation == "silu"
+        return silu(padded[..., : x.shape[1]]).mT, None
+
+    module = ModuleType("fla.modules.causal_conv1d")
+    module.causal_conv1d = causal_conv1d
+    for name in ("fla", "fla.modules"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(recurrences, "why_not_fla", lambda x: None)
+    checked = HybridSteps(PADDED, QUICK).check("padded:transformers:sdpa+fla-conv")
+    assert checked.wrong is None
+    channels = 3 * 2 * 64  # queries, keys and values of two heads
+    assert {(shape[-1], ends) for shape, ends in seen} == {(channels, None)}
+
+
+def test_a_refusal_is_unsupported_and_any_other_error_is_not():
+    with pytest.raises(Unsupported, match="Hopper"), refusals():
+        raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
+    with pytest.raises(RuntimeError, match="shape"), refusals():
+        raise RuntimeError("shape mismatch")
+
+
+def test_records_say_which_kernels_ran(monkeypatch):
+    monkeypatch.setattr(recurrences, "version", lambda package: "0.6.0")
+    monkeypatch.setattr(recurrences, "why_not_fla", lambda x: None)
+    model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
+    ours = kernels_of(model, theirs=False, fla_convolution=False)
+    assert set(ours.values()) == {"fla-core 0.6.0"}
+    theirs = kernels_of(model, theirs=True, fla_convolution=False)
+    assert theirs == {"delta_rule": "fla-core 0.6.0", "convolution": "causal-conv1d 0.6.0"}
+
+
+def test_a_variant_is_split_and_ours_has_no_other_convolution():
+    found = split_variant("padded-sorted:transformers:flash_attention_3+fla-conv")
+    assert found == ("padded-sorted", "transformers:flash_attention_3", True)
+    with pytest.raises(UnknownVariant, match="fla-conv"):
+        split_variant("fa3+fla-conv")
+    with pytest.raises(UnknownVariant):
+        split_variant("padded:fa9")
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+def test_cases_of_a_gpu_are_whole_rows_and_their_variants_are_known():
+    cases = {case.kind: case for case in SUITE.cases(ON_A_GPU)}
+    assert set(cases) == set(VARIANTS)
+    assert cases["eager"].tokens == cases["padded"].tokens == 32_768
+    assert cases["packings"].other_packings == OTHER_PACKINGS == 20
+    assert sum(cases["eager"].lengths(0, None)) == sum(cases["padded"].lengths(0, None)) == 32_768
+    assert cases["padded"].longest_doc == max(cases["padded"].lengths(0, None))
+    for case in cases.values():
+        for variant in SUITE.variants(case, ON_A_GPU):
+            split_variant(variant)
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_a_gpu(tmp_path):
+    out = tmp_path / "records.jsonl"
+    run_suite(SUITE, Options(torch.device("cuda"), quick=True, seconds=0.05), RunRequest(out))
+    found = {(r.case["kind"], r.case["variant"]): r for r in read_records([out])}
+    assert not [r.reason for r in found.values() if r.status == "failed"]
+    assert {r.status for (_, variant), r in found.items() if variant == "auto"} == {"ok"}
+    assert found["packings", "auto"].measures["recompilations"] == 0
