@@ -13,7 +13,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
@@ -114,7 +115,8 @@ def _by_document(original: Callable[..., Any], ours: Callable[..., Any] | None) 
     def by_document(*args: Any, **kwargs: Any) -> Any:
         documents = kwargs.get(DOCUMENTS)
         if not isinstance(documents, RecurrentDocuments):
-            return original(*args, **kwargs)
+            plain = _needs_plain_torch(args, kwargs)
+            return (torch_function if plain else original)(*args, **kwargs)
         if ours is None:
             return None
         own = {name: value for name, value in kwargs.items() if name in known}
@@ -122,6 +124,13 @@ def _by_document(original: Callable[..., Any], ours: Callable[..., Any] | None) 
 
     vars(by_document)["_flexvarlen"] = True
     return by_document
+
+
+def _needs_plain_torch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors are float64, which kernels lack; not so if boundaries of others are given."""
+    if any(kwargs.get(name) is not None for name in (DOCUMENTS, "cu_seqlens")):
+        return False
+    return any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
 
 
 def _pass_documents(

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.patches.isolation.model_run import IsolationRun
-from flexvarlen.patches.isolation.report import OTHER_REMEDY, PATCHED, REMEDIES, IsolationError
+from flexvarlen.patches.isolation.report import (
+    OTHER_REMEDY,
+    PATCHED,
+    PATCHED_KINDS,
+    REMEDIES,
+    IsolationError,
+)
 from flexvarlen.patches.isolation.trace import Call, TensorId, Trace, changed_tokens
 from flexvarlen.patches.state import ATTRIBUTE
 
@@ -203,7 +209,7 @@ class Blame:
         return f"{name or 'the model itself'} ({type(module).__name__}, {kind_of(module, name)})"
 
     def _remedy(self, kind: str) -> str:
-        if kind == "attention" and ATTRIBUTE in self.run.inner.__dict__:
+        if kind in PATCHED_KINDS and ATTRIBUTE in self.run.inner.__dict__:
             return PATCHED
         return REMEDIES.get(kind, OTHER_REMEDY)
 

@@ -6,13 +6,14 @@ That packed equals one by one is tested for all families in patches/models/test_
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.patches.forward.recurrent_layers import recurrent_layers
+from flexvarlen.patches.forward.recurrent_layers import _by_document, recurrent_layers
 from flexvarlen.patches.models.families import BY_TYPE
 from tests.tiny_models import LENGTHS, new_model, one_row, padded_rows, shared_model
 
@@ -162,3 +163,26 @@ def test_compiled_with_breaks_at_the_loop(name):
         with torch.no_grad():
             found, expected = compiled(**inputs).logits, model(**inputs).logits
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seq_idx", "runs"),
+    [
+        (torch.float32, None, "kernel"),
+        (torch.float64, None, "plain torch"),
+        # The kernel keeps these documents apart, or transformers refuses; plain torch does not.
+        (torch.float64, torch.zeros(1, 4), "kernel"),
+    ],
+)
+def test_kernels_get_no_float64(dtype, seq_idx, runs):
+    """Without documents, as in the reference of `compare`."""
+
+    def plain(x, seq_idx=None):
+        return "plain torch"
+
+    @functools.wraps(plain)
+    def kernel(x, seq_idx=None):
+        return "kernel"
+
+    call = _by_document(kernel, plain)
+    assert call(torch.zeros(1, 4, dtype=dtype), seq_idx=seq_idx) == runs
