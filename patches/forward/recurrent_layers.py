@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.functions import convolve, gated_delta_rule, mamba2_scan
+from flexvarlen.recurrent.functions import Theirs, convolve, gated_delta_rule, mamba2_scan
 
 DOCUMENTS = "seq_idx"
 """The keyword that passes the documents on to the functions of a recurrent layer."""
@@ -108,7 +108,7 @@ def _functions_of(layer: nn.Module) -> dict[str, Any]:
 
 def _by_document(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
     """A function of transformers, or ours where it gets documents."""
-    torch_function = inspect.unwrap(original)
+    theirs = Theirs(original, inspect.unwrap(original))
     known = () if ours is None else tuple(inspect.signature(ours).parameters)
 
     @functools.wraps(original)
@@ -116,11 +116,11 @@ def _by_document(original: Callable[..., Any], ours: Callable[..., Any] | None) 
         documents = kwargs.get(DOCUMENTS)
         if not isinstance(documents, RecurrentDocuments):
             plain = _needs_plain_torch(args, kwargs)
-            return (torch_function if plain else original)(*args, **kwargs)
+            return (theirs.plain if plain else original)(*args, **kwargs)
         if ours is None:
             return None
         own = {name: value for name, value in kwargs.items() if name in known}
-        return ours(torch_function, documents, *args, **own)
+        return ours(theirs, documents, *args, **own)
 
     vars(by_document)["_flexvarlen"] = True
     return by_document

@@ -13,9 +13,10 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from flexvarlen import PackedLayout
+from flexvarlen.recurrent import functions
 from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
 from flexvarlen.recurrent.fla.hopper import gradients_of_chunks
-from flexvarlen.recurrent.functions import convolve, gated_delta_rule, mamba2_scan
+from flexvarlen.recurrent.functions import Theirs, convolve, gated_delta_rule, mamba2_scan
 
 LENGTHS = (5, 1, 64, 0, 70)
 T = 150  # the last ten are padding
@@ -53,9 +54,10 @@ def convolution_alone(x, weight, bias):
 
 def delta_rule(module, name):
     torch_function = inspect.unwrap(getattr(module, name))
+    theirs = Theirs(None, torch_function)
 
     def run(docs, *tensors):
-        return gated_delta_rule(torch_function, docs, *tensors, use_qk_l2norm_in_kernel=True)[0]
+        return gated_delta_rule(theirs, docs, *tensors, use_qk_l2norm_in_kernel=True)[0]
 
     def alone(q, k, v, g, beta):
         return torch_function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
@@ -68,7 +70,9 @@ def scan():
     fixed = {"chunk_size": 16, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
 
     def run(docs, x, dt, B, C, A, D, bias):
-        return mamba2_scan(torch_function, docs, x, dt, A, B, C, D=D, dt_bias=bias, **fixed)
+        return mamba2_scan(
+            Theirs(None, torch_function), docs, x, dt, A, B, C, D=D, dt_bias=bias, **fixed
+        )
 
     def alone(x, dt, B, C, A, D, bias):
         return torch_function(x, dt, A, B, C, D=D, dt_bias=bias, **fixed)
@@ -148,6 +152,35 @@ def test_a_bit_of_another_document(name):
     others[6:70] = False
     assert torch.equal(before[:, others], after[:, others])
     assert not torch.equal(before[:, 6:70], after[:, 6:70])
+
+
+def test_kernels_of_other_packages(monkeypatch):
+    """What causal-conv1d and mamba-ssm get, where they are installed; none is, on this machine."""
+    monkeypatch.setattr(functions, "HAS_CAUSAL_CONV1D", True)
+    monkeypatch.setattr(functions, "HAS_MAMBA_SSM", True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    calls = []
+
+    def kernel(x, *args, seq_idx, **kwargs):
+        calls.append((x.shape, x.stride(1), seq_idx))
+        return x
+
+    theirs, docs = Theirs(kernel, None), documents()
+    x = randn(1, T, 6).float()
+    out = convolve(theirs, docs, x.transpose(1, 2), randn(6, 4), activation="silu")
+    assert torch.equal(out[..., :140], x.transpose(1, 2)[..., :140])
+    assert not out[..., 140:].any()
+    x = randn(1, T, HV, V).float()
+    tensors = [randn(1, T, HV), randn(HV), randn(1, T, H, K), randn(1, T, H, K)]
+    out = mamba2_scan(theirs, docs, x, *tensors, chunk_size=16)
+    assert torch.equal(out[:, :140], x[:, :140])
+    (shape, channel_stride, ids), (_, _, same) = calls
+    assert (shape, channel_stride, ids.dtype) == ((1, 6, T), 1, torch.int32)
+    assert ids is same
+    lengths = [*LENGTHS, T - sum(LENGTHS)]
+    assert torch.unique_consecutive(ids[0], return_counts=True)[1].tolist() == [
+        length for length in lengths if length
+    ]
 
 
 def test_a_cache():
