@@ -114,7 +114,7 @@ def patch_model(
     mm_token_type_ids, eagerly only. Each frame of an image is a document of the vision tower.
 
     Recurrent layers (Qwen3.5, Mamba-2) start anew at each document. Packed rows of these models
-    have no cache: `use_cache=True` raises. On a GPU `pip install 'flexvarlen[linear]'` makes them
+    have no cache: `use_cache=True` raises. On a GPU `pip install '.[linear]'` makes them
     fast.
 
     Labels that do not reach the model are not masked: Trainer removes labels for label smoothing
@@ -171,11 +171,13 @@ def patch_model(
             model's layer types or names another, a group whose ranks do not divide the heads, or
             an `unpad_to_multiple_of` that is no positive integer or comes without `unpad`.
         NotImplementedError: the model type is not verified, or `verify` cannot check it or finds
-            other outputs than those of each document alone; it keeps state beyond attention, its
-            head is of a kind whose labels are not known, PEFT adds virtual tokens (prompt tuning
-            and similar; not seen if added later), a backend cannot run its layers on this machine,
-            or the model is an encoder, takes images or has longrope, and a group is given; `unpad`
-            with a vision-language model or a group.
+            other outputs than those of each document alone; it keeps state that is not supported,
+            or its recurrent layers do not call transformers' `causal_conv1d_fn`, or come from
+            kernels of the hub (`use_kernels=True`); its head is of a kind whose labels are not
+            known, PEFT adds virtual tokens (prompt tuning and similar; not seen if added later), a
+            backend cannot run its layers on this machine, or the model is an encoder, takes
+            images, has longrope or recurrent layers, and a group is given; `unpad` with a
+            vision-language model, Mamba-2 or a group.
 
     A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
     and left padding in an encoder that pools or classifies by a row's first token.
@@ -284,7 +286,9 @@ def unpatch_model(model: Model) -> Model:
     """Restore a patched model exactly; an unpatched model is unchanged.
 
     Models that share one config object share its attn_implementation, which is restored with the
-    last of them. Until then unpatched models among them use flexvarlen by its name alone.
+    last of them. Until then unpatched models among them use flexvarlen by its name alone. The
+    functions of recurrent layers that `patch_model` replaced in transformers' modules stay
+    replaced; without documents they call transformers' own, or for float64 its plain torch.
 
     Returns:
         The same model.

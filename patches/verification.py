@@ -40,8 +40,8 @@ def refuse_unverifiable(inner: PreTrainedModel) -> None:
     attention layers can be found.
 
     Raises:
-        NotImplementedError: it is another, or its weights are not loaded or cannot be
-            differentiated.
+        NotImplementedError: the model is of another kind, is on the meta device, or is quantized
+            so that it cannot be differentiated.
     """
     quantizer: Any = getattr(inner, "hf_quantizer", None)
     if device_of_inputs(inner).type == "meta":
@@ -83,7 +83,7 @@ class Verification:
 
     def __init__(self, inner: PreTrainedModel, patch: Patch) -> None:
         self.inner = inner
-        # Heads with an output for each document, or none for packed rows, have none for each token.
+        # Heads with one output per document or row have none per token: their base is checked.
         self.model = base_of(inner) if patch.head in (*PER_DOCUMENT, *PER_ROW) else inner
         self.is_sharded = patch.sequence_parallel_group is not None
         self.key = _key(inner, patch)
@@ -96,7 +96,7 @@ class Verification:
         return self.key in _passed
 
     def before_patch(self) -> None:
-        """Run each document alone; of a model type that is not among the verified families.
+        """Run each document alone, for a model type that is not among the verified families.
 
         Raises:
             NotImplementedError: the patch is for rows that are sharded over ranks.
@@ -146,7 +146,7 @@ class Verification:
         return [self.ids[:, start:end] for start, end in pairwise(ends)]
 
     def _outputs(self, batch: dict[str, Any]) -> Tensor:
-        """`[T, N]`."""
+        """`[T, V]`: logits, or the hidden states of a base model."""
         run = IsolationRun(self.model, batch, layout=None, seed=_SEED)
         with run.as_before():
             return run([]).outputs
@@ -164,10 +164,11 @@ class Verification:
             )
 
     def _check_outputs(self, packed: Tensor) -> None:
-        """Compare them with those of documents alone.
+        """Compare with each document alone.
 
-        Half of the digits of the dtype must agree, as a wrong mask, position or scale moves all
-        that follows. Of most tokens, since rounding may send a few to other experts.
+        The median relative error over tokens must be at most sqrt(eps) of the dtype: a wrong mask,
+        position or scale moves all tokens that follow. The median, since rounding may send a few
+        tokens to other experts.
         """
         if not self.alone:
             return

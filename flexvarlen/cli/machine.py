@@ -91,8 +91,11 @@ def version_problems() -> list[str]:
     return problems
 
 
-PACKAGES = ("accelerate", "trl", "peft", "liger-kernel", "fla-core")
-"""Packages that models are trained with; the last has the kernels of recurrent layers."""
+PACKAGES = (
+    *("accelerate", "trl", "peft", "liger-kernel"),
+    *("fla-core", "causal-conv1d", "mamba-ssm"),  # kernels of recurrent layers
+)
+"""Packages that models are trained with."""
 
 
 def facts(device: torch.device | str) -> dict[str, str]:

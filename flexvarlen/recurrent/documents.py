@@ -23,10 +23,12 @@ class RecurrentDocuments:
 
     Attributes:
         layout: the documents.
-        offsets: int64 `[T]`, the number of tokens of its own document before each token.
+        offsets: int64 `[T]`, the index of each token in its document.
         seq_idx: int32 `[1, T]`, the slot of each token.
         padding: bool `[T]`, True at padding; None where the host knows that there is none.
-        cu_seqlens: int32 `[N + 3]`: those of the layout, then T twice. The last slot is empty.
+        cu_seqlens: int32 `[N + 3]`: those of the layout, then T twice. Slot i holds the tokens from
+            `cu_seqlens[i]` to `cu_seqlens[i + 1]`: the documents, unused slots, the padding after
+            the last document, and at the end a slot that is always empty.
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
             number in the document. Chunks past the last one belong to the empty slot.
 
@@ -51,8 +53,8 @@ class RecurrentDocuments:
         moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
         return self if moved is self.layout else RecurrentDocuments(moved)
 
-    def without_padding(self, x: Tensor) -> Tensor:
-        """`[1, T, ...]` with exact zeros at padding, in the gradient too."""
+    def zero_padding(self, x: Tensor) -> Tensor:
+        """x `[1, T, ...]` with zeros at padding, in the output and in the gradient."""
         if self.padding is None:
             return x
         return x.masked_fill(self.padding.view(1, -1, *[1] * (x.ndim - 2)), 0)

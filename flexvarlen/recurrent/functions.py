@@ -1,9 +1,9 @@
-"""The functions through which tokens of a row meet in recurrent layers, run document by document.
+"""The convolution and the scans of recurrent layers, with documents kept apart.
 
-Each takes `theirs`, transformers' function of the same name, and its arguments. fla's kernel runs
-where it can, or that of causal-conv1d or mamba-ssm where they are installed, which take `seq_idx`.
-Elsewhere transformers' plain torch runs once for each document; the convolution, which needs no
-loop, is computed here.
+Each takes the function of transformers that it replaces, and that function's arguments. fla's
+kernel runs where it can; mamba-ssm's, made for Mamba-2, before it; causal-conv1d's after it, as
+torch.compile breaks there. Otherwise a scan runs transformers' plain torch once per document, and
+the convolution is computed here for all documents at once.
 
 Shapes: B rows of S tokens, T = B·S; C channels; W = width of the convolution; H heads of queries
 and keys, HV of values; K, V their head_dim; G groups and N state size of Mamba-2.
@@ -22,38 +22,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexvarlen.recurrent import fla
+from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla.convolution import causal_convolution
-from flexvarlen.recurrent.fla.decayed_scan import decayed_scan
-from flexvarlen.recurrent.fla.delta_rules import gated_delta_rule as fla_gated_delta_rule
-from flexvarlen.recurrent.fla.delta_rules import kimi_delta_rule
+from flexvarlen.recurrent.fla_kernels.convolution import causal_convolution
+from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
+from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule as fla_gated_delta_rule
+from flexvarlen.recurrent.fla_kernels.delta_rules import kimi_delta_rule
 
 HAS_CAUSAL_CONV1D = find_spec("causal_conv1d") is not None
 HAS_MAMBA_SSM = find_spec("mamba_ssm") is not None
 
 
-class Theirs(NamedTuple):
+class TransformersFunction(NamedTuple):
     """A function of transformers.
 
     Attributes:
-        installed: calls the kernel of the package that it is named after, if that is installed.
-        plain: in plain torch; knows no documents.
+        kernel: calls the package that it is named after (causal-conv1d, mamba-ssm), if installed.
+        plain_torch: the same in plain torch, for one document.
     """
 
-    installed: Callable[..., Any]
-    plain: Callable[..., Any]
+    kernel: Callable[..., Any]
+    plain_torch: Callable[..., Any]
 
 
 def convolve(
-    theirs: Theirs,
+    original: TransformersFunction,
     documents: RecurrentDocuments,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """`causal_conv1d_fn`: a depthwise convolution, hidden_states `[B, C, S]`, weight `[C, W]`."""
+    """Replace `causal_conv1d_fn`: a depthwise causal convolution.
+
+    Args:
+        hidden_states: `[B, C, S]`.
+        weight: `[C, W]`.
+        bias: `[C]`.
+        activation: "silu" or None.
+
+    Returns:
+        `[B, C, S]` in the dtype of hidden_states, zeros at padding.
+
+    Raises:
+        NotImplementedError: another activation.
+
+    No sync; traces under `fullgraph=True`, but for causal-conv1d's kernel.
+    """
     batch, channels, row_tokens = hidden_states.shape
     x_TC = hidden_states.transpose(1, 2).reshape(1, batch * row_tokens, channels)
     if activation not in (None, "silu", "swish"):
@@ -61,19 +76,19 @@ def convolve(
             "the convolution's activation must be silu or None in a packed row, got "
             f"{activation!r}; use the model's own implementation, one document per row."
         )
-    if fla.why_not(x_TC) is None:
+    if fla_kernels.why_not(x_TC) is None:
         silu = None if activation is None else "silu"
         out = causal_convolution(
             x_TC, weight, bias, silu, documents.cu_seqlens, documents.chunk_indices
         )
-    elif HAS_CAUSAL_CONV1D and x_TC.is_cuda:
+    elif HAS_CAUSAL_CONV1D and x_TC.is_cuda and x_TC.dtype != torch.float64:
         x_CT = x_TC.transpose(1, 2)
-        out = theirs.installed(x_CT, weight, bias, activation, seq_idx=documents.seq_idx)
+        out = original.kernel(x_CT, weight, bias, activation, seq_idx=documents.seq_idx)
         out = out.transpose(1, 2)
     else:
         out = _convolve(x_TC[0], weight, bias, documents.offsets)[None]
         out = (out if activation is None else F.silu(out)).to(x_TC.dtype)
-    out = documents.without_padding(out)
+    out = documents.zero_padding(out)
     return out.view(batch, row_tokens, channels).transpose(1, 2)
 
 
@@ -88,7 +103,7 @@ def _convolve(x_TC: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor
 
 
 def gated_delta_rule(
-    theirs: Theirs,
+    original: TransformersFunction,
     documents: RecurrentDocuments,
     query: Tensor,
     key: Tensor,
@@ -99,36 +114,46 @@ def gated_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, None]:
-    """`chunk_gated_delta_rule`: query, key `[B, S, H, K]`, value `[B, S, HV, V]`.
+    """Replace `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`.
 
     Args:
-        g: log of the decay, `[B, S, HV]`; `[B, S, HV, K]` in `chunk_kda`.
+        query, key: `[B, S, H, K]`.
+        value: `[B, S, HV, V]`.
+        g: log of the decay, `[B, S, HV]`; Kimi's has one for each channel, `[B, S, HV, K]`.
         beta: `[B, S, HV]`.
 
     Returns:
-        The output `[B, S, HV, V]`, and None for the final state.
+        The output `[B, S, HV, V]` in value's dtype, zeros at padding, and None for the state.
+
+    Raises:
+        NotImplementedError: a state goes in or is to come out.
+
+    With fla no sync, and it traces under `fullgraph=True`; else it loops over the documents.
     """
     _refuse_states(initial_state, output_final_state)
     shape = value.shape
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value, g, beta)]
-    if fla.why_not(value) is None and use_qk_l2norm_in_kernel:
+    why = fla_kernels.why_not(value)
+    if not use_qk_l2norm_in_kernel:
+        why = "fla's kernel normalizes queries and keys, which this layer does not"
+    if why is None:
         operator = fla_gated_delta_rule if g.ndim == 3 else kimi_delta_rule
         rows[3] = rows[3].float()
         out = operator(*rows, documents.cu_seqlens, documents.chunk_indices)[0]
     else:
 
         def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            alone: Tensor = theirs.plain(
+            alone: Tensor = original.plain_torch(
                 q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
             )[0]
             return alone
 
-        out = _one_by_one(run, documents, rows, rows[2], why=fla.why_not(value))
-    return documents.without_padding(out).view(shape), None
+        out = _loop_over_documents(run, documents, rows, rows[2], why=why)
+    return documents.zero_padding(out).view(shape), None
 
 
 def mamba2_scan(
-    theirs: Theirs,
+    original: TransformersFunction,
     documents: RecurrentDocuments,
     hidden_states: Tensor,
     dt: Tensor,
@@ -144,17 +169,23 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
 ) -> Tensor:
-    """`mamba_chunk_scan_combined`: hidden_states `[B, S, H, V]`, dt `[B, S, H]`, A `[H]`.
+    """Replace `mamba2_chunk_scan`.
 
     Args:
+        hidden_states: `[B, S, H, V]`.
+        dt: `[B, S, H]`.
+        A: `[H]`.
         B, C: `[B, S, G, N]`.
         D: `[H]`, weight of the input in the output.
 
     Returns:
-        The output `[B, S, H, V]`.
+        The output `[B, S, H, V]`, zeros at padding.
+
+    Raises:
+        NotImplementedError: a state goes in or is to come out, or z is given.
 
     fla has no such scan, but linear attention with a decay: its query is C, its key B, its value
-    `dt * hidden_states`, and the log of its decay `dt * A`.
+    `dt * hidden_states`, and the log of its decay `dt * A`. Then there is one sync in each pass.
     """
     _refuse_states(initial_states, return_final_states)
     if z is not None:
@@ -163,8 +194,8 @@ def mamba2_scan(
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if HAS_MAMBA_SSM and x.is_cuda and x.dtype != torch.float64:
-        out = theirs.installed(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
-    elif fla.why_not(x) is None:
+        out = original.kernel(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
+    elif (why := fla_kernels.why_not(x)) is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         q, k = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (C, B))
@@ -176,11 +207,11 @@ def mamba2_scan(
     else:
 
         def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
-            alone: Tensor = theirs.plain(x, dt, A, B, C, **fixed)
+            alone: Tensor = original.plain_torch(x, dt, A, B, C, **fixed)
             return alone
 
-        out = _one_by_one(run, documents, [x, dt, B, C], x, why=fla.why_not(x))
-    return documents.without_padding(out).view(hidden_states.shape)
+        out = _loop_over_documents(run, documents, [x, dt, B, C], x, why=why)
+    return documents.zero_padding(out).view(hidden_states.shape)
 
 
 def _refuse_states(initial: Tensor | None, final: bool) -> None:
@@ -195,13 +226,13 @@ def _refuse_states(initial: Tensor | None, final: bool) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _one_by_one(
+def _loop_over_documents(
     run: Callable[..., Tensor],
     documents: RecurrentDocuments,
     rows: list[Tensor],
     like: Tensor,
     *,
-    why: str | None,
+    why: str,
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
@@ -221,9 +252,9 @@ def _one_by_one(
 
 
 @cache
-def _warn_of_loop(why: str | None) -> None:
+def _warn_of_loop(why: str) -> None:
     warnings.warn(
-        f"flexvarlen: recurrent layers run one document after another in plain torch, which is "
-        f"right but slow, as {why}.",
+        "flexvarlen: recurrent layers run one document after another in plain torch, which is "
+        f"correct but slow: {why}. See docs/troubleshooting.md.",
         stacklevel=2,
     )

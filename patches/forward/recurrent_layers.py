@@ -1,9 +1,9 @@
 """Recurrent layers of hybrid models: short convolutions and scans start anew at each document.
 
-transformers writes all of them alike. The layer projects, calls functions of its module through
-which tokens meet (`causal_conv1d_fn`, and a scan), and projects again. A patched model passes its
-layers the documents under the name `seq_idx`, which they pass on to these functions. In their place
-stand ours, which run by document where they get documents, and else are transformers' own.
+A layer mixes tokens only in functions that it looks up in its modeling module: `causal_conv1d_fn`
+and a scan. `patch_recurrent` replaces them there, once per process, by wrappers. A wrapper that
+gets a `RecurrentDocuments` as `seq_idx` calls `flexvarlen.recurrent`; otherwise it calls
+transformers' function.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,29 @@ from torch import Tensor, nn
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.functions import Theirs, convolve, gated_delta_rule, mamba2_scan
+from flexvarlen.recurrent.functions import (
+    TransformersFunction,
+    convolve,
+    gated_delta_rule,
+    mamba2_scan,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DOCUMENTS = "seq_idx"
 """The keyword that passes the documents on to the functions of a recurrent layer."""
 
 _CONVOLUTION = "causal_conv1d_fn"
-_OURS: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     _CONVOLUTION: convolve,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
 }
 _FUSED = "mamba2_split_conv1d_scan_combined"
-"""Convolution and scan in one kernel; None makes the layer call them one after the other."""
+"""Convolution and scan in one kernel. Given documents its wrapper returns None, and the layer then
+calls the two functions separately."""
 
 
 def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
@@ -45,12 +54,17 @@ def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
     ]
 
 
-def keeps_keywords(model: Any) -> bool:
-    """Whether a head passes its base model no keywords, so that documents go as attention_mask."""
+def head_drops_keywords(model: Any) -> bool:
+    """Whether a model's head passes its base model no keywords (Mamba-2).
+
+    The documents then travel as its attention_mask.
+    """
     return bool(model.config.model_type == "mamba2")
 
 
-def refuse_recurrent(model: Any, layers: list[nn.Module], *, unpad: bool, group: object) -> None:
+def refuse_recurrent(
+    model: Any, layers: list[nn.Module], *, unpad: bool, group: ProcessGroup | None
+) -> None:
     """Refuse what recurrent layers cannot do by document.
 
     Raises:
@@ -65,7 +79,7 @@ def refuse_recurrent(model: Any, layers: list[nn.Module], *, unpad: bool, group:
                 f"{type(layer).__name__} that does not, whose state would run over all documents; "
                 "use the model's own implementation, one document per row."
             )
-    if unpad and keeps_keywords(model):
+    if unpad and head_drops_keywords(model):
         raise NotImplementedError(
             f"unpad=True is not supported with {type(model).__name__}, whose head passes no "
             "keywords on to its base model; pack its batches, or leave unpad out."
@@ -85,17 +99,17 @@ def refuse_recurrent(model: Any, layers: list[nn.Module], *, unpad: bool, group:
 def patch_recurrent(layer: nn.Module) -> None:
     """Make a recurrent layer run by document in a patched model. Safe to call twice."""
     functions = _functions_of(layer)
-    for name in (*_OURS, _FUSED):
+    for name in (*_REPLACEMENTS, _FUSED):
         if name in functions and not hasattr(functions[name], "_flexvarlen"):
-            functions[name] = _by_document(functions[name], _OURS.get(name))
-    if _pass_documents not in layer._forward_pre_hooks.values():
-        layer.register_forward_pre_hook(_pass_documents, with_kwargs=True)
+            functions[name] = _dispatching(functions[name], _REPLACEMENTS.get(name))
+    if _documents_hook not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_documents_hook, with_kwargs=True)
 
 
 def unpatch_recurrent(layer: nn.Module) -> None:
     """Undo `patch_recurrent`; the functions without documents are transformers' own."""
     for number, hook in tuple(layer._forward_pre_hooks.items()):
-        if hook is _pass_documents:
+        if hook is _documents_hook:
             del layer._forward_pre_hooks[number]
             layer._forward_pre_hooks_with_kwargs.pop(number, None)
 
@@ -106,34 +120,37 @@ def _functions_of(layer: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _by_document(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
-    """A function of transformers, or ours where it gets documents."""
-    theirs = Theirs(original, inspect.unwrap(original))
+def _dispatching(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
+    """A wrapper that calls transformers' function, or ours where it gets documents."""
+    both = TransformersFunction(original, inspect.unwrap(original))
     known = () if ours is None else tuple(inspect.signature(ours).parameters)
 
     @functools.wraps(original)
-    def by_document(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         documents = kwargs.get(DOCUMENTS)
         if not isinstance(documents, RecurrentDocuments):
             plain = _needs_plain_torch(args, kwargs)
-            return (theirs.plain if plain else original)(*args, **kwargs)
+            return (both.plain_torch if plain else original)(*args, **kwargs)
         if ours is None:
             return None
         own = {name: value for name, value in kwargs.items() if name in known}
-        return ours(theirs, documents, *args, **own)
+        return ours(both, documents, *args, **own)
 
-    vars(by_document)["_flexvarlen"] = True
-    return by_document
+    vars(dispatch)["_flexvarlen"] = True
+    return dispatch
 
 
 def _needs_plain_torch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether tensors are float64, which kernels lack; not so if boundaries of others are given."""
+    """Whether an input is float64, which the kernels lack.
+
+    False if the caller passes boundaries of its own, which plain torch would ignore.
+    """
     if any(kwargs.get(name) is not None for name in (DOCUMENTS, "cu_seqlens")):
         return False
     return any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
 
 
-def _pass_documents(
+def _documents_hook(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pass the documents on to the functions of a layer.

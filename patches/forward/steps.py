@@ -60,7 +60,7 @@ from flexvarlen.patches.forward.padding import (
     pad_and_pool,
     padded_batch,
 )
-from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, keeps_keywords
+from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, head_drops_keywords
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.gemma4 import keep_all_queries, refuse_reentrant_checkpoints
@@ -101,7 +101,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         refuse_reentrant_checkpoints(text_config, text_tower(module))
         keep_all_queries(text_config, inputs)
     pooling_head = inputs.pop(POOLING_HEAD, None)
-    if isinstance(inputs.get("attention_mask"), PackedForward):  # see `keeps_keywords`
+    if isinstance(inputs.get("attention_mask"), PackedForward):  # see `head_drops_keywords`
         _pass_on(inputs, inputs["attention_mask"], patch)
     tokens, given = _tokens(inputs), inputs.get(CONTEXT)
     if tokens is None or isinstance(given, PackedForward | Unpacked):
@@ -226,7 +226,7 @@ def _pass_on(inputs: dict[str, Any], context: PackedForward | Unpacked, patch: P
     """Pass the documents to the layers, as keywords that models pass on."""
     inputs[CONTEXT] = context
     if patch.recurrent:
-        inputs[DOCUMENTS] = context  # the only one that all recurrent layers get
+        inputs[DOCUMENTS] = context  # the only keyword that every recurrent layer gets
 
 
 def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
@@ -369,7 +369,7 @@ def _set_attention_mask(forward: ForwardInputs, packed: PackedForward) -> None:
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
     masked = forward.packs and may_pad
     inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
-    if keeps_keywords(module):
+    if head_drops_keywords(module):
         inputs["attention_mask"] = packed
     wrap_loss(module)
 

@@ -17,8 +17,8 @@ def keep_all_queries(text_config: Any, inputs: dict[str, Any]) -> None:
 
     Args:
         text_config: of the text tower.
-        inputs: the keyword arguments of a base model's forward, which reads `logits_to_keep` for
-            nothing else and drops tokens only for a number.
+        inputs: keyword arguments of the base model's forward. It uses `logits_to_keep` only to
+            drop tokens; None keeps all.
     """
     if _shares_keys(text_config):
         inputs["logits_to_keep"] = None
@@ -48,13 +48,13 @@ def refuse_windows_both_ways(text_config: Any) -> None:
     """Refuse bidirectional text, in whose windows transformers' own attentions disagree.
 
     Raises:
-        NotImplementedError: its eager and sdpa see one token more on each side than its flash.
+        NotImplementedError: `use_bidirectional_attention` is "all".
     """
     if text_config.model_type == "gemma4_text" and text_config.use_bidirectional_attention == "all":
         raise NotImplementedError(
-            "use_bidirectional_attention must not be 'all' in a gemma4 model: transformers' own "
-            "attentions disagree by a token about its sliding windows; use the model's own "
-            "attention, one document per row."
+            "use_bidirectional_attention must not be 'all' in a gemma4 model: transformers' eager "
+            "and sdpa see one token more on each side of a sliding window than its FlashAttention; "
+            "use the model's own attention, one document per row."
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexvarlen.recurrent.fla import why_not as why_not_fla
+from flexvarlen.recurrent.fla_kernels import why_not as why_not_fla
 from flexvarlen.report.records import one_line
 from flexvarlen.runner.failures import Unsupported
 
@@ -47,7 +47,7 @@ def replaced(model: PreTrainedModel, functions: dict[str, Function]) -> Iterator
 
 
 def plain_functions(model: PreTrainedModel) -> dict[str, Function]:
-    """transformers' own functions in plain torch, which compute in fp64 too."""
+    """transformers' own functions in plain torch."""
     module = vars(sys.modules[type(model).__module__])
     return {name: inspect.unwrap(module[name]) for name in (CONVOLUTION, DELTA_RULE)}
 
@@ -106,7 +106,7 @@ def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -
         runs = why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None
         return {
             "delta_rule": fla if fla and runs else BY_DOCUMENT,
-            "convolution": fla if fla and runs else PLAIN,
+            "convolution": fla if fla and runs else _installed("causal-conv1d") or PLAIN,
         }
     own = fla if fla_convolution else _installed("causal-conv1d")
     return {"delta_rule": fla or PLAIN, "convolution": own or PLAIN}

@@ -22,6 +22,8 @@ LENGTHS = (5, 70, 1, 30)
 ROW = 75
 TEXT = [each.model_type for each in FAMILIES if each.task in ("CausalLM", "MaskedLM")]
 TEXT.remove("phi3")  # transformers gives all rows the longrope frequencies of the longest
+TEXT.remove("mamba2")  # refused: see test_recurrent_layers
+SCANS = [each.model_type for each in FAMILIES if "start anew" in each.needs]
 ENCODERS = [each.model_type for each in FAMILIES if each.task == "MaskedLM"]
 
 
@@ -68,7 +70,11 @@ def losses_and_gradients(model, inputs):
 
 
 def assert_same(plain, ours, inputs, atol=1e-6):
-    """Loss and every gradient, within 1e-5 of the gradient's norm."""
+    """Loss and every gradient, within 1e-5 of the gradient's norm.
+
+    Scans go by chunks of 64 tokens, which begin elsewhere in a padded row: three times as much.
+    """
+    close = 3e-5 if plain.config.model_type in SCANS else 1e-5
     (expected, gradients), (out, found) = (
         losses_and_gradients(model, inputs) for model in (plain, ours)
     )
@@ -77,7 +83,7 @@ def assert_same(plain, ours, inputs, atol=1e-6):
     whole = torch.cat([g.flatten() for g in gradients.values()]).norm()
     for name, gradient in gradients.items():
         off = (found[name] - gradient).norm()
-        assert off <= 1e-5 * gradient.norm() + 1e-6 * whole, f"{name} is off by {off}"
+        assert off <= close * gradient.norm() + 1e-6 * whole, f"{name} is off by {off}"
     return out, expected
 
 

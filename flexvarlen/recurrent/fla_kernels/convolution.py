@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.recurrent.fla.arguments import documents, like
+from flexvarlen.recurrent.fla_kernels.arguments import boundary_kwargs, like
 
 
 @torch.library.custom_op("flexvarlen::causal_convolution", mutates_args=())
@@ -40,7 +40,7 @@ def causal_convolution(
         bias=bias,
         residual=None,
         activation=activation,
-        **documents(cu_seqlens, chunks),
+        **boundary_kwargs(cu_seqlens, chunks),
     )
     return out
 
@@ -64,7 +64,7 @@ def _causal_convolution_backward(
         weight=weight.contiguous(),
         bias=bias,
         activation=activation,
-        **documents(cu_seqlens, chunks),
+        **boundary_kwargs(cu_seqlens, chunks),
     )
     return [dx, dweight] if bias is None else [dx, dweight, dbias]
 

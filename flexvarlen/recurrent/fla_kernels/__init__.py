@@ -2,7 +2,8 @@
 
 fla (the packages fla-core and flash-linear-attention) disables torch.compile in its entry points.
 What is called here are the forwards and backwards below them, of fla-core 0.6. They get the
-boundaries and the chunks of `RecurrentDocuments`, so they read nothing back.
+boundaries and the chunks of `RecurrentDocuments`, so the convolution and the delta rules need no
+host sync; the scan of Mamba-2 reads the number of chunks back once in each pass.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-_INSTALL = "pip install 'flexvarlen[linear]'"
+_INSTALL = "pip install '.[linear]'"
 
 
 def why_not(x: Tensor) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from flexvarlen.recurrent.documents import CHUNK
 
 
-def documents(cu_seqlens: Tensor, chunks: Tensor) -> dict[str, Tensor]:
+def boundary_kwargs(cu_seqlens: Tensor, chunks: Tensor) -> dict[str, Tensor]:
     """The boundaries and chunks of `RecurrentDocuments`, by fla's names."""
     return {"cu_seqlens": cu_seqlens, "chunk_indices": chunks}
 
@@ -18,7 +18,7 @@ def real_chunks(cu_seqlens: Tensor, chunks: Tensor) -> dict[str, Tensor]:
     from fla.ops.utils.index import prepare_chunk_offsets
 
     real = int(prepare_chunk_offsets(cu_seqlens, CHUNK)[-1])
-    return documents(cu_seqlens, chunks[:real])
+    return boundary_kwargs(cu_seqlens, chunks[:real])
 
 
 def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -19,29 +19,29 @@ from torch import Tensor
 
 @cache
 def avoid_wrong_kernel() -> None:
-    """Register the step with fla on a machine where its own kernel is wrong."""
+    """Register the step with fla where its own kernel is wrong, for all of the process."""
     from fla.backends import BaseBackend, register
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
     if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
         return
 
-    class InTorch(BaseBackend):  # type: ignore[misc]
+    class TorchBackend(BaseBackend):  # type: ignore[misc]
         backend_type = "flexvarlen"
         priority = 9  # after tilelang's
 
         def chunk_bwd_dqkwg_verifier(self, *_: Any, **given: Any) -> tuple[bool, str | None]:
-            """Whether the call is for packed rows, with a decay for each token and head."""
-            by_document = given.get("chunk_indices") is not None and given.get("g") is not None
-            return by_document and given.get(
-                "g_gamma"
-            ) is None, "it is for packed rows with a decay"
+            """Whether the call is one of those that `gradients_of_chunks` can serve."""
+            needs = all(given.get(name) is not None for name in ("chunk_indices", "g"))
+            serves = needs and given.get("g_gamma") is None and not given.get("state_v_first")
+            return serves, None if serves else "it serves packed rows with a decay per token"
 
         def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-            given.pop("g_gamma", None)  # not given by the delta rule
+            for unused in ("g_gamma", "state_v_first", "w"):  # where they are given
+                given.pop(unused, None)
             return gradients_of_chunks(**given)
 
-    register("common")(InTorch)
+    register("common")(TorchBackend)
 
 
 def gradients_of_chunks(
@@ -55,24 +55,23 @@ def gradients_of_chunks(
     scale: float,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
-    w: Tensor | None = None,
     dv: Tensor | None = None,
     chunk_size: int = 64,
-    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of queries, keys, w and decay, from those of the outputs and of the states.
 
     Args:
         q, k: `[1, T, H, K]`.
-        v, do, dv: `[1, T, HV, V]`.
-        h, dh: states before each chunk, and their gradients, `[1, M, HV, K, V]`.
+        v, do, dv: `[1, T, HV, V]`, in the dtype of q.
+        h, dh: states before each chunk and gradients of those after it, `[1, M, HV, K, V]`, in
+            fp32 or the dtype of q.
         g: sums of the log2 of the decay inside each chunk, fp32 `[1, T, HV]`.
         cu_seqlens, chunk_indices: as in `RecurrentDocuments`.
 
     Returns:
-        dq, dk `[1, T, H, K]`, dw `[1, T, HV, K]` or None, dg `[1, T, HV]` of natural logarithms.
+        dq, dk `[1, T, H, K]` and dw `[1, T, HV, K]` in the dtype of q, dw None without dv, and dg
+        fp32 `[1, T, HV]`, with respect to natural logarithms.
     """
-    assert not state_v_first
     slots, numbers = chunk_indices.long().unbind(1)
     starts, ends = cu_seqlens.long()[slots], cu_seqlens.long()[slots + 1]
     tokens = (starts + numbers * chunk_size)[:, None] + torch.arange(chunk_size, device=q.device)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla.arguments import like, real_chunks
-from flexvarlen.recurrent.fla.hopper import avoid_wrong_kernel
+from flexvarlen.recurrent.fla_kernels.arguments import like, real_chunks
+from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 
 
 @torch.library.custom_op("flexvarlen::decayed_scan", mutates_args=())
@@ -22,7 +22,8 @@ def decayed_scan(
     """`state = exp(g) * state + k v`, `output = q state`, from a state of zeros in each document.
 
     Args:
-        q, k: `[1, T, H, K]` of as many heads as v.
+        q, k: `[1, T, H, K]`, expanded to the heads of v.
+        v: `[1, T, H, V]`.
         g: log of the decay, fp32 `[1, T, H]`.
         cu_seqlens, chunks: of `RecurrentDocuments`.
 
@@ -36,9 +37,9 @@ def decayed_scan(
     from fla.ops.utils.constant import RCP_LN2
 
     q, k, v, g = (x.contiguous() for x in (q, k, v, g))
-    documents = real_chunks(cu_seqlens, chunks)
-    g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **documents)
-    out, _ = chunk_simple_gla_fwd(q=q, k=k, v=v, **documents, g=g_sum, scale=1.0)
+    boundaries = real_chunks(cu_seqlens, chunks)
+    g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **boundaries)
+    out, _ = chunk_simple_gla_fwd(q=q, k=k, v=v, **boundaries, g=g_sum, scale=1.0)
     return [out.to(v.dtype), g_sum]
 
 
@@ -56,12 +57,12 @@ def _decayed_scan_backward(
     from fla.ops.utils import chunk_local_cumsum
 
     avoid_wrong_kernel()
-    documents = real_chunks(cu_seqlens, chunks)
+    boundaries = real_chunks(cu_seqlens, chunks)
     dq, dk, dv, dg, _ = chunk_simple_gla_bwd(
         q=q.contiguous(),
         k=k.contiguous(),
         v=v.contiguous(),
-        **documents,
+        **boundaries,
         g=g_sum,
         g_gamma=None,
         initial_state=None,
@@ -69,7 +70,7 @@ def _decayed_scan_backward(
         dht=None,
         scale=1.0,
     )
-    dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **documents)
+    dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **boundaries)
     return [dq.to(v.dtype), dk.to(v.dtype), dv.to(v.dtype), dg]
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla.arguments import documents, like
-from flexvarlen.recurrent.fla.hopper import avoid_wrong_kernel
+from flexvarlen.recurrent.fla_kernels.arguments import boundary_kwargs, like
+from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 
 # ---- the gated delta rule ----
 
@@ -42,7 +42,7 @@ def gated_delta_rule(
         q=q_unit,
         k=k_unit,
         v=v,
-        **documents(cu_seqlens, chunks),
+        **boundary_kwargs(cu_seqlens, chunks),
         g=g,
         beta=beta,
         scale=q.shape[-1] ** -0.5,
@@ -65,7 +65,7 @@ def _gated_delta_rule_backward(
         q=q_unit,
         k=k_unit,
         v=v.contiguous(),
-        **documents(cu_seqlens, chunks),
+        **boundary_kwargs(cu_seqlens, chunks),
         g=g_sum,
         beta=beta.contiguous(),
         A=inverse,
@@ -100,7 +100,7 @@ def _(*inputs: Any) -> list[Tensor]:
 def kimi_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, chunks: Tensor
 ) -> list[Tensor]:
-    """As `gated_delta_rule`, with g fp32 `[1, T, HV, K]`."""
+    """As `gated_delta_rule`, with g fp32 `[1, T, H, K]` and HV = H."""
     from fla.modules.norm.l2norm import l2norm_fwd
     from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
@@ -111,7 +111,7 @@ def kimi_delta_rule(
         q=q_unit,
         k=k_unit,
         v=v,
-        **documents(cu_seqlens, chunks),
+        **boundary_kwargs(cu_seqlens, chunks),
         g=g,
         beta=beta,
         scale=q.shape[-1] ** -0.5,
@@ -134,7 +134,7 @@ def _kimi_delta_rule_backward(
         q=q_unit,
         k=k_unit,
         v=v.contiguous(),
-        **documents(cu_seqlens, chunks),
+        **boundary_kwargs(cu_seqlens, chunks),
         g=g_sum,
         beta=beta.contiguous(),
         Aqk=scores,

@@ -1,0 +1,112 @@
+"""The functions of recurrent layers with small inputs, and each document alone.
+
+The oracle is torch's convolution, and transformers' scans in plain torch, one document a call.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch.nn import functional as F
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from flexvarlen import PackedLayout
+from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.functions import (
+    TransformersFunction,
+    convolve,
+    gated_delta_rule,
+    mamba2_scan,
+)
+
+LENGTHS = (5, 1, 64, 0, 70)
+T = 150  # the last ten are padding
+H, HV, K, V = 2, 4, 8, 16
+
+
+def documents(lengths=LENGTHS, total=T):
+    return RecurrentDocuments(PackedLayout.from_lengths(lengths, total_tokens=total, capacity=8))
+
+
+def randn(*shape, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+
+def convolution(docs, x, weight, bias):
+    return convolve(None, docs, x.transpose(1, 2), weight, bias, "silu").transpose(1, 2)
+
+
+def convolution_alone(x, weight, bias):
+    out = F.conv1d(x.transpose(1, 2), weight[:, None], bias, padding=3, groups=len(weight))
+    return F.silu(out[..., : x.shape[1]]).transpose(1, 2)
+
+
+def delta_rule(module, name):
+    torch_function = inspect.unwrap(getattr(module, name))
+    theirs = TransformersFunction(None, torch_function)
+
+    def run(docs, *tensors):
+        return gated_delta_rule(theirs, docs, *tensors, use_qk_l2norm_in_kernel=True)[0]
+
+    def alone(q, k, v, g, beta):
+        return torch_function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+    return run, alone
+
+
+def scan():
+    torch_function = inspect.unwrap(modeling_mamba2.mamba2_chunk_scan)
+    fixed = {"chunk_size": 16, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
+
+    def run(docs, x, dt, B, C, A, D, bias):
+        return mamba2_scan(
+            TransformersFunction(None, torch_function),
+            docs,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D=D,
+            dt_bias=bias,
+            **fixed,
+        )
+
+    def alone(x, dt, B, C, A, D, bias):
+        return torch_function(x, dt, A, B, C, D=D, dt_bias=bias, **fixed)
+
+    return run, alone
+
+
+def of_tokens(per_key=False):
+    q, k, v = (randn(1, T, h, d, seed=i) for i, (h, d) in enumerate([(H, K), (H, K), (HV, V)]))
+    if per_key:
+        v = v[:, :, :H]
+    g = -randn(*v.shape[:3], *([K] if per_key else []), seed=3).abs()
+    return [q, k, v, g, randn(*v.shape[:3], seed=4).sigmoid()]
+
+
+CASES = {
+    # how it runs, the document alone, tensors by token, other tensors
+    "convolution": lambda: (
+        *(convolution, convolution_alone),
+        *([randn(1, T, 6)], [randn(6, 4, seed=1), randn(6, seed=2)]),
+    ),
+    "gated_delta": lambda: (
+        *delta_rule(modeling_qwen3_5, "torch_chunk_gated_delta_rule"),
+        *(of_tokens(), []),
+    ),
+    "kimi_delta": lambda: (
+        *delta_rule(modeling_kimi_linear, "chunk_kimi_delta_attention"),
+        *(of_tokens(per_key=True), []),
+    ),
+    "mamba2": lambda: (
+        *scan(),
+        [randn(1, T, HV, V), randn(1, T, HV, seed=1)] + [randn(1, T, H, K, seed=i) for i in (2, 3)],
+        [-randn(HV, seed=4).abs(), randn(HV, seed=5), randn(HV, seed=6)],
+    ),
+}

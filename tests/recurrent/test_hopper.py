@@ -1,0 +1,51 @@
+"""The step of fla's backwards that runs in torch where fla's kernel of it is wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flexvarlen import PackedLayout
+from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.fla_kernels.hopper import gradients_of_chunks
+from tests.recurrent.cases import HV, H, K, V, randn
+
+
+@pytest.mark.parametrize("heads", [H, HV])
+def test_gradients_of_chunks(heads):
+    """Against autograd through the same chunk: outputs, and the state after it."""
+    lengths = (5, 64, 30)  # one chunk each
+    total = sum(lengths)
+    docs = RecurrentDocuments(PackedLayout.from_lengths(lengths, capacity=4))
+    q, k, v, grad, dv = (
+        randn(1, total, h, d, seed=i)
+        for i, (h, d) in enumerate([(H, K), (H, K), (heads, V), (heads, V), (heads, V)])
+    )
+    g = -30 * randn(1, total, heads, seed=5).abs().cumsum(1)  # so much that exp2(-g) overflows
+    h, dh = (randn(1, len(docs.chunk_indices), heads, K, V, seed=i) for i in (6, 7))
+    q, k, g = (x.requires_grad_() for x in (q, k, g))
+    losses, dw, start = [], [], 0
+    for i, length in enumerate(lengths):
+        tokens = slice(start, start + length)
+        q_i, k_i = (x[0, tokens].repeat_interleave(heads // H, 1) for x in (q, k))
+        decay = g[0, tokens]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)[..., None]
+        between = (decay[:, None] - decay[None]).masked_fill(future, -torch.inf).exp2()
+        weights = torch.einsum("ihd,jhd->ijh", q_i, k_i) * between
+        out = torch.einsum("ijh,jhv->ihv", weights, v[0, tokens])
+        out = 0.3 * (out + torch.einsum("ihd,hdv->ihv", q_i * decay.exp2()[..., None], h[0, i]))
+        kept = k_i * (decay[-1] - decay).exp2()[..., None]
+        state = decay[-1].exp2()[:, None, None] * h[0, i]
+        state = state + torch.einsum("ihd,ihv->hdv", kept, v[0, tokens])
+        losses.append((out * grad[0, tokens]).sum() + (state * dh[0, i]).sum())
+        dw.append(-torch.einsum("ihv,hdv->ihd", dv[0, tokens], h[0, i]))
+        start += length
+    expected = torch.autograd.grad(torch.stack(losses).sum(), (q, k, g))
+    natural = expected[2] / math.log(2)  # g is a log2; fla differentiates the natural log
+    given = {"cu_seqlens": docs.cu_seqlens, "chunk_indices": docs.chunk_indices, "scale": 0.3}
+    tensors = {"q": q, "k": k, "v": v, "do": grad, "h": h, "dh": dh, "g": g, "dv": dv}
+    found = gradients_of_chunks(**{n: x.detach().float() for n, x in tensors.items()}, **given)
+    for x, y in zip(found, (*expected[:2], torch.cat(dw)[None], natural), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
