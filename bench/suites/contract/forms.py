@@ -11,16 +11,16 @@ in half precision each token goes to every expert, as rounding alone may choose 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.contract.batch_forms import (
@@ -32,6 +32,7 @@ from flexvarlen.bench.suites.contract.batch_forms import (
     documents_of,
 )
 from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
+from flexvarlen.patches.forward.recurrent_layers import recurrent_layers
 from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.reference.acceptance import Error, largest, why_wrong
@@ -74,6 +75,7 @@ class Forms(Suite):
     name: ClassVar[str]
     models: ClassVar[tuple[str, ...]]
     gradients: ClassVar[bool]
+    whole_on_cpu: ClassVar[bool] = True
 
     def cases(self, options: Options) -> Sequence[Case]:
         shape = ("bfloat16", 64) if options.on_gpu else ("float32", 16)
@@ -104,10 +106,11 @@ class Forms(Suite):
         try:
             with attending(models.packed, variant) as model:
                 model.train(form.train)
-                found = models.answer(model, [form.batch(models.ids)], gradients=trains)
-                leaks = count_leaks(model, form, models.ids)
-        except ValueError as error:
-            if variant.startswith("transformers:"):  # that is how transformers refuses
+                batch_of = partial(models.batch, form)
+                found = models.answer(model, [batch_of(models.ids)], gradients=trains)
+                leaks = count_leaks(model, batch_of, models.ids)
+        except ValueError as error:  # that is how transformers refuses, and ours a cache of states
+            if variant.startswith("transformers:") or (models.recurrent and form.cached):
                 raise Unsupported(one_line(error)) from error
             raise
         finally:
@@ -149,6 +152,7 @@ class TinyModels:
     Attributes:
         packed: that every implementation runs.
         ids: int64 `[T]`, the documents' tokens.
+        recurrent: whether the model has recurrent layers.
     """
 
     def __init__(self, case: FormsCase, device: torch.device) -> None:
@@ -161,10 +165,19 @@ class TinyModels:
         self.reference, self.baseline = float64_model(base), base.to(self.dtype)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(3, 97, (sum(LENGTHS),), generator=generator).to(device)
+        self.recurrent = bool(recurrent_layers(self.packed))
         shape = (sum(LENGTHS), self.packed.config.get_text_config().vocab_size)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
         self.grad_outputs = [x.double() for x in noise.split(list(LENGTHS))]
         self._alone: dict[tuple[int, ...], tuple[Answer, Answer]] = {}
+
+    def batch(self, form: Form, ids: Tensor) -> Batch:
+        """The documents in a form; a cache of recurrent layers is made for the config."""
+        batch = form.batch(ids)
+        if self.recurrent and form.cached:
+            cache = DynamicCache(config=self.packed.config)
+            return replace(batch, inputs=batch.inputs | {"past_key_values": cache})
+        return batch
 
     def answer(self, model: nn.Module, batches: Sequence[Batch], *, gradients: bool) -> Answer:
         """Of the documents of all batches, one after another."""
@@ -240,11 +253,11 @@ def new_model(case: FormsCase, experts: str, *, every_expert: bool) -> PreTraine
     return model.eval()
 
 
-def count_leaks(model: nn.Module, form: Form, ids: Tensor) -> int:
+def count_leaks(model: nn.Module, batch_of: Callable[[Tensor], Batch], ids: Tensor) -> int:
     """Logits that change, in any bit, with the tokens of other documents."""
 
     def logits(tokens: Tensor) -> list[Tensor]:
-        batch = form.batch(tokens)
+        batch = batch_of(tokens)
         with torch.no_grad():
             found = model(**batch.inputs).logits
         return [found[row, tokens] for row, tokens in batch.slices]
