@@ -227,8 +227,8 @@ class TinyModels:
     def alone(self, starts: tuple[int, ...]) -> tuple[Answer, list[Answer]]:
         """Each document in a forward of its own, in fp64, and the low-precision baselines.
 
-        A baseline of a recurrent model is one row a document too, padded on the right: what its
-        layers sum over tokens rounds by the number of rows.
+        A recurrent model has a second baseline, whose documents are rows padded on the right: its
+        sums over tokens round by the number of rows, and the larger error counts.
         """
         if starts not in self._alone:
             batches = []
