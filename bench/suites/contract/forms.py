@@ -33,6 +33,7 @@ from flexvarlen.bench.suites.contract.batch_forms import (
     padded_rows,
 )
 from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
+from flexvarlen.bench.suites.model.recurrences import plain_functions, replaced
 from flexvarlen.patches.forward.recurrent_layers import recurrent_layers
 from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
@@ -236,18 +237,23 @@ class TinyModels:
                 positions = torch.arange(start, start + len(document), device=self.ids.device)
                 inputs = {"input_ids": document[None], "position_ids": positions[None]}
                 batches.append(Batch(inputs, [(0, slice(0, len(document)))]))
-            with Float64():
-                reference = self.answer(self.reference, batches, gradients=True)
-            plain = [self.answer(self.baseline, batches, gradients=True)]
-            if self.recurrent:
-                rows = padded_rows(self.ids, left=False)
-                columns = torch.arange(rows.inputs["input_ids"].shape[1])
-                positions = columns + torch.tensor(self.first(starts))[:, None]
-                inputs = rows.inputs | {"position_ids": positions.to(self.ids.device)}
-                padded = replace(rows, inputs=inputs)
-                plain.append(self.answer(self.baseline, [padded], gradients=True))
+            with replaced(self.baseline, plain_functions(self.baseline)):
+                with Float64():
+                    reference = self.answer(self.reference, batches, gradients=True)
+                plain = [self.answer(self.baseline, batches, gradients=True)]
+                if self.recurrent:
+                    padded = self.padded(self.first(starts))
+                    plain.append(self.answer(self.baseline, [padded], gradients=True))
             self._alone[starts] = reference, plain
         return self._alone[starts]
+
+    def padded(self, first: Sequence[int]) -> Batch:
+        """A document a row, padded on the right, with these first positions."""
+        rows = padded_rows(self.ids, left=False)
+        columns = torch.arange(rows.inputs["input_ids"].shape[1])
+        positions = columns + torch.tensor(first)[:, None]
+        inputs = rows.inputs | {"position_ids": positions.to(self.ids.device)}
+        return replace(rows, inputs=inputs)
 
     def first(self, starts: Sequence[int]) -> list[int]:
         """Each document's first position, as the family counts."""
@@ -283,9 +289,9 @@ def count_leaks(model: nn.Module, batch_of: Callable[[Tensor], Batch], ids: Tens
         return [found[row, tokens] for row, tokens in batch.slices]
 
     before, count = logits(ids), 0
-    for replaced, watched in halves(len(LENGTHS)):
+    for changed, watched in halves(len(LENGTHS)):
         documents = documents_of(ids)
-        other = [3 + (x - 3 + 1) % 94 if i in replaced else x for i, x in enumerate(documents)]
+        other = [3 + (x - 3 + 1) % 94 if i in changed else x for i, x in enumerate(documents)]
         after = logits(torch.cat(other))
         count += sum(int((before[i] != after[i]).sum()) for i in watched)
     return count
