@@ -36,7 +36,7 @@ $(INSTALLED) $(DEV): pyproject.toml constraints.txt
 	@.venv/bin/python -m pip install -qq -c constraints.txt -e ".$(if $(filter $(DEV),$@),[dev])"
 	@touch $@
 
-demo: $(INSTALLED) ## Compare every backend on tiny Llama and Qwen3, on real text
+demo: $(INSTALLED) ## Compare every backend on tiny Llama, Qwen3 and Qwen3.5, on real text
 	.venv/bin/flexvarlen compare --tokens 512 --out build/compare $(COMPARE_ARGS)
 
 test: $(DEV) ## Run the tests of the library (PYTEST_ARGS="-k boundary" for some of them)

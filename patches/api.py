@@ -36,6 +36,7 @@ from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.families import require_verified
+from flexvarlen.patches.models.gemma4 import refuse_windows_both_ways
 from flexvarlen.patches.models.layers import (
     attention_layers,
     base_of,
@@ -111,6 +112,10 @@ def patch_model(
     Models of text and images (Qwen2-VL) take position_ids `[4, B, S]`, the text's own first, or
     `[3, B, S]` beside explicit documents; missing ones are made from the documents, the images and
     mm_token_type_ids, eagerly only. Each frame of an image is a document of the vision tower.
+
+    Recurrent layers (Qwen3.5, Mamba-2) start anew at each document. Packed rows of these models
+    have no cache: `use_cache=True` raises. On a GPU `pip install 'flexvarlen[linear]'` makes them
+    fast.
 
     Labels that do not reach the model are not masked: Trainer removes labels for label smoothing
     and `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
@@ -209,11 +214,13 @@ def patch_model(
     head = kind_of_head(inner, causal=causal)
     check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
     if recurrent:
-        refuse_recurrent(inner, unpad=unpad, group=sequence_parallel_group)
+        refuse_recurrent(inner, recurrent, unpad=unpad, group=sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:
         kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
-    refuse_dynamic_rope(text_config_of(inner.config))
+    refuse_windows_both_ways(text_config_of(inner.config))
+    rotary = text_tower(base_of(inner))._modules.get("rotary_emb")
+    refuse_dynamic_rope(text_config_of(inner.config), rotary)
     guarantees = {
         "deterministic": resolve_flag(DETERMINISTIC, deterministic),
         "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),

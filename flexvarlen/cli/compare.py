@@ -30,9 +30,9 @@ def compare(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="llama, qwen2 or qwen3 (tiny, random weights), a geometry such as qwen3:1.7b or "
-            "qwen3:1.7b@14 (14 layers), a folder, or a hub name. Repeatable. "
-            "[default: llama and qwen3]",
+            help="llama, qwen2, qwen3 or qwen3_5_text (tiny, random weights), a geometry such as "
+            "qwen3:1.7b or qwen3:1.7b@14 (14 layers), a folder, or a hub name. Repeatable. "
+            "[default: llama, qwen3 and qwen3_5_text]",
             show_default=False,
         ),
     ] = None,

@@ -24,7 +24,7 @@ if not console.is_terminal:  # a pipe or a file has room: no folded cells
     console = Console(width=max(console.width, PLAIN_WIDTH))
 errors = Console(stderr=True)
 
-CPU_MODELS = ("llama", "qwen3")
+CPU_MODELS = ("llama", "qwen3", "qwen3_5_text")
 FINDING, FAILURE = 1, 2
 """Exit codes: a leak, a wrong result, a limit that is passed; bad usage, or what failed."""
 

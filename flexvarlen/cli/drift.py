@@ -161,7 +161,7 @@ def model_command(
         from flexvarlen.verify.drift.named_models import NamedModels
 
         where = device_of(device)
-        named = NamedModels(model or list(CPU_MODELS[1:]), text or [], where)
+        named = NamedModels(model or [CPU_MODELS[1]], text or [], where)
         cases = named.cases(
             _dtypes(dtype, where),
             _names(comparisons),

@@ -91,8 +91,8 @@ def version_problems() -> list[str]:
     return problems
 
 
-PACKAGES = ("accelerate", "trl", "peft", "liger-kernel")
-"""Packages that models are trained with."""
+PACKAGES = ("accelerate", "trl", "peft", "liger-kernel", "fla-core")
+"""Packages that models are trained with; the last has the kernels of recurrent layers."""
 
 
 def facts(device: torch.device | str) -> dict[str, str]:

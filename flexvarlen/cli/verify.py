@@ -26,7 +26,7 @@ def verify(
         list[str] | None,
         typer.Option(
             help="As in compare: llama, qwen3:1.7b@14, a folder, a hub name. Repeatable. "
-            "[default: llama and qwen3]",
+            "[default: llama, qwen3 and qwen3_5_text]",
             show_default=False,
         ),
     ] = None,

@@ -24,6 +24,7 @@ class RecurrentDocuments:
     Attributes:
         layout: the documents.
         offsets: int64 `[T]`, the number of tokens of its own document before each token.
+        seq_idx: int32 `[1, T]`, the slot of each token.
         padding: bool `[T]`, True at padding; None where the host knows that there is none.
         cu_seqlens: int32 `[N + 3]`: those of the layout, then T twice. The last slot is empty.
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
@@ -35,10 +36,20 @@ class RecurrentDocuments:
     def __init__(self, layout: PackedLayout) -> None:
         self.layout = layout
         self.offsets = layout.position_ids()
+        self.seq_idx = layout.document_ids()[None]
         known_full = not torch.compiler.is_compiling() and layout.has_padding is False
         self.padding = None if known_full else ~layout.real_tokens()
         self.cu_seqlens = pad(layout.cu_seqlens, (0, 2), value=layout.total_tokens)
         self.chunk_indices = _chunk_indices(self.cu_seqlens, layout.total_tokens)
+
+    def to(
+        self, device: torch.device | str | int | None, *, non_blocking: bool = False
+    ) -> RecurrentDocuments:
+        """The same on another device, for accelerate, which calls this before layers."""
+        if device is None or torch.device(device) == self.layout.device:
+            return self
+        moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
+        return self if moved is self.layout else RecurrentDocuments(moved)
 
     def without_padding(self, x: Tensor) -> Tensor:
         """`[1, T, ...]` with exact zeros at padding, in the gradient too."""

@@ -1,8 +1,9 @@
 """The functions through which tokens of a row meet in recurrent layers, run document by document.
 
-Each takes `torch_function`, transformers' function of the same name in plain torch, and its
-arguments. fla's kernel runs where it can. Elsewhere `torch_function` runs once for each document;
-the convolution, which needs no loop, is computed here.
+Each takes `theirs`, transformers' function of the same name, and its arguments. fla's kernel runs
+where it can, or that of causal-conv1d or mamba-ssm where they are installed, which take `seq_idx`.
+Elsewhere transformers' plain torch runs once for each document; the convolution, which needs no
+loop, is computed here.
 
 Shapes: B rows of S tokens, T = B·S; C channels; W = width of the convolution; H heads of queries
 and keys, HV of values; K, V their head_dim; G groups and N state size of Mamba-2.
@@ -13,20 +14,39 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexvarlen.recurrent import fla_operators as fla
+from flexvarlen.recurrent import fla
 from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.fla.convolution import causal_convolution
+from flexvarlen.recurrent.fla.decayed_scan import decayed_scan
+from flexvarlen.recurrent.fla.delta_rules import gated_delta_rule as fla_gated_delta_rule
+from flexvarlen.recurrent.fla.delta_rules import kimi_delta_rule
 
-TorchFunction = Callable[..., Any]
+HAS_CAUSAL_CONV1D = find_spec("causal_conv1d") is not None
+HAS_MAMBA_SSM = find_spec("mamba_ssm") is not None
+
+
+class Theirs(NamedTuple):
+    """A function of transformers.
+
+    Attributes:
+        installed: calls the kernel of the package that it is named after, if that is installed.
+        plain: in plain torch; knows no documents.
+    """
+
+    installed: Callable[..., Any]
+    plain: Callable[..., Any]
 
 
 def convolve(
-    torch_function: TorchFunction,
+    theirs: Theirs,
     documents: RecurrentDocuments,
     hidden_states: Tensor,
     weight: Tensor,
@@ -38,14 +58,18 @@ def convolve(
     x_TC = hidden_states.transpose(1, 2).reshape(1, batch * row_tokens, channels)
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(
-            f"the convolution's activation must be silu or None in a packed row, got "
+            "the convolution's activation must be silu or None in a packed row, got "
             f"{activation!r}; use the model's own implementation, one document per row."
         )
     if fla.why_not(x_TC) is None:
         silu = None if activation is None else "silu"
-        out = fla.causal_convolution(
+        out = causal_convolution(
             x_TC, weight, bias, silu, documents.cu_seqlens, documents.chunk_indices
         )
+    elif HAS_CAUSAL_CONV1D and x_TC.is_cuda:
+        x_CT = x_TC.transpose(1, 2)
+        out = theirs.installed(x_CT, weight, bias, activation, seq_idx=documents.seq_idx)
+        out = out.transpose(1, 2)
     else:
         out = _convolve(x_TC[0], weight, bias, documents.offsets)[None]
         out = (out if activation is None else F.silu(out)).to(x_TC.dtype)
@@ -64,7 +88,7 @@ def _convolve(x_TC: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor
 
 
 def gated_delta_rule(
-    torch_function: TorchFunction,
+    theirs: Theirs,
     documents: RecurrentDocuments,
     query: Tensor,
     key: Tensor,
@@ -88,24 +112,23 @@ def gated_delta_rule(
     shape = value.shape
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value, g, beta)]
     if fla.why_not(value) is None and use_qk_l2norm_in_kernel:
-        operator = fla.gated_delta_rule if g.ndim == 3 else fla.kimi_delta_rule
+        operator = fla_gated_delta_rule if g.ndim == 3 else kimi_delta_rule
         rows[3] = rows[3].float()
         out = operator(*rows, documents.cu_seqlens, documents.chunk_indices)[0]
     else:
-        _warn_of_loop(fla.why_not(value))
 
         def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            alone: Tensor = torch_function(
+            alone: Tensor = theirs.plain(
                 q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
             )[0]
             return alone
 
-        out = _one_by_one(run, documents, rows, rows[2])
+        out = _one_by_one(run, documents, rows, rows[2], why=fla.why_not(value))
     return documents.without_padding(out).view(shape), None
 
 
 def mamba2_scan(
-    torch_function: TorchFunction,
+    theirs: Theirs,
     documents: RecurrentDocuments,
     hidden_states: Tensor,
     dt: Tensor,
@@ -130,32 +153,33 @@ def mamba2_scan(
     Returns:
         The output `[B, S, H, V]`.
 
-    On a GPU the scan is fla's linear attention: C asks, B is the key, `dt * hidden_states` the
-    value, and `dt * A` the log of the decay.
+    fla has no such scan, but linear attention with a decay: its query is C, its key B, its value
+    `dt * hidden_states`, and the log of its decay `dt * A`.
     """
     _refuse_states(initial_states, return_final_states)
     if z is not None:
         raise NotImplementedError("mamba2_scan takes no z; the layer gates its output itself.")
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
-    if fla.why_not(hidden_states) is None:
+    fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
+    fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    if HAS_MAMBA_SSM and x.is_cuda and x.dtype != torch.float64:
+        out = theirs.installed(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
+    elif fla.why_not(x) is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         q, k = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (C, B))
         v = (x * dt[..., None]).to(x.dtype)
-        out = fla.decayed_scan(
-            q, k, v, dt * A.float(), documents.cu_seqlens, documents.chunk_indices
-        )[0]
+        out = decayed_scan(q, k, v, dt * A.float(), documents.cu_seqlens, documents.chunk_indices)[
+            0
+        ]
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
-        _warn_of_loop(fla.why_not(hidden_states))
 
         def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
-            shared = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
-            limits = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-            alone: Tensor = torch_function(x, dt, A, B, C, **shared, **limits)
+            alone: Tensor = theirs.plain(x, dt, A, B, C, **fixed)
             return alone
 
-        out = _one_by_one(run, documents, [x, dt, B, C], x)
+        out = _one_by_one(run, documents, [x, dt, B, C], x, why=fla.why_not(x))
     return documents.without_padding(out).view(hidden_states.shape)
 
 
@@ -170,20 +194,26 @@ def _refuse_states(initial: Tensor | None, final: bool) -> None:
 # ---- plain torch, one document at a time ----
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
-    run: Callable[..., Tensor], documents: RecurrentDocuments, rows: list[Tensor], like: Tensor
+    run: Callable[..., Tensor],
+    documents: RecurrentDocuments,
+    rows: list[Tensor],
+    like: Tensor,
+    *,
+    why: str | None,
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
-    One sync if only the device knows the documents.
+    One sync if only the device knows the documents. Warns once of the cost, and says why.
     """
+    _warn_of_loop(why)
     layout = documents.layout
     bounds = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
     ends: list[int] = bounds.tolist()
     outs = [
         run(*(x[:, start:end] for x in rows)).to(like.dtype)
-        for start, end in zip(ends, ends[1:], strict=False)
+        for start, end in pairwise(ends)
         if end > start
     ]
     outs.append(like.new_zeros(1, layout.total_tokens - ends[-1], *like.shape[2:]))
@@ -192,9 +222,8 @@ def _one_by_one(
 
 @cache
 def _warn_of_loop(why: str | None) -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            f"flexvarlen: recurrent layers run one document after another in plain torch, which is "
-            f"right but slow, as {why}.",
-            stacklevel=2,
-        )
+    warnings.warn(
+        f"flexvarlen: recurrent layers run one document after another in plain torch, which is "
+        f"right but slow, as {why}.",
+        stacklevel=2,
+    )

@@ -297,7 +297,17 @@ def next_token_loss(
 
 
 class _GivenStates(nn.Module):
-    """In the place of a base model: its last hidden states are its `inputs_embeds`."""
+    """In the place of a base model: its last hidden states are its `inputs_embeds`.
+
+    Attributes are those of the base model: heads read multipliers there.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        vars(self)["base"] = base  # not a submodule: its parameters are not this module's
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["base"], name)
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _GivenOutput:
         """All other arguments are of no use here."""
@@ -323,7 +333,8 @@ def _head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     Not the output embeddings alone: some families scale or cap the logits.
     """
     after_base = copy.copy(model)
-    after_base._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+    given = _GivenStates(model.base_model)
+    after_base._modules = {**model._modules, model.base_model_prefix: given}
     is_float64 = next(model.parameters()).dtype == torch.float64
 
     def head(states: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Models to compare: named geometries with random weights, or a folder or hub name.
 
 `llama`, `qwen2` and `qwen3` at a named size (`qwen3:1.7b`), with fewer layers if asked for
-(`qwen3:1.7b@14`); without a size: tiny, for the CPU.
+(`qwen3:1.7b@14`); without a size: tiny, for the CPU. `qwen3_5_text`, a hybrid, is tiny only.
 """
 
 from __future__ import annotations
@@ -89,6 +89,18 @@ GEOMETRIES: dict[str, dict[str, dict[str, Any]]] = {
         "tiny": _shape(2, 64, 160, 4, 2, 32) | _TINY,
         "0.6b": _shape(28, 1024, 3072, 16, 8, 128) | _QWEN | {"max_position_embeddings": 40_960},
         "1.7b": _shape(28, 2048, 6144, 16, 8, 128) | _QWEN | {"max_position_embeddings": 40_960},
+    },
+    "qwen3_5_text": {
+        # A gated delta rule in the first layer, attention in the second.
+        "tiny": _shape(2, 64, 160, 4, 2, 32)
+        | _TINY
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
     },
 }
 """Configurations by family and size; the real ones are those of the published models."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.patches.models.layers import kinds_of
 from flexvarlen.reference.model import share
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
@@ -199,17 +200,19 @@ def make_variant(
 def _refusal(name: str, model: PreTrainedModel, *, needs_grad: bool) -> str | None:
     if name == "auto":
         return None
-    config = model.config
-    heads = config.num_attention_heads
-    return fv.why_not(
-        name,
-        device=model.device,
-        dtype=model.dtype,
-        num_heads=heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        needs_grad=needs_grad,
-    )
+    for kind in kinds_of(model):
+        reason = fv.why_not(
+            name,
+            device=model.device,
+            dtype=model.dtype,
+            num_heads=kind.num_heads,
+            num_kv_heads=kind.num_kv_heads,
+            head_dim=kind.head_dim,
+            needs_grad=needs_grad,
+        )
+        if reason is not None:
+            return reason
+    return None
 
 
 def set_transformers(model: PreTrainedModel, implementation: str) -> None:

@@ -170,9 +170,7 @@ def why_not_whole_rows(cache: Any, attention_mask: Any, row_tokens: int) -> str 
         return "a 4D attention_mask"
     if cache is None:
         return None
-    if not cache.layers:  # not even its kinds of layers are known
-        return None
-    for layer in cache.layers:  # one that slides may have no room, others some
+    for layer in cache.layers:  # one that slides may have no room, others some, or only a state
         keys = layer.get_mask_sizes(row_tokens)[0] if hasattr(layer, "get_mask_sizes") else None
         state = any(getattr(layer, "has_previous_state", {}).values())
         if state or keys not in (None, row_tokens):

@@ -13,12 +13,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.functions import convolve, gated_delta_rule, mamba2_scan
+from flexvarlen.recurrent.functions import Theirs, convolve, gated_delta_rule, mamba2_scan
 
 DOCUMENTS = "seq_idx"
 """The keyword that passes the documents on to the functions of a recurrent layer."""
@@ -49,13 +50,21 @@ def keeps_keywords(model: Any) -> bool:
     return bool(model.config.model_type == "mamba2")
 
 
-def refuse_recurrent(model: Any, *, unpad: bool, group: object) -> None:
+def refuse_recurrent(model: Any, layers: list[nn.Module], *, unpad: bool, group: object) -> None:
     """Refuse what recurrent layers cannot do by document.
 
     Raises:
-        NotImplementedError: rows sharded over ranks, layers replaced by kernels of the hub, or
-            `unpad` where the head passes no keywords on.
+        NotImplementedError: layers whose forward does not call the functions that are known here,
+            or that kernels of the hub replaced; rows sharded over ranks; or `unpad` where the head
+            passes no keywords on.
     """
+    for layer in layers:
+        if _CONVOLUTION not in _functions_of(layer):
+            raise NotImplementedError(
+                f"a recurrent layer must call transformers' {_CONVOLUTION}, got a "
+                f"{type(layer).__name__} that does not, whose state would run over all documents; "
+                "use the model's own implementation, one document per row."
+            )
     if unpad and keeps_keywords(model):
         raise NotImplementedError(
             f"unpad=True is not supported with {type(model).__name__}, whose head passes no "
@@ -74,18 +83,8 @@ def refuse_recurrent(model: Any, *, unpad: bool, group: object) -> None:
 
 
 def patch_recurrent(layer: nn.Module) -> None:
-    """Make a recurrent layer run by document in a patched model. Safe to call twice.
-
-    Raises:
-        NotImplementedError: its forward does not call the functions that are known here.
-    """
-    functions = inspect.unwrap(type(layer).forward).__globals__
-    if _CONVOLUTION not in functions:
-        raise NotImplementedError(
-            f"a recurrent layer must call transformers' {_CONVOLUTION}, got a "
-            f"{type(layer).__name__} that does not, whose state would run over all documents; use "
-            "the model's own implementation, one document per row."
-        )
+    """Make a recurrent layer run by document in a patched model. Safe to call twice."""
+    functions = _functions_of(layer)
     for name in (*_OURS, _FUSED):
         if name in functions and not hasattr(functions[name], "_flexvarlen"):
             functions[name] = _by_document(functions[name], _OURS.get(name))
@@ -101,23 +100,37 @@ def unpatch_recurrent(layer: nn.Module) -> None:
             layer._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
+def _functions_of(layer: nn.Module) -> dict[str, Any]:
+    """The names that a layer's forward finds in its module."""
+    found: dict[str, Any] = inspect.unwrap(type(layer).forward).__globals__
+    return found
+
+
 def _by_document(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
     """A function of transformers, or ours where it gets documents."""
-    torch_function = inspect.unwrap(original)
+    theirs = Theirs(original, inspect.unwrap(original))
     known = () if ours is None else tuple(inspect.signature(ours).parameters)
 
     @functools.wraps(original)
     def by_document(*args: Any, **kwargs: Any) -> Any:
         documents = kwargs.get(DOCUMENTS)
         if not isinstance(documents, RecurrentDocuments):
-            return original(*args, **kwargs)
+            plain = _needs_plain_torch(args, kwargs)
+            return (theirs.plain if plain else original)(*args, **kwargs)
         if ours is None:
             return None
         own = {name: value for name, value in kwargs.items() if name in known}
-        return ours(torch_function, documents, *args, **own)
+        return ours(theirs, documents, *args, **own)
 
     vars(by_document)["_flexvarlen"] = True
     return by_document
+
+
+def _needs_plain_torch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors are float64, which kernels lack; not so if boundaries of others are given."""
+    if any(kwargs.get(name) is not None for name in (DOCUMENTS, "cu_seqlens")):
+        return False
+    return any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
 
 
 def _pass_documents(
@@ -140,4 +153,3 @@ def _pass_documents(
     elif not isinstance(context, Unpacked):
         raise ValueError(LOST_DOCUMENTS)
     return args, kwargs
-

@@ -63,13 +63,15 @@ from flexvarlen.patches.forward.padding import (
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, keeps_keywords
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
-from flexvarlen.patches.models.image_masks import refuse_image_blocks
+from flexvarlen.patches.models.gemma4 import keep_all_queries, refuse_reentrant_checkpoints
+from flexvarlen.patches.models.image_masks import refuse_images
 from flexvarlen.patches.models.layers import (
     base_of,
     chunk_size_of,
     dtype_of_queries,
     is_compiled_by_layer,
     text_config_of,
+    text_tower,
     vision_tower,
 )
 from flexvarlen.patches.models.llama4 import has_temperature
@@ -94,6 +96,10 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     is_head = base_of(module) is not module  # type: ignore[arg-type]
     if is_head and patch.head in PER_ROW:
         return None
+    if not is_head:
+        text_config = text_config_of(module.config)
+        refuse_reentrant_checkpoints(text_config, text_tower(module))
+        keep_all_queries(text_config, inputs)
     pooling_head = inputs.pop(POOLING_HEAD, None)
     if isinstance(inputs.get("attention_mask"), PackedForward):  # see `keeps_keywords`
         _pass_on(inputs, inputs["attention_mask"], patch)
@@ -228,7 +234,7 @@ def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
     refuse_context_parallel()
     refuse_other_names(inputs, type(module))
     refuse_mask_of_another_kind(inputs.get("attention_mask"))
-    refuse_image_blocks(module.config, inputs)
+    refuse_images(module.config, inputs)
     implementation: Any = text_config_of(module.config)._attn_implementation
     if IMPLEMENTATIONS.get(implementation) not in patch.backends:
         raise ValueError(
@@ -349,8 +355,8 @@ def _note_cache(forward: ForwardInputs, packed: PackedForward) -> None:
 
 _STATES_OF_ROWS = (
     "a cache of recurrent layers holds one state per row, got a batch whose rows hold several "
-    "documents (or a compiled graph, where they may); pass use_cache=False and no cache, or prefill "
-    "each document in a row of its own."
+    "documents (or a compiled graph, where they may); pass use_cache=False and no cache, or "
+    "prefill each document in a row of its own."
 )
 
 

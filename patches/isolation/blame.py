@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.patches.isolation.model_run import IsolationRun
-from flexvarlen.patches.isolation.report import OTHER_REMEDY, PATCHED, REMEDIES, IsolationError
+from flexvarlen.patches.isolation.report import (
+    OTHER_REMEDY,
+    PATCHED,
+    PATCHED_KINDS,
+    REMEDIES,
+    IsolationError,
+)
 from flexvarlen.patches.isolation.trace import Call, TensorId, Trace, changed_tokens
 from flexvarlen.patches.state import ATTRIBUTE
 
@@ -24,10 +30,12 @@ KINDS: tuple[tuple[str, str], ...] = (
         "linear attention",
         "delta|linear_?attn|linear_?attention|lightning|retention|rwkv|gatedlinear",
     ),
+    ("layer", "(decoder|encoder|hybrid|^bert|albert)layer$"),
+    ("convolution", "conv"),
+    ("state space", "(mamba|ssm).*(layer|mixer)$"),
     ("MoE router", "router|topkgate|^gate$"),
     ("MoE experts", "experts?$|moe|sparse"),
-    ("layer", "(decoder|encoder|hybrid|^bert|albert)layer$|block$"),
-    ("convolution", "conv"),
+    ("layer", "block$"),
     ("state space", "mamba|ssm|rglru|recurrent"),
     ("attention", "attention|attn"),
     ("MLP", "mlp|feed_?forward|ffn?$|intermediate"),
@@ -201,7 +209,7 @@ class Blame:
         return f"{name or 'the model itself'} ({type(module).__name__}, {kind_of(module, name)})"
 
     def _remedy(self, kind: str) -> str:
-        if kind == "attention" and ATTRIBUTE in self.run.inner.__dict__:
+        if kind in PATCHED_KINDS and ATTRIBUTE in self.run.inner.__dict__:
             return PATCHED
         return REMEDIES.get(kind, OTHER_REMEDY)
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+_ANEW = (
+    "call flexvarlen.patch_model on the model, if its type is verified; or pass both "
+    "cu_seq_lens_q, for scans, and seq_idx, for convolutions, which transformers' own path needs, "
+    "and install its kernels (flash-linear-attention or mamba-ssm, and causal-conv1d); or pad"
+)
+
 REMEDIES = {
     "attention": "call flexvarlen.patch_model(model), or with verify=True, or hand over "
     "the boundaries in a form that the model honours (a mask [B, 1, S, S], with layout=)",
-    "linear attention": "its state must start anew with each document: pass the boundaries as its "
-    "kernels take them (cu_seq_lens_q, with flash-linear-attention installed), or pad instead",
-    "state space": "its state must start anew with each document: pass the boundaries as its "
-    "kernels take them (seq_idx, with mamba-ssm installed), or pad instead",
-    "convolution": "it must not reach over the start of a document: pass the boundaries as its "
-    "kernel takes them (seq_idx), or pad instead",
+    "linear attention": f"its state must start anew with each document: {_ANEW}",
+    "state space": f"its state must start anew with each document: {_ANEW}",
+    "convolution": f"it must not reach over the start of a document: {_ANEW}",
     "MoE experts": "experts whose capacity is shared, or whose kernel rounds by how many tokens "
     "it got, mix documents: lift the capacity; where the change is mere rounding, call "
     "model.set_experts_implementation('batched_mm')",
     "norm": "it must not take statistics over the row: normalise each token, or use eval()",
 }
 PATCHED = (
-    "the model is patched, so use its own attention, one document per row, and report this to "
+    "the model is patched, so use its own implementation, one document per row, and report this to "
     "flexvarlen, with model, backend and batch"
 )
+PATCHED_KINDS = ("attention", "linear attention", "state space", "convolution")
+"""Kinds of modules that a patched model runs by document."""
+
 OTHER_REMEDY = "it must treat each token alone, or each document alone"
 
 

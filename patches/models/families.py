@@ -21,6 +21,9 @@ _VISION_NEEDS = (
 _DELTA = "gated delta rule and short convolution in three of four layers"
 _MAMBA = "Mamba-2 layers"
 _RECURRENT = "states and convolutions start anew at each document"
+_SCALED = "queries are scaled by position"
+_POSITION = "positions count inside a document"
+_TEXT_ALONE = "text alone: batches with images or mm_token_type_ids are refused"
 _ENCODER = "bidirectional attention"
 _OWN_LABELS = "no label is masked; poolers and classifiers give a row for each document"
 
@@ -56,7 +59,7 @@ FAMILIES: tuple[Family, ...] = (
         by_name_alone=False,  # its layers keep position_ids to themselves
     ),
     Family("Qwen2, Qwen2.5", "qwen2", "sliding windows in some configs"),
-    Family("Qwen2-MoE", "qwen2_moe", "experts", _MOE),
+    Family("Qwen2-MoE", "qwen2_moe", "experts, sliding windows in some configs", _MOE),
     Family("Qwen3", "qwen3", "sliding windows in some configs"),
     Family("Qwen3-MoE", "qwen3_moe", "experts", _MOE),
     Family("Mistral", "mistral", "sliding windows"),
@@ -137,6 +140,14 @@ FAMILIES: tuple[Family, ...] = (
         by_name_alone=False,
     ),
     Family(
+        "Qwen3.5-MoE",
+        "qwen3_5_moe",
+        f"{_DELTA}; experts; {_VISION}",
+        f"{_RECURRENT}; {_MOE}; {_VISION_NEEDS}",
+        by_name_alone=False,
+        task="ImageTextToText",
+    ),
+    Family(
         "Qwen3-Next",
         "qwen3_next",
         f"{_DELTA}; experts",
@@ -201,11 +212,85 @@ FAMILIES: tuple[Family, ...] = (
         by_name_alone=False,  # its layers keep position_ids to themselves
         task="MaskedLM",
     ),
+    Family(
+        "Mistral 3",
+        "mistral3",
+        "the text model is a `mistral` or `ministral3`; images",
+        _TEXT_ALONE,
+        by_name_alone=False,
+        task="ImageTextToText",
+    ),
+    Family(
+        "Ministral 3",
+        "ministral3",
+        f"{_SCALED}; sliding windows",
+        _POSITION,
+        by_name_alone=False,  # in transformers 5.17 its layers keep position_ids to themselves
+    ),
+    Family(
+        "Mistral 4, text",
+        "mistral4",
+        f"{_SCALED}; experts; value head_dim may differ from query/key head_dim",
+        f"{_POSITION}; {_MOE}",
+        by_name_alone=False,  # as Ministral 3
+        task="ImageTextToText",  # the list in which transformers has its ForCausalLM
+    ),
+    Family("GLM-4.5, GLM-4.6", "glm4_moe", "experts", _MOE),
+    Family(
+        "Qwen3-VL-MoE",
+        "qwen3_vl_moe",
+        f"{_VISION}; experts",
+        f"{_VISION_NEEDS}; {_MOE}",
+        by_name_alone=False,
+        task="ImageTextToText",
+    ),
+    Family("EXAONE 4", "exaone4", "alternating windows; layers without RoPE", _BY_TYPE),
+    Family("ERNIE 4.5", "ernie4_5"),
+    Family(
+        "Hunyuan, dense",
+        "hunyuan_v1_dense",
+        "RoPE of type `dynamic` with a fixed `alpha` in the published models",
+        "`dynamic` without `alpha` is refused",
+    ),
+    Family(
+        "Seed-OSS",
+        "seed_oss",
+        "attention dropout of 0.1 in the published config",
+        "`attention_dropout` must be 0 in training",
+    ),
+    Family("OLMoE", "olmoe", "experts", _MOE),
+    Family("Granite MoE", "granitemoe", "a scale of its own; experts", _MOE),
+    Family("MiniMax-M2", "minimax_m2", "experts", _MOE),
+    Family(
+        "DeepSeek-V2",
+        "deepseek_v2",
+        "experts; value head_dim differs from query/key head_dim",
+        "values are padded with zeros to the head_dim of the keys",
+    ),
+    Family("StarCoder2", "starcoder2", "sliding windows"),
+    Family("Apertus", "apertus"),
+    Family("Arcee", "arcee"),
+    Family(
+        "Gemma 4, text",
+        "gemma4_text",
+        "head_dim and KV heads by layer type; alternating windows; layers with shared keys",
+        f"{_BY_TYPE}; all tokens run through all layers, also where few logits are kept; "
+        "reentrant checkpoints and bidirectional text are refused",
+        by_name_alone=False,  # layers with shared keys may get only the last tokens as queries
+    ),
+    Family(
+        "Gemma 4",
+        "gemma4",
+        "as Gemma 4, text; experts in some configs; images and sound",
+        _TEXT_ALONE,
+        by_name_alone=False,
+    ),
 )
 
 BY_TYPE: dict[str, Family] = {family.model_type: family for family in FAMILIES}
 
-_TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+_VISION_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in _VISION_TOWERS}
 _VERIFIED = {**BY_TYPE, **_TEXT_TOWERS}
 
 
@@ -243,7 +328,6 @@ def require_verified_alone(model_type: str) -> None:
     require_verified(model_type)
     if not _VERIFIED[model_type].by_name_alone:
         raise NotImplementedError(
-            f"attn_implementation alone cannot pack for a {model_type} model, whose position_ids "
-            "take effect outside its attention layers: documents could leak into one another; "
-            "call flexvarlen.patch_model on the model."
+            f"attn_implementation alone cannot pack for a {model_type} model, which needs the "
+            "documents outside its attention layers too; call flexvarlen.patch_model on the model."
         )

@@ -183,6 +183,20 @@ def layer_type_of(layer: nn.Module, window: int | None, chunk: int | None) -> st
     return FULL if window is None else SLIDING
 
 
+def window_of(layer: nn.Module) -> int | None:
+    """The sliding window of a layer, or None.
+
+    Mistral's layers have no attribute for it, and EXAONE 4's full layers have one all the same.
+    """
+    config: Any = layer.__dict__.get("config")
+    own = {} if config is None else config.__dict__
+    types: list[str] | None = own.get("layer_types")
+    if types is not None and types[layer.layer_idx] != SLIDING:  # type: ignore[index]
+        return None
+    window: int | None = layer.__dict__.get("sliding_window", own.get("sliding_window"))
+    return window
+
+
 def chunk_size_of(config: Any) -> int | None:
     """The chunk size of chunked layers (Llama 4), or None."""
     size: int | None = text_config_of(config).__dict__.get("attention_chunk_size")
@@ -197,18 +211,25 @@ def chunk_of(layer: nn.Module, chunk_size: int | None) -> int | None:
     return chunk_size if types[layer.layer_idx] == CHUNKED else None  # type: ignore[index]
 
 
+def _kv_heads_of(config: Any) -> int | None:
+    kv_heads: int | None = getattr(config, "num_key_value_heads", None)
+    return kv_heads
+
+
 def _kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
     heads: int = getattr(config, "num_attention_heads", None) or config.num_heads
     kinds: dict[LayerKind, None] = {}
     for layer in attention_layers(tower):
-        kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+        # Gemma 4 has other head_dims and KV heads by layer type, which its config does not tell.
+        groups: int | None = getattr(layer, "num_key_value_groups", None)
+        kv_heads: int = heads // groups if groups else _kv_heads_of(config) or heads
         head_dim: int = getattr(layer, "head_dim", None) or config.hidden_size // heads
         own_dim = head_dim
         if hasattr(layer, "kv_lora_rank"):  # multi-head latent attention: keys of all heads
             dims: list[Any] = [layer.qk_head_dim, layer.v_head_dim]
             kv_heads, own_dim, head_dim = heads, dims[0], max(dims)
         scale: float | None = getattr(layer, "scaling", None)
-        window = getattr(layer, "sliding_window", None)
+        window = window_of(layer)
         chunk = chunk_of(layer, chunk_size_of(config))
         kind = LayerKind(
             layer_type=layer_type_of(layer, window, chunk),

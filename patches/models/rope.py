@@ -45,15 +45,27 @@ def refuse_unpatched_longrope(config: Any) -> None:
         )
 
 
-def refuse_dynamic_rope(config: Any) -> None:
+def refuse_dynamic_rope(config: Any, rotary: nn.Module | None = None) -> None:
     """Refuse rotary embeddings whose frequencies cannot be computed per document.
+
+    Args:
+        config: of the text tower.
+        rotary: its rotary module, or None where only layers are at hand. HunYuan's has fixed
+            frequencies under `dynamic` with an `alpha`, and then a `rope_type` of its own.
 
     Raises:
         NotImplementedError: `dynamic`, or `longrope` by layer type.
     """
+    if getattr(rotary, "rope_type", None) == "ntk_alpha":
+        return
     parameters = getattr(config, "rope_parameters", None) or {}
     by_type = [x for x in parameters.values() if isinstance(x, dict)]
     types = [x.get("rope_type") for x in by_type or [parameters]]
+    if rotary is None and parameters.get("alpha"):
+        raise NotImplementedError(
+            "rope_type 'dynamic' with a fixed alpha can only be checked on the whole model; call "
+            "flexvarlen.patch_model on it."
+        )
     if "dynamic" in types or (by_type and "longrope" in types):
         raise NotImplementedError(
             f"rope_type must be one whose frequencies are the same for all documents, got "

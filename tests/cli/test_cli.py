@@ -160,7 +160,8 @@ def test_doctor_names_every_backend_and_the_decoding_path():
     assert result.exit_code == 0, result.output
     assert result.output.startswith("auto takes ")
     names = [line.split(" ")[0] for line in result.output.splitlines()]
-    stack = ["flexvarlen", "torch", "transformers", "accelerate", "trl", "peft", "liger-kernel"]
+    stack = ["flexvarlen", "torch", "transformers", "accelerate", "trl", "peft"]
+    stack += ["liger-kernel", "fla-core"]
     assert names[names.index("flexvarlen") :][: len(stack)] == stack
     for name in (*fv.BACKENDS, "Decoding"):
         assert name in result.output

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
+from flexvarlen.recurrent import functions
 from flexvarlen.verify.isolation.command import FORMS, LENGTHS
 
 SMALL = ["--model", "qwen3", "--device", "cpu", "--lengths", "5,11,1,8"]
@@ -96,6 +97,18 @@ def test_leaking_backend_of_ours_fails_the_command(monkeypatch):
     result = run("--backend", "sdpa")
     assert result.exit_code == 1, result.output
     assert "report this to flexvarlen" in " ".join(result.output.split())
+
+
+def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
+    def over_all_documents(run, documents, rows, like, *, why):
+        return run(*rows)
+
+    monkeypatch.setattr(functions, "_one_by_one", over_all_documents)
+    result = run("--backend", "sdpa", "--model", "qwen3_5_text")
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.output.split())
+    assert "Qwen3_5GatedDeltaNet, linear attention" in said
+    assert "report this to flexvarlen" in said
 
 
 def test_options_reach_the_check():

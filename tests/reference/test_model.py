@@ -16,6 +16,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -44,6 +45,13 @@ SMALL: dict[str, Any] = {
 }
 WINDOW = {"sliding_window": 5}
 EXPERTS = {"num_experts_per_tok": 2}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,  # unlike the width of RoPE's tables
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),
     "qwen3": Qwen3Config(**SMALL),
@@ -51,6 +59,7 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig(**SMALL, **WINDOW, query_pre_attn_scalar=8),
     "mixtral": MixtralConfig(**SMALL, **EXPERTS, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4, moe_intermediate_size=16),
+    "qwen3_5": Qwen3_5TextConfig(**SMALL, **HYBRID),
     "gpt_oss": GptOssConfig(**SMALL, **WINDOW, **EXPERTS, num_local_experts=4),
 }
 LENGTHS = (9, 1, 14)
@@ -85,9 +94,11 @@ class NarrowOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            # RoPE's tables, [1, L, D] or half of D, and positions alone may be narrower.
+            # RoPE's tables, [1, L, D] or half or a quarter of D (of three axes: [3, 1, L, D]), and
+            # positions alone may be narrower.
             if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64:
-                if x.ndim == 3 and x.shape[0] == 1 and x.shape[2] in (1, 4, 8):
+                is_table = (x.ndim, x.shape[0]) in ((3, 1), (4, 3))
+                if is_table and x.shape[-1] in (0, 1, 2, 4, 8):
                     continue
                 self.found.add((str(func), tuple(x.shape)))
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -26,6 +27,24 @@ _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 _HEAD_16 = {"hidden_size": 48, "head_dim": 16}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_BY_POSITION = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 64.0,
+    "original_max_position_embeddings": 8,  # 16,384 in the published models
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {"num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, **_ROUTED_EXPERTS}
 _PATCHES = {
     "num_heads": 2,
     "patch_size": 4,
@@ -39,6 +58,23 @@ _IMAGE_TOKENS = {
     "video_token_id": 91,
     "vision_start_token_id": 92,
     "vision_end_token_id": 93,
+}
+_QWEN3_VL_TEXT = {
+    **_HEAD_16,
+    "hidden_size": 96,
+    "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+}
+_QWEN3_VL_IMAGES = {
+    "vision_config": {
+        **_PATCHES,
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 96,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    **_IMAGE_TOKENS,
 }
 _BERT = {
     "num_key_value_heads": 6,
@@ -77,7 +113,13 @@ TINY: dict[str, dict[str, Any]] = {
         "attn_scale": 0.5,
     },
     "qwen2": _HEAD_16,
-    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+    },
     "qwen3": _HEAD_16,
     "qwen3_moe": {**_HEAD_16, **_EXPERTS},
     "mistral": {**_HEAD_16, "sliding_window": 9},
@@ -121,17 +163,7 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4": _HEAD_16,
     "glm": _HEAD_16,
     "cohere2": {**_HEAD_16, **_ALTERNATING},
-    "deepseek_v3": {
-        "num_key_value_heads": 6,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": _LATENT,
     "qwen2_vl": {
         "text_config": {"rope_parameters": _MROPE},
         "vision_config": {
@@ -156,39 +188,12 @@ TINY: dict[str, dict[str, Any]] = {
         },
         **_IMAGE_TOKENS,
     },
-    "qwen3_vl": {
-        "text_config": {
-            **_HEAD_16,
-            "hidden_size": 96,
-            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
-        },
-        "vision_config": {
-            **_PATCHES,
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 96,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        **_IMAGE_TOKENS,
-    },
+    "qwen3_vl": {"text_config": _QWEN3_VL_TEXT, **_QWEN3_VL_IMAGES},
     "qwen3_5_text": _GATED_DELTA,
-    "qwen3_5": {
-        "text_config": {
-            **_GATED_DELTA,
-            "hidden_size": 96,
-            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
-        },
-        "vision_config": {
-            **_PATCHES,
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 96,
-            "num_position_embeddings": 64,
-        },
-        **_IMAGE_TOKENS,
+    "qwen3_5": {"text_config": {**_GATED_DELTA, **_QWEN3_VL_TEXT}, **_QWEN3_VL_IMAGES},
+    "qwen3_5_moe": {
+        "text_config": {**_GATED_DELTA, **_QWEN3_VL_TEXT, **_QWEN_EXPERTS},
+        **_QWEN3_VL_IMAGES,
     },
     "qwen3_5_moe_text": {**_GATED_DELTA, **_QWEN_EXPERTS},
     "qwen3_next": {**_GATED_DELTA, **_QWEN_EXPERTS},
@@ -239,6 +244,69 @@ TINY: dict[str, dict[str, Any]] = {
         "cls_token_id": 1,
         "sep_token_id": 2,
     },
+    "ministral3": {**_HEAD_16, "sliding_window": 9, "rope_parameters": _BY_POSITION},
+    "mistral3": {
+        "text_config": {**_HEAD_16, "model_type": "ministral3", "rope_parameters": _BY_POSITION},
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "image_size": 8,
+            "patch_size": 4,
+        },
+        "image_token_index": 90,
+    },
+    "mistral4": {**_LATENT, "rope_parameters": _BY_POSITION},
+    "glm4_moe": {**_HEAD_16, **_ROUTED_EXPERTS},
+    "qwen3_vl_moe": {"text_config": {**_QWEN3_VL_TEXT, **_EXPERTS}, **_QWEN3_VL_IMAGES},
+    "exaone4": _ALTERNATING,
+    "ernie4_5": _HEAD_16,
+    "hunyuan_v1_dense": _HEAD_16,
+    "seed_oss": {**_HEAD_16, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "olmoe": _EXPERTS,
+    "granitemoe": {**_LOCAL_EXPERTS, "attention_multiplier": 0.5},
+    "minimax_m2": {**_HEAD_16, **_LOCAL_EXPERTS},
+    "deepseek_v2": {**_LATENT, "n_group": None, "topk_group": None},
+    "starcoder2": {"sliding_window": 9},
+    "arcee": _HEAD_16,
+    "gemma4_text": {
+        **_HEAD_16,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 9,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+    },
+    "gemma4": {
+        "text_config": {
+            **_HEAD_16,
+            **_ALTERNATING,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 16,
+        },
+        # Not among the tokens of the tests' texts: the model would replace them.
+        "image_token_id": 2,
+        "video_token_id": 2,
+        "audio_token_id": 2,
+    },
 }
 """By model type, what a config of two layers needs to have all of its family's kinds of layers."""
 
@@ -255,7 +323,7 @@ def tiny_config(
             where a low precision rounds otherwise, and the outputs jump.
         changes: of the config of these layers.
     """
-    whole = dict(TINY.get(model_type, {}))
+    whole = copy.deepcopy(TINY.get(model_type, {}))  # some configs add to their rope_parameters
     has_towers = "text_config" in whole
     sizes: dict[str, Any] = {**_TINY, **(whole.pop("text_config") if has_towers else whole)}
     if "kv_lora_rank" in sizes:
@@ -275,10 +343,13 @@ def tiny_config(
     if "mrope_section" in rope_parameters:  # of half a head: time, height and width
         axes = head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16
         sizes["rope_parameters"] = {**rope_parameters, "mrope_section": list(axes)}
+    if model_type.startswith("gemma4"):
+        sizes["global_head_dim"] = 2 * head_dim
     if every_expert:
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if name in sizes:
-                sizes["num_experts_per_tok"] = sizes[name]
+                chosen = "top_k_experts" if "top_k_experts" in sizes else "num_experts_per_tok"
+                sizes[chosen] = sizes[name]
     sizes |= changes
     if not has_towers:
         return AutoConfig.for_model(model_type, **sizes)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexvarlen.recurrent.fla_operators import why_not as why_not_fla
+from flexvarlen.recurrent.fla import why_not as why_not_fla
 from flexvarlen.report.records import one_line
 from flexvarlen.runner.failures import Unsupported
 

@@ -11,11 +11,11 @@ from torch._dynamo.exc import Unsupported
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoModelForCausalLM,
+    BitNetConfig,
     DynamicCache,
     HeliumConfig,
     LlamaForCausalLM,
     LlamaModel,
-    Starcoder2Config,
     StaticCache,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -28,7 +28,7 @@ from tests.tiny_models import config_of, new_model, one_row, shared_model, two_r
 
 ROW, ROWS = one_row(), two_rows()
 SIZES = config_of("llama").to_dict()
-OTHER_TYPES = {"starcoder2": Starcoder2Config, "helium": HeliumConfig}
+OTHER_TYPES = {"bitnet": BitNetConfig, "helium": HeliumConfig}
 
 
 def other_model(model_type, implementation="eager"):

@@ -97,6 +97,8 @@ def seen_tokens(model):
 def test_loss_of_a_language_model(kind, side):
     head = "MaskedLM" if kind in ENCODERS else "CausalLM"
     plain = model_with(head, kind)
+    if kind == "gemma4_text":  # its scores are not scaled: too large for fp32 and this tolerance
+        plain.double().set_attn_implementation("sdpa")
     ours = unpadding(plain)
     shapes = seen_tokens(ours)
     inputs = padded(side, plain.config.get_text_config().pad_token_id)

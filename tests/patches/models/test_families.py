@@ -10,7 +10,9 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
+from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.models.families import BY_TYPE
+from flexvarlen.patches.models.layers import kinds_of
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.patches.forward import test_packed_models
@@ -30,6 +32,8 @@ SAMPLE = (
 )
 # Those in KINDS, and encoders, have tests of their own.
 OTHERS = [name for name, x in BY_TYPE.items() if name not in KINDS and x.task != "MaskedLM"]
+# On a CPU their scans break the graph: see forward/test_recurrent_layers.py.
+SCANS = [name for name, x in BY_TYPE.items() if "delta rule" in x.has or "Mamba-2" in x.has]
 EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
 
 
@@ -46,6 +50,10 @@ def on_the_cpu(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_packed_equals_one_by_one(name, form):
+    if (name, form) == ("gemma4_text", "checkpointing_reentrant"):
+        with pytest.raises(NotImplementedError, match="must not be reentrant"):
+            check(name, "sdpa", FORMS[form], grad=True)
+        return
     check(name, on_the_cpu(name), FORMS[form], grad=True)
 
 
@@ -60,11 +68,14 @@ def test_packed_equals_one_by_one_in_bf16(name, backend, form):
 
 
 PATCHED_ONLY = {"phi3": "longrope"} | {
-    name: "position_ids" for name, family in BY_TYPE.items() if not family.by_name_alone
+    name: "outside its attention layers"
+    for name, family in BY_TYPE.items()
+    if not family.by_name_alone
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+# Mamba-2 has no attention layer that would notice.
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "mamba2"])
 def test_by_the_plugin_name_alone(name):
     """What reaches a layer is enough, or it is refused."""
     model, batch = shared_model(name), one_row()
@@ -86,7 +97,23 @@ def test_by_the_plugin_name_alone(name):
         model.set_attn_implementation("eager")
 
 
-@pytest.mark.parametrize("name", [name for name in OTHERS if name not in EXPERTS])
+@pytest.mark.parametrize("name", OTHERS)
+def test_kind_of_layer_unlike_its_calls(name, monkeypatch):
+    """A window or a head_dim of the config, not of the layer: another call is checked than made."""
+    routed, route = set(), PackedForward.route
+
+    def noting(self, kind, *args):
+        routed.add(kind)
+        return route(self, kind, *args)
+
+    monkeypatch.setattr(PackedForward, "route", noting)
+    model, batch = fv.patch_model(new_model(name), on_the_cpu(name)), one_row()
+    with torch.no_grad():
+        model(batch.ids, position_ids=batch.position_ids)
+    assert routed == set(kinds_of(model))
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in (*EXPERTS, *SCANS)])
 @pytest.mark.sampled(3)
 def test_one_graph_for_any_documents(name):
     torch._dynamo.reset()

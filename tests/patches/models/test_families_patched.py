@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.patches.models.rope import LONG
+from tests.oracle import assert_as_accurate
 from tests.patches.models.test_families import OTHERS, on_the_cpu
-from tests.tiny_models import LENGTHS, config_of, new_model, one_row
+from tests.tiny_models import LENGTHS, config_of, new_model, one_by_one, one_row
 
 
 def logits(model, **given):
@@ -83,3 +84,25 @@ def test_a_pickle_of_longrope_asks_to_be_patched():
     with pytest.raises(ValueError, match="call patch_model"):
         logits(loaded)
     assert torch.equal(logits(fv.patch_model(loaded, "sdpa"), packed_layout=layout), expected)
+
+
+def test_frequencies_of_dynamic_rope_that_change_with_the_batch():
+    """Documents of 98 tokens are longer than the model's 64 positions, the others are not."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    sizes = {"max_position_embeddings": 64}
+    changing = new_model("llama", rope_parameters=dict(rope), **sizes)
+    with pytest.raises(NotImplementedError, match="got dynamic"):
+        fv.patch_model(changing, "sdpa")
+    rope["alpha"] = 9.0
+    model, batch = new_model("hunyuan_v1_dense", rope_parameters=rope, **sizes), one_row()
+    if model.model.rotary_emb.rope_type == "dynamic":  # before transformers gave it another name
+        with pytest.raises(NotImplementedError, match="got dynamic"):
+            fv.patch_model(model, "sdpa")
+        return
+    peer = one_by_one(model, batch.order).logits
+    exact = one_by_one(copy.deepcopy(model).double(), batch.order).logits
+    found = logits(fv.patch_model(model, "sdpa"), position_ids=batch.position_ids)
+    assert_as_accurate(found[0], exact, peer, 2)
+    fv.unpatch_model(model).set_attn_implementation("flexvarlen_doc")
+    with pytest.raises(NotImplementedError, match="patch_model"):
+        logits(model, position_ids=batch.position_ids, use_cache=False)

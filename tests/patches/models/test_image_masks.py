@@ -29,19 +29,23 @@ def test_prefix_of_paligemma_lost():
         fv.patch_model(paligemma(), "sdpa")
 
 
-IMAGES_OF_GEMMA = {
+IMAGES = {
     "token_type_ids": torch.zeros(1, 16, dtype=torch.long),
+    "mm_token_type_ids": torch.zeros(1, 16, dtype=torch.long),
     "pixel_values": torch.zeros(1, 3, 8, 8),
+    "pixel_values_videos": torch.zeros(1, 3, 8, 8),
+    "input_features": torch.zeros(1, 16, 8),
     "mm_encoder_outputs": {"image": object()},
 }
 
 
-@pytest.mark.parametrize("what", IMAGES_OF_GEMMA)
-def test_image_of_gemma3_lost(what):
-    """Attention both ways inside an image: the placeholder mask would drop that."""
-    model = fv.patch_model(new_model("gemma3"), "sdpa")
-    with pytest.raises(NotImplementedError, match=f"gemma3 batch with {what}.*document per row"):
-        model(input_ids=torch.ones(1, 16, dtype=torch.long), **{what: IMAGES_OF_GEMMA[what]})
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+@pytest.mark.parametrize("what", IMAGES)
+def test_image_lost(name, what):
+    """Attention both ways inside an image of Gemma's: the placeholder mask would drop that."""
+    model = fv.patch_model(new_model(name), "sdpa")
+    with pytest.raises(NotImplementedError, match=f"{name} batch with {what}.*document per row"):
+        model(input_ids=torch.ones(1, 16, dtype=torch.long), **{what: IMAGES[what]})
 
 
 @pytest.mark.parametrize("make", [lambda: new_model("gemma3"), paligemma], ids=["gemma3", "pali"])

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    Lfm2Config,
-    MambaConfig,
-    Qwen3NextConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MambaConfig, MiniMaxConfig
 
 import flexvarlen as fv
 from flexvarlen.patches.models.families import BY_TYPE, require_verified
@@ -26,22 +20,13 @@ SIZES = {
 ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIGS = {
     "mamba": lambda: MambaConfig(**SIZES, state_size=8, time_step_rank=4),
-    "lfm2": lambda: Lfm2Config(
-        **SIZES, **ATTENTION, layer_types=["conv", "full_attention"], block_multiple_of=8
-    ),
-    "qwen3_next": lambda: Qwen3NextConfig(
+    "minimax": lambda: MiniMaxConfig(
         **SIZES,
         **ATTENTION,
         head_dim=8,
         layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
+        num_local_experts=2,
         num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
     ),
 }
 
@@ -87,7 +72,7 @@ def test_patched_in_silence(name):
 
 
 def test_the_name_alone_on_a_stateful_model():
-    model = tiny("qwen3_next")
+    model = tiny("minimax")
     model.set_attn_implementation("flexvarlen_doc")
-    with pytest.raises(NotImplementedError, match="gated delta rule"):
+    with pytest.raises(NotImplementedError, match="lightning attention"):
         model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)

@@ -19,7 +19,7 @@ from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import new_model
 
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 IMAGE, _, BEGIN, END = (90, 91, 92, 93)
 # Images of each document, as frames, height and width: none, one, two, one of two frames.
 GRIDS = ([(1, 8, 4)], [], [(1, 4, 4), (1, 12, 6)], [(2, 6, 4)], [])

@@ -117,6 +117,17 @@ def test_scaled_and_capped_logits_are_the_references_too(kind, changes):
     assert (found.measures["verdict"], found.measures["why"]) == ("right", None)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba2"])
+def test_hybrid_is_right_and_transformers_leaks(kind):
+    torch.manual_seed(0)
+    config = config_of(kind)
+    model = AutoModelForCausalLM.from_config(config)
+    batch = new_batch((9, 1, 12), config.vocab_size)
+    found = run_compare(model, batch, "sdpa,transformers:sdpa", packings=1)
+    assert found.verdict("sdpa") == "right"
+    assert found.verdict("transformers:sdpa") == ("unsupported" if kind == "mamba2" else "leaks")
+
+
 def test_forward_alone_measures_no_gradients(llama):
     m = compare_sdpa(llama, train=False)
     assert (m["passes"], m["verdict"]) == ("forward", "right")
@@ -417,6 +428,8 @@ def test_every_geometry_is_a_valid_configuration():
         for geometry in sizes.values():
             config = AutoConfig.for_model(family, **geometry)
             assert config.num_attention_heads % config.num_key_value_heads == 0
+    types = AutoConfig.for_model("qwen3_5_text", **GEOMETRIES["qwen3_5_text"]["tiny"]).layer_types
+    assert types == ["linear_attention", "full_attention"]
 
 
 def test_local_folder_is_loaded(tmp_path, llama):

@@ -130,6 +130,8 @@ def test_packed_row_leaks_with_default_use_cache(name, module, kind):
     assert (error.direction, error.layer, error.module, error.kind) == ("forward", 0, module, kind)
     assert name in ENCODERS or error.source < error.target
     assert type(model_of(name).get_submodule(module)).__name__ in str(error)
+    assert "call flexvarlen.patch_model" in str(error)
+    assert ("both cu_seq_lens_q, for scans, and seq_idx" in str(error)) == (name in RECURRENT)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])

@@ -1,0 +1,188 @@
+"""Hybrid models: documents reach recurrent layers, or the layers raise; caches are per row.
+
+That packed equals one by one is tested for all families in patches/models/test_families.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.patches.forward.recurrent_layers import _by_document, recurrent_layers
+from flexvarlen.patches.models.families import BY_TYPE
+from tests.tiny_models import LENGTHS, new_model, one_row, padded_rows, shared_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:flexvarlen. recurrent layers run one document after another"
+)
+HYBRIDS = [name for name, family in BY_TYPE.items() if "start anew" in family.needs]
+SAMPLE = ("qwen3_5_text", "lfm2", "mamba2", "falcon_h1")
+
+
+@pytest.fixture(params=SAMPLE)
+def model(request):
+    return fv.patch_model(new_model(request.param), "sdpa")
+
+
+def test_families_of_hybrids():
+    assert len(HYBRIDS) == 14
+    for name in SAMPLE:
+        assert recurrent_layers(shared_model(name)), name
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_bit_of_another_document(name):
+    """In the outputs, and in the gradients of the embeddings."""
+    patched, batch = fv.patch_model(new_model(name), "sdpa"), one_row()
+    report = fv.verify_isolation(
+        patched, {"input_ids": batch.ids, "position_ids": batch.position_ids}, documents=2
+    )
+    assert report.gradients
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_unpatched_model_leaks(name):
+    plain, batch = copy.deepcopy(shared_model(name)), one_row()
+    inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False}
+    with pytest.raises(fv.IsolationError, match=r"linear attention|convolution|state space"):
+        fv.verify_isolation(plain, inputs, documents=2)
+
+
+def test_padding(model):
+    """What stands at padding changes nothing, and nothing flows back to it."""
+    batch = padded_rows(left=True, packed=True)
+    ids = batch.ids.clone()
+    ids[batch.document_ids == 0] = 5
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    found = model(inputs_embeds=embeddings, attention_mask=batch.document_ids, use_cache=False)
+    with torch.no_grad():
+        same = model(input_ids=batch.ids, attention_mask=batch.document_ids, use_cache=False)
+    assert torch.equal(batch.of_documents(found.logits), batch.of_documents(same.logits))
+    batch.of_documents(found.logits).square().sum().backward()
+    assert not embeddings.grad[batch.document_ids == 0].any()
+
+
+def test_a_layer_by_hand(model):
+    layer = recurrent_layers(model)[0]
+    hidden = torch.randn(1, 8, model.config.hidden_size)
+    with pytest.raises(ValueError, match="must get its documents from the model's own forward"):
+        layer(hidden)
+    fv.unpatch_model(model)
+    assert torch.equal(layer(hidden), recurrent_layers(copy.deepcopy(model))[0](hidden))
+
+
+def test_a_pickle_forgets_the_documents(model):
+    """A loaded model has no wrapper that would find them."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    batch = one_row()
+    with pytest.raises(ValueError, match="call patch_model again"):
+        loaded(input_ids=batch.ids, use_cache=False)
+    fv.patch_model(loaded, "sdpa")
+    inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "use_cache": False}
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_deep_copy(model):
+    inputs = {"input_ids": one_row().ids, "position_ids": one_row().position_ids}
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
+    fv.unpatch_model(twin)
+    assert not any(x._forward_pre_hooks for x in recurrent_layers(twin))
+    assert all(x._forward_pre_hooks for x in recurrent_layers(model))
+
+
+def test_a_packed_prefill(model):
+    inputs = {"input_ids": one_row().ids, "position_ids": one_row().position_ids}
+    with pytest.raises(ValueError, match=r"one state per row.*use_cache=False"):
+        model(**inputs, use_cache=True)
+    out = model(**inputs)  # the config's default is True
+    assert getattr(out, "past_key_values", getattr(out, "cache_params", None)) is None
+
+
+def test_unpatched_models_of_the_class(model):
+    """They keep transformers' own functions, while another one is patched, and after."""
+    name = model.config.model_type
+    plain, ids = shared_model(name), one_row().ids
+    before = plain(input_ids=ids, use_cache=False).logits
+    model(input_ids=ids, position_ids=one_row().position_ids, use_cache=False)
+    assert torch.equal(plain(input_ids=ids, use_cache=False).logits, before)
+    fv.unpatch_model(model)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+
+
+def test_kernels_of_the_hub():
+    model = new_model("lfm2")
+    model._use_kernels = True
+    with pytest.raises(NotImplementedError, match="use_kernels=True"):
+        fv.patch_model(model, "sdpa")
+
+
+def test_rows_over_ranks():
+    with pytest.raises(NotImplementedError, match=r"sequence_parallel_group.*rank to rank"):
+        fv.patch_model(new_model("lfm2"), "sdpa", sequence_parallel_group=object())
+
+
+def test_padded_batches_of_mamba2():
+    with pytest.raises(NotImplementedError, match=r"unpad=True.*Mamba2ForCausalLM"):
+        fv.patch_model(new_model("mamba2"), "sdpa", unpad=True)
+
+
+def test_a_layer_that_calls_other_functions():
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1d = torch.nn.Conv1d(2, 2, 4)
+
+        def forward(self, x):
+            return self.conv1d(x)
+
+    model = new_model("lfm2")
+    model.model.layers[1].mlp_before = Own()
+    with pytest.raises(NotImplementedError, match=r"causal_conv1d_fn.*got a Own"):
+        fv.patch_model(model, "sdpa")
+    assert not fv.is_patched(model)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_compiled_with_breaks_at_the_loop(name):
+    """On a CPU the scans break the graph, and other documents are still right."""
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model(name), "sdpa")
+    compiled = torch.compile(model, backend="eager")
+    for lengths in (LENGTHS, (100, 60, 7)):
+        layout = fv.PackedLayout.from_lengths(lengths, total_tokens=256, capacity=8)
+        inputs = {"input_ids": one_row().ids, "packed_layout": layout}
+        with torch.no_grad():
+            found, expected = compiled(**inputs).logits, model(**inputs).logits
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seq_idx", "runs"),
+    [
+        (torch.float32, None, "kernel"),
+        (torch.float64, None, "plain torch"),
+        # The kernel keeps these documents apart, or transformers refuses; plain torch does not.
+        (torch.float64, torch.zeros(1, 4), "kernel"),
+    ],
+)
+def test_kernels_get_no_float64(dtype, seq_idx, runs):
+    """Without documents, as in the reference of `compare`."""
+
+    def plain(x, seq_idx=None):
+        return "plain torch"
+
+    @functools.wraps(plain)
+    def kernel(x, seq_idx=None):
+        return "kernel"
+
+    call = _by_document(kernel, plain)
+    assert call(torch.zeros(1, 4, dtype=dtype), seq_idx=seq_idx) == runs
