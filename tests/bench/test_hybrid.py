@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, silu
 
-from flexvarlen.bench.suites.model import recurrences
+from flexvarlen.bench.suites.model import hybrid_step, recurrences
 from flexvarlen.bench.suites.model.geometries import new_base_model
 from flexvarlen.bench.suites.model.hybrid import OTHER_PACKINGS, SUITE, VARIANTS
 from flexvarlen.bench.suites.model.hybrid_step import HybridSteps, split_variant
@@ -146,6 +146,7 @@ def test_the_convolution_of_fla_stands_in_for_transformers_own(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(recurrences, "why_not_fla", lambda x: None)
+    monkeypatch.setattr(hybrid_step, "share_backward", lambda model: None)
     checked = HybridSteps(PADDED, QUICK).check("padded:transformers:sdpa+fla-conv")
     assert checked.wrong is None
     channels = 3 * 2 * 64  # queries, keys and values of two heads

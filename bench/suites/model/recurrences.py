@@ -111,6 +111,14 @@ def refusals() -> Iterator[None]:
         raise
 
 
+def share_backward(model: PreTrainedModel) -> None:
+    """Where fla refuses its backward, let it take the library's, for transformers' layers too."""
+    if why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None:
+        from flexvarlen.recurrent.fla.hopper import avoid_wrong_kernel
+
+        avoid_wrong_kernel()
+
+
 def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -> dict[str, str]:
     """What computes a variant's gated delta rule and convolutions, for its record.
 
@@ -119,15 +127,14 @@ def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -
         theirs: transformers' own layers.
         fla_convolution: with `convolution_of_fla`.
     """
-    fla = _installed("fla-core")
-    if not theirs:
-        runs = why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None
-        return {
-            "delta_rule": fla if fla and runs else BY_DOCUMENT,
-            "convolution": fla if fla and runs else PLAIN,
-        }
-    own = fla if fla_convolution else _installed("causal-conv1d")
-    return {"delta_rule": fla or PLAIN, "convolution": own or PLAIN}
+    fla, package = _installed("fla-core"), _installed("causal-conv1d")
+    if theirs:
+        own = fla if fla_convolution else package
+        return {"delta_rule": fla or PLAIN, "convolution": own or PLAIN}
+    if why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is not None:
+        own = package if model.device.type == "cuda" else None
+        return {"delta_rule": BY_DOCUMENT, "convolution": own or PLAIN}
+    return {"delta_rule": str(fla), "convolution": str(fla)}
 
 
 def _installed(package: str) -> str | None:
