@@ -67,7 +67,7 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
     from flexvarlen.verify.corpus import read_documents
     from flexvarlen.verify.variants import is_ours
 
-    options = _options(asked)
+    options = _options(asked, names)
     read_documents(asked.text or [])
     found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
     if list_cases:
@@ -114,16 +114,17 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
         raise typer.Exit(FAILURE)
 
 
-def _options(asked: _Asked) -> Options:
+def _options(asked: _Asked, names: Sequence[str]) -> Options:
     from flexvarlen.runner.suite import Options
 
     chosen = None
     if asked.variants is not None:
         chosen = tuple(name.strip() for name in asked.variants.split(",") if name.strip())
     device = device_of(asked.device)
+    whole = device.type != "cpu" or all(suite_of(name).whole_on_cpu for name in names)
     return Options(
         device=device,
-        quick=asked.quick or device.type == "cpu",  # the sizes that a CPU can run
+        quick=asked.quick or not whole,  # the sizes that a CPU can run
         variants=chosen,
         seconds=asked.seconds if asked.seconds is not None else 0.1 if asked.quick else 3.0,
         text=tuple(asked.text) if asked.text else None,

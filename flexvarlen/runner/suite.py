@@ -95,6 +95,8 @@ class Suite(ABC):
     """Of the command and of the records' `suite`."""
     reads_text: ClassVar[bool] = False
     """Whether `Options.text` means something to it."""
+    whole_on_cpu: ClassVar[bool] = False
+    """Whether a CPU measures all cases too, unless asked to be quick."""
 
     @abstractmethod
     def cases(self, options: Options) -> Sequence[Case]:

@@ -12,6 +12,7 @@ from flexvarlen.bench.suites.contract import capabilities, families, forms, leak
 from flexvarlen.bench.suites.contract.batch_forms import FORMS, LENGTHS
 from flexvarlen.bench.suites.contract.forms import FormsCase
 from flexvarlen.report.records import read_records
+from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
 
@@ -32,7 +33,8 @@ RIGHT_IN_PLAIN = {
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     out = tmp_path_factory.mktemp("leaks") / "records.jsonl"
-    run_suite(leaks.SUITE, Options(torch.device("cpu")), RunRequest(out))
+    request = RunRequest(out, cases="^(llama|qwen3)$")
+    run_suite(leaks.SUITE, Options(torch.device("cpu")), request)
     return read_records([out])
 
 
@@ -69,6 +71,33 @@ def test_the_table_of_leaks_has_every_form_and_marks_leaks(records):
     there = [replace(r, environment=r.environment | {"gpu": "NVIDIA H200"}) for r in records]
     both = leaks.SUITE.section([*records, *there])
     assert both == "\n\n".join([text, leaks.SUITE.section(there)])
+
+
+@pytest.mark.parametrize("model", leaks.HYBRID)
+def test_plain_hybrid_models_leak_in_every_packed_form_and_ours_in_none(model):
+    """The cache that transformers documents for such a model leaks too; ours refuses it."""
+    cached = next(form for form in FORMS if form.cached)
+    models = forms.TinyModels(replace(LLAMA, model=model), torch.device("cpu"))
+    assert models.recurrent
+    shown = [cached, *(form for form in FORMS if form.name in forms.QUICK_FORMS)]
+    for form in shown:
+        found = leaks.SUITE.finding(models, form, "transformers:sdpa")
+        packed = form.name != "left padding"
+        assert found.status == ("wrong" if packed else "ok"), form.name
+        assert (found.measures["leaks"] > 0) == packed
+        if form is not cached:
+            ours = leaks.SUITE.finding(models, form, "flexvarlen:sdpa")
+            assert (ours.status, ours.measures["leaks"]) == ("ok", 0), form.name
+    with pytest.raises(Unsupported, match="one state per row"):
+        leaks.SUITE.finding(models, cached, "flexvarlen:sdpa")
+
+
+def test_hybrid_models_have_a_table_of_their_own(records):
+    hybrid = [replace(r, case=r.case | {"model": "lfm2"}) for r in records]
+    text = leaks.SUITE.section([*records, *hybrid])
+    assert text.count("**Largest error") == 2
+    assert "random llama and qwen3 models" in text
+    assert "random lfm2 models" in text
 
 
 def test_forms_cover_all_tokens():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, silu
 
-from flexvarlen.bench.suites.model import recurrences
+from flexvarlen.bench.suites.model import hybrid_step, recurrences
 from flexvarlen.bench.suites.model.geometries import new_base_model
 from flexvarlen.bench.suites.model.hybrid import OTHER_PACKINGS, SUITE, VARIANTS
 from flexvarlen.bench.suites.model.hybrid_step import HybridSteps, split_variant
@@ -21,7 +22,7 @@ from flexvarlen.bench.suites.model.recurrences import (
     refusals,
     replaced,
 )
-from flexvarlen.bench.suites.model.variants import Sizes, make_variant
+from flexvarlen.bench.suites.model.variants import Sizes
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import RunRequest, run_suite
@@ -104,17 +105,30 @@ def test_the_table_has_every_variant_and_reason(records):
 
 def test_functions_are_replaced_in_the_block_alone():
     model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
-    before = plain_functions(model)
+    module = sys.modules[type(model).__module__]
+    before = getattr(module, CONVOLUTION)
     with replaced(model, {CONVOLUTION: max}):
-        assert plain_functions(model)[CONVOLUTION] is max
-    assert plain_functions(model) == before
+        assert getattr(module, CONVOLUTION) is max
+    assert getattr(module, CONVOLUTION) is before
 
 
-def test_the_reference_runs_in_float64_on_plain_torch():
-    """A patched model of the same class leaves its own functions in the modeling module."""
+def test_the_reference_runs_transformers_functions_in_plain_torch(monkeypatch):
+    """Kernels have no fp64, wherever they stand in: transformers takes them if installed."""
     model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
-    make_variant("sdpa", model, Sizes(8, 1, 8))
-    assert not any(hasattr(f, "_flexvarlen") for f in plain_functions(model).values())
+    module = sys.modules[type(model).__module__]
+
+    def kernel_of(function):
+        @functools.wraps(function)
+        def kernel(*args, **kwargs):
+            raise AssertionError("a kernel ran")
+
+        return kernel
+
+    for name in plain_functions(model):
+        monkeypatch.setattr(module, name, kernel_of(getattr(module, name)))
+    with pytest.raises(AssertionError, match="a kernel ran"):
+        model(torch.ones(1, 4, dtype=torch.long))
+    assert HybridSteps(PADDED, QUICK).first.whole.relative < 1e-5
 
 
 def test_the_convolution_of_fla_stands_in_for_transformers_own(monkeypatch):
@@ -132,6 +146,7 @@ def test_the_convolution_of_fla_stands_in_for_transformers_own(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(recurrences, "why_not_fla", lambda x: None)
+    monkeypatch.setattr(hybrid_step, "share_backward", lambda model: None)
     checked = HybridSteps(PADDED, QUICK).check("padded:transformers:sdpa+fla-conv")
     assert checked.wrong is None
     channels = 3 * 2 * 64  # queries, keys and values of two heads

@@ -32,12 +32,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Form:
-    """A named way to hand documents over; `starts` are their first positions there."""
+    """A named way to hand documents over.
+
+    Attributes:
+        starts: the documents' first positions there.
+        train: whether the model is in train().
+        cached: whether a cache is handed over.
+    """
 
     name: str
     batch: Callable[[Tensor], Batch]
     starts: Sequence[int] = RESTART
     train: bool = False
+    cached: bool = False
 
 
 def documents_of(ids: Tensor) -> list[Tensor]:
@@ -141,6 +148,7 @@ FORMS = (
         lambda ids: one_row(
             ids, position_ids=positions(ids), past_key_values=DynamicCache(), use_cache=True
         ),
+        cached=True,
     ),
     Form(
         "cu_seq_lens_* and max_length_*, no position_ids",

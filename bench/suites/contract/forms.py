@@ -11,16 +11,16 @@ in half precision each token goes to every expert, as rounding alone may choose 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.contract.batch_forms import (
@@ -30,8 +30,11 @@ from flexvarlen.bench.suites.contract.batch_forms import (
     Batch,
     Form,
     documents_of,
+    padded_rows,
 )
 from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
+from flexvarlen.bench.suites.model.recurrences import plain_functions, replaced
+from flexvarlen.patches.forward.recurrent_layers import recurrent_layers
 from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.reference.acceptance import Error, largest, why_wrong
@@ -74,6 +77,7 @@ class Forms(Suite):
     name: ClassVar[str]
     models: ClassVar[tuple[str, ...]]
     gradients: ClassVar[bool]
+    whole_on_cpu: ClassVar[bool] = True
 
     def cases(self, options: Options) -> Sequence[Case]:
         shape = ("bfloat16", 64) if options.on_gpu else ("float32", 16)
@@ -104,10 +108,11 @@ class Forms(Suite):
         try:
             with attending(models.packed, variant) as model:
                 model.train(form.train)
-                found = models.answer(model, [form.batch(models.ids)], gradients=trains)
-                leaks = count_leaks(model, form, models.ids)
-        except ValueError as error:
-            if variant.startswith("transformers:"):  # that is how transformers refuses
+                batch_of = partial(models.batch, form)
+                found = models.answer(model, [batch_of(models.ids)], gradients=trains)
+                leaks = count_leaks(model, batch_of, models.ids)
+        except ValueError as error:  # that is how transformers refuses, and ours a cache of states
+            if variant.startswith("transformers:") or (models.recurrent and form.cached):
                 raise Unsupported(one_line(error)) from error
             raise
         finally:
@@ -149,6 +154,7 @@ class TinyModels:
     Attributes:
         packed: that every implementation runs.
         ids: int64 `[T]`, the documents' tokens.
+        recurrent: whether the model has recurrent layers.
     """
 
     def __init__(self, case: FormsCase, device: torch.device) -> None:
@@ -161,10 +167,19 @@ class TinyModels:
         self.reference, self.baseline = float64_model(base), base.to(self.dtype)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(3, 97, (sum(LENGTHS),), generator=generator).to(device)
+        self.recurrent = bool(recurrent_layers(self.packed))
         shape = (sum(LENGTHS), self.packed.config.get_text_config().vocab_size)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
         self.grad_outputs = [x.double() for x in noise.split(list(LENGTHS))]
-        self._alone: dict[tuple[int, ...], tuple[Answer, Answer]] = {}
+        self._alone: dict[tuple[int, ...], tuple[Answer, list[Answer]]] = {}
+
+    def batch(self, form: Form, ids: Tensor) -> Batch:
+        """The documents in a form; a cache of recurrent layers is made for the config."""
+        batch = form.batch(ids)
+        if self.recurrent and form.cached:
+            cache = DynamicCache(config=self.packed.config)
+            return replace(batch, inputs=batch.inputs | {"past_key_values": cache})
+        return batch
 
     def answer(self, model: nn.Module, batches: Sequence[Batch], *, gradients: bool) -> Answer:
         """Of the documents of all batches, one after another."""
@@ -186,10 +201,11 @@ class TinyModels:
         """Errors as measures, and the sentence that says which is too large, or None."""
         # Where the batch has no positions, each document's begin at 0.
         given = "position_ids" in form.batch(self.ids).inputs
-        reference, baseline = self.alone(tuple(form.starts if given else RESTART))
-        pairs = zip(found.logits, reference.logits, strict=True)
-        plain = zip(baseline.logits, reference.logits, strict=True)
-        error, allowed = Error.of_pieces(pairs), Error.of_pieces(plain)
+        reference, plain = self.alone(tuple(form.starts if given else RESTART))
+        error = Error.of_pieces(zip(found.logits, reference.logits, strict=True))
+        allowed = _largest_error(
+            Error.of_pieces(zip(x.logits, reference.logits, strict=True)) for x in plain
+        )
         measures: dict[str, Any] = {
             "error": error.max_abs,
             "baseline_error": allowed.max_abs,
@@ -202,27 +218,50 @@ class TinyModels:
                 own = Error.between(found.gradients[name], expected)
             else:
                 own = Error.missing()
-            plain_error = Error.between(baseline.gradients[name], expected)
+            plain_error = _largest_error(Error.between(x.gradients[name], expected) for x in plain)
             what = f"gradient of {name}"
             wrong = wrong or why_wrong(what, own, plain_error, self.dtype, gradient=True)
             for key, value in zip(worst, (own.relative, plain_error.relative), strict=True):
                 worst[key] = largest((worst[key], value))
         return measures | (worst if found.gradients else {}), wrong
 
-    def alone(self, starts: tuple[int, ...]) -> tuple[Answer, Answer]:
-        """Each document in a forward of its own, in fp64 and in the run's dtype."""
+    def alone(self, starts: tuple[int, ...]) -> tuple[Answer, list[Answer]]:
+        """Each document in a forward of its own, in fp64, and the low-precision baselines.
+
+        A recurrent model has a second baseline, whose documents are rows padded on the right: its
+        sums over tokens round by the number of rows, and the larger error counts.
+        """
         if starts not in self._alone:
             batches = []
-            for document, start in zip(documents_of(self.ids), starts, strict=True):
-                begin = start + (self.first_position if starts[0] == 0 else 0)
-                positions = torch.arange(begin, begin + len(document), device=self.ids.device)
+            for document, start in zip(documents_of(self.ids), self.first(starts), strict=True):
+                positions = torch.arange(start, start + len(document), device=self.ids.device)
                 inputs = {"input_ids": document[None], "position_ids": positions[None]}
                 batches.append(Batch(inputs, [(0, slice(0, len(document)))]))
-            with Float64():
-                first = self.answer(self.reference, batches, gradients=True)
-            second = self.answer(self.baseline, batches, gradients=True)
-            self._alone[starts] = first, second
+            with replaced(self.baseline, plain_functions(self.baseline)):
+                with Float64():
+                    reference = self.answer(self.reference, batches, gradients=True)
+                plain = [self.answer(self.baseline, batches, gradients=True)]
+                if self.recurrent:
+                    padded = self.padded(self.first(starts))
+                    plain.append(self.answer(self.baseline, [padded], gradients=True))
+            self._alone[starts] = reference, plain
         return self._alone[starts]
+
+    def padded(self, first: Sequence[int]) -> Batch:
+        """A document a row, padded on the right, with these first positions."""
+        rows = padded_rows(self.ids, left=False)
+        columns = torch.arange(rows.inputs["input_ids"].shape[1])
+        positions = columns + torch.tensor(first)[:, None]
+        inputs = rows.inputs | {"position_ids": positions.to(self.ids.device)}
+        return replace(rows, inputs=inputs)
+
+    def first(self, starts: Sequence[int]) -> list[int]:
+        """Each document's first position, as the family counts."""
+        return [start + (self.first_position if starts[0] == 0 else 0) for start in starts]
+
+
+def _largest_error(errors: Iterable[Error]) -> Error:
+    return reduce(Error.or_larger, errors)
 
 
 def new_model(case: FormsCase, experts: str, *, every_expert: bool) -> PreTrainedModel:
@@ -240,19 +279,19 @@ def new_model(case: FormsCase, experts: str, *, every_expert: bool) -> PreTraine
     return model.eval()
 
 
-def count_leaks(model: nn.Module, form: Form, ids: Tensor) -> int:
+def count_leaks(model: nn.Module, batch_of: Callable[[Tensor], Batch], ids: Tensor) -> int:
     """Logits that change, in any bit, with the tokens of other documents."""
 
     def logits(tokens: Tensor) -> list[Tensor]:
-        batch = form.batch(tokens)
+        batch = batch_of(tokens)
         with torch.no_grad():
             found = model(**batch.inputs).logits
         return [found[row, tokens] for row, tokens in batch.slices]
 
     before, count = logits(ids), 0
-    for replaced, watched in halves(len(LENGTHS)):
+    for changed, watched in halves(len(LENGTHS)):
         documents = documents_of(ids)
-        other = [3 + (x - 3 + 1) % 94 if i in replaced else x for i, x in enumerate(documents)]
+        other = [3 + (x - 3 + 1) % 94 if i in changed else x for i, x in enumerate(documents)]
         after = logits(torch.cat(other))
         count += sum(int((before[i] != after[i]).sum()) for i in watched)
     return count

@@ -10,12 +10,15 @@ from flexvarlen.report.records import Record, by_machine, commits_of, grouped, r
 from flexvarlen.report.table import Column, Notes, Table
 from flexvarlen.runner.suite import Case, Options
 
+HYBRID = ("qwen3_5_text", "lfm2", "granitemoehybrid")
+"""Models with a gated delta rule, with short convolutions, and with Mamba-2."""
+
 
 class Leaks(Forms):
-    """Llama and Qwen3 on plain transformers' attention, beside ours."""
+    """Llama, Qwen3 and hybrid models on plain transformers' layers, beside ours."""
 
     name = "leaks"
-    models = ("llama", "qwen3")
+    models = ("llama", "qwen3", *HYBRID)
     gradients = False
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
@@ -28,8 +31,13 @@ class Leaks(Forms):
 
 
 def leaks_section(records: Sequence[Record]) -> str:
-    """A table for each machine: forms down, implementations across."""
-    return "\n\n".join(_leaks(own).markdown() for own in by_machine(records))
+    """For each machine a table of attention alone and one of hybrid models: forms down."""
+    tables = []
+    for own in by_machine(records):
+        hybrid = [r for r in own if r.case["model"] in HYBRID]
+        attention = [r for r in own if r.case["model"] not in HYBRID]
+        tables += [_leaks(found) for found in (attention, hybrid) if found]
+    return "\n\n".join(table.markdown() for table in tables)
 
 
 def _leaks(records: Sequence[Record]) -> Table:
@@ -40,7 +48,8 @@ def _leaks(records: Sequence[Record]) -> Table:
         Column("packed batch", str),
         *(Column(x.replace(":", " `") + "`", _leak_of(by_form, x, notes)) for x in variants),
     ]
-    models = " and ".join(dict.fromkeys(r.case["model"] for r in records))
+    *others, last = dict.fromkeys(r.case["model"] for r in records)
+    models = f"{', '.join(others)} and {last}" if others else last
     title = (
         f"Largest error of packed logits against each document alone in fp64, over tiny random "
         f"{models} models; {records[0].case['dtype']}, {ran_on(records[0].environment)}"

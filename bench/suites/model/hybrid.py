@@ -8,7 +8,8 @@ Ours are given a `PackedLayout`. transformers' own layers are given cu_seq_lens 
 ("@both"), which is all that they take. Their convolution needs the package causal-conv1d to keep
 documents apart: without it, it leaks (5.17) or raises (5.23). "+fla-conv" puts fla's own
 convolution in its place, so that the comparison is with the fastest form of transformers' layers.
-Padded rows get a 2D mask.
+Padded rows get a 2D mask; ours computes their pads too ("padded:auto"). On Hopper with Triton 3.4
+to 3.7.0 fla refuses the backward of padded rows; of packed rows it takes the library's.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ VARIANTS: dict[Kind, tuple[str, ...]] = {
     "compiled": ("auto", FASTEST),
     "padded": (
         "auto",
+        f"{PADDED}:auto",
+        f"{SORTED}:auto",
         f"{PADDED}:{THEIRS}",
         f"{PADDED}:{THEIRS}{FLA_CONVOLUTION}",
         f"{SORTED}:{THEIRS}{FLA_CONVOLUTION}",
@@ -58,7 +61,12 @@ VARIANTS: dict[Kind, tuple[str, ...]] = {
 ON_A_CPU: dict[Kind, tuple[str, ...]] = {
     "eager": ("auto", "transformers:sdpa", "transformers:sdpa@both", FASTEST),
     "compiled": ("auto",),
-    "padded": ("auto", f"{PADDED}:transformers:sdpa", f"{SORTED}:transformers:sdpa"),
+    "padded": (
+        "auto",
+        f"{PADDED}:auto",
+        f"{PADDED}:transformers:sdpa",
+        f"{SORTED}:transformers:sdpa",
+    ),
     "packings": ("auto",),
 }
 LAYERS: dict[Kind, int] = {"eager": 24, "compiled": 8, "padded": 24, "packings": 4}

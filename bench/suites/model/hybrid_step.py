@@ -26,6 +26,7 @@ from flexvarlen.bench.suites.model.recurrences import (
     plain_functions,
     refusals,
     replaced,
+    share_backward,
 )
 from flexvarlen.bench.suites.model.step import Batch, checkpoint_layers, forward_backward
 from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant, require_known
@@ -143,6 +144,7 @@ class HybridSteps:
     def check(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
         batching, attention, fla_convolution = split_variant(name)
+        share_backward(self.base)
         variant = make_variant(attention, self.base, self.sizes)
         functions: dict[str, Function] = {}
         if fla_convolution:

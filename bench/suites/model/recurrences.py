@@ -1,7 +1,8 @@
 """Which functions a hybrid model's recurrent layers call, and others in their place.
 
-transformers' layers call functions of their modeling module: a short convolution, and the gated
-delta rule. transformers takes fla's or causal-conv1d's where they are installed, else plain torch.
+transformers' layers call functions of their modeling module: a short convolution, and a scan as the
+gated delta rule. transformers takes those of fla, causal-conv1d and mamba-ssm where they are
+installed, else its own in plain torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from flexvarlen.report.records import one_line
 from flexvarlen.runner.failures import Unsupported
 
 CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULE = "torch_chunk_gated_delta_rule"
+FUNCTIONS = (
+    CONVOLUTION,
+    "torch_chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba2_split_conv1d_scan_combined",
+)
 PLAIN = "plain torch"
 BY_DOCUMENT = "plain torch, one document at a time"
 
@@ -47,9 +54,20 @@ def replaced(model: PreTrainedModel, functions: dict[str, Function]) -> Iterator
 
 
 def plain_functions(model: PreTrainedModel) -> dict[str, Function]:
-    """transformers' own functions in plain torch."""
+    """transformers' own recurrent functions in plain torch; in fp64 inside `Float64`."""
     module = vars(sys.modules[type(model).__module__])
-    return {name: inspect.unwrap(module[name]) for name in (CONVOLUTION, DELTA_RULE)}
+    return {name: _plain(module[name]) for name in FUNCTIONS if name in module}
+
+
+def _plain(function: Function) -> Function:
+    """The function in plain torch without the keywords that it does not know."""
+    torch_function = inspect.unwrap(function)
+    known = inspect.signature(torch_function).parameters
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return torch_function(*args, **{k: v for k, v in kwargs.items() if k in known})
+
+    return call
 
 
 def convolution_of_fla(device: torch.device) -> Function:
@@ -93,6 +111,14 @@ def refusals() -> Iterator[None]:
         raise
 
 
+def share_backward(model: PreTrainedModel) -> None:
+    """Where fla refuses its backward, let it take the library's, for transformers' layers too."""
+    if why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None:
+        from flexvarlen.recurrent.fla.hopper import avoid_wrong_kernel
+
+        avoid_wrong_kernel()
+
+
 def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -> dict[str, str]:
     """What computes a variant's gated delta rule and convolutions, for its record.
 
@@ -101,15 +127,14 @@ def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -
         theirs: transformers' own layers.
         fla_convolution: with `convolution_of_fla`.
     """
-    fla = _installed("fla-core")
-    if not theirs:
-        runs = why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None
-        return {
-            "delta_rule": fla if fla and runs else BY_DOCUMENT,
-            "convolution": fla if fla and runs else _installed("causal-conv1d") or PLAIN,
-        }
-    own = fla if fla_convolution else _installed("causal-conv1d")
-    return {"delta_rule": fla or PLAIN, "convolution": own or PLAIN}
+    fla, package = _installed("fla-core"), _installed("causal-conv1d")
+    if theirs:
+        own = fla if fla_convolution else package
+        return {"delta_rule": fla or PLAIN, "convolution": own or PLAIN}
+    if why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is not None:
+        own = package if model.device.type == "cuda" else None
+        return {"delta_rule": BY_DOCUMENT, "convolution": own or PLAIN}
+    return {"delta_rule": str(fla), "convolution": str(fla)}
 
 
 def _installed(package: str) -> str | None:
