@@ -114,7 +114,7 @@ def refusals() -> Iterator[None]:
 def share_backward(model: PreTrainedModel) -> None:
     """Where fla refuses its backward, let it take the library's, for transformers' layers too."""
     if why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None:
-        from flexvarlen.recurrent.fla.hopper import avoid_wrong_kernel
+        from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 
         avoid_wrong_kernel()
 
