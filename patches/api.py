@@ -26,6 +26,7 @@ from flexvarlen.patches.forward.heads import (
 )
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.recurrent_layers import (
+    named_recurrent_layers,
     patch_recurrent,
     recurrent_layers,
     refuse_recurrent,
@@ -35,7 +36,7 @@ from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
-from flexvarlen.patches.models.families import require_verified
+from flexvarlen.patches.models.families import require_own_code, require_verified
 from flexvarlen.patches.models.gemma4 import refuse_windows_both_ways
 from flexvarlen.patches.models.layers import (
     attention_layers,
@@ -158,7 +159,8 @@ def patch_model(
         sequence_parallel_group: ranks over which each row is sharded (Ulysses), see below.
         verify: check the patched model on a small random batch, as `verify_isolation` does, which
             any other causal model of text may pass too; a kind of model that passed is not checked
-            again in the same process.
+            again in the same process. Documents have up to 300 tokens, so a window or chunk that is
+            larger is not checked.
 
     Returns:
         The same model. Patching again changes the arguments above, nothing else.
@@ -209,13 +211,15 @@ def patch_model(
     require_verified(inner.config.model_type, verify=verify)
     if verify:
         refuse_unverifiable(inner)
+    else:
+        require_own_code(inner)
     refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
     recurrent = recurrent_layers(text_tower(base_of(inner)))
     causal = bool(recurrent) or any(kind.causal for kind in kinds)
     head = kind_of_head(inner, causal=causal)
     check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
-    if recurrent:
+    if recurrent or named_recurrent_layers(inner):
         refuse_recurrent(inner, recurrent, unpad=unpad, group=sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
     if sequence_parallel_group is not None:

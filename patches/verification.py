@@ -26,7 +26,7 @@ from flexvarlen.patches.models.families import is_verified
 from flexvarlen.patches.models.layers import attention_layers, base_of, text_config_of
 from flexvarlen.patches.state import Patch
 
-_LENGTHS = (5, 1, 9, 7)  # tokens of the documents
+_LENGTHS = (5, 1, 300, 7)  # tokens of the documents; what differs only beyond them is not seen
 _SEED = 0
 _DOCUMENT_ALONE = "use the model's own attention, one document per row."
 
@@ -54,7 +54,7 @@ def refuse_unverifiable(inner: PreTrainedModel) -> None:
             "verify=True checks gradients, so weights must be such as can be differentiated, got "
             f"{type(quantizer).__name__}, which cannot; verify the model before it is quantized."
         )
-    if is_verified(inner.config.model_type):
+    if is_verified(inner):
         return
     layers = attention_layers(inner)
     reason = None
@@ -107,7 +107,7 @@ class Verification:
                 "first time, got both; call patch_model(model, verify=True), then again with the "
                 "group."
             )
-        if is_verified(self.inner.config.model_type):
+        if is_verified(self.inner):
             return
         with training_mode(self.inner), _attention(self.inner, "eager"), _experts(self.inner):
             self.inner.eval()
@@ -155,7 +155,7 @@ class Verification:
         """Refuse layers with an attention of their own."""
         names = {module: name for name, module in self.model.named_modules()}
         other = called.symmetric_difference(attention_layers(self.model))
-        if other and not is_verified(self.inner.config.model_type):
+        if other and not is_verified(self.inner):
             name = min(names.get(module, type(module).__name__) for module in other)
             raise NotImplementedError(
                 "each attention layer, and nothing else, must call transformers' attention "
@@ -164,33 +164,45 @@ class Verification:
             )
 
     def _check_outputs(self, packed: Tensor) -> None:
-        """Compare with each document alone.
+        """Compare each token with the document alone.
 
-        The median relative error over tokens must be at most sqrt(eps) of the dtype: a wrong mask,
-        position or scale moves all tokens that follow. The median, since rounding may send a few
-        tokens to other experts.
+        The relative error may be sqrt(eps) of the dtype: a wrong mask, position or scale moves all
+        tokens that follow. In models with experts rounding may send a token elsewhere: one in 20
+        may differ.
         """
         if not self.alone:
             return
         expected = torch.cat(self.alone).double()
-        error = (packed.double() - expected).norm(dim=1) / expected.norm(dim=1)
+        errors = (packed.double() - expected).norm(dim=1) / expected.norm(dim=1)
+        may_differ = len(errors) // 20 if self.inner._can_set_experts_implementation() else 0
+        error = errors.sort().values[len(errors) - 1 - may_differ]
         limit = torch.finfo(self.inner.dtype).eps ** 0.5
-        if not float(error.median()) <= limit:
+        if not float(error) <= limit:
             raise NotImplementedError(
                 "packed documents must give what each gives alone with the model's own attention, "
-                f"got {type(self.inner).__name__}, whose outputs differ by {error.median():.2g} of "
-                f"their size, more than {limit:.2g}; {_DOCUMENT_ALONE}"
+                f"got {type(self.inner).__name__}, whose outputs differ by {error:.2g} of their "
+                f"size, more than {limit:.2g}; {_DOCUMENT_ALONE}"
             )
 
 
 def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
-    """All that decides what the layers do."""
+    """What decides what the layers do, but for a `forward` that is replaced on an instance."""
     config = inner.config.to_dict()
     del config["_name_or_path"]
     backend = patch.backend if isinstance(patch.backend, str) else tuple(patch.backend.items())
     guarantees = (patch.deterministic, patch.batch_invariant)
     versions = (torch.__version__, transformers.__version__, __version__)
-    return type(inner), repr(config), inner.dtype, inner.device, backend, *guarantees, *versions
+    modules = tuple(map(type, inner.modules()))
+    return (
+        type(inner),
+        modules,
+        repr(config),
+        inner.dtype,
+        inner.device,
+        backend,
+        *guarantees,
+        *versions,
+    )
 
 
 def _random_tokens(inner: PreTrainedModel) -> Tensor:

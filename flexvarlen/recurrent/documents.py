@@ -35,11 +35,18 @@ class RecurrentDocuments:
     No sync; traces.
     """
 
-    def __init__(self, layout: PackedLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: PackedLayout, *, for_any_row: bool = False) -> None:
+        """Compute what layers share.
+
+        Args:
+            for_any_row: whether a graph that runs for other documents too reads it, even if it is
+                not made inside of one (layers that are compiled one by one).
+        """
+        self.layout, self.for_any_row = layout, for_any_row
         self.offsets = layout.position_ids()
         self.seq_idx = layout.document_ids()[None]
-        known_full = not torch.compiler.is_compiling() and layout.has_padding is False
+        for_any_row = for_any_row or torch.compiler.is_compiling()
+        known_full = not for_any_row and layout.has_padding is False
         self.padding = None if known_full else ~layout.real_tokens()
         self.cu_seqlens = pad(layout.cu_seqlens, (0, 2), value=layout.total_tokens)
         self.chunk_indices = _chunk_indices(self.cu_seqlens, layout.total_tokens)
@@ -51,7 +58,9 @@ class RecurrentDocuments:
         if device is None or torch.device(device) == self.layout.device:
             return self
         moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
-        return self if moved is self.layout else RecurrentDocuments(moved)
+        if moved is self.layout:
+            return self
+        return RecurrentDocuments(moved, for_any_row=self.for_any_row)
 
     def zero_padding(self, x: Tensor) -> Tensor:
         """x `[1, T, ...]` with zeros at padding, in the output and in the gradient."""

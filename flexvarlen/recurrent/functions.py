@@ -11,10 +11,11 @@ and keys, HV of values; K, V their head_dim; G groups and N state size of Mamba-
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,20 +30,37 @@ from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule as fla_gated_delta_rule
 from flexvarlen.recurrent.fla_kernels.delta_rules import kimi_delta_rule
 
-HAS_CAUSAL_CONV1D = find_spec("causal_conv1d") is not None
-HAS_MAMBA_SSM = find_spec("mamba_ssm") is not None
+_WITH_DOCUMENTS = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "mamba2_chunk_scan": "mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined",
+}
+"""Where other packages have the kernels of transformers' functions, if these take `seq_idx`."""
 
 
 class TransformersFunction(NamedTuple):
     """A function of transformers.
 
     Attributes:
-        kernel: calls the package that it is named after (causal-conv1d, mamba-ssm), if installed.
+        kernel: calls the kernel of causal-conv1d or mamba-ssm; None where that cannot be imported.
         plain_torch: the same in plain torch, for one document.
     """
 
-    kernel: Callable[..., Any]
+    kernel: Callable[..., Any] | None
     plain_torch: Callable[..., Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> TransformersFunction:
+        """Describe a function of a modeling module; imports the package that it would call."""
+        plain = inspect.unwrap(function)
+        where, _, name = _WITH_DOCUMENTS.get(plain.__name__, "").partition(":")
+        try:
+            kernel = (
+                getattr(importlib.import_module(where), name or plain.__name__) if where else None
+            )
+        except (ImportError, OSError):  # not installed, or built for another torch
+            kernel = None
+        takes_documents = kernel and "seq_idx" in inspect.signature(kernel).parameters
+        return cls(function if takes_documents else None, plain)
 
 
 def convolve(
@@ -81,7 +99,7 @@ def convolve(
         out = causal_convolution(
             x_TC, weight, bias, silu, documents.cu_seqlens, documents.chunk_indices
         )
-    elif HAS_CAUSAL_CONV1D and x_TC.is_cuda and x_TC.dtype != torch.float64:
+    elif original.kernel is not None and x_TC.is_cuda and x_TC.dtype != torch.float64:
         x_CT = x_TC.transpose(1, 2)
         out = original.kernel(x_CT, weight, bias, activation, seq_idx=documents.seq_idx)
         out = out.transpose(1, 2)
@@ -94,7 +112,8 @@ def convolve(
 
 def _convolve(x_TC: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """A sum over shifted copies, each without the tokens that another document would lend."""
-    x_TC = x_TC.to(weight.dtype)
+    dtype = torch.promote_types(weight.dtype, torch.float32)  # as F.conv1d sums
+    x_TC, weight = x_TC.to(dtype), weight.to(dtype)
     out = x_TC * weight[:, -1]
     for shift in range(1, weight.shape[1]):
         shifted = F.pad(x_TC, (0, 0, shift, 0))[: x_TC.shape[0]]
@@ -193,7 +212,7 @@ def mamba2_scan(
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    if HAS_MAMBA_SSM and x.is_cuda and x.dtype != torch.float64:
+    if original.kernel is not None and x.is_cuda and x.dtype != torch.float64:
         out = original.kernel(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
     elif (why := fla_kernels.why_not(x)) is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()

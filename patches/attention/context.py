@@ -100,7 +100,7 @@ class PackedForward:
         group: ProcessGroup | None = None,
         chunk_size: int | None = None,
         has_temperature: bool = False,
-        recurrent: bool = False,
+        recurrent: RecurrentDocuments | None = None,
     ) -> None:
         self.layout, self.backend, self.group = layout, backend, group
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
@@ -111,7 +111,7 @@ class PackedForward:
         self.padded: PaddedBatch | None = None
         self.pools = False
         self.packs, self.in_base = True, False
-        self.recurrent = RecurrentDocuments(layout) if recurrent else None
+        self.recurrent = recurrent
         self._copies: dict[str, PackedForward] = {}
 
     @property
@@ -134,7 +134,7 @@ class PackedForward:
             copy = PackedForward.__new__(PackedForward)
             vars(copy).update(vars(self), layout=moved, routes={}, _copies={})
             if self.recurrent is not None:
-                copy.recurrent = RecurrentDocuments(moved)
+                copy.recurrent = self.recurrent.to(moved.device)
             self._copies[name] = copy
         return self._copies[name]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
+from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.functions import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 DOCUMENTS = "seq_idx"
 """The keyword that passes the documents on to the functions of a recurrent layer."""
 
+_RECURRENT_TYPES = ("linear_attention", "conv", "hybrid")  # in config.layer_types
 _CONVOLUTION = "causal_conv1d_fn"
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     _CONVOLUTION: convolve,
@@ -45,13 +47,20 @@ calls the two functions separately."""
 
 
 def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
-    """The layers of a text tower that hold a short convolution, in order."""
-    named = ("conv1d", "conv")
-    return [
-        layer
-        for layer in tower.modules()
-        if any(isinstance(layer._modules.get(name), nn.Conv1d) for name in named)
-    ]
+    """The layers of a text tower that hold a short convolution, also inside PEFT's wrapper."""
+    found = []
+    for layer in tower.modules():
+        children = (layer._modules.get(name) for name in ("conv1d", "conv"))
+        weights = (getattr(child, "weight", None) for child in children)
+        if any(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
+            found.append(layer)
+    return found
+
+
+def named_recurrent_layers(model: Any) -> int:
+    """How many recurrent layers the config names."""
+    types = getattr(text_config_of(model.config), "layer_types", None) or ()
+    return sum(x in _RECURRENT_TYPES for x in types)
 
 
 def head_drops_keywords(model: Any) -> bool:
@@ -68,10 +77,17 @@ def refuse_recurrent(
     """Refuse what recurrent layers cannot do by document.
 
     Raises:
-        NotImplementedError: layers whose forward does not call the functions that are known here,
-            or that kernels of the hub replaced; rows sharded over ranks; or `unpad` where the head
-            passes no keywords on.
+        NotImplementedError: other layers than the config names, layers whose forward does not call
+            the functions that are known here, or that kernels of the hub replaced; rows sharded
+            over ranks; or `unpad` where the head passes no keywords on.
     """
+    expected = named_recurrent_layers(model)
+    if len(layers) != expected:
+        raise NotImplementedError(
+            "a model must have as many layers with a convolution conv1d or conv as recurrent ones "
+            f"that its config.layer_types names, {expected}, got {len(layers)}; use the model's "
+            "own implementation, one document per row."
+        )
     for layer in layers:
         if _CONVOLUTION not in _functions_of(layer):
             raise NotImplementedError(
@@ -100,7 +116,7 @@ def patch_recurrent(layer: nn.Module) -> None:
     """Make a recurrent layer run by document in a patched model. Safe to call twice."""
     functions = _functions_of(layer)
     for name in (*_REPLACEMENTS, _FUSED):
-        if name in functions and not hasattr(functions[name], "_flexvarlen"):
+        if callable(functions.get(name)) and not hasattr(functions[name], "_flexvarlen"):
             functions[name] = _dispatching(functions[name], _REPLACEMENTS.get(name))
     if _documents_hook not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_documents_hook, with_kwargs=True)
@@ -122,7 +138,7 @@ def _functions_of(layer: nn.Module) -> dict[str, Any]:
 
 def _dispatching(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
     """A wrapper that calls transformers' function, or ours where it gets documents."""
-    both = TransformersFunction(original, inspect.unwrap(original))
+    both = TransformersFunction.of(original)
     known = () if ours is None else tuple(inspect.signature(ours).parameters)
 
     @functools.wraps(original)

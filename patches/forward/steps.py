@@ -78,6 +78,7 @@ from flexvarlen.patches.models.llama4 import has_temperature
 from flexvarlen.patches.models.qwen_vl import has_images, image_positions
 from flexvarlen.patches.models.rope import has_longrope
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, IMPLEMENTATIONS, Patch
+from flexvarlen.recurrent.documents import RecurrentDocuments
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -189,6 +190,10 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
     """
     config = text_config_of(module.config)
     grads = torch.is_grad_enabled()
+    recurrent = None
+    if patch.recurrent:
+        by_layer = is_compiled_by_layer(base_of(module))  # type: ignore[arg-type]
+        recurrent = RecurrentDocuments(layout, for_any_row=by_layer)
     packed = PackedForward(
         layout,
         patch.backend,
@@ -199,7 +204,7 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
         group=patch.sequence_parallel_group,
         chunk_size=chunk_size_of(config),
         has_temperature=has_temperature(config),
-        recurrent=patch.recurrent,
+        recurrent=recurrent,
     )
     dtype, learns = dtype_of_queries(module)
     device_type = layout.device.type

@@ -8,6 +8,7 @@ test_vision_families.py; `python -m flexvarlen.bench.suites.contract.families` m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from flexvarlen.patches.models.unsupported import refuse_unsupported
 
@@ -294,9 +295,25 @@ _TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in _VISION_TOWERS}
 _VERIFIED = {**BY_TYPE, **_TEXT_TOWERS}
 
 
-def is_verified(model_type: str) -> bool:
-    """Whether it is the type of a verified family."""
-    return model_type in _VERIFIED
+def is_verified(model: Any) -> bool:
+    """Whether a model is of a verified family, and its class of transformers' own code for it."""
+    own_code = any(x.__module__.startswith("transformers.models.") for x in type(model).__mro__)
+    return own_code and model.config.model_type in _VERIFIED
+
+
+def require_own_code(model: Any) -> None:
+    """Refuse a class that is not transformers', such as one from a model's repository.
+
+    Raises:
+        NotImplementedError: it is another, whatever its model type is called.
+    """
+    if not is_verified(model):
+        raise NotImplementedError(
+            f"model must be of a class of transformers for the verified {model.config.model_type}, "
+            f"got {type(model).__name__} of {type(model).__module__}, in which packed documents "
+            "could leak into one another; call patch_model(model, verify=True), which checks that "
+            "they do not, or load it without trust_remote_code."
+        )
 
 
 def require_verified(model_type: str, *, verify: bool = False) -> None:
@@ -310,7 +327,7 @@ def require_verified(model_type: str, *, verify: bool = False) -> None:
             row or use its own mask, through which documents would leak.
     """
     refuse_unsupported(model_type)
-    if not (verify or is_verified(model_type)):
+    if not (verify or model_type in _VERIFIED):
         raise NotImplementedError(
             f"model_type must be one of the verified {', '.join(BY_TYPE)}, got {model_type!r}; "
             "packed documents could leak into one another there: call patch_model(model, "

@@ -193,7 +193,10 @@ def window_of(layer: nn.Module) -> int | None:
     types: list[str] | None = own.get("layer_types")
     if types is not None and types[layer.layer_idx] != SLIDING:  # type: ignore[index]
         return None
-    window: int | None = layer.__dict__.get("sliding_window", own.get("sliding_window"))
+    unused = own.get("model_type") == "nemotron_h"  # its config has the field, its layers do not
+    window: int | None = layer.__dict__.get(
+        "sliding_window", None if unused else own.get("sliding_window")
+    )
     return window
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from flexvarlen.recurrent import functions
 from flexvarlen.recurrent.functions import (
     TransformersFunction,
     convolve,
@@ -61,8 +64,6 @@ def test_a_bit_of_another_document(name):
 
 def test_kernels_of_other_packages(monkeypatch):
     """What causal-conv1d and mamba-ssm would get, with stub kernels."""
-    monkeypatch.setattr(functions, "HAS_CAUSAL_CONV1D", True)
-    monkeypatch.setattr(functions, "HAS_MAMBA_SSM", True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     calls = []
 
@@ -86,6 +87,17 @@ def test_kernels_of_other_packages(monkeypatch):
     assert torch.unique_consecutive(ids[0], return_counts=True)[1].tolist() == [
         length for length in lengths if length
     ]
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch):
+    """transformers 5.17 would fall back to plain torch, and drop seq_idx."""
+    broken, works = ModuleType("causal_conv1d"), ModuleType("causal_conv1d")
+    works.causal_conv1d_fn = lambda x, seq_idx=None: x
+    broken.__getattr__ = lambda name: (_ for _ in ()).throw(ImportError("undefined symbol"))
+    for package, has_kernel in ((works, True), (broken, False), (None, False)):
+        monkeypatch.setitem(sys.modules, "causal_conv1d", package)
+        function = TransformersFunction.of(modeling_qwen3_5.causal_conv1d_fn)
+        assert (function.kernel is not None) == has_kernel
 
 
 def test_a_state_that_goes_on():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.arguments import boundary_kwargs, like
 
 
@@ -40,6 +41,7 @@ def causal_convolution(
         bias=bias,
         residual=None,
         activation=activation,
+        chunk_size=CHUNK,
         **boundary_kwargs(cu_seqlens, chunks),
     )
     return out
@@ -64,6 +66,7 @@ def _causal_convolution_backward(
         weight=weight.contiguous(),
         bias=bias,
         activation=activation,
+        chunk_size=CHUNK,
         **boundary_kwargs(cu_seqlens, chunks),
     )
     return [dx, dweight] if bias is None else [dx, dweight, dbias]

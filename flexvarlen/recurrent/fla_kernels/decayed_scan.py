@@ -1,6 +1,6 @@
 """The scan of Mamba-2, as linear attention with a decay for each head.
 
-Shapes: T = total_tokens; H heads; K = state size, V = head_dim.
+Shapes: T = total_tokens; G groups of heads, H heads; K = state size, V = head_dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decayed_scan(
     """`state = exp(g) * state + k v`, `output = q state`, from a state of zeros in each document.
 
     Args:
-        q, k: `[1, T, H, K]`, expanded to the heads of v.
+        q, k: `[1, T, G, K]`, each for H / G heads one after another.
         v: `[1, T, H, V]`.
         g: log of the decay, fp32 `[1, T, H]`.
         cu_seqlens, chunks: of `RecurrentDocuments`.
@@ -36,7 +36,8 @@ def decayed_scan(
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+    q, k = (_expanded(x, v.shape[2]) for x in (q, k))
+    v, g = v.contiguous(), g.contiguous()
     boundaries = real_chunks(cu_seqlens, chunks)
     g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **boundaries)
     out, _ = chunk_simple_gla_fwd(q=q, k=k, v=v, **boundaries, g=g_sum, scale=1.0)
@@ -59,8 +60,8 @@ def _decayed_scan_backward(
     avoid_wrong_kernel()
     boundaries = real_chunks(cu_seqlens, chunks)
     dq, dk, dv, dg, _ = chunk_simple_gla_bwd(
-        q=q.contiguous(),
-        k=k.contiguous(),
+        q=_expanded(q, v.shape[2]),
+        k=_expanded(k, v.shape[2]),
         v=v.contiguous(),
         **boundaries,
         g=g_sum,
@@ -71,7 +72,13 @@ def _decayed_scan_backward(
         scale=1.0,
     )
     dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **boundaries)
-    return [dq.to(v.dtype), dk.to(v.dtype), dv.to(v.dtype), dg]
+    dq, dk = (dx.unflatten(2, (x.shape[2], -1)).sum(3) for dx, x in ((dq, q), (dk, k)))
+    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg]
+
+
+def _expanded(x: Tensor, heads: int) -> Tensor:
+    """`[1, T, G, K]` as `[1, T, heads, K]`; the operators keep the smaller one."""
+    return x.repeat_interleave(heads // x.shape[2], dim=2).contiguous()
 
 
 @decayed_scan.register_fake
@@ -87,15 +94,14 @@ def _(*inputs: Any) -> list[Tensor]:
 
 
 def _keep_scan(ctx: Any, inputs: tuple[Tensor, ...], output: list[Tensor]) -> None:
-    q, k, v, g, cu_seqlens, chunks = inputs
+    q, k, v, _, cu_seqlens, chunks = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.dtype_of_g = g.dtype
     ctx.save_for_backward(q, k, v, output[1], cu_seqlens, chunks)
 
 
 def _scan_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     dq, dk, dv, dg = _decayed_scan_backward(grads[0], *ctx.saved_tensors)
-    return dq, dk, dv, dg.to(ctx.dtype_of_g), None, None
+    return dq, dk, dv, dg, None, None
 
 
 decayed_scan.register_autograd(_scan_gradients, setup_context=_keep_scan)

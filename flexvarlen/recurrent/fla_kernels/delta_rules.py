@@ -171,9 +171,8 @@ def _(*inputs: Any) -> list[Tensor]:
 
 
 def _keep_delta_rule(ctx: Any, inputs: tuple[Tensor, ...], output: list[Tensor]) -> None:
-    _, _, v, g, beta, cu_seqlens, chunks = inputs
+    _, _, v, _, beta, cu_seqlens, chunks = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.dtype_of_g = g.dtype
     ctx.save_for_backward(v, beta, cu_seqlens, chunks, *output[1:])
 
 
@@ -181,7 +180,7 @@ def _differentiate(operator: Any, backward: Any) -> None:
     def gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         v, beta, cu_seqlens, chunks, *kept = ctx.saved_tensors
         dq, dk, dv, dg, dbeta = backward(grads[0], v, beta, kept, cu_seqlens, chunks)
-        return dq, dk, dv, dg.to(ctx.dtype_of_g), dbeta, None, None
+        return dq, dk, dv, dg, dbeta, None, None
 
     operator.register_autograd(gradients, setup_context=_keep_delta_rule)
 

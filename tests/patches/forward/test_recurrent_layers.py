@@ -11,9 +11,13 @@ import io
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.patches.forward.recurrent_layers import _by_document, recurrent_layers
+from flexvarlen.measure import watch_compilation
+from flexvarlen.patches.forward.recurrent_layers import _dispatching, recurrent_layers
 from flexvarlen.patches.models.families import BY_TYPE
 from tests.tiny_models import LENGTHS, new_model, one_row, padded_rows, shared_model
 
@@ -145,7 +149,7 @@ def test_a_layer_that_calls_other_functions():
             return self.conv1d(x)
 
     model = new_model("lfm2")
-    model.model.layers[1].mlp_before = Own()
+    model.model.layers[0].conv = Own()
     with pytest.raises(NotImplementedError, match=r"causal_conv1d_fn.*got a Own"):
         fv.patch_model(model, "sdpa")
     assert not fv.is_patched(model)
@@ -184,5 +188,47 @@ def test_kernels_get_no_float64(dtype, seq_idx, runs):
     def kernel(x, seq_idx=None):
         return "kernel"
 
-    call = _by_document(kernel, plain)
+    call = _dispatching(kernel, plain)
     assert call(torch.zeros(1, 4, dtype=dtype), seq_idx=seq_idx) == runs
+
+
+def test_a_wrapped_convolution_hides_the_layer():
+    """PEFT's modules_to_save, before patch_model."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["conv1d"])
+    patched = fv.patch_model(get_peft_model(new_model("qwen3_5_text"), config), "sdpa")
+    batch = {"input_ids": one_row().ids, "position_ids": one_row().position_ids}
+    assert fv.verify_isolation(patched, batch, documents=2)
+
+
+def test_a_layer_that_the_search_misses():
+    """As in a model from a repository with other names for its parts."""
+    model = new_model("qwen3_5_text")
+    layer = model.model.layers[0].linear_attn
+    layer.short_conv = layer._modules.pop("conv1d")
+    with pytest.raises(NotImplementedError, match=r"names, 1, got 0"):
+        fv.patch_model(model, "sdpa")
+
+
+def test_a_class_from_a_repository():
+    """Its model_type is a verified one, its code is not transformers'."""
+    plain = new_model("llama")
+    own = type("LlamaForCausalLM", (PreTrainedModel,), {"__module__": "transformers_modules.x"})
+    model = own.__new__(own)
+    vars(model).update(vars(plain))
+    with pytest.raises(NotImplementedError, match="must be of a class of transformers"):
+        fv.patch_model(model, "sdpa")
+
+
+def test_other_documents_compile_nothing_again_layer_by_layer():
+    """With padding in some rows and not in others; the convolution traces on a CPU."""
+    torch._dynamo.reset()
+    model = fv.patch_model(compile_regions(new_model("lfm2"), backend="aot_eager"), "sdpa")
+    counts = []
+    for lengths in (LENGTHS, (100, 60, 7), (256,), (100, 156)):
+        layout = fv.PackedLayout.from_lengths(
+            lengths, total_tokens=256, capacity=8, max_seqlen_bound=256
+        )
+        with watch_compilation() as stats, torch.no_grad():
+            model(input_ids=one_row().ids, packed_layout=layout)
+        counts.append(stats.compilations)
+    assert counts[1:] == [0, 0, 0]
