@@ -32,7 +32,7 @@ from flexvarlen.patches.attention.without_patch import (
 )
 from flexvarlen.patches.batch.cache import set_apart
 from flexvarlen.patches.models.image_masks import has_overlay
-from flexvarlen.patches.models.layers import LayerKind, chunk_of, layer_type_of, window_of
+from flexvarlen.patches.models.layers import LayerKind, chunk_of, layer_type_of
 from flexvarlen.patches.models.llama4 import own_temperature
 from flexvarlen.patches.state import (
     CONTEXT,
@@ -92,8 +92,9 @@ def _attention_function(backend: str) -> Attention:
         _check_tokens(context, batch, row_tokens, key.shape[2])
         sinks: Tensor | None = kwargs.get("s_aux")
         v_dim, chunk = value.shape[3], chunk_of(module, context.chunk_size)
-        if sliding_window is None:  # Qwen2-MoE leaves the window to transformers' mask
-            sliding_window = window_of(module)
+        own = module.__dict__
+        if sliding_window is None and own.get("is_sliding", True):
+            sliding_window = own.get("sliding_window")  # Qwen2-MoE does not pass it on
         kind = LayerKind(
             layer_type_of(module, sliding_window, chunk),
             bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal,

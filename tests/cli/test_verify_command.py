@@ -103,7 +103,7 @@ def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
     def over_all_documents(run, documents, rows, like, *, why):
         return run(*rows)
 
-    monkeypatch.setattr(functions, "_one_by_one", over_all_documents)
+    monkeypatch.setattr(functions, "_loop_over_documents", over_all_documents)
     result = run("--backend", "sdpa", "--model", "qwen3_5_text")
     assert result.exit_code == 1, result.output
     said = " ".join(result.output.split())
