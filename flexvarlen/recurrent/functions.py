@@ -217,11 +217,8 @@ def mamba2_scan(
     elif (why := fla_kernels.why_not(x)) is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-        q, k = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (C, B))
-        v = (x * dt[..., None]).to(x.dtype)
-        out = decayed_scan(q, k, v, dt * A.float(), documents.cu_seqlens, documents.chunk_indices)[
-            0
-        ]
+        v, g = (x * dt[..., None]).to(x.dtype), dt * A.float()
+        out = decayed_scan(C, B, v, g, documents.cu_seqlens, documents.chunk_indices)[0]
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 

@@ -156,6 +156,7 @@ def test_a_layer_that_calls_other_functions():
 
 
 @pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.sampled(1)
 def test_compiled_with_breaks_at_the_loop(name):
     """On a CPU the scans break the graph, and other documents are still right."""
     torch._dynamo.reset()
