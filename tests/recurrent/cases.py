@@ -48,7 +48,12 @@ def convolution_alone(x, weight, bias):
 
 
 def delta_rule(module, name):
-    torch_function = inspect.unwrap(getattr(module, name))
+    plain = inspect.unwrap(getattr(module, name))
+
+    def torch_function(q, k, v, **others):
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        return plain(q, k, v, **others)  # transformers 5.17's takes no groups of heads
+
     theirs = TransformersFunction(None, torch_function)
 
     def run(docs, *tensors):
