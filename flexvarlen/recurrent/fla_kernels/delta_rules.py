@@ -6,6 +6,7 @@ q, k `[1, T, H, K]`, v `[1, T, HV, V]`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,15 +33,13 @@ def gated_delta_rule(
     Returns:
         The output `[1, T, HV, V]`, then what the backward needs.
     """
-    from fla.modules.norm.l2norm import l2norm_fwd
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
 
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    q_unit, q_norm = l2norm_fwd(q)
-    k_unit, k_norm = l2norm_fwd(k)
+    units = _normalized(q, k)
     g_sum, out, inverse, *_ = chunk_gated_delta_rule_fwd(
-        q=q_unit,
-        k=k_unit,
+        q=units[0],
+        k=units[2],
         v=v,
         **boundary_kwargs(cu_seqlens, chunks),
         g=g,
@@ -49,48 +48,31 @@ def gated_delta_rule(
         initial_state=None,
         output_final_state=False,
     )
-    return [out.to(v.dtype), g_sum, inverse, q_unit, q_norm, k_unit, k_norm]
+    return [out.to(v.dtype), g_sum, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::gated_delta_rule_backward", mutates_args=())
 def _gated_delta_rule_backward(
     grad: Tensor, v: Tensor, beta: Tensor, kept: list[Tensor], cu_seqlens: Tensor, chunks: Tensor
 ) -> list[Tensor]:
-    from fla.modules.norm.l2norm import l2norm_bwd
     from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
 
     avoid_wrong_kernel()
-    g_sum, inverse, q_unit, q_norm, k_unit, k_norm = kept
+    g_sum, inverse, *units = kept
     dq, dk, dv, dbeta, dg, *_ = chunk_gated_delta_rule_bwd(
-        q=q_unit,
-        k=k_unit,
+        q=units[0],
+        k=units[2],
         v=v.contiguous(),
         **boundary_kwargs(cu_seqlens, chunks),
         g=g_sum,
         beta=beta.contiguous(),
         A=inverse,
-        scale=q_unit.shape[-1] ** -0.5,
+        scale=units[0].shape[-1] ** -0.5,
         initial_state=None,
         do=grad.contiguous(),
         dht=None,
     )
-    dq, dk = l2norm_bwd(q_unit, q_norm, dq), l2norm_bwd(k_unit, k_norm, dk)
-    return [dq.to(v.dtype), dk.to(v.dtype), dv.to(v.dtype), dg, dbeta.to(beta.dtype)]
-
-
-@gated_delta_rule.register_fake
-def _(*inputs: Any) -> list[Tensor]:
-    q, k, v, g, *_ = inputs
-    inverse = k.new_empty(*v.shape[:3], CHUNK)
-    units = [x for unit in (q, k) for x in (like(unit), like(unit[..., 0], torch.float32))]
-    return [like(v), like(g, torch.float32), inverse, *units]
-
-
-@_gated_delta_rule_backward.register_fake
-def _(*inputs: Any) -> list[Tensor]:
-    _, v, beta, kept, *_ = inputs
-    g_sum, _, q_unit, _, k_unit, _ = kept
-    return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta)]
+    return _gradients([dq, dk, dv, dg, dbeta], units, like_v=v, like_beta=beta)
 
 
 # ---- Kimi's delta rule: a decay for each channel of the keys ----
@@ -101,15 +83,13 @@ def kimi_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, chunks: Tensor
 ) -> list[Tensor]:
     """As `gated_delta_rule`, with g fp32 `[1, T, H, K]` and HV = H."""
-    from fla.modules.norm.l2norm import l2norm_fwd
     from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    q_unit, q_norm = l2norm_fwd(q)
-    k_unit, k_norm = l2norm_fwd(k)
+    units = _normalized(q, k)
     out, _, g_sum, scores, inverse, *_ = chunk_kda_fwd(
-        q=q_unit,
-        k=k_unit,
+        q=units[0],
+        k=units[2],
         v=v,
         **boundary_kwargs(cu_seqlens, chunks),
         g=g,
@@ -119,54 +99,66 @@ def kimi_delta_rule(
         output_final_state=False,
         chunk_size=CHUNK,
     )
-    return [out.to(v.dtype), g_sum, scores, inverse, q_unit, q_norm, k_unit, k_norm]
+    return [out.to(v.dtype), g_sum, scores, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::kimi_delta_rule_backward", mutates_args=())
 def _kimi_delta_rule_backward(
     grad: Tensor, v: Tensor, beta: Tensor, kept: list[Tensor], cu_seqlens: Tensor, chunks: Tensor
 ) -> list[Tensor]:
-    from fla.modules.norm.l2norm import l2norm_bwd
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd
 
-    g_sum, scores, inverse, q_unit, q_norm, k_unit, k_norm = kept
+    g_sum, scores, inverse, *units = kept
     dq, dk, dv, dbeta, dg, *_ = chunk_kda_bwd(
-        q=q_unit,
-        k=k_unit,
+        q=units[0],
+        k=units[2],
         v=v.contiguous(),
         **boundary_kwargs(cu_seqlens, chunks),
         g=g_sum,
         beta=beta.contiguous(),
         Aqk=scores,
         Akk=inverse,
-        scale=q_unit.shape[-1] ** -0.5,
+        scale=units[0].shape[-1] ** -0.5,
         initial_state=None,
         do=grad.contiguous(),
         dht=None,
         chunk_size=CHUNK,
     )
-    dq, dk = l2norm_bwd(q_unit, q_norm, dq), l2norm_bwd(k_unit, k_norm, dk)
-    return [
-        dq.to(v.dtype),
-        dk.to(v.dtype),
-        dv.to(v.dtype),
-        dg.to(g_sum.dtype),
-        dbeta.to(beta.dtype),
-    ]
+    return _gradients([dq, dk, dv, dg, dbeta], units, like_v=v, like_beta=beta)
 
 
-@kimi_delta_rule.register_fake
-def _(*inputs: Any) -> list[Tensor]:
+# ---- what both share ----
+
+
+def _normalized(q: Tensor, k: Tensor) -> list[Tensor]:
+    """q of length one and the inverse of its length, and those of k."""
+    from fla.modules.norm.l2norm import l2norm_fwd
+
+    return [*l2norm_fwd(q), *l2norm_fwd(k)]
+
+
+def _gradients(
+    grads: list[Tensor], units: list[Tensor], *, like_v: Tensor, like_beta: Tensor
+) -> list[Tensor]:
+    """dq, dk, dv, dg, dbeta of the inputs, from those by the normalized q and k."""
+    from fla.modules.norm.l2norm import l2norm_bwd
+
+    dq, dk, dv, dg, dbeta = grads
+    dq, dk = l2norm_bwd(*units[:2], dq), l2norm_bwd(*units[2:], dk)
+    dtype = like_v.dtype
+    return [dq.to(dtype), dk.to(dtype), dv.to(dtype), dg.float(), dbeta.to(like_beta.dtype)]
+
+
+def _fake_forward(squares: int, *inputs: Any) -> list[Tensor]:
+    """Outputs of a forward that keeps this many matrices of 64 x 64 for each chunk."""
     q, k, v, g, *_ = inputs
-    squares = [k.new_empty(*v.shape[:3], CHUNK) for _ in range(2)]
+    kept = [k.new_empty(*v.shape[:3], CHUNK) for _ in range(squares)]
     units = [x for unit in (q, k) for x in (like(unit), like(unit[..., 0], torch.float32))]
-    return [like(v), like(g, torch.float32), *squares, *units]
+    return [like(v), like(g, torch.float32), *kept, *units]
 
 
-@_kimi_delta_rule_backward.register_fake
-def _(*inputs: Any) -> list[Tensor]:
-    _, v, beta, kept, *_ = inputs
-    g_sum, _, _, q_unit, _, k_unit, _ = kept
+def _fake_backward(*inputs: Any) -> list[Tensor]:
+    _, v, beta, (g_sum, *_, q_unit, _, k_unit, _), *_ = inputs
     return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta)]
 
 
@@ -176,14 +168,18 @@ def _keep_delta_rule(ctx: Any, inputs: tuple[Tensor, ...], output: list[Tensor])
     ctx.save_for_backward(v, beta, cu_seqlens, chunks, *output[1:])
 
 
-def _differentiate(operator: Any, backward: Any) -> None:
+def _complete(operator: Any, backward: Any, squares: int) -> None:
+    """Give an operator its backward, and both their fake outputs."""
+
     def gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         v, beta, cu_seqlens, chunks, *kept = ctx.saved_tensors
         dq, dk, dv, dg, dbeta = backward(grads[0], v, beta, kept, cu_seqlens, chunks)
         return dq, dk, dv, dg, dbeta, None, None
 
     operator.register_autograd(gradients, setup_context=_keep_delta_rule)
+    operator.register_fake(partial(_fake_forward, squares))
+    backward.register_fake(_fake_backward)
 
 
-_differentiate(gated_delta_rule, _gated_delta_rule_backward)
-_differentiate(kimi_delta_rule, _kimi_delta_rule_backward)
+_complete(gated_delta_rule, _gated_delta_rule_backward, squares=1)
+_complete(kimi_delta_rule, _kimi_delta_rule_backward, squares=2)
