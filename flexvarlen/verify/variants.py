@@ -181,10 +181,10 @@ def make_variant(
             raise Unsupported(f"{name} needs bfloat16 or float16, got {base.dtype}; change dtype.")
         set_transformers(model, name.removeprefix(THEIRS))
     else:
-        refusal = _refusal(name, model, needs_grad=False)
+        refusal = why_not_layers(name, model, needs_grad=False)
         if refusal is not None:
             raise Unsupported(refusal)
-        why_no_backward = _refusal(name, model, needs_grad=True) if train else None
+        why_no_backward = why_not_layers(name, model, needs_grad=True) if train else None
         try:
             fv.patch_model(
                 model, name, capacity=sizes.capacity, max_seqlen_bound=sizes.max_seqlen_bound
@@ -197,7 +197,8 @@ def make_variant(
     return Variant(name, model, call, sizes, trains, why_no_backward)
 
 
-def _refusal(name: str, model: PreTrainedModel, *, needs_grad: bool) -> str | None:
+def why_not_layers(name: str, model: PreTrainedModel, *, needs_grad: bool) -> str | None:
+    """Why a backend cannot serve some attention layer of a model, or None; None for "auto"."""
     if name == "auto":
         return None
     for kind in kinds_of(model):

@@ -26,7 +26,7 @@ from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.reference.model import share
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import UnknownVariant
-from flexvarlen.verify.variants import THEIRS, set_transformers
+from flexvarlen.verify.variants import THEIRS, set_transformers, why_not_layers
 
 # Variants of one class share their code objects, and Dynamo's limits go by code object.
 LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
@@ -171,18 +171,7 @@ def make_variant(
     if kind.startswith(THEIRS):
         set_transformers(model, kind.removeprefix(THEIRS))
         return Variant(name, model, sizes)
-    config = model.config
-    reason = None
-    if kind != "auto":
-        reason = fv.why_not(
-            kind,
-            device=model.device,
-            dtype=model.dtype,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            needs_grad=needs_grad,
-        )
+    reason = why_not_layers(kind, model, needs_grad=needs_grad)
     if reason is not None:
         raise Unsupported(reason)
     fv.patch_model(model, kind)
