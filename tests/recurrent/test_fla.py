@@ -25,7 +25,7 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def needs_fla():
-    reason = fla_kernels.why_not(torch.zeros(1, device="cuda"))
+    reason = fla_kernels.why_not(torch.zeros(1, device="cuda", dtype=torch.bfloat16))
     if reason is not None:
         pytest.skip(reason)
 

@@ -148,7 +148,7 @@ class HybridSteps:
         variant = make_variant(attention, self.base, self.sizes)
         functions: dict[str, Function] = {}
         if fla_convolution:
-            functions[CONVOLUTION] = convolution_of_fla(self.base.device)
+            functions[CONVOLUTION] = convolution_of_fla(self.base)
         lengths = self.packings[0]
         compiled = bool(self.case.compiler)
         named = None if variant.theirs or variant.attention == "auto" else variant.attention

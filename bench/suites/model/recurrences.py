@@ -70,7 +70,7 @@ def _plain(function: Function) -> Function:
     return call
 
 
-def convolution_of_fla(device: torch.device) -> Function:
+def convolution_of_fla(model: PreTrainedModel) -> Function:
     """fla's public convolution with the arguments of transformers' `causal_conv1d_fn`.
 
     Not traced by torch.compile, as the rest of fla's public functions.
@@ -78,7 +78,7 @@ def convolution_of_fla(device: torch.device) -> Function:
     Raises:
         Unsupported: fla is not installed, or there is no GPU.
     """
-    reason = why_not_fla(torch.empty(0, device=device))
+    reason = why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype))
     if reason is not None:
         raise Unsupported(reason)
     from fla.modules.causal_conv1d import causal_conv1d
