@@ -21,8 +21,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
+from flexvarlen.bench.suites.contract.tiny_configs import draw_weights, tiny_config
 from flexvarlen.patches.models.families import BY_TYPE
+from flexvarlen.reference.recurrences import plain_recurrences
 
 VOCABULARY = 97
 LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the boundary of two blocks
@@ -71,13 +72,7 @@ def new_model(kind: str, *, head_dim: int = 16, implementation: str | None = Non
     task = "CausalLM" if kind in KINDS else BY_TYPE[kind].task
     auto_class = getattr(transformers, f"AutoModelFor{task}")
     model = auto_class.from_config(config, attn_implementation=implementation)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
-                parameter.normal_(std=0.2)
-            # rounded, so that every dtype gets the very same values
-            parameter.copy_(parameter.to(torch.bfloat16))
-    return model.eval()
+    return draw_weights(model).eval()
 
 
 @cache
@@ -137,8 +132,9 @@ def exact_and_peer(
     """One by one in fp64, and in the dtype of the packed model, both with transformers' eager."""
     model = copy.deepcopy(shared_model(kind, dtype, device, head_dim))
     model.set_attn_implementation("eager")
-    peer = one_by_one(model, order)
-    return one_by_one(model.double(), order), peer
+    with plain_recurrences(model):
+        peer = one_by_one(model, order)
+        return one_by_one(model.double(), order), peer
 
 
 # ---- batches ----

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from flexvarlen.reference.attention import PIECE_ELEMENTS, spans_of
+from flexvarlen.reference.recurrences import plain_recurrences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -223,6 +224,8 @@ def run_alone(
 ) -> ModelResults:
     """Run each document alone through `model`, positions from 0; a `float64_model` in fp64.
 
+    Recurrent layers run in plain torch.
+
     Args:
         model: with a head or without, in the mode (train or eval) to run in. It is not changed.
         input_ids: int64 `[1, T]`, the packed row.
@@ -244,7 +247,7 @@ def run_alone(
     hidden, total = [], 0.0
     is_float64 = next(model.parameters()).dtype == torch.float64
     mode = Float64() if is_float64 else torch.enable_grad()
-    with mode, torch.set_grad_enabled(loss is not None):
+    with mode, torch.set_grad_enabled(loss is not None), plain_recurrences(model):
         for document in chosen:
             tokens = slice(*spans[document])
             out = model.base_model(input_ids=input_ids[:, tokens], use_cache=False)

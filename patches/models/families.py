@@ -2,7 +2,7 @@
 
 Verified means that outputs and gradients of a packed batch equal those of single documents, on
 every backend that can serve the layers (tests/patches/models/test_families.py, test_encoders.py and
-test_vision_families.py; `python -m flexvarlen.bench.suites.contract.families` makes the matrix).
+test_vision_families.py; `flexvarlen bench families` makes the matrix).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -16,11 +15,8 @@ from flexvarlen.bench.suites.model.geometries import new_base_model
 from flexvarlen.bench.suites.model.hybrid import OTHER_PACKINGS, SUITE, VARIANTS
 from flexvarlen.bench.suites.model.hybrid_step import HybridSteps, split_variant
 from flexvarlen.bench.suites.model.recurrences import (
-    CONVOLUTION,
     kernels_of,
-    plain_functions,
     refusals,
-    replaced,
 )
 from flexvarlen.bench.suites.model.variants import Sizes
 from flexvarlen.report.records import read_records
@@ -101,34 +97,6 @@ def test_the_table_has_every_variant_and_reason(records):
 
 
 # --- the functions of recurrent layers -----------------------------------------------------------
-
-
-def test_functions_are_replaced_in_the_block_alone():
-    model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
-    module = sys.modules[type(model).__module__]
-    before = getattr(module, CONVOLUTION)
-    with replaced(model, {CONVOLUTION: max}):
-        assert getattr(module, CONVOLUTION) is max
-    assert getattr(module, CONVOLUTION) is before
-
-
-def test_the_reference_runs_transformers_functions_in_plain_torch(monkeypatch):
-    """Kernels have no fp64, wherever they stand in: transformers takes them if installed."""
-    model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
-    module = sys.modules[type(model).__module__]
-
-    def kernel_of(function):
-        @functools.wraps(function)
-        def kernel(*args, **kwargs):
-            raise AssertionError("a kernel ran")
-
-        return kernel
-
-    for name in plain_functions(model):
-        monkeypatch.setattr(module, name, kernel_of(getattr(module, name)))
-    with pytest.raises(AssertionError, match="a kernel ran"):
-        model(torch.ones(1, 4, dtype=torch.long))
-    assert HybridSteps(PADDED, QUICK).first.whole.relative < 1e-5
 
 
 def test_the_convolution_of_fla_stands_in_for_transformers_own(monkeypatch):

@@ -32,13 +32,13 @@ from flexvarlen.bench.suites.contract.batch_forms import (
     documents_of,
     padded_rows,
 )
-from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
-from flexvarlen.bench.suites.model.recurrences import plain_functions, replaced
+from flexvarlen.bench.suites.contract.tiny_configs import draw_weights, tiny_config
 from flexvarlen.patches.forward.recurrent_layers import recurrent_layers
 from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.reference.acceptance import Error, largest, why_wrong
 from flexvarlen.reference.model import Float64, float64_model
+from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
@@ -237,7 +237,7 @@ class TinyModels:
                 positions = torch.arange(start, start + len(document), device=self.ids.device)
                 inputs = {"input_ids": document[None], "position_ids": positions[None]}
                 batches.append(Batch(inputs, [(0, slice(0, len(document)))]))
-            with replaced(self.baseline, plain_functions(self.baseline)):
+            with plain_recurrences(self.baseline):
                 with Float64():
                     reference = self.answer(self.reference, batches, gradients=True)
                 plain = [self.answer(self.baseline, batches, gradients=True)]
@@ -271,12 +271,7 @@ def new_model(case: FormsCase, experts: str, *, every_expert: bool) -> PreTraine
     maker = getattr(transformers, f"AutoModelFor{BY_TYPE[case.model].task}")
     torch.manual_seed(0)
     model: PreTrainedModel = maker.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
-                parameter.normal_(std=0.2)
-            parameter.copy_(parameter.to(torch.bfloat16))  # the very same values in every dtype
-    return model.eval()
+    return draw_weights(model).eval()
 
 
 def count_leaks(model: nn.Module, batch_of: Callable[[Tensor], Batch], ids: Tensor) -> int:

@@ -1,11 +1,12 @@
-"""Configs of two layers for each verified family, with a thousandth of the parameters."""
+"""Configs of two layers for each verified family, with a thousandth of the parameters; weights."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 _TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -354,3 +355,16 @@ def tiny_config(
     if not has_towers:
         return AutoConfig.for_model(model_type, **sizes)
     return AutoConfig.for_model(model_type, text_config=sizes, **whole)
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Change a new model's weights so that a leak moves every output. Returns the model."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
+            parameter.normal_(std=0.2)
+        elif model.config.model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
+            # Its scores have no other scale: at 1, attention is one-hot, and bfloat16 cannot follow.
+            parameter.mul_(0.25)
+        parameter.copy_(parameter.to(torch.bfloat16))  # the very same values in every dtype
+    return model

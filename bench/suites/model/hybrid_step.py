@@ -19,18 +19,15 @@ from flexvarlen.bench.suites.model.geometries import new_base_model
 from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.packings import run_others
 from flexvarlen.bench.suites.model.recurrences import (
-    CONVOLUTION,
-    Function,
     convolution_of_fla,
     kernels_of,
-    plain_functions,
     refusals,
-    replaced,
     share_backward,
 )
 from flexvarlen.bench.suites.model.step import Batch, checkpoint_layers, forward_backward
 from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant, require_known
 from flexvarlen.measure import watch_compilation
+from flexvarlen.reference.recurrences import CONVOLUTION, Replacements, replaced
 from flexvarlen.runner.suite import Finding, Options, UnknownVariant
 
 Kind = Literal["eager", "compiled", "padded", "packings"]
@@ -130,11 +127,10 @@ class HybridSteps:
         self.collection = Collection(ids, tuple(self.packings[0]))
         self.sizes = Sizes.of(case.tokens, *self.packings)
         starts = self.grad_output.split(self.packings[0])
-        with replaced(self.base, plain_functions(self.base)):
-            self.first = Alone(
-                self.base, ids, self.packings[0], gradient=lambda document, _: starts[document]
-            )
-            self.last = Alone(self.base, ids, self.packings[-1]) if case.other_packings else None
+        self.first = Alone(
+            self.base, ids, self.packings[0], gradient=lambda document, _: starts[document]
+        )
+        self.last = Alone(self.base, ids, self.packings[-1]) if case.other_packings else None
         if case.checkpointing:
             checkpoint_layers(self.base)
 
@@ -146,9 +142,10 @@ class HybridSteps:
         batching, attention, fla_convolution = split_variant(name)
         share_backward(self.base)
         variant = make_variant(attention, self.base, self.sizes)
-        functions: dict[str, Function] = {}
+        functions: Replacements = {}
         if fla_convolution:
-            functions[CONVOLUTION] = convolution_of_fla(self.base)
+            convolve = convolution_of_fla(self.base)
+            functions[CONVOLUTION] = lambda _: convolve
         lengths = self.packings[0]
         compiled = bool(self.case.compiler)
         named = None if variant.theirs or variant.attention == "auto" else variant.attention
@@ -208,7 +205,7 @@ class HybridSteps:
         call: Callable[..., Any],
         batches: Sequence[Batch],
         starts: Sequence[Tensor],
-        functions: dict[str, Function],
+        functions: Replacements,
         *,
         keep: bool = False,
     ) -> list[Tensor]:
@@ -221,7 +218,7 @@ class HybridSteps:
         self,
         variant: Variant,
         call: Callable[..., Any],
-        functions: dict[str, Function],
+        functions: Replacements,
         lengths: Sequence[int],
     ) -> Tensor:
         """A step on a packed row of these documents; its outputs."""

@@ -1,4 +1,4 @@
-"""Which functions a hybrid model's recurrent layers call, and others in their place.
+"""Which functions a hybrid model's recurrent layers call.
 
 transformers' layers call functions of their modeling module: a short convolution, and a scan as the
 gated delta rule. transformers takes those of fla, causal-conv1d and mamba-ssm where they are
@@ -7,9 +7,7 @@ installed, else its own in plain torch.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,17 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexvarlen.recurrent.fla_kernels import why_not as why_not_fla
+from flexvarlen.reference.recurrences import Function
 from flexvarlen.report.records import one_line
 from flexvarlen.runner.failures import Unsupported
 
-CONVOLUTION = "causal_conv1d_fn"
-FUNCTIONS = (
-    CONVOLUTION,
-    "torch_chunk_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "mamba2_chunk_scan",
-    "mamba2_split_conv1d_scan_combined",
-)
 PLAIN = "plain torch"
 BY_DOCUMENT = "plain torch, one document at a time"
 
@@ -37,37 +28,6 @@ _REFUSALS = (
     "packed sequences apart",  # transformers 5.23, without the kernels' packages
     "on Hopper GPUs produces incorrect results",  # fla 0.6 with Triton 3.4 to 3.7.0
 )
-
-Function = Callable[..., Any]
-
-
-@contextmanager
-def replaced(model: PreTrainedModel, functions: dict[str, Function]) -> Iterator[None]:
-    """Functions of the model's modeling module, replaced inside the block."""
-    module = vars(sys.modules[type(model).__module__])
-    before = {name: module[name] for name in functions}
-    module.update(functions)
-    try:
-        yield
-    finally:
-        module.update(before)
-
-
-def plain_functions(model: PreTrainedModel) -> dict[str, Function]:
-    """transformers' own recurrent functions in plain torch; in fp64 inside `Float64`."""
-    module = vars(sys.modules[type(model).__module__])
-    return {name: _plain(module[name]) for name in FUNCTIONS if name in module}
-
-
-def _plain(function: Function) -> Function:
-    """The function in plain torch without the keywords that it does not know."""
-    torch_function = inspect.unwrap(function)
-    known = inspect.signature(torch_function).parameters
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return torch_function(*args, **{k: v for k, v in kwargs.items() if k in known})
-
-    return call
 
 
 def convolution_of_fla(model: PreTrainedModel) -> Function:

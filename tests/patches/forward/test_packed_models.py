@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import flexvarlen as fv
 from tests import forms
 from tests.backends import ON_GPU
-from tests.oracle import assert_as_accurate
+from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import (
     KINDS,
     LENGTHS,
@@ -109,9 +109,7 @@ def check(kind: str, backend: str, form: Form, *, grad: bool, **where: Any) -> N
     moved = 2 * (logits.double() - exact.logits).abs().max().item()
     assert abs(out.loss.item() - exact.loss.item()) <= moved + 1e-6 * exact.loss.item()
     if grad:
-        assert gradients.keys() == exact.gradients.keys()
-        for name, gradient in gradients.items():
-            assert_as_accurate(gradient, exact.gradients[name], peer.gradients[name], 3, name)
+        assert_gradients_as_accurate(gradients, exact.gradients, peer.gradients)
 
 
 @pytest.mark.pairwise(kind=KINDS, backend=["sdpa", "reference"], form=FORMS)

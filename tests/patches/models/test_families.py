@@ -5,6 +5,8 @@ A sample of the forms of patches/forward/test_packed_models.py; `--all-forms` ru
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -34,6 +36,7 @@ SAMPLE = (
 OTHERS = [name for name, x in BY_TYPE.items() if name not in KINDS and x.task != "MaskedLM"]
 # On a CPU their scans break the graph: see forward/test_recurrent_layers.py.
 SCANS = [name for name, x in BY_TYPE.items() if "delta rule" in x.has or "Mamba-2" in x.has]
+RECURRENT = [name for name, x in BY_TYPE.items() if "states and convolutions" in x.needs]
 EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
 
 
@@ -43,6 +46,19 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("form", FORMS if whole else SAMPLE)
 
 
+def check_or_refused(name, backend, form, **where):
+    refusal = nullcontext()
+    if name in RECURRENT and form == "empty_cache":
+        refusal = pytest.raises(ValueError, match="one state per row")
+    elif (name, form) == ("gemma4_text", "checkpointing_reentrant"):
+        refusal = pytest.raises(NotImplementedError, match="must not be reentrant")
+    elif (name, form) == ("gemma4_text", "inputs_embeds") and where:
+        # transformers looks for the tokens of embeddings, which bfloat16 has rounded.
+        refusal = pytest.raises(RuntimeError, match="do not exactly match")
+    with refusal:
+        check(name, backend, FORMS[form], grad=True, **where)
+
+
 def on_the_cpu(name):
     """The backend that serves all layers of a family there."""
     return "reference" if name in ("gemma2", "gpt_oss") else "sdpa"
@@ -50,11 +66,7 @@ def on_the_cpu(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_packed_equals_one_by_one(name, form):
-    if (name, form) == ("gemma4_text", "checkpointing_reentrant"):
-        with pytest.raises(NotImplementedError, match="must not be reentrant"):
-            check(name, "sdpa", FORMS[form], grad=True)
-        return
-    check(name, on_the_cpu(name), FORMS[form], grad=True)
+    check_or_refused(name, on_the_cpu(name), form)
 
 
 @pytest.mark.gpu
@@ -62,7 +74,7 @@ def test_packed_equals_one_by_one(name, form):
 def test_packed_equals_one_by_one_in_bf16(name, backend, form):
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
     try:
-        check(name, backend, FORMS[form], grad=True, **where)
+        check_or_refused(name, backend, form, **where)
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
 
