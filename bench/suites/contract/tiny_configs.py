@@ -364,7 +364,7 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
         if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
             parameter.normal_(std=0.2)
         elif model.config.model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
-            # Its scores have no other scale: at 1, attention is one-hot, and bfloat16 cannot follow.
+            # Its scores have no other scale: at 1 attention is one-hot, and bfloat16 is lost.
             parameter.mul_(0.25)
         parameter.copy_(parameter.to(torch.bfloat16))  # the very same values in every dtype
     return model

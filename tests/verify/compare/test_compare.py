@@ -128,6 +128,16 @@ def test_hybrid_is_right_and_transformers_leaks(kind):
     assert found.verdict("transformers:sdpa") == ("unsupported" if kind == "mamba2" else "leaks")
 
 
+@pytest.mark.gpu
+def test_hybrid_is_right_on_a_gpu():
+    """Its reference and its baseline run no kernel of fla, which has no fp64."""
+    model = build_model("qwen3_5_text", device="cuda", dtype=torch.bfloat16)[0]
+    row = new_batch()
+    batch = PackedBatch(row.input_ids.cuda(), row.lengths)
+    found = run_compare(model, batch, "flex", packings=1).record("flex")
+    assert (found.measures["verdict"], found.measures["why"]) == ("right", None)
+
+
 def test_forward_alone_measures_no_gradients(llama):
     m = compare_sdpa(llama, train=False)
     assert (m["passes"], m["verdict"]) == ("forward", "right")
