@@ -20,6 +20,7 @@ from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
 from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.recurrent.functions import (
     TransformersFunction,
     convolve,
@@ -114,6 +115,7 @@ def refuse_recurrent(
 
 def patch_recurrent(layer: nn.Module) -> None:
     """Make a recurrent layer run by document in a patched model. Safe to call twice."""
+    let_fla_run()  # rows of one document each go to transformers' functions
     functions = _functions_of(layer)
     for name in (*_REPLACEMENTS, _FUSED):
         if callable(functions.get(name)) and not hasattr(functions[name], "_flexvarlen"):

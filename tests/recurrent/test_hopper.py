@@ -9,7 +9,7 @@ import torch
 
 from flexvarlen import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla_kernels.hopper import gradients_of_chunks
+from flexvarlen.recurrent.fla_kernels.hopper import gradients_of_chunks, gradients_of_rows
 from tests.recurrent.cases import HV, H, K, V, randn
 
 
@@ -49,3 +49,25 @@ def test_gradients_of_chunks(heads):
     found = gradients_of_chunks(**{n: x.detach().float() for n, x in tensors.items()}, **given)
     for x, y in zip(found, (*expected[:2], torch.cat(dw)[None], natural), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_documents():
+    rows, tokens, chunks = 3, 70, 2
+    shapes = [(H, K), (H, K), (HV, V), (HV, V), (HV, V)]
+    tensors = {
+        name: randn(rows, tokens, *shape, seed=i).float()
+        for i, (name, shape) in enumerate(zip(("q", "k", "v", "do", "dv"), shapes, strict=True))
+    }
+    tensors["g"] = -randn(rows, tokens, HV, seed=5).float().abs().cumsum(1)
+    for i, name in enumerate(("h", "dh")):
+        tensors[name] = randn(rows, chunks, HV, K, V, seed=6 + i).float()
+    found = gradients_of_rows(**tensors, scale=0.3)
+    for row in range(rows):
+        alone = gradients_of_chunks(
+            **{name: x[row : row + 1] for name, x in tensors.items()},
+            scale=0.3,
+            cu_seqlens=torch.tensor([0, tokens]),
+            chunk_indices=torch.tensor([[0, 0], [0, 1]]),
+        )
+        for x, y in zip(found, alone, strict=True):
+            torch.testing.assert_close(x[row : row + 1], y)

@@ -24,6 +24,7 @@ _TINY: dict[str, Any] = {
     "eos_token_id": None,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 _HEAD_16 = {"hidden_size": 48, "head_dim": 16}
@@ -336,6 +337,9 @@ def tiny_config(
         sizes["hidden_size"] = sizes["num_attention_heads"] * head_dim
         if "state_size" in sizes:  # Mamba-2, whose heads are twice as wide together
             sizes["head_dim"] = head_dim
+    for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"):
+        if name in sizes:  # of the delta rule: 16 where head_dim is
+            sizes[name] *= head_dim // 16
     rope_parameters = sizes.get("rope_parameters", {})
     if "long_factor" in rope_parameters:
         factors: list[float] = [float(n) for n in range(1, head_dim // 2 + 1)]
@@ -349,8 +353,7 @@ def tiny_config(
     if every_expert:
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if name in sizes:
-                chosen = "top_k_experts" if "top_k_experts" in sizes else "num_experts_per_tok"
-                sizes[chosen] = sizes[name]
+                sizes |= {chosen: sizes[name] for chosen in _CHOSEN_EXPERTS if chosen in sizes}
     sizes |= changes
     if not has_towers:
         return AutoConfig.for_model(model_type, **sizes)
@@ -363,6 +366,10 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
             parameter.normal_(std=0.2)
+        elif name.endswith("A_log"):
+            # A state that is forgotten at once hardly leaks. And an output that is one product q·k
+            # has only the sign of it left after its norm, which low precision may turn.
+            parameter.sub_(4.0)
         elif model.config.model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
             # Its scores have no other scale: at 1 attention is one-hot, and bfloat16 is lost.
             parameter.mul_(0.25)

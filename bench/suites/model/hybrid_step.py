@@ -22,11 +22,11 @@ from flexvarlen.bench.suites.model.recurrences import (
     convolution_of_fla,
     kernels_of,
     refusals,
-    share_backward,
 )
 from flexvarlen.bench.suites.model.step import Batch, checkpoint_layers, forward_backward
 from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant, require_known
 from flexvarlen.measure import watch_compilation
+from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.recurrences import CONVOLUTION, Replacements, replaced
 from flexvarlen.runner.suite import Finding, Options, UnknownVariant
 
@@ -140,7 +140,7 @@ class HybridSteps:
     def check(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
         batching, attention, fla_convolution = split_variant(name)
-        share_backward(self.base)
+        let_fla_run()  # transformers' layers too, where fla refuses its own backward
         variant = make_variant(attention, self.base, self.sizes)
         functions: Replacements = {}
         if fla_convolution:

@@ -24,10 +24,7 @@ from flexvarlen.runner.failures import Unsupported
 PLAIN = "plain torch"
 BY_DOCUMENT = "plain torch, one document at a time"
 
-_REFUSALS = (
-    "packed sequences apart",  # transformers 5.23, without the kernels' packages
-    "on Hopper GPUs produces incorrect results",  # fla 0.6 with Triton 3.4 to 3.7.0
-)
+_REFUSAL = "packed sequences apart"  # transformers 5.23, without the kernels' packages
 
 
 def convolution_of_fla(model: PreTrainedModel) -> Function:
@@ -62,21 +59,13 @@ def convolution_of_fla(model: PreTrainedModel) -> Function:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What transformers and fla raise where they refuse to run is `Unsupported`."""
+    """What transformers raises where it refuses packed rows is `Unsupported`."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if any(words in str(error) for words in _REFUSALS):
+        if _REFUSAL in str(error):
             raise Unsupported(one_line(error)) from error
         raise
-
-
-def share_backward(model: PreTrainedModel) -> None:
-    """Where fla refuses its backward, let it take the library's, for transformers' layers too."""
-    if why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is None:
-        from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
-
-        avoid_wrong_kernel()
 
 
 def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -> dict[str, str]:

@@ -30,6 +30,14 @@ def why_not(x: Tensor) -> str | None:
     return _WHY_NOT_INSTALLED
 
 
+def let_fla_run() -> None:
+    """Give fla the step that it refuses to compute on this machine, if it is installed."""
+    if torch.cuda.is_available() and _WHY_NOT_INSTALLED is None:
+        from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
+
+        avoid_wrong_kernel()
+
+
 def _why_not_installed() -> str | None:
     try:
         found = version("fla-core")

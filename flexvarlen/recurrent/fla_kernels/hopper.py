@@ -4,8 +4,8 @@ On Hopper, Triton 3.4 to 3.7.0 makes a kernel of `chunk_bwd_dqkwg` whose gradien
 are wrong (flash-linear-attention issue 640), so fla refuses it there, unless tilelang is installed.
 fla lets other packages register an implementation of a step; this one is matrix products by torch.
 
-Shapes: T tokens in M chunks of 64; H, HV = heads of queries and keys, and of values; K, V = their
-head_dim.
+Shapes: B rows of T tokens, each in M chunks of 64; H, HV = heads of queries and keys, and of
+values; K, V = their head_dim.
 """
 
 from __future__ import annotations
@@ -32,16 +32,43 @@ def avoid_wrong_kernel() -> None:
 
         def chunk_bwd_dqkwg_verifier(self, *_: Any, **given: Any) -> tuple[bool, str | None]:
             """Whether the call is one of those that `gradients_of_chunks` can serve."""
-            needs = all(given.get(name) is not None for name in ("chunk_indices", "g"))
-            serves = needs and given.get("g_gamma") is None and not given.get("state_v_first")
-            return serves, None if serves else "it serves packed rows with a decay per token"
+            serves = given.get("g") is not None and given.get("g_gamma") is None
+            serves = serves and not given.get("state_v_first")
+            return serves, None if serves else "it serves a decay per token"
 
-        def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-            for unused in ("g_gamma", "state_v_first", "w"):  # where they are given
+        def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor | None, ...]:
+            for unused in ("g_gamma", "state_v_first", "w"):
                 given.pop(unused, None)
-            return gradients_of_chunks(**given)
+            of_rows = given.get("cu_seqlens") is None
+            return gradients_of_rows(**given) if of_rows else gradients_of_chunks(**given)
 
     register("common")(TorchBackend)
+
+
+def gradients_of_rows(
+    cu_seqlens: None = None,
+    chunk_indices: None = None,
+    *,
+    scale: float,
+    chunk_size: int = 64,
+    **given: Any,
+) -> tuple[Tensor | None, ...]:
+    """`gradients_of_chunks` of B rows, each a document: `[B, T, …]` and `[B, M, …]`."""
+    rows, tokens = given["q"].shape[:2]
+    ends = torch.arange(rows + 1, device=given["q"].device) * tokens
+    numbers = torch.arange(-(-tokens // chunk_size), device=ends.device)
+    chunks = torch.cartesian_prod(torch.arange(rows, device=ends.device), numbers)
+    flat = {
+        name: x.flatten(0, 1)[None] if isinstance(x, Tensor) else x for name, x in given.items()
+    }
+    found = gradients_of_chunks(
+        **flat,
+        scale=scale,
+        cu_seqlens=ends,
+        chunk_indices=chunks,
+        chunk_size=chunk_size,
+    )
+    return tuple(None if x is None else x[0].unflatten(0, (rows, tokens)) for x in found)
 
 
 def gradients_of_chunks(

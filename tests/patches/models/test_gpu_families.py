@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import flexvarlen as fv
+from flexvarlen.bench.suites.contract.tiny_configs import draw_weights
 from flexvarlen.reference.recurrences import plain_recurrences
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
@@ -35,7 +36,7 @@ def on_the_gpu(inputs, dtype):
 
 def with_wide_towers(name, head_dim):
     """A tiny model in bf16 on the GPU, with vision heads as wide as a kernel serves."""
-    config = config_of(name, head_dim=64)
+    config = config_of(name, head_dim=64, every_expert=True)
     config._experts_implementation = "eager"  # the others have no fp64
     vision, text_width = config.vision_config, config.text_config.hidden_size
     if name == "qwen2_vl":
@@ -44,7 +45,7 @@ def with_wide_towers(name, head_dim):
         vision.hidden_size, vision.out_hidden_size = 2 * head_dim, text_width
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    return model.eval().to("cuda", torch.bfloat16)
+    return draw_weights(model).eval().to("cuda", torch.bfloat16)
 
 
 def gradients_of(model):
