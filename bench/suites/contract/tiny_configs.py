@@ -279,7 +279,7 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 9,
         "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
+        "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": 97,
     },
     "gemma4": {
