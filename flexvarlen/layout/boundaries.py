@@ -250,6 +250,12 @@ def check_copy(to: PackedLayout, other: PackedLayout) -> None:
             f"copy_ needs documents of at most max_seqlen_bound={to.max_seqlen_bound} "
             f"tokens, got {longest}; make this layout with a larger max_seqlen_bound=."
         )
+    trees = [x.segments and (x.segments.table.shape, x.segments.max_depth) for x in (to, other)]
+    if trees[0] != trees[1]:
+        raise ValueError(
+            "copy_ needs trees of equal capacity and max_depth in both layouts or in neither; make "
+            "both with from_tree and the same capacity= and max_depth=."
+        )
     if (to.padding is None) != (other.padding is None):
         raise ValueError(
             "copy_ needs padding runs inside the row in both layouts or in neither; make a new "

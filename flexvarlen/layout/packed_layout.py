@@ -22,6 +22,7 @@ from flexvarlen.layout.boundaries import (
     host_int32,
     integers,
     require_device,
+    round_up_to_power_of_two,
     safe_boundaries,
     traced_boundaries,
 )
@@ -32,6 +33,7 @@ from flexvarlen.layout.per_document import (
     split_documents,
 )
 from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
+from flexvarlen.layout.segments import Segments, token_bounds
 
 SHOWN_LENGTHS = 10  # of the documents, in a repr
 
@@ -39,9 +41,10 @@ SHOWN_LENGTHS = 10  # of the documents, in a repr
 class PackedLayout:
     """The documents of one packed row of T tokens; `cu_seqlens[i]:cu_seqlens[i + 1]` is document i.
 
-    Make one with `from_lengths`, `from_cu_seqlens` or `from_position_ids`: they validate. Kernels,
-    table widths and compiled graphs depend only on `total_tokens`, `capacity` and
-    `max_seqlen_bound`: other documents with the same three sizes cause no recompilation.
+    Make one with `from_lengths`, `from_cu_seqlens` or `from_position_ids`, or with `from_tree` if
+    documents share their beginnings: they validate. Kernels, table widths and compiled graphs
+    depend only on `total_tokens`, `capacity` and `max_seqlen_bound` (and a tree's `max_depth`):
+    other documents with the same sizes cause no recompilation.
 
     Attributes:
         cu_seqlens: int32 `[capacity + 1]`, on the device of the tokens; starts at 0, never
@@ -56,6 +59,7 @@ class PackedLayout:
             none. Each run is a slot of its own in `cu_seqlens`; its tokens attend to nothing, and
             their outputs are zero.
         launch: the sizes that cu_seqlens kernels are launched with.
+        segments: of documents that are trees, or None.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class PackedLayout:
         max_seqlen: int | None,
         padding: Tensor | None = None,
         has_padding: bool | None = None,
+        segments: Segments | None = None,
     ) -> None:
         if cu_seqlens.dtype != torch.int32 or (padding is not None and padding.dtype != torch.bool):
             raise ValueError(
@@ -84,6 +89,7 @@ class PackedLayout:
         self.max_seqlen = max_seqlen
         self.padding = None if padding is None else padding.contiguous()
         self.has_padding = has_padding
+        self.segments = segments
         self._fixed_launch = False
         self._note_launch_sizes()
 
@@ -132,6 +138,92 @@ class PackedLayout:
         return cls._from_host(
             boundaries, total_tokens, require_device(device), capacity, max_seqlen_bound
         )
+
+    @classmethod
+    def from_tree(
+        cls,
+        lengths: Sequence[int] | Tensor,
+        parents: Sequence[int] | Tensor,
+        *,
+        total_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+        capacity: int | None = None,
+        max_seqlen_bound: int | None = None,
+        max_depth: int | None = None,
+    ) -> PackedLayout:
+        """Build a layout of trees: segments that continue others, and share them with siblings.
+
+        A token sees its own segment up to itself, and the segments above it, never a sibling's.
+        Each tree is one document of the layout.
+
+        Args:
+            lengths: tokens of each segment, in the order of the row: depth first.
+            parents: for each segment the index of the one that it continues, -1 at a root.
+            total_tokens, device: as in `from_lengths`.
+            capacity: number of segment slots; default: the segments, rounded up to a power of two.
+            max_seqlen_bound: upper bound on the tokens of a whole tree; default as in
+                `from_lengths`.
+            max_depth: upper bound on the segments of a path; default: those of the longest.
+
+        Raises:
+            ValueError: as `from_lengths`, and for parents that are no trees laid out depth first.
+
+        Where all segments are roots it is the layout that `from_lengths` makes.
+
+        >>> tree = PackedLayout.from_tree([3, 2, 1], parents=[-1, 0, 0])
+        >>> tree.position_ids()
+        tensor([0, 1, 2, 3, 4, 3])
+        """
+        on = require_device(device)
+        sizes = integers("lengths", lengths)
+        slots = round_up_to_power_of_two(len(sizes)) if capacity is None else capacity
+        check_sizes(total_tokens, slots, max_seqlen_bound)
+        if slots < max(len(sizes), 1):
+            raise ValueError(
+                f"capacity must be at least the {len(sizes)} segments given, got {slots}; raise "
+                "capacity."
+            )
+        segments = Segments.of(sizes, parents, slots, max_depth, on)
+        layout = cls.from_lengths(
+            segments.tree_lengths(),
+            total_tokens=total_tokens,
+            device=on,
+            capacity=slots,
+            max_seqlen_bound=max_seqlen_bound,
+        )
+        if segments.max_depth > 1:
+            layout.segments = segments
+        return layout
+
+    @classmethod
+    def from_groups(
+        cls, prompt_lengths: Sequence[int], answer_lengths: Sequence[Sequence[int]], **sizes: Any
+    ) -> PackedLayout:
+        """A layout of prompts, each followed by its answers, which do not see one another.
+
+        Args:
+            prompt_lengths: tokens of each prompt.
+            answer_lengths: for each prompt the tokens of its answers.
+            sizes: further arguments of `from_tree`.
+
+        Raises:
+            ValueError: as `from_tree`, or another number of prompts than of lists of answers.
+
+        >>> PackedLayout.from_groups([3], [[2, 1]])
+        PackedLayout(1 tree of 3 segments, of 6 tokens, total_tokens=6, capacity=4, \
+max_seqlen_bound=6, device=cpu)
+        """
+        if len(prompt_lengths) != len(answer_lengths):
+            raise ValueError(
+                f"answer_lengths must have a list for each of the {len(prompt_lengths)} prompts, "
+                f"got {len(answer_lengths)}."
+            )
+        lengths: list[int] = []
+        parents: list[int] = []
+        for prompt, answers in zip(prompt_lengths, answer_lengths, strict=True):
+            parents += [-1] + [len(lengths)] * len(answers)
+            lengths += [prompt, *answers]
+        return cls.from_tree(lengths, parents, **sizes)
 
     @classmethod
     def from_rows(
@@ -380,7 +472,12 @@ class PackedLayout:
         return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True, out_int32=True)
 
     def position_ids(self) -> Tensor:
-        """int64 `[T]`: each token's position in its document, from 0. No sync; traces."""
+        """int64 `[T]`: each token's position in its document, from 0; in a tree along its path.
+
+        No sync; traces.
+        """
+        if self.segments is not None:
+            return token_bounds(self.segments.table, self.total_tokens)[1].long()
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         compute = traced_position_ids if traced else compute_position_ids
         return compute(self.cu_seqlens, self.total_tokens)
@@ -417,6 +514,46 @@ class PackedLayout:
         (tensor([0, 1]), tensor([2]))
         """
         return split_documents(x, self)
+
+    def paths(self) -> tuple[Tensor, ...]:
+        """The tokens of each path of the trees, from the root to a leaf; of plain documents, all.
+
+        Returns:
+            int64 index tensors `[L]` on the layout's device, in the order of the leaves.
+
+        Raises:
+            ValueError: as `split`.
+
+        >>> PackedLayout.from_tree([2, 1, 1], parents=[-1, 0, 0]).paths()
+        (tensor([0, 1, 2]), tensor([0, 1, 3]))
+        """
+        if self.segments is None or torch.compiler.is_compiling():
+            return self.split(torch.arange(self.total_tokens, device=self.device))
+        return tuple(path.to(self.device) for path in self.segments.paths())
+
+    def unfold(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x along each path: what `split` gives had nothing been shared.
+
+        Args:
+            x: any dtype, `[T, ...]` or `[1, T, ...]`, on the layout's device.
+
+        Returns:
+            A tensor `[L, ...]` for each path.
+
+        Raises:
+            ValueError: as `split`.
+
+        Differentiable: the gradients of a shared token add up.
+        """
+        if self.segments is None:
+            return self.split(x)
+        x_T = x[0] if x.shape[:2] == (1, self.total_tokens) else x
+        if x_T.shape[:1] != (self.total_tokens,):
+            raise ValueError(
+                f"x must have shape [{self.total_tokens}, ...] or [1, {self.total_tokens}, ...] "
+                f"for this layout, got {tuple(x.shape)}."
+            )
+        return tuple(x_T[path] for path in self.paths())
 
     def first_tokens(self) -> Tensor:
         """The index of each document's first token, int64 on the layout's device.
@@ -464,14 +601,23 @@ class PackedLayout:
         padding = self.padding
         if padding is not None:
             padding = padding.to(device, non_blocking=non_blocking)
-        return self._with(cu_seqlens, padding)
+        table = None if self.segments is None else self.segments.table
+        if table is not None:
+            table = table.to(device, non_blocking=non_blocking)
+        return self._with(cu_seqlens, padding, table)
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with its tensors in page-locked memory; a `DataLoader` calls it."""
         padding = None if self.padding is None else self.padding.pin_memory()
-        return self._with(self.cu_seqlens.pin_memory(), padding)
+        table = None if self.segments is None else self.segments.table.pin_memory()
+        return self._with(self.cu_seqlens.pin_memory(), padding, table)
 
-    def _with(self, cu_seqlens: Tensor, padding: Tensor | None) -> PackedLayout:
+    def _with(
+        self, cu_seqlens: Tensor, padding: Tensor | None, table: Tensor | None
+    ) -> PackedLayout:
+        segments = self.segments
+        if segments is not None and table is not None:
+            segments = segments.with_table(table)
         made = PackedLayout(
             cu_seqlens,
             cu_seqlens_host=self.cu_seqlens_host,
@@ -481,6 +627,7 @@ class PackedLayout:
             max_seqlen=self.max_seqlen,
             padding=padding,
             has_padding=self.has_padding,
+            segments=segments,
         )
         return made.fix_launch_sizes() if self._fixed_launch else made
 
@@ -495,6 +642,9 @@ class PackedLayout:
         self.cu_seqlens.copy_(other.cu_seqlens, non_blocking=True)
         if self.padding is not None and other.padding is not None:
             self.padding.copy_(other.padding, non_blocking=True)
+        if self.segments is not None and other.segments is not None:
+            self.segments.table.copy_(other.segments.table, non_blocking=True)
+            self.segments = other.segments.with_table(self.segments.table)
         host = other.cu_seqlens_host
         if host is not None:
             # On the CPU both must stay the same tensor: compiled graphs guard on the aliasing.
@@ -549,7 +699,11 @@ max_seqlen_bound=8, device=cpu)
         if lengths is not None:
             shown = ", ".join(map(str, lengths[:SHOWN_LENGTHS]))
             more = f", ... (longest {max(lengths)})" if len(lengths) > SHOWN_LENGTHS else ""
-            documents = f"{len(lengths)} documents" + (f" of {shown}{more} tokens" if shown else "")
+            documents = f"{len(lengths)} documents"
+            if self.segments is not None:
+                trees = "1 tree" if len(lengths) == 1 else f"{len(lengths)} trees"
+                documents = f"{trees} of {len(self.segments.lengths)} segments,"
+            documents += f" of {shown}{more} tokens" if shown else ""
         return (
             f"PackedLayout({documents}, total_tokens={self.total_tokens}, "
             f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, "

@@ -14,6 +14,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
+from flexvarlen.mask.vectors import TreeBounds, tree_bounds
 
 _TILE = 128  # FlexAttention's templates skip bounds checks for multiples of this
 
@@ -83,11 +84,15 @@ def block_mask_of(
         _check_ends(tokens, pair)
     tables = mask.tables(pair, compact=on_gpu if compact is None else compact)
     lo, hi = tables.lo, tables.hi
+    if mask.spec.tree:
+        mask_mod = tree_mask_mod(lo, tree_bounds(mask.inputs), limited=mask.spec.is_limited)
+    else:
+        mask_mod = causal_mask_mod(lo) if mask.spec.ends_at_query else interval_mask_mod(lo, hi)
     return BlockMask(
         tokens,
         *tables[2:],  # all but the bounds, in BlockMask's own order
         BLOCK_SIZE=pair,
-        mask_mod=causal_mask_mod(lo) if mask.spec.ends_at_query else interval_mask_mod(lo, hi),
+        mask_mod=mask_mod,
     )
 
 
@@ -118,6 +123,19 @@ def causal_mask_mod(lo: Tensor) -> MaskMod:
         return (kv >= lo[q]) & (kv <= q)
 
     return mask_mod
+
+
+def tree_mask_mod(lo: Tensor, bounds: TreeBounds, *, limited: bool) -> MaskMod:
+    """`lo[q] <= kv <= q < end[kv]` and, under a window or chunks, `first[q] <= position[kv]`."""
+    end, position, first = bounds
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv >= lo[q]) & (kv <= q) & (q < end[kv])
+
+    def limited_mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv >= lo[q]) & (kv <= q) & (q < end[kv]) & (position[kv] >= first[q])
+
+    return limited_mask_mod if limited else mask_mod
 
 
 def interval_mask_mod(lo: Tensor, hi: Tensor) -> MaskMod:

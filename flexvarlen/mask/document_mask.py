@@ -23,6 +23,7 @@ from flexvarlen.mask.vectors import (
     dense_mask,
     query_bounds,
     query_bounds_operator,
+    tree_bounds,
 )
 
 Prefix = int | Sequence[int] | Tensor
@@ -55,8 +56,8 @@ class DocumentMask:
         prefix: int32 `[capacity]`, tokens of each document's prefix, or None.
 
     Raises:
-        ValueError: a spec with `cross` but no `layout_k`, with `prefix` but no prefix, or the other
-            way round.
+        ValueError: a spec with `cross` but no `layout_k`, with `prefix` but no prefix, with `tree`
+            but no trees, or the other way round.
     """
 
     def __init__(
@@ -68,6 +69,10 @@ class DocumentMask:
         prefix: Tensor | None = None,
     ) -> None:
         cross = layout_k is not None
+        if spec.tree is (layout.segments is None):
+            raise ValueError(
+                f"{spec} does not go with {layout}; make the mask with DocumentMask.of()."
+            )
         if (spec.cross, spec.prefix) != (cross, prefix is not None):
             raise ValueError(
                 f"{spec} does not go with {'a' if cross else 'no'} layout_k and "
@@ -93,7 +98,8 @@ class DocumentMask:
         """Build the intersection of all the given masks, inside each document.
 
         Args:
-            layout: the documents.
+            layout: the documents. Of trees a query sees its path alone, along which a window and
+                chunks count.
             causal: no key after the query (but those of the prefix).
             window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
                 counts keys on each side (FlashAttention's meaning), -1 for no limit.
@@ -111,6 +117,7 @@ class DocumentMask:
 
         Raises:
             ValueError: an invalid window, chunk or prefix, or layouts that do not match.
+            NotImplementedError: trees with a mask that is not causal, a prefix or `layout_k`.
 
         No sync; traces under `fullgraph=True`.
 
@@ -122,7 +129,8 @@ class DocumentMask:
         """
         _check_type("layout", layout)
         if layout_k is None and prefix is None and (window is None or isinstance(window, int)):
-            return cls(layout, _plain_spec(causal, window, chunk, align))
+            spec = _plain_spec(causal, window, chunk, align)
+            return cls(layout, spec if layout.segments is None else spec.of_trees())
         if layout_k is not None:
             _check_type("layout_k", layout_k)
         spec = MaskSpec.of(
@@ -135,6 +143,8 @@ class DocumentMask:
         )
         if layout_k is not None:
             _check_pair(layout, layout_k)
+        if layout.segments is not None or (layout_k is not None and layout_k.segments is not None):
+            spec = spec.of_trees()
         prefixes = None if prefix is None else _prefixes(prefix, layout)
         return cls(layout, spec, layout_k=layout_k, prefix=prefixes if spec.prefix else None)
 
@@ -146,6 +156,7 @@ class DocumentMask:
         q, k = self.layout, self.layout_k
         return MaskInputs(
             *(q.cu_seqlens, k.cu_seqlens, q.padding, k.padding, self.prefix),
+            None if q.segments is None else q.segments.table,
             [q.total_tokens, k.total_tokens],
             self.spec.as_ints(),
         )
@@ -160,6 +171,14 @@ class DocumentMask:
             return query_bounds(self.inputs)
         lo, hi = query_bounds_operator(*self.inputs)
         return lo, hi
+
+    def dense(self) -> Tensor:
+        """bool `[Tq, Tk]`, True where the query sees the key. No sync; traces."""
+        mask = dense_mask(*self.bounds(), self.layout_k.total_tokens)
+        if self.spec.tree:
+            tokens = torch.arange(self.layout.total_tokens, device=self.layout.device)
+            mask &= tree_bounds(self.inputs).sees(tokens[:, None], tokens[None])
+        return mask
 
     def tables(self, block_size: tuple[int, int], *, compact: bool) -> Tables:
         """The tables of its BlockMask; see `document_block_mask`."""
@@ -190,11 +209,14 @@ class DocumentMask:
                 f"to_dense needs at most {_MOST_DENSE_PAIRS:,} pairs of tokens, got {pairs:,}; "
                 "use bounds(), or save_picture() to look at it."
             )
-        return dense_mask(*self.bounds(), self.layout_k.total_tokens)
+        return self.dense()
 
     def num_pairs(self) -> int:
         """Pairs of a query and a key that it keeps. Syncs."""
         lo, hi = self.bounds()
+        if self.spec.tree:
+            _, position, first = tree_bounds(self.inputs)
+            return int(((position - first + 1) * (lo < hi)).sum(dtype=torch.int64))
         return int((hi - lo).clamp(min=0).sum(dtype=torch.int64))
 
     def num_blocks(self, block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE) -> BlockCounts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flexvarlen.layout.boundaries import is_int
@@ -32,6 +32,8 @@ class MaskSpec:
         chunk: p and k lie in the same chunk of this many tokens; 0: no chunks.
         prefix: each document has a prefix, which all its queries see.
         cross: the keys have a layout of their own.
+        tree: documents are trees: a query sees the keys of its path, along which windows and chunks
+            count.
         top_left: with `cross`, the first query is aligned with the first key; otherwise the last
             query is aligned with the last key (bottom-right, as in FlashAttention).
     """
@@ -43,6 +45,7 @@ class MaskSpec:
     prefix: bool = False
     cross: bool = False
     top_left: bool = False
+    tree: bool = False
 
     def __post_init__(self) -> None:
         limited = self.right == 0
@@ -50,6 +53,11 @@ class MaskSpec:
             raise ValueError(
                 f"a MaskSpec with causal={self.causal} and prefix={self.prefix} cannot have right="
                 f"{self.right}; make it with MaskSpec.of()."
+            )
+        if self.tree and (self.right != 0 or self.cross):
+            raise NotImplementedError(
+                "trees need causal attention of a row to itself, without prefix or layout_k, got "
+                f"{self!r}; pack each path as a document."
             )
         if self.top_left and not self.cross:
             raise ValueError("a MaskSpec has top_left with cross only; make it with MaskSpec.of().")
@@ -115,6 +123,19 @@ class MaskSpec:
             top_left=cross and align == "top_left",
         )
 
+    def of_trees(self) -> MaskSpec:
+        """The same mask where documents are trees.
+
+        Raises:
+            NotImplementedError: the mask is not causal, or has prefixes or other keys.
+        """
+        return replace(self, tree=True)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a window or chunks hide keys of the query's document."""
+        return self.left != UNLIMITED or self.chunk > 0
+
     @property
     def ends_at_query(self) -> bool:
         """Whether the last key a query sees is the one at its own index in the row."""
@@ -122,14 +143,14 @@ class MaskSpec:
 
     def as_ints(self) -> list[int]:
         """Return the fields as integers for a custom operator; the inverse of `from_ints`."""
-        flags = [int(flag) for flag in (self.prefix, self.cross, self.top_left)]
+        flags = [int(flag) for flag in (self.prefix, self.cross, self.top_left, self.tree)]
         return [int(self.causal), self.left, self.right, self.chunk, *flags]
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> MaskSpec:
         """Rebuild the spec from the output of `as_ints`."""
-        causal, left, right, chunk, prefix, cross, top_left = values
-        return cls(bool(causal), left, right, chunk, bool(prefix), bool(cross), bool(top_left))
+        causal, left, right, chunk, *flags = values
+        return cls(bool(causal), left, right, chunk, *map(bool, flags))
 
     def __repr__(self) -> str:
         words = ["causal" if self.causal else "bidirectional"]
@@ -141,6 +162,8 @@ class MaskSpec:
             words.append("prefix")
         if self.cross:
             words.append("cross, " + ("top-left" if self.top_left else "bottom-right"))
+        if self.tree:
+            words.append("tree")
         return f"MaskSpec({', '.join(words)})"
 
 

@@ -56,9 +56,11 @@ def table_widths(
     """Columns needed for any documents of up to `longest` (query, key) tokens."""
     (block_q, block_k), (longest_q, longest_k) = block_size, longest
     num_q, num_k = (-(-t // b) for t, b in zip(total_tokens, block_size, strict=True))
-    # How far a query can see on each side: limited by its window, chunk and document.
-    furthest = max(longest) - 1 if mask.chunk == 0 else min(max(longest), mask.chunk) - 1
-    before = furthest if mask.left == UNLIMITED else min(mask.left, furthest)
+    # How far a query can see on each side: limited by its window, chunk and document. In a tree
+    # the siblings that lie between are in no window.
+    chunk, left = (0, UNLIMITED) if mask.tree else (mask.chunk, mask.left)
+    furthest = max(longest) - 1 if chunk == 0 else min(max(longest), chunk) - 1
+    before = furthest if left == UNLIMITED else min(left, furthest)
     after = furthest if mask.right == UNLIMITED else min(mask.right, furthest)
     if mask.cross:
         sees = before + 1 + after

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import HAS_TRITON
 from flexvarlen.mask.table_shapes import table_shapes
+from flexvarlen.mask.tree_tables import build_tree_tables
 from flexvarlen.mask.vectors import SCHEMA, MaskInputs, key_bounds, query_bounds
 
 
@@ -36,7 +37,7 @@ def build_tables(
 
     No sync.
     """
-    if given.cu_seqlens_q.device.type == "cuda" and HAS_TRITON:
+    if given.cu_seqlens_q.device.type == "cuda" and HAS_TRITON and given.tree is None:
         from flexvarlen.mask.triton.tables import build_tables_in_one_launch
 
         return build_tables_in_one_launch(given, block_size, width, one_storage)
@@ -48,6 +49,8 @@ def build_tables_in_torch(
 ) -> list[Tensor]:
     """`build_tables` in plain torch, on any device."""
     lo, hi = query_bounds(given)
+    if given.tree is not None:
+        return [lo, hi, *build_tree_tables(given, lo, hi, block_size, width)]
     first, last = key_bounds(given)
     block_q, block_k = block_size
     seen = _any_in_block(first < last, block_k)

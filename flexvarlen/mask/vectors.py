@@ -1,7 +1,7 @@
 """The interval of keys that each query sees, `lo[q] <= kv < hi[q]`. All masks are built from it.
 
 The transpose has the same form: the queries that see a key are one interval too. Both pairs of
-bounds never decrease.
+bounds never decrease. Documents that are trees add `TreeBounds`.
 
 Shapes: Tq, Tk = tokens of the query and the key row (equal in self-attention), N = document slots.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.segments import token_bounds
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
 
@@ -24,6 +25,7 @@ class MaskInputs(NamedTuple):
         cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`; the same tensor in self-attention.
         padding_q, padding_k: bool `[Tq]` and `[Tk]`, True in slots that are padding runs, or None.
         prefix: int32 `[N]`, tokens of each document's prefix, or None.
+        tree: the table of `Segments`, int32 `[4, S + 1]`, or None.
         total_tokens: `[Tq, Tk]`.
         spec: `MaskSpec.as_ints()`.
     """
@@ -33,13 +35,14 @@ class MaskInputs(NamedTuple):
     padding_q: Tensor | None
     padding_k: Tensor | None
     prefix: Tensor | None
+    tree: Tensor | None
     total_tokens: list[int]
     spec: list[int]
 
 
 SCHEMA = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? padding_q, Tensor? padding_k, "
-    "Tensor? prefix, SymInt[] total_tokens, SymInt[] spec"
+    "Tensor? prefix, Tensor? tree, SymInt[] total_tokens, SymInt[] spec"
 )
 """`MaskInputs` as arguments of an operator."""
 
@@ -47,10 +50,13 @@ SCHEMA = (
 def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     """The keys that each query sees: `lo`, `hi`, int32 `[Tq]`.
 
-    A query of a padding run sees nothing: `lo` is the end of the run and `hi` its start. No sync.
+    A query of a padding run sees nothing: `lo` is the end of the run and `hi` its start. In a tree
+    these are the keys from its first token to the query. No sync.
     """
-    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec = given
+    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
+    if mask.tree:
+        mask = MaskSpec()
     at = _locate(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
     position = at.position + _shift(mask, at.own_length, at.other_length)
     low, high = torch.zeros_like(position), at.other_length
@@ -71,7 +77,7 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
 
 def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     """The queries that see each key: first and one past the last, int32 `[Tk]`; the transpose."""
-    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, total_tokens, spec = given
+    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
     tokens_q, tokens_k = total_tokens
     at = _locate(cu_seqlens_k, cu_seqlens_q, padding_k, padding_q, tokens_k, tokens_q)
@@ -162,8 +168,41 @@ def query_bounds_operator(*given: Any) -> tuple[Tensor, Tensor]:
 
 @query_bounds_operator.register_fake
 def _(*given: Any) -> tuple[Tensor, Tensor]:
-    cu_seqlens, tokens_q = given[0], given[5][:1]
+    cu_seqlens, tokens_q = given[0], MaskInputs(*given).total_tokens[:1]
     return cu_seqlens.new_empty(tokens_q), cu_seqlens.new_empty(tokens_q)
+
+
+class TreeBounds(NamedTuple):
+    """What hides keys of a tree from a query: it sees key k of `lo[q] <= k <= q` if both hold.
+
+    Attributes:
+        end: of each key, `q < end[k]`: the query is in the subtree of the key's segment.
+        position: of each key along its path.
+        first: of each query, `position[k] >= first[q]`: the window or chunk begins there.
+
+    All int32 `[T]`.
+    """
+
+    end: Tensor
+    position: Tensor
+    first: Tensor
+
+    def sees(self, q: Tensor, k: Tensor) -> Tensor:
+        """Whether the query is below the key, and the key in the query's window or chunk."""
+        return (q < self.end[k]) & (self.position[k] >= self.first[q])
+
+
+def tree_bounds(given: MaskInputs) -> TreeBounds:
+    """The bounds of each token of trees. No sync; traces under `fullgraph=True`."""
+    assert given.tree is not None
+    mask = MaskSpec.from_ints(given.spec)
+    end, position = token_bounds(given.tree, given.total_tokens[0])
+    first = torch.zeros_like(position)
+    if mask.left != UNLIMITED:
+        first = torch.maximum(first, position - mask.left)
+    if mask.chunk:
+        first = torch.maximum(first, position - position % mask.chunk)
+    return TreeBounds(end, position, first)
 
 
 def dense_mask(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:

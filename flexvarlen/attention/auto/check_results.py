@@ -133,7 +133,13 @@ def why_wrong(name: str, call: AttentionCall) -> str | None:
 
 
 def _small_mask(call: AttentionCall) -> DocumentMask:
-    """Build a mask of three documents of up to 300 tokens, one of them with a single token."""
+    """Build a mask of three documents of up to 300 tokens, one of them with a single token.
+
+    Of trees, the first document has two branches.
+    """
+    if call.spec.tree:
+        lengths, parents = [100, 20, 30, 1, 300], [-1, 0, 0, -1, -1]
+        return DocumentMask(PackedLayout.from_tree(lengths, parents, device=call.device), call.spec)
     layout = PackedLayout.from_lengths([150, 1, 300], device=call.device)
     cross, prefix = call.spec.cross, call.spec.prefix
     layout_k = PackedLayout.from_lengths([200, 5, 300], device=call.device) if cross else None

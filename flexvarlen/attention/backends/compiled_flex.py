@@ -79,6 +79,8 @@ def flex(
             *(q.device.type, q.device.index, q.dtype, q.shape[1], k.shape[1], q.shape[3]),
             mask.spec.ends_at_query,
             mask.spec.cross,
+            mask.spec.tree and mask.spec.is_limited,
+            mask.spec.tree,
             *options,
             # The C++ template does not compile for symbolic T (torch 2.13).
             (q.shape[2], k.shape[2]) if on_cpu else None,

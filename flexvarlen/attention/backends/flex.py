@@ -51,6 +51,8 @@ class FlexBackend:
                 "flex does not support prefixes or layout_k with batch_invariant; use "
                 "backend='fa3' for layout_k, or, without gradients or softcap, 'sdpa'."
             )
+        if call.batch_invariant and call.spec.tree:
+            return "flex does not support trees with batch_invariant; use backend='sdpa'."
         if call.batch_invariant and call.needs_grad:
             return (
                 "flex is batch invariant only in its outputs: in its backward, Inductor compiles "

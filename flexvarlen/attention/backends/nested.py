@@ -44,6 +44,8 @@ class NestedBackend:
             )
         if (spec.left, spec.right) not in ((-1, 0), (-1, -1)) or spec.prefix or spec.chunk:
             return "nested has no windows, chunks or prefixes; use backend='flex'."
+        if spec.tree:
+            return "nested has no trees; use backend='flex'."
         if spec.cross:
             return "nested does not support layout_k; use backend='varlen' or 'flex'."
         if call.softcap is not None or call.sinks or call.return_lse:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.mask.vectors import dense_mask
 
 
 class ReferenceBackend:
@@ -32,7 +31,7 @@ class ReferenceBackend:
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """Return the dense mask, bool `[T, Tk]`."""
-        return dense_mask(*mask.bounds(), mask.layout_k.total_tokens)
+        return mask.dense()
 
     def attend(
         self,

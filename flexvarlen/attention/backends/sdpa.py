@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +45,12 @@ class SdpaBackend:
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """Return the loop's input, int32 `[4, capacity + 1]`: cu_seqlens of q and k, dead, prefix.
 
-        Syncs if the boundaries are not known on the host, except inside a compiled
-        graph.
+        Of trees the table of their `Segments`. Syncs if the boundaries are not known on the host,
+        except inside a compiled graph.
         """
         q, k = mask.layout, mask.layout_k
+        if q.segments is not None:
+            return q.segments.table
         cu_q, cu_k = q.cu_seqlens, k.cu_seqlens
         if q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
             cu_q, cu_k = q.cu_seqlens_host, k.cu_seqlens_host
@@ -72,21 +75,61 @@ class SdpaBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """Run a differentiable loop over the documents in eager mode.
 
-        In a compiled graph or under a dispatch mode (selective activation checkpointing), call
-        a custom operator that has a backward.
+        In a compiled graph, under a dispatch mode (selective activation checkpointing) and of
+        trees, call a custom operator that has a backward: it sums the gradients of shared keys in
+        fp32.
         """
         spec = mask.spec.as_ints()
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if traced or mask.spec.tree:
             return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, call.scale), None
         return _loop(q_THD, k_THD, v_THD, plan, spec, call.scale), None
 
 
-def _documents(plan: Tensor) -> Iterator[tuple[slice, slice, int]]:
-    """Yield the rows of q and k and the prefix of each non-padding document with queries."""
+class _Document(NamedTuple):
+    """A document's queries and keys; of a tree a segment, and its path.
+
+    Attributes:
+        rows, keys: tokens of q and of k; keys as indices where they are no run.
+        prefix: tokens of its prefix.
+        spec: the mask of these keys.
+    """
+
+    rows: slice
+    keys: slice | Tensor
+    prefix: int
+    spec: MaskSpec
+
+
+def _documents(plan: Tensor, spec: list[int], device: torch.device) -> Iterator[_Document]:
+    """Each document with queries that is not padding."""
+    mask = MaskSpec.from_ints(spec)
+    if mask.tree:
+        yield from _segments(plan, mask, device)
+        return
     cu_q, cu_k, dead, prefix = plan.tolist()
     for i, is_dead in enumerate(dead[:-1]):
         if cu_q[i + 1] > cu_q[i] and not is_dead:
-            yield slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1]), prefix[i]
+            rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+            yield _Document(rows, keys, prefix[i], mask)
+
+
+def _segments(table: Tensor, mask: MaskSpec, device: torch.device) -> Iterator[_Document]:
+    """Each segment with tokens: its last query is aligned with its path's last key."""
+    starts, ends, above, _ = table.tolist()
+    of_path = replace(mask, tree=False, cross=True)
+    path: list[tuple[int, range]] = []  # where each subtree ends, and the tokens of its segment
+    for start, stop, end, tokens_above in zip(starts, starts[1:], ends, above, strict=False):
+        if stop == start:
+            continue
+        while path and path[-1][0] <= start:
+            path.pop()
+        path.append((end, range(start, stop)))
+        if tokens_above == 0:
+            yield _Document(slice(start, stop), slice(start, stop), 0, replace(mask, tree=False))
+        else:
+            keys = [token for _, tokens in path for token in tokens]
+            yield _Document(slice(start, stop), torch.tensor(keys, device=device), 0, of_path)
 
 
 def _loop(
@@ -96,9 +139,9 @@ def _loop(
     pieces = []
     done = 0
     with _without_cudnn():
-        for rows, keys, prefix in _documents(plan):
+        for rows, keys, prefix, own in _documents(plan, spec, q_THD.device):
             pieces.append(torch.zeros_like(q_THD[done : rows.start]))
-            pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale))
+            pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, own, scale))
             done = rows.stop
     if not pieces:  # keep a row with only padding differentiable, with zero gradients
         pieces = [x[:0].reshape(0, *q_THD.shape[1:]) for x in (q_THD, k_THD, v_THD)]
@@ -123,14 +166,13 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def _one_document(
-    q: Tensor, k: Tensor, v: Tensor, prefix: int, spec: list[int], scale: float
+    q: Tensor, k: Tensor, v: Tensor, prefix: int, mask: MaskSpec, scale: float
 ) -> Tensor:
-    mask = MaskSpec.from_ints(spec)
     plain = (mask.left == UNLIMITED or mask.left >= q.shape[0] - 1) and not mask.chunk
     plainly_causal = plain and mask.ends_at_query
     seen, sees = None, None
     if not plainly_causal:
-        seen, sees = _seen(q.shape[0], k.shape[0], prefix, spec, q.device)
+        seen, sees = _seen(q.shape[0], k.shape[0], prefix, mask, q.device)
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -144,19 +186,20 @@ def _one_document(
 
 
 def _seen(
-    length_q: int, length_k: int, prefix: int, spec: list[int], device: torch.device
+    length_q: int, length_k: int, prefix: int, mask: MaskSpec, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return which keys each query sees, bool `[L, Lk]`, and which queries see any key, `[L]`.
 
     None stands for all. A query without keys gets a row of True, as a softmax over nothing is NaN.
     """
-    mask = MaskSpec.from_ints(spec)
     if mask.right == UNLIMITED and mask.left == UNLIMITED and not (mask.causal or mask.chunk):
         return None, None
-    sizes = [[0, length_q], [0, length_k], [prefix, 0]]
-    cu_q, cu_k, prefixes = torch.tensor(sizes, dtype=torch.int32, device="cpu")
+    rows = [[0, length_q], [0, length_k], [prefix, 0]]
+    cu_q, cu_k, prefixes = torch.tensor(rows, dtype=torch.int32, device="cpu")
     prefix_1 = prefixes[:1] if mask.prefix else None
-    lo, hi = query_bounds(MaskInputs(cu_q, cu_k, None, None, prefix_1, [length_q, length_k], spec))
+    sizes = [length_q, length_k]
+    given = MaskInputs(cu_q, cu_k, None, None, prefix_1, None, sizes, mask.as_ints())
+    lo, hi = query_bounds(given)
     seen = dense_mask(lo, hi, length_k).to(device)
     if not mask.cross:  # each query sees at least itself
         return seen, None
@@ -196,23 +239,29 @@ def sdpa_backward(
         k_THD.new_zeros(k_THD.shape),
         v_THD.new_zeros(v_THD.shape),
     )
-    for rows, keys, prefix in _documents(plan):
-        dq[rows], dk[keys], dv[keys] = _gradients(
-            grad[rows], q_THD[rows], k_THD[keys], v_THD[keys], prefix, spec, scale
+    wide = torch.promote_types(k_THD.dtype, torch.float32)
+    if MaskSpec.from_ints(spec).tree:  # a key belongs to several paths
+        dk, dv = dk.to(wide), dv.to(wide)
+    for rows, keys, prefix, own in _documents(plan, spec, q_THD.device):
+        dq[rows], own_dk, own_dv = _gradients(
+            grad[rows], q_THD[rows], k_THD[keys], v_THD[keys], prefix, own, scale
         )
-    return dq, dk, dv
+        dk[keys] += own_dk
+        dv[keys] += own_dv
+    return dq, dk.to(k_THD.dtype), dv.to(v_THD.dtype)
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: int, spec: list[int], scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: int, mask: MaskSpec, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv of one document from the probabilities, in at least fp32."""
     heads = q.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    seen, sees = _seen(q.shape[0], k.shape[0], prefix, spec, q.device)
+    seen, sees = _seen(q.shape[0], k.shape[0], prefix, mask, q.device)
     if sees is not None:
         grad = torch.where(sees[:, None, None], grad, 0)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq = torch.empty_like(q)
+    dk, dv = (torch.empty_like(x, dtype=dtype) for x in (k, v))
     repeats = heads // k.shape[1]
     for group in range(k.shape[1]):
         own = slice(group * repeats, (group + 1) * repeats)
@@ -226,8 +275,8 @@ def _gradients(
         mean = (probabilities * grad_probabilities).sum(-1, keepdim=True)
         grad_scores = probabilities * (grad_probabilities - mean) * scale
         dq[:, own] = (grad_scores @ k_LD).transpose(0, 1).to(q.dtype)
-        dk[:, group] = (grad_scores.transpose(1, 2) @ q_RLD).sum(0).to(k.dtype)
-        dv[:, group] = (probabilities.transpose(1, 2) @ grad_RLD).sum(0).to(v.dtype)
+        dk[:, group] = (grad_scores.transpose(1, 2) @ q_RLD).sum(0)
+        dv[:, group] = (probabilities.transpose(1, 2) @ grad_RLD).sum(0)
     return dq, dk, dv
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, KernelSizes, Segments
+from flexvarlen.attention.backends.cu_seqlens.levels import Levels, attend_levels, level_sizes
 from flexvarlen.attention.backends.cu_seqlens.lse import lse_without_gradient
 from flexvarlen.attention.backends.cu_seqlens.operator import attend
 from flexvarlen.attention.backends.limits import half_refusal
@@ -104,6 +105,10 @@ class CuSeqlensBackend:
 
     def _why_not_mask(self, call: AttentionCall) -> str | None:
         spec = call.spec
+        if spec.tree and spec.is_limited:
+            return f"{self.name} has no windows or chunks in trees; use backend='flex'."
+        if spec.tree and call.batch_invariant:
+            return f"{self.name} is not batch invariant with trees; use backend='sdpa'."
         if spec.prefix:
             return f"{self.name} has no prefixes; use backend='flex'."
         if spec.cross and spec.chunk:
@@ -119,8 +124,10 @@ class CuSeqlensBackend:
             return f"{self.name} has no softcap; use backend='flex'."
         return None
 
-    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Boundaries:
-        """Return the boundaries of the documents or, if chunked, the chunks. No sync; traces."""
+    def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Boundaries | Levels:
+        """Return the boundaries of documents, of chunks or of a tree's levels. No sync; traces."""
+        if mask.layout.segments is not None:
+            return Levels.of(mask.layout.segments)
         layout, layout_k = mask.layout, mask.layout_k
         cu_q, cu_k = layout.cu_seqlens, layout_k.cu_seqlens
         bound_q, bound_k = layout.max_seqlen_bound, layout_k.max_seqlen_bound
@@ -141,17 +148,27 @@ class CuSeqlensBackend:
         sinks_H: Tensor | None,
         call: AttentionCall,
         mask: DocumentMask,
-        plan: Boundaries,
+        plan: Boundaries | Levels,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the kernel once for all documents."""
+        """Call the kernel once for all documents; of trees once for each level."""
         compiling = torch.compiler.is_compiling()
         traced = compiling or torch._C._len_torch_dispatch_stack() > 0
-        cu_seqlens_q, cu_seqlens_k, _, _, masked_T = plan
-        sizes = self._sizes(mask, plan, compiling=compiling)
-        if _outlives_the_call(cu_seqlens_q, compiling=compiling, traced=traced):
-            sizes = sizes.of_any_row(cu_seqlens_q.shape[0] - 1)
-        tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
-        out_THD, lse_HT = attend(self.name, *tensors, sizes, call, traced=traced)
+        out_THD: Tensor
+        lse_HT: Tensor | None
+        masked_T = None
+        if isinstance(plan, Levels):
+            any_row = compiling or _outlives_the_call(q_THD, compiling=False, traced=traced)
+            every_size = level_sizes(mask.layout, any_row=any_row)
+            tensors = (q_THD, k_THD, v_THD, sinks_H)
+            out_THD, lse_HT = attend_levels(self.name, *tensors, plan, every_size, call)
+        else:
+            cu_seqlens_q, cu_seqlens_k, _, _, masked_T = plan
+            sizes = self._sizes(mask, plan, compiling=compiling)
+            if _outlives_the_call(cu_seqlens_q, compiling=compiling, traced=traced):
+                sizes = sizes.of_any_row(cu_seqlens_q.shape[0] - 1)
+            boundaries = (cu_seqlens_q, cu_seqlens_k)
+            inputs = (q_THD, k_THD, v_THD, sinks_H, *boundaries)
+            out_THD, lse_HT = attend(self.name, *inputs, sizes, call, traced=traced)
         if masked_T is not None:
             out_THD = torch.where(masked_T[:, None, None], 0, out_THD)
         if not call.return_lse or lse_HT is None:

@@ -40,8 +40,8 @@ class CudnnBackend(CuSeqlensBackend):
                 "cudnn gives wrong outputs for queries of 2**31 elements or more (tokens x heads x "
                 "head_dim); pack shorter rows, or use backend='fa3', 'fa2' or 'flex'."
             )
-        if call.spec.cross or call.spec.chunk:
-            return "cudnn has neither layout_k nor chunks; use backend='varlen' or 'flex'."
+        if call.spec.cross or call.spec.chunk or call.spec.tree:
+            return "cudnn has no trees, layout_k or chunks; use backend='varlen' or 'flex'."
         if call.batch_invariant:
             return "cudnn does not guarantee batch invariance; use backend='varlen' or 'fa3'."
         return None

@@ -43,7 +43,7 @@ def attend(
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     if traced:
-        out_THD, lse_HT = cu_seqlens_forward(kernel, *tensors, *sizes, *_settings(call))
+        out_THD, lse_HT = cu_seqlens_forward(kernel, *tensors, *sizes, *settings_of(call))
         return out_THD, lse_HT
     if call.needs_grad:
         if torch._C._are_functorch_transforms_active():
@@ -65,14 +65,16 @@ _SETTINGS = (
 )
 
 
-def _settings(call: AttentionCall) -> tuple[Any, ...]:
+def settings_of(call: AttentionCall) -> tuple[Any, ...]:
     """Return the fields of the call that kernels need, as arguments of the operators."""
     flags = (call.deterministic, call.batch_invariant, call.return_lse)
     return call.spec.as_ints(), call.scale, call.softcap or 0.0, *flags
 
 
-def _call(q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...]) -> AttentionCall:
-    """Rebuild the call from the output of `_settings`."""
+def call_of(
+    q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...]
+) -> AttentionCall:
+    """Rebuild the call from the output of `settings_of`."""
     spec, scale, softcap, deterministic, batch_invariant, return_lse = settings
     return AttentionCall(
         *(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2]),
@@ -97,13 +99,13 @@ _N = len(KernelSizes._fields)
 
 def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sinks_H, cu_q, cu_k = rest[:6]
-    call, sizes = _call(q, k, sinks_H, rest[6 + _N :]), _sizes(q, cu_q, rest[6 : 6 + _N])
+    call, sizes = call_of(q, k, sinks_H, rest[6 + _N :]), _sizes(q, cu_q, rest[6 : 6 + _N])
     return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, sizes, call)
 
 
 def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, sinks_H, out, lse, cu_q, cu_k = rest[:8]
-    call, sizes = _call(q, k, sinks_H, rest[8 + _N :]), _sizes(q, cu_q, rest[8 : 8 + _N])
+    call, sizes = call_of(q, k, sinks_H, rest[8 + _N :]), _sizes(q, cu_q, rest[8 : 8 + _N])
     *grads, dsinks_H = kernels.backward(
         kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, sizes, call
     )

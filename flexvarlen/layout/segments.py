@@ -1,0 +1,186 @@
+"""The segments of a row whose documents are trees: paths that share their beginnings.
+
+A tree is laid out depth first: a segment, then the subtrees of its children. A token sees its own
+segment up to itself, and the segments above it. Positions count along the path.
+
+Shapes: T = total_tokens, S = number of segment slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.boundaries import host_int32, integers
+
+
+class Segments:
+    """The segments of all documents of a row, in the order of their tokens.
+
+    Attributes:
+        table: int32 `[4, S + 1]`, on the device of the tokens. Its rows, for each segment: its
+            first token; one past the last token of its subtree; the tokens above it on its path;
+            its depth. Spare slots are empty, of depth -1; the last column ends the first row.
+        lengths: tokens of each segment, on the host.
+        parents: the index of the segment above each, -1 at a root; on the host.
+        max_depth: a bound on the number of segments on a path.
+    """
+
+    def __init__(
+        self, table: Tensor, lengths: tuple[int, ...], parents: tuple[int, ...], max_depth: int
+    ) -> None:
+        self.table = table
+        self.lengths, self.parents, self.max_depth = lengths, parents, max_depth
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int] | Tensor,
+        parents: Sequence[int] | Tensor,
+        capacity: int,
+        max_depth: int | None,
+        device: torch.device,
+    ) -> Segments:
+        """Validate the parents, and make the table.
+
+        Raises:
+            ValueError: a parent that does not come before its child, segments that are not depth
+                first, or paths deeper than `max_depth`.
+        """
+        sizes, above = integers("lengths", lengths), integers("parents", parents)
+        depths = _depths(sizes, above)
+        deepest = max(depths, default=0) + 1
+        if max_depth is not None and max_depth < deepest:
+            raise ValueError(
+                f"max_depth must be at least the segments of the longest path, {deepest}, got "
+                f"{max_depth}; raise max_depth."
+            )
+        starts: list[int] = []
+        ends: list[int] = []
+        offsets: list[int] = []
+        token = 0
+        for size, parent in zip(sizes, above, strict=True):
+            starts.append(token)
+            token += size
+            ends.append(token)
+            offsets.append(0 if parent < 0 else offsets[parent] + sizes[parent])
+        for segment in reversed(range(len(sizes))):
+            if above[segment] >= 0:
+                ends[above[segment]] = max(ends[above[segment]], ends[segment])
+        spare = capacity + 1 - len(sizes)
+        rows = ((starts, token), (ends, token), (offsets, 0), (depths, -1))
+        flat = host_int32([x for row, fill in rows for x in row + [fill] * spare], device)
+        table = flat.view(4, -1).to(device, non_blocking=True)
+        return cls(table, tuple(sizes), tuple(above), max_depth or deepest)
+
+    def with_table(self, table: Tensor) -> Segments:
+        """The same segments, their table on another device."""
+        return Segments(table, self.lengths, self.parents, self.max_depth)
+
+    def tree_lengths(self) -> list[int]:
+        """Tokens of each document."""
+        trees: list[int] = []
+        for size, parent in zip(self.lengths, self.parents, strict=True):
+            if parent < 0:
+                trees.append(size)
+            else:
+                trees[-1] += size
+        return trees
+
+    def longest(self) -> list[tuple[int, int]]:
+        """The longest queries and keys of the calls of `levels.py`.
+
+        First the longest segment twice; then for each level but the last the most tokens below one
+        of its segments, and its longest segment.
+        """
+        below = list(self.lengths)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        for segment in reversed(range(len(below))):
+            if self.parents[segment] >= 0:
+                below[self.parents[segment]] += below[segment]
+        own = max(self.lengths)
+        found = [(own, own), *[(1, 1)] * (self.max_depth - 1)]
+        for length, with_below, depth in zip(self.lengths, below, depths, strict=True):
+            if depth < self.max_depth - 1:
+                queries, keys = found[depth + 1]
+                found[depth + 1] = max(queries, with_below - length), max(keys, length)
+        return found
+
+    def paths(self) -> Iterator[Tensor]:
+        """int64 `[L]` on the host: the tokens from the root to the end of each leaf, in order."""
+        starts = self.table[0].tolist()
+        parents = set(self.parents)
+        for leaf in range(len(self.lengths)):
+            if leaf in parents:
+                continue
+            path, segment = [], leaf
+            while segment >= 0:
+                start = starts[segment]
+                path.append(torch.arange(start, start + self.lengths[segment], device="cpu"))
+                segment = self.parents[segment]
+            yield torch.cat(path[::-1])
+
+
+def _depths(sizes: list[int], parents: list[int]) -> list[int]:
+    """The number of segments above each.
+
+    Raises:
+        ValueError: see `Segments.of`.
+    """
+    if len(sizes) != len(parents):
+        raise ValueError(
+            f"parents must give one segment for each of the {len(sizes)} lengths, -1 at a root, "
+            f"got {len(parents)}."
+        )
+    depths: list[int] = []
+    path: list[int] = []  # from a root to the segment before this one
+    for segment, (size, parent) in enumerate(zip(sizes, parents, strict=True)):
+        if size < 0:
+            raise ValueError(f"lengths must be at least 0, got {size} at index {segment}.")
+        if not -1 <= parent < segment:
+            raise ValueError(
+                f"parents must come before their children, got {parent} at index {segment}; give "
+                "the index of an earlier segment, or -1 at a root."
+            )
+        while path and path[-1] != parent:
+            path.pop()
+        if not path and parent >= 0:
+            raise ValueError(
+                f"segments must be laid out depth first, got parent {parent} at index {segment}, "
+                "whose subtree had ended; put each segment's children right behind it."
+            )
+        depths.append(len(path))
+        path.append(segment)
+    return depths
+
+
+def token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
+    """Of each token, one past the last that may see it, and its position; int32 `[T]` each.
+
+    Args:
+        table: of `Segments`.
+
+    No sync; traces under `fullgraph=True`.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    ends, positions = (_operator if traced else _token_bounds)(table, total_tokens)
+    return ends, positions
+
+
+def _token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
+    starts, ends, offsets, _ = table
+    tokens = torch.arange(total_tokens, device=table.device, dtype=torch.int32)
+    segment = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
+    return ends[segment], offsets[segment] + tokens - starts[segment]
+
+
+_operator = torch.library.custom_op("flexvarlen::token_bounds", mutates_args=())(_token_bounds)
+
+
+@_operator.register_fake
+def _(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
+    return table.new_empty(total_tokens), table.new_empty(total_tokens)

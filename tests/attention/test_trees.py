@@ -1,0 +1,141 @@
+"""Attention over trees, against each path as a document of its own in fp64.
+
+Shape legend: T = tokens of the row, H = num_heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from flexvarlen import packed_attention, why_not
+from flexvarlen.measure import watch_compilation
+from tests import oracle
+from tests.backends import differentiable, kernels, serving
+from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
+from tests.trees import EXAMPLES, Tree, chunks, trees, windows
+
+KINDS = {"causal": {}, "window": {"window": 20}, "chunk": {"chunk": 16}, "one": {"window": 1}}
+
+
+def by_path(tree, **options):
+    """Attention of q, k and v, each segment at the end of its path; differentiable."""
+
+    def attend(q, k, v):
+        out = torch.zeros_like(q)
+        for segment, length in enumerate(tree.lengths):
+            path = tree.path_of(segment)
+            if length:
+                alone = Documents((len(path),), len(path))
+                own, _ = oracle.attend(q[path], k[path], v[path], alone, **options)
+                rows = torch.tensor(path[-length:], device=q.device)
+                out = out.index_copy(0, rows, own[-length:])
+        return out
+
+    return attend
+
+
+def check(tree, name, device, dtype, head_dim, **options):
+    *qkv, grad = random_qkv(tree.total_tokens, 6, 2, head_dim, dtype=dtype, device=device)
+    layout = tree.layout(device=device)
+
+    def ours(q, k, v):
+        return packed_attention(q, k, v, layout, backend=name, **options)
+
+    plain = by_path(tree, **options)
+    exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
+    peer, peer_grads = differentiate(plain, qkv, grad)
+    if differentiable((name, device)):
+        out, grads = differentiate(ours, qkv, grad)
+        for which, mine, good, coarse in zip("qkv", grads, exact_grads, peer_grads, strict=True):
+            assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
+            assert (mine[sum(tree.lengths) :] == 0).all(), "padding has a gradient"
+    else:
+        with torch.no_grad():
+            out = ours(*qkv)
+    assert_as_accurate(out, exact, peer, 2)
+    assert (out[sum(tree.lengths) :] == 0).all(), "padding has an output"
+
+
+@pytest.mark.parametrize("kernel", kernels("reference", "sdpa", "flex", "flex_fa4"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", EXAMPLES.values(), ids=EXAMPLES)
+def test_each_path_is_a_document(kernel, tree, kind):
+    name, device, dtype = kernel
+    call = {"device": device, "dtype": dtype, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2}
+    reason = why_not(name, **call, needs_grad=differentiable((name, device)))
+    if reason is not None:
+        pytest.skip(reason)
+    check(tree, name, device, dtype, 64, **KINDS[kind])
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+@settings(max_examples=25)
+@given(trees(most_tokens=40), windows, chunks)
+def test_any_tree(name, tree, window, chunk):
+    if tree.total_tokens:
+        check(tree, name, "cpu", torch.float32, 16, window=window, chunk=chunk)
+
+
+def test_sinks_softcap_and_lse():
+    tree = EXAMPLES["levels"]
+    *qkv, _ = random_qkv(tree.total_tokens, 6, 2, 16)
+    options = {"sinks": torch.randn(6), "softcap": 2.0}
+    found = packed_attention(*qkv, tree.layout(), backend="reference", **options)
+    expected = by_path(tree, **options)(*qkv)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+def test_no_bit_of_a_sibling_changes(name):
+    tree = EXAMPLES["group"]
+    q, k, v, grad = random_qkv(tree.total_tokens, 6, 2, 16)
+    sibling = slice(40, 49)
+
+    def run(changed):
+        leaves = [x.clone() for x in (q, k, v)]
+        for x in leaves:
+            x[sibling] = x[sibling].flip(0) if changed else x[sibling]
+            x.requires_grad_()
+        out = packed_attention(*leaves, tree.layout(), backend=name)
+        grads = torch.autograd.grad(out, leaves, grad)
+        return [out, *grads]
+
+    answers = torch.arange(tree.total_tokens) >= sibling.stop
+    for before, after in zip(run(False), run(True), strict=True):
+        assert torch.equal(before[answers], after[answers])
+        assert not torch.equal(before[sibling], after[sibling])
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+def test_one_graph_for_trees_of_equal_sizes(name):
+    sizes = {"total_tokens": 128, "capacity": 8, "max_seqlen_bound": 128, "max_depth": 3}
+    rows = [
+        Tree((30, 10, 20, 5), (-1, 0, 0, 2)),
+        Tree((1, 1, 100, 3, 4), (-1, 0, -1, 2, 2)),
+        Tree((100, 28), (-1, 0)),
+    ]
+    qkv = [x.requires_grad_() for x in random_qkv(128, 6, 2, 16)[:3]]
+
+    def run(layout):
+        return packed_attention(*qkv, layout, backend=name, window=30)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with watch_compilation() as stats:
+        for row in rows:
+            layout = row.layout(**sizes)
+            outs = compiled(layout), run(layout)
+            grads = [torch.autograd.grad(x.square().sum(), qkv) for x in outs]
+            for x, y in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+                torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
+
+
+@pytest.mark.parametrize("kernel", serving(kernels("nested", "cudnn", cpu=False)))
+def test_kernels_without_trees_refuse(kernel):
+    tree = EXAMPLES["group"]
+    *qkv, _ = random_qkv(tree.total_tokens, 6, 2, 64, dtype=kernel[2], device="cuda")
+    with pytest.raises(NotImplementedError, match="has no trees"):
+        packed_attention(*qkv, tree.layout(device="cuda"), backend=kernel[0])

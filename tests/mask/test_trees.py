@@ -1,0 +1,100 @@
+"""Masks over trees: equal to brute force, whatever the tree, window, chunk and block size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexvarlen import DocumentMask, PackedLayout
+from flexvarlen.mask.block_mask import block_mask_of
+from flexvarlen.mask.picture import block_states
+from flexvarlen.measure import watch_compilation
+from tests.trees import EXAMPLES, Tree, chunks, trees, windows
+
+
+@given(trees(), windows, chunks)
+def test_dense_mask(tree, window, chunk):
+    mask = DocumentMask.of(tree.layout(), window=window, chunk=chunk)
+    expected = tree.dense(window, chunk)
+    assert torch.equal(mask.to_dense(), expected)
+    assert mask.num_pairs() == int(expected.sum())
+
+
+@given(trees(), windows, chunks, st.sampled_from([16, (16, 32), (32, 16), 128]), st.booleans())
+def test_blocks_cover_the_mask(tree, window, chunk, block_size, compact):
+    """No block with a visible pair is missing, and a full one hides nothing."""
+    mask = DocumentMask.of(tree.layout(), window=window, chunk=chunk)
+    block_q, block_k = (block_size, block_size) if isinstance(block_size, int) else block_size
+    total = tree.total_tokens
+    pads = (0, -total % block_k, 0, -total % block_q)
+    expected = torch.nn.functional.pad(tree.dense(window, chunk), pads)
+    seen = expected.unflatten(1, (-1, block_k)).unflatten(0, (-1, block_q))
+    states = block_states(mask, (block_q, block_k))
+    assert (states[seen.any(3).any(1)] > 0).all(), "a block is missing"
+    assert seen.all(3).all(1)[states == 2].all(), "a full block hides something"
+    tables = mask.tables((block_q, block_k), compact=compact)
+    for full in ("", "full_"):
+        kv, q = (
+            listed(getattr(tables, f"{full}{x}_num_blocks"), getattr(tables, f"{full}{x}_indices"))
+            for x in ("kv", "q")
+        )
+        assert kv == {(row, column) for column, row in q}, "the transpose lists other blocks"
+
+
+def listed(counts, indices):
+    """The pairs of blocks in a list."""
+    rows = zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
+    return {(row, other) for row, (count, found) in enumerate(rows) for other in found[:count]}
+
+
+@pytest.mark.parametrize("tree", EXAMPLES.values(), ids=EXAMPLES)
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 10}])
+def test_mask_mod(tree, options):
+    mask_mod = block_mask_of(DocumentMask.of(tree.layout(), **options)).mask_mod
+    tokens = torch.arange(tree.total_tokens)
+    zero = torch.zeros((), dtype=torch.long)
+    found = mask_mod(zero, zero, tokens[:, None], tokens[None])
+    assert torch.equal(found, tree.dense(**options))
+
+
+def test_few_blocks_are_listed_for_nothing():
+    """The tables of a group of answers: the prompt's blocks, and the answer's own."""
+    layout = PackedLayout.from_groups([1024], [[512] * 4])
+    counts = DocumentMask.of(layout).num_blocks()
+    assert counts.full + counts.partial == 36 + 4 * (4 * 8 + 10)
+    assert counts.partial == 8 + 4 * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": False}, {"prefix": 2}, {"window": (3, 1), "causal": False}],
+)
+def test_other_masks_are_refused(options):
+    with pytest.raises(NotImplementedError, match="trees need causal attention"):
+        DocumentMask.of(EXAMPLES["group"].layout(), **options)
+    layout = EXAMPLES["group"].layout()
+    with pytest.raises(NotImplementedError, match="trees need causal attention"):
+        DocumentMask.of(layout, layout_k=layout)
+
+
+def test_other_trees_compile_nothing_again():
+    sizes = {"total_tokens": 160, "capacity": 8, "max_seqlen_bound": 160, "max_depth": 3}
+    layouts = [
+        Tree((30, 10, 20, 5), (-1, 0, 0, 2)).layout(**sizes),
+        Tree((1, 1, 100, 3, 4), (-1, 0, -1, 2, 2)).layout(**sizes),
+        Tree((100, 60), (-1, 0)).layout(**sizes),
+    ]
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda layout: (DocumentMask.of(layout, window=9).dense(), layout.position_ids()),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with watch_compilation() as stats:
+        for layout in layouts:
+            dense, positions = compiled(layout)
+            assert torch.equal(dense, DocumentMask.of(layout, window=9).dense())
+            assert torch.equal(positions, layout.position_ids())
+    assert stats.compilations == 1
