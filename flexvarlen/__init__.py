@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.layout.per_document import pool
+    from flexvarlen.layout.tree_loss import tree_loss
     from flexvarlen.mask.block_mask import document_block_mask
     from flexvarlen.mask.document_mask import DocumentMask
     from flexvarlen.packing import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         pack,
         split_long,
     )
+    from flexvarlen.packing.prefixes import SharedPrefixes, TreeCollator, share_prefixes
     from flexvarlen.parallel import shard_row
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
     from flexvarlen.patches.embed import embed
@@ -45,7 +47,9 @@ __all__ = [
     "IsolationReport",
     "PackedCollator",
     "PackedLayout",
+    "SharedPrefixes",
     "StreamPacker",
+    "TreeCollator",
     "__version__",
     "available_backends",
     "compare",
@@ -61,7 +65,9 @@ __all__ = [
     "patched",
     "pool",
     "shard_row",
+    "share_prefixes",
     "split_long",
+    "tree_loss",
     "unpatch_model",
     "verify_isolation",
     "why_not",
@@ -75,9 +81,11 @@ _HOMES = {
     "layout.logprobs": ("DocumentLogprobs", "document_logprobs"),
     "layout.per_document": ("pool",),
     "layout.packed_layout": ("PackedLayout",),
+    "layout.tree_loss": ("tree_loss",),
     "mask.block_mask": ("document_block_mask",),
     "mask.document_mask": ("DocumentMask",),
     "packing": ("BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"),
+    "packing.prefixes": ("SharedPrefixes", "TreeCollator", "share_prefixes"),
     "parallel": ("shard_row",),
     "patches.embed": ("embed",),
     "patches.isolation.report": ("IsolationError", "IsolationReport"),

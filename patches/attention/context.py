@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,6 +87,7 @@ class PackedForward:
         packs: whether a row may hold several documents, or padding.
         in_base: whether the base model received this object from its head.
         recurrent: the documents for recurrent layers; None if the model has none.
+        tree_loss: logits -> the loss of a head whose documents are trees; None: its own.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class PackedForward:
         self.pools = False
         self.packs, self.in_base = True, False
         self.recurrent = recurrent
+        self.tree_loss: Callable[[Tensor], Tensor] | None = None
         self._copies: dict[str, PackedForward] = {}
 
     @property
@@ -181,7 +184,8 @@ class PackedForward:
         return made
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
-        layout, spec = self.layout, kind.spec
+        layout = self.layout
+        spec = kind.spec if layout.segments is None else kind.spec.of_trees()
         mask = DocumentMask(layout, spec)
         call = kind.call(
             layout.device,
@@ -190,7 +194,7 @@ class PackedForward:
             deterministic=self.deterministic,
             batch_invariant=self.batch_invariant,
             past_int32=is_past_int32(layout, layout, kind.num_heads, kind.head_dim),
-        )
+        )._replace(spec=spec)
         backend = self._backend_for(kind, call, mask)
         for other in tuple(self.routes.values()):
             if other.backend is backend and other.mask.spec == spec:

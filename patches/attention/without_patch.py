@@ -24,6 +24,7 @@ from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
+from flexvarlen.patches.batch.trees import refuse_unpatched_tree
 from flexvarlen.patches.batch.unpacked_rows import (
     OTHER_KEYS,
     check_one_document,
@@ -112,6 +113,7 @@ def _packed_forward(
     layer: nn.Module, settings: Unpacked, documents: GivenDocuments
 ) -> PackedForward:
     layout = find_layout(documents)
+    refuse_unpatched_tree(layout)
     packed = PackedForward(
         layout,
         settings.backend,

@@ -108,7 +108,14 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
             given.row_tokens,
             reads=given.packed_layout is None,
         )
-    return explicit if given.attention_mask is None else _with_padding(explicit, given)
+    if given.attention_mask is None:
+        return explicit
+    if explicit.segments is not None:
+        raise ValueError(
+            "attention_mask must be left out with a packed_layout of trees, got one; pass "
+            "total_tokens= to from_tree if the row ends in padding."
+        )
+    return _with_padding(explicit, given)
 
 
 def _check_shapes(given: GivenDocuments) -> None:

@@ -11,6 +11,7 @@ Shapes: B rows of S tokens, T = B·S.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
+from flexvarlen.layout.tree_loss import tree_loss
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import (
@@ -32,6 +34,7 @@ from flexvarlen.patches.batch.positions import (
     causal_positions,
     positions_by_run,
 )
+from flexvarlen.patches.batch.trees import SAMPLE_COUNTS, refuse_beside_tree
 from flexvarlen.patches.batch.unpacked_rows import (
     check_one_document,
     one_document_per_row,
@@ -141,19 +144,38 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         refuse_pooling(pooling_head, layout, forward.batch)
     elif pooling_head is not None and "QuestionAnswering" not in pooling_head:
         check_pooled_rows(padded, reads_first=not forward.causal)
+    if layout.segments is not None:
+        pools = pooling_head is not None or (is_head and patch.head not in CAUSAL)
+        refuse_beside_tree(forward, pools=pools)
     _set_positions(forward, layout)
-    if patch.head in CAUSAL:  # otherwise labels belong to the tokens themselves
+    # Other heads' labels belong to the tokens themselves, and so do a tree's.
+    if patch.head in CAUSAL and layout.segments is None:
         first = unpredicted_tokens(layout)
         mask_labels(module, inputs, first, forward.group, packs=forward.packs)
     _set_use_cache(forward, layout)
     packed = packed_forward(module, patch, layout)
     _pass_on(inputs, packed, patch)
     packed.packs, packed.padded = forward.packs, padded
+    if layout.segments is not None:
+        _take_loss(inputs, packed)
     _note_cache(forward, packed)
     if not is_head:
         note_pooler(module, inputs, packed, forward.batch)
     _set_attention_mask(forward, packed)
     return inputs
+
+
+def _take_loss(inputs: dict[str, Any], packed: PackedForward) -> None:
+    """Keep the labels of a tree from the model, whose loss would count a shared token once."""
+    counts = inputs.pop(SAMPLE_COUNTS, None)
+    if counts is not None:
+        items = inputs.pop("num_items_in_batch", None)
+        packed.tree_loss = partial(
+            tree_loss,
+            shift_labels=inputs.pop("shift_labels"),
+            sample_counts=counts,
+            num_items_in_batch=items,
+        )
 
 
 def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
@@ -169,6 +191,8 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
     is_head = base is not module and ATTRIBUTE in base.__dict__
     if is_head and packed.packs and not packed.reached_base:
         raise ValueError(_KEPT_BY_HEAD)
+    if packed.tree_loss is not None and base is not module:
+        outputs["loss"] = packed.tree_loss(outputs.logits)
     if packed.one_per_row is not None:
         mark_cache(outputs, packed.one_per_row)
     if base is module:

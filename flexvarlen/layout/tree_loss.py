@@ -1,0 +1,48 @@
+"""The loss of a row of trees: each token counts for all samples that share it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from flexvarlen.layout.logprobs import IGNORE_INDEX
+
+
+def tree_loss(
+    logits: Tensor,
+    shift_labels: Tensor,
+    sample_counts: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
+    """The cross entropy that the samples would have had if each was computed by itself.
+
+    Args:
+        logits: `[T, V]` or `[1, T, V]`, computed in at least fp32.
+        shift_labels: int64 `[T]` or `[1, T]`, the next token of each token, -100 where there is
+            none.
+        sample_counts: integer `[T]` or `[1, T]`, how many samples each token stands for.
+        num_items_in_batch: labels of all samples together, by which the sum is divided; None:
+            those of this row.
+
+    Returns:
+        0-d, fp32 or wider. Differentiable. No sync; traces under `fullgraph=True`.
+
+    >>> logits = torch.zeros(3, 4)
+    >>> tree_loss(logits, torch.tensor([1, 2, -100]), torch.tensor([2, 1, 1])).item()
+    1.3862943649291992
+    """
+    labels_T, counts_T = shift_labels.reshape(-1), sample_counts.reshape(-1)
+    logits_TV = logits.reshape(labels_T.shape[0], -1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    losses_T = cross_entropy(
+        logits_TV.to(wide), labels_T, ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = count_labels(labels_T, counts_T)
+    return (losses_T * counts_T).sum() / num_items_in_batch
+
+
+def count_labels(shift_labels: Tensor, sample_counts: Tensor) -> Tensor:
+    """How many labels the samples have together: `num_items_in_batch` of a row. 0-d."""
+    return torch.where(shift_labels == IGNORE_INDEX, 0, sample_counts).sum()

@@ -1,0 +1,84 @@
+"""What a forward over trees cannot have beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.models.qwen_vl import has_images
+from flexvarlen.patches.models.rope import has_longrope
+
+if TYPE_CHECKING:
+    from flexvarlen.patches.forward.inputs import ForwardInputs
+
+SAMPLE_COUNTS = "sample_counts"
+
+
+def refuse_unpatched_tree(layout: PackedLayout) -> None:
+    """Refuse a tree without `patch_model`, as positions are built before any layer runs.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if layout.segments is not None:
+        raise ValueError(
+            "a packed_layout of trees needs a patched model, whose positions count along each "
+            "path, got one that only names its attn_implementation; call flexvarlen.patch_model."
+        )
+
+
+def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
+    """Refuse what has no meaning for tokens that stand for several samples.
+
+    Args:
+        pools: whether the head takes one vector from each document.
+
+    Raises:
+        ValueError: labels, a cache, or a head that pools.
+        NotImplementedError: a model or a setting that trees do not go with.
+    """
+    inputs = forward.inputs
+    if inputs.get("labels") is not None:
+        raise ValueError(
+            "labels must be given as shift_labels with a packed_layout of trees, as what follows a "
+            "segment in the row is not always next on its path, got labels; take shift_labels from "
+            "fv.share_prefixes, which gives each token its own."
+        )
+    if (inputs.get("shift_labels") is None) is not (inputs.get(SAMPLE_COUNTS) is None):
+        raise ValueError(
+            "shift_labels and sample_counts must come together with a packed_layout of trees, got "
+            "one of them; take both from fv.share_prefixes."
+        )
+    for name, wanted in (("return_dict", True), ("logits_to_keep", 0)):
+        if inputs.get(name) not in (None, wanted):
+            raise ValueError(
+                f"{name} must be {wanted} with a packed_layout of trees, got {inputs[name]!r}; "
+                "leave it out."
+            )
+    if inputs.get("use_cache") or forward.cache is not None:
+        raise ValueError(
+            "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "
+            "and no cache."
+        )
+    why = _why_not(forward, inputs) or ("a head that pools documents" if pools else None)
+    if why is not None:
+        raise NotImplementedError(
+            f"a packed_layout of trees is not supported with {why}; pack each path as a document."
+        )
+
+
+def _why_not(forward: ForwardInputs, inputs: dict[str, Any]) -> str | None:
+    if not forward.causal:
+        return "bidirectional attention"
+    if forward.patch.recurrent:
+        return "recurrent layers, whose state would have to branch"
+    if forward.group is not None:
+        return "sequence_parallel_group"
+    if has_longrope(forward.config):
+        return "rope_type 'longrope', whose frequencies depend on how long a document is"
+    if has_images(inputs):
+        return "images"
+    asked = inputs.get("output_router_logits")
+    if getattr(forward.config, "output_router_logits", False) if asked is None else asked:
+        return "output_router_logits=True, whose loss would count a shared token once"
+    return None

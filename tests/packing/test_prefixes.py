@@ -1,0 +1,108 @@
+"""Samples as trees: each gets its own tokens and labels back, and nothing is computed twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+import flexvarlen as fv
+
+tokens = st.lists(st.integers(1, 2), min_size=1, max_size=8)
+
+
+@st.composite
+def sample_lists(draw):
+    """Samples of two tokens, so that prefixes, twins and continuations are common."""
+    samples = []
+    for ids in draw(st.lists(tokens, min_size=1, max_size=7)):
+        masked = draw(st.integers(0, len(ids)))
+        labels = [-100] * masked + ids[masked:]
+        samples.append({"input_ids": ids, "labels": labels} if draw(st.booleans()) else ids)
+    return samples
+
+
+def ids_of(sample):
+    return sample["input_ids"] if isinstance(sample, dict) else sample
+
+
+def shifted(sample):
+    labels = sample["labels"] if isinstance(sample, dict) else sample
+    return [*labels[1:], -100]
+
+
+@given(sample_lists(), st.integers(0, 3))
+def test_each_sample_gets_its_own_back(samples, padding):
+    plain = fv.share_prefixes(samples)
+    total = plain.layout.total_tokens + padding
+    shared = fv.share_prefixes(samples, total_tokens=total, pad_token_id=9)
+    positions = shared.unfold(shared.layout.position_ids())
+    for sample, ids, labels, own in zip(
+        samples,
+        shared.unfold(shared.input_ids),
+        shared.unfold(shared.shift_labels),
+        positions,
+        strict=True,
+    ):
+        assert ids.tolist() == ids_of(sample)
+        assert labels.tolist() == shifted(sample)
+        assert own.tolist() == list(range(len(ids)))
+    counts = torch.zeros(total, dtype=torch.long)
+    for path in shared.paths:
+        counts[path] += 1
+    assert torch.equal(shared.sample_counts[0], counts)
+    assert (shared.input_ids[0, total - padding :] == 9).all()
+
+
+@given(sample_lists())
+def test_what_is_common_is_there_once(samples):
+    """As many tokens as there are different beginnings of tokens and labels."""
+    pairs = [list(zip(ids_of(x), shifted(x), strict=True)) for x in samples]
+    beginnings = {tuple(own[: i + 1]) for own in pairs for i in range(len(own))}
+    assert fv.share_prefixes(samples).layout.total_tokens == len(beginnings)
+
+
+@given(sample_lists())
+def test_the_loss_is_that_of_the_samples(samples):
+    shared = fv.share_prefixes(samples)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(shared.layout.total_tokens, 4, generator=generator).double()
+    losses, count = torch.zeros((), dtype=torch.float64), 0
+    for sample, own in zip(samples, shared.unfold(logits), strict=True):
+        labels = torch.tensor(shifted(sample))
+        losses += cross_entropy(own, labels, reduction="sum")
+        count += int((labels != -100).sum())
+    counts, labels = shared.sample_counts, shared.shift_labels
+    if count:
+        torch.testing.assert_close(fv.tree_loss(logits, labels, counts), losses / count)
+    torch.testing.assert_close(fv.tree_loss(logits, labels, counts, 7), losses / 7)
+
+
+def test_a_group_of_answers():
+    prompt = list(range(10, 20))
+    shared = fv.share_prefixes([[*prompt, 1, 2], [*prompt, 3], [*prompt, 1, 4]])
+    assert shared.layout.segments.lengths == (9, 1, 1, 1, 2, 2) or (
+        shared.layout.segments.lengths == (9, 1, 2, 2, 2)
+    )
+    assert shared.layout.total_tokens < 3 * 10
+
+
+def test_samples_that_share_nothing_are_plain_documents():
+    shared = fv.share_prefixes([[1, 2, 3], [4, 5]])
+    assert shared.layout.segments is None
+    assert shared.layout.lengths == (3, 2)
+
+
+@pytest.mark.parametrize("sample", [[], {"input_ids": [1, 2], "labels": [1]}])
+def test_a_bad_sample(sample):
+    with pytest.raises(ValueError, match="at index 1"):
+        fv.share_prefixes([[1], sample])
+
+
+def test_collator():
+    batch = fv.TreeCollator(total_tokens=16, capacity=8)([{"input_ids": [1, 2, 3]}, [1, 2, 4]])
+    assert batch["input_ids"].shape == (1, 16)
+    assert batch["packed_layout"].capacity == 8
+    assert set(batch) == {"input_ids", "shift_labels", "sample_counts", "packed_layout"}

@@ -1,0 +1,201 @@
+"""A model over trees gives what its samples give one by one: logits, loss, every gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainingArguments
+
+import flexvarlen as fv
+from flexvarlen.measure import watch_compilation
+from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
+from tests.tiny_models import VOCABULARY, new_model, shared_model
+
+# Windows, chunks, sinks, experts, soft caps, layers without RoPE, latent attention.
+FAMILIES = {
+    "llama": "sdpa",
+    "qwen3_windows": "sdpa",
+    "gemma2": "reference",
+    "gemma3_text": "sdpa",
+    "gpt_oss": "reference",
+    "llama4_text": "sdpa",
+    "cohere2": "sdpa",
+    "deepseek_v3": "sdpa",
+    "gemma4_text": "sdpa",
+    "ministral3": "sdpa",
+}
+
+
+def samples():
+    """Three answers to a prompt, two of them alike at first; a prompt alone; another; a twin."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(length):
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    prompt, other, start = draw(40), draw(9), draw(12)
+    texts = [
+        [*prompt, *start, *draw(20)],
+        [*prompt, *start, *draw(5)],
+        [*prompt, *draw(30)],
+        prompt,
+        other,
+    ]
+    texts.append(texts[1])
+    return texts
+
+
+def alone(model):
+    """Logits of each sample, their mean loss and gradients, each sample in a forward of its own."""
+    logits, losses, count = [], [], 0
+    for text in samples():
+        ids = torch.tensor(text)
+        out = model(input_ids=ids[None], use_cache=False).logits[0]
+        wide = out if out.dtype == torch.float64 else out.float()
+        losses.append(cross_entropy(wide[:-1], ids[1:], reduction="sum"))
+        logits.append(out.detach())
+        count += len(text) - 1
+    loss = torch.stack(losses).sum() / count
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return torch.cat(logits), loss.detach(), gradients
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_sample_is_a_document(family, checkpointing):
+    plain = copy.deepcopy(shared_model(family))
+    plain.set_attn_implementation("eager")
+    peer, exact = alone(plain), alone(plain.double())
+    model = fv.patch_model(new_model(family), FAMILIES[family])
+    if checkpointing:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    shared = fv.share_prefixes(samples(), total_tokens=160)
+    assert shared.layout.segments.max_depth == 3
+    assert int((shared.sample_counts > 0).sum()) < 0.6 * sum(map(len, samples()))
+    out = model(**shared.batch())
+    out.loss.backward()
+    logits = torch.cat(shared.unfold(out.logits.detach()))
+    assert_as_accurate(logits, exact[0], peer[0], 2, "logits")
+    assert_as_accurate(out.loss.detach(), exact[1], peer[1], 2, "loss")
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_gradients_as_accurate(gradients, exact[2], peer[2])
+
+
+def test_no_bit_of_a_sibling_changes():
+    model = fv.patch_model(new_model("qwen3_windows"), "sdpa")
+    texts = samples()[:3]
+    before = fv.share_prefixes(texts, total_tokens=160)
+    changed = copy.deepcopy(texts)
+    changed[0][-4:] = [7, 8, 9, 10]
+    after = fv.share_prefixes(changed, total_tokens=160)
+    assert before.layout.segments.lengths == after.layout.segments.lengths
+    with torch.no_grad():
+        found = [x.unfold(model(**x.batch()).logits) for x in (before, after)]
+    for mine, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_one_graph_for_batches_of_equal_sizes():
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("qwen3_windows"), "sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    sizes = {"total_tokens": 192, "capacity": 16, "max_seqlen_bound": 192, "max_depth": 4}
+    texts = samples()
+    with watch_compilation() as stats:
+        for batch in (texts, texts[:3], [*texts[2:], texts[0]]):
+            inputs = fv.share_prefixes(batch, **sizes).batch()
+            found, expected = compiled(**inputs), model(**inputs)
+            torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
+
+
+def test_trainer(tmp_path):
+    """Two steps give the weights that the samples give one by one in a step."""
+    data = [{"input_ids": text} for text in samples()]
+    settings = {"report_to": [], "save_strategy": "no", "use_cpu": True, "learning_rate": 0.01}
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=len(data),
+        optim="sgd",
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        remove_unused_columns=False,
+        **settings,
+    )
+    model = new_model("llama")
+    _, loss, gradients = alone(copy.deepcopy(model))
+    expected = {name: p.detach() - 0.01 * gradients[name] for name, p in model.named_parameters()}
+    trainer = Trainer(
+        model=fv.patch_model(model, "sdpa"),
+        args=arguments,
+        train_dataset=data,
+        data_collator=fv.TreeCollator(total_tokens=160),
+    )
+    found = trainer.train()
+    assert abs(found.training_loss - loss.item()) < 1e-5
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], atol=1e-6, rtol=1e-5)
+
+
+# ---- what is refused ----
+
+
+def shared_batch(**changes):
+    return {**fv.share_prefixes(samples(), total_tokens=160).batch(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"labels": torch.zeros(1, 160, dtype=torch.long)}, "given as shift_labels"),
+        ({"attention_mask": torch.ones(1, 160, dtype=torch.long)}, "attention_mask must be left"),
+        ({"use_cache": True}, "a cache must not be filled"),
+        ({"sample_counts": None}, "must come together"),
+        ({"return_dict": False}, "return_dict must be True"),
+        ({"logits_to_keep": 3}, "logits_to_keep must be 0"),
+    ],
+)
+def test_arguments_beside_a_tree(changes, words):
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    with pytest.raises(ValueError, match=words):
+        model(**shared_batch(**changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen3_5_text", "recurrent layers"),
+        ("phi3", "longrope"),
+        ("bert", "bidirectional attention"),
+    ],
+)
+def test_models_without_trees(family, words):
+    model = fv.patch_model(new_model(family), "sdpa")
+    batch = shared_batch()
+    with pytest.raises(NotImplementedError, match=words):
+        model(input_ids=batch["input_ids"], packed_layout=batch["packed_layout"])
+
+
+def test_a_router_loss():
+    model = fv.patch_model(new_model("mixtral"), "sdpa")
+    with pytest.raises(NotImplementedError, match="output_router_logits=True"):
+        model(**shared_batch(output_router_logits=True))
+
+
+def test_a_model_that_is_not_patched():
+    model = shared_model("llama")
+    model.set_attn_implementation("flexvarlen_doc")
+    batch = shared_batch()
+    try:
+        with pytest.raises(ValueError, match="needs a patched model"):
+            model(batch["input_ids"], packed_layout=batch["packed_layout"], use_cache=False)
+    finally:
+        model.set_attn_implementation("eager")
