@@ -68,7 +68,15 @@ def document_boundaries(layout: PackedLayout) -> Tensor:
     """int32 `[N + 1]`: `cu_seqlens`, without the spare slots where the number of documents holds.
 
     A compiled or captured graph may run for other documents, so it keeps all slots.
+
+    Raises:
+        NotImplementedError: documents are trees, of which no one token is the last.
     """
+    if layout.segments is not None:
+        raise NotImplementedError(
+            "a layout of trees has no one vector of a document: its paths share tokens; call "
+            "layout.unfold(x), which gives each path its own."
+        )
     any_documents = torch.compiler.is_compiling() or is_replayed(layout.cu_seqlens)
     if any_documents or layout.num_docs is None:
         return layout.cu_seqlens

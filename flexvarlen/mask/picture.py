@@ -134,8 +134,9 @@ def _figure(mask: DocumentMask, blocks: tuple[int, int]) -> Figure:
 
 
 def boundaries(layout: PackedLayout) -> list[int]:
-    """Offsets inside the row at which a document or padding begins. Syncs."""
-    inside = layout.cu_seqlens.unique().tolist()
+    """Offsets inside the row at which a document, a tree's segment or padding begins. Syncs."""
+    starts = layout.cu_seqlens if layout.segments is None else layout.segments.table[0]
+    inside = starts.unique().tolist()
     return [token for token in inside if 0 < token < layout.total_tokens]
 
 

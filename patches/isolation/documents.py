@@ -32,7 +32,7 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
     numbers = known.get("seq_idx")
     if isinstance(numbers, Tensor) and known["attention_mask"] is None:
         known["attention_mask"] = numbers - numbers.min() + 1
-    found = layout_of(known) if layout is None else layout
+    found = layout_of(known) if layout is None else _without_trees(layout)
     ids = known.get("input_ids")
     if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
         raise ValueError(
@@ -58,7 +58,23 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     known: Any = {
         name: batch.get(name) for name in (*_BOUNDARIES, "position_ids", "attention_mask")
     }
-    return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
+    return _without_trees(
+        find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
+    )
+
+
+def _without_trees(layout: PackedLayout) -> PackedLayout:
+    """The layout.
+
+    Raises:
+        NotImplementedError: documents are trees, whose branches were taken for one document.
+    """
+    if layout.segments is not None:
+        raise NotImplementedError(
+            "a packed_layout of trees cannot be checked branch by branch yet, got one; check a "
+            "batch of plain documents."
+        )
+    return layout
 
 
 def real_documents(layout: PackedLayout) -> list[tuple[int, int]]:
