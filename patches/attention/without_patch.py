@@ -24,7 +24,6 @@ from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
-from flexvarlen.patches.batch.trees import refuse_unpatched_tree
 from flexvarlen.patches.batch.unpacked_rows import (
     OTHER_KEYS,
     check_one_document,
@@ -113,7 +112,11 @@ def _packed_forward(
     layer: nn.Module, settings: Unpacked, documents: GivenDocuments
 ) -> PackedForward:
     layout = find_layout(documents)
-    refuse_unpatched_tree(layout)
+    if layout.segments is not None:
+        raise ValueError(
+            "a packed_layout of trees needs a patched model, whose positions count along each "
+            "path, got one that only names its attn_implementation; call flexvarlen.patch_model."
+        )
     packed = PackedForward(
         layout,
         settings.backend,

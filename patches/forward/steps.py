@@ -34,7 +34,6 @@ from flexvarlen.patches.batch.positions import (
     causal_positions,
     positions_by_run,
 )
-from flexvarlen.patches.batch.trees import SAMPLE_COUNTS, refuse_beside_tree
 from flexvarlen.patches.batch.unpacked_rows import (
     check_one_document,
     one_document_per_row,
@@ -65,6 +64,7 @@ from flexvarlen.patches.forward.padding import (
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, head_drops_keywords
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
+from flexvarlen.patches.forward.trees import SAMPLE_COUNTS, refuse_beside_tree
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.gemma4 import keep_all_queries, refuse_reentrant_checkpoints
 from flexvarlen.patches.models.image_masks import refuse_images

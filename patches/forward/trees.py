@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.models.qwen_vl import has_images
 from flexvarlen.patches.models.rope import has_longrope
 
@@ -12,19 +11,6 @@ if TYPE_CHECKING:
     from flexvarlen.patches.forward.inputs import ForwardInputs
 
 SAMPLE_COUNTS = "sample_counts"
-
-
-def refuse_unpatched_tree(layout: PackedLayout) -> None:
-    """Refuse a tree without `patch_model`, as positions are built before any layer runs.
-
-    Raises:
-        ValueError: it is one.
-    """
-    if layout.segments is not None:
-        raise ValueError(
-            "a packed_layout of trees needs a patched model, whose positions count along each "
-            "path, got one that only names its attn_implementation; call flexvarlen.patch_model."
-        )
 
 
 def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
