@@ -13,52 +13,83 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexvarlen.mask.vectors import MaskInputs, tree_bounds
+from flexvarlen.layout.boundaries import HAS_TRITON
+from flexvarlen.mask.vectors import MaskInputs, TreeBounds, tree_bounds
 
 
 def build_tree_tables(
     given: MaskInputs, lo: Tensor, hi: Tensor, block_size: Sequence[int], width: Sequence[int]
 ) -> list[Tensor]:
-    """The eight tables, as `mask.tables.build_tables` gives them. No sync; memory O(NQ · NK).
+    """The eight tables, as `mask.tables.build_tables` gives them. No sync.
 
     Args:
         given: the mask, with a tree.
         lo, hi: of `query_bounds`.
     """
     block_q, block_k = block_size
-    end, position, first = tree_bounds(given)
-    tokens = torch.arange(len(lo), device=lo.device, dtype=torch.int32)
-    sees = lo < hi
-    nothing = int(torch.iinfo(torch.int32).max)
+    bounds = tree_bounds(given)
+    queries = query_extremes(lo, hi, bounds.first, block_q)
+    keys = key_extremes(bounds, block_k)
+    if lo.is_cuda and HAS_TRITON:
+        from flexvarlen.mask.triton.tree_tables import list_blocks
 
-    # Of the queries that see anything in a block of queries, and of all its queries.
-    q_first, q_last = _least(tokens, block_q, sees), _most(tokens, block_q, sees)
-    lo_least, lo_most = _least(lo, block_q, sees), _most(lo, block_q)
-    first_least, first_most = _least(first, block_q, sees), _most(first, block_q)
-    whole = _least(sees.int(), block_q) > 0
-    # Of the keys of a block of keys.
-    k_first, k_last = _least(tokens, block_k), _most(tokens, block_k)
-    end_least, end_most = _least(end, block_k), _most(end, block_k)
-    position_least, position_most = _least(position, block_k), _most(position, block_k)
-
-    def rows(x: Tensor) -> Tensor:
-        return x[:, None]
-
-    touched = (k_first <= rows(q_last)) & (end_most > rows(q_first))
-    touched &= (k_last >= rows(lo_least)) & (position_most >= rows(first_least))
-    touched &= rows(q_first < nothing)
-    full = (k_last <= rows(q_first)) & (end_least > rows(q_last))
-    full &= (k_first >= rows(lo_most)) & (position_least >= rows(first_most))
-    # As in create_block_mask, an incomplete last block of queries or keys is never full.
-    complete_q, complete_k = (
-        torch.arange(len(x), device=lo.device) < len(lo) // block
-        for x, block in ((q_first, block_q), (k_first, block_k))
-    )
-    full &= rows(whole & complete_q) & complete_k
+        return list_blocks(queries, keys, block_size, width)
+    touched, full = listed_blocks(queries[:, :, None], keys[:, None, :])
     partial = touched & ~full
     listed = [_list(x, width[0]) for x in (partial, full)]
     listed += [_list(x.T, width[1]) for x in (partial, full)]
     return [x for pair in listed for x in pair]
+
+
+def query_extremes(lo: Tensor, hi: Tensor, first: Tensor, block: int) -> Tensor:
+    """int32 `[7, NQ]`: of the queries of each block that see anything, for `listed_blocks`.
+
+    First and last query, least and largest lo, least and largest first position, and whether keys
+    may be hidden from none of the block's queries. An incomplete last block has no full blocks, as
+    in create_block_mask.
+    """
+    tokens = torch.arange(len(lo), device=lo.device, dtype=torch.int32)
+    sees = lo < hi
+    rows = [extreme(x, block, sees) for x in (tokens, lo, first) for extreme in (_least, _most)]
+    whole = _least(sees.to(torch.int32), block) * _is_complete(lo, block)
+    return torch.stack([*rows, whole])
+
+
+def key_extremes(bounds: TreeBounds, block: int) -> Tensor:
+    """int32 `[7, NK]`: of the keys of each block, for `listed_blocks`.
+
+    First and last key, least and largest end, least and largest position, and whether the block is
+    complete.
+    """
+    tokens = torch.arange(len(bounds.end), device=bounds.end.device, dtype=torch.int32)
+    rows = [
+        extreme(x, block)
+        for x in (tokens, bounds.end, bounds.position)
+        for extreme in (_least, _most)
+    ]
+    return torch.stack([*rows, _is_complete(tokens, block)])
+
+
+def listed_blocks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Which pairs of blocks may hold a visible pair, and in which all pairs are visible; bool.
+
+    Args:
+        queries, keys: of `query_extremes` and `key_extremes`, broadcast against each other.
+    """
+    q_first, q_last, lo_least, lo_most, first_least, first_most, whole = queries
+    k_first, k_last, end_least, end_most, position_least, position_most, complete = keys
+    # A block without queries that see anything has a last one of -1.
+    touched = (k_first <= q_last) & (end_most > q_first)
+    touched &= (k_last >= lo_least) & (position_most >= first_least)
+    full = (k_last <= q_first) & (end_least > q_last)
+    full &= (k_first >= lo_most) & (position_least >= first_most)
+    return touched, full & (whole > 0) & (complete > 0)
+
+
+def _is_complete(x: Tensor, block: int) -> Tensor:
+    """int32 `[blocks]`: 1 where the row does not end inside the block."""
+    blocks = torch.arange(-(-len(x) // block), device=x.device)
+    return (blocks < len(x) // block).to(torch.int32)
 
 
 def _in_blocks(x: Tensor, block: int, fill: int) -> Tensor:

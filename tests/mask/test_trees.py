@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexvarlen import DocumentMask, PackedLayout
@@ -98,3 +98,20 @@ def test_other_trees_compile_nothing_again():
             assert torch.equal(dense, DocumentMask.of(layout, window=9).dense())
             assert torch.equal(positions, layout.position_ids())
     assert stats.compilations == 1
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, deadline=None)
+@given(trees(most_tokens=300), windows, chunks, st.sampled_from([32, (64, 128), 128]))
+def test_tables_of_a_gpu_are_those_of_the_cpu(tree, window, chunk, block_size):
+    size = (block_size, block_size) if isinstance(block_size, int) else block_size
+    if not tree.total_tokens:
+        return
+    found, expected = (
+        DocumentMask.of(tree.layout(device=device), window=window, chunk=chunk).tables(
+            size, compact=True
+        )
+        for device in ("cuda", "cpu")
+    )
+    for name, mine, theirs in zip(found._fields, found, expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs), name
