@@ -7,11 +7,13 @@ blocks of one block of queries, or of one block of keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from flexvarlen.layout.triton.launcher import Launcher
 
 COLUMNS = tl.constexpr(128)
 """Number of blocks that a program tests per iteration."""
@@ -101,12 +103,14 @@ def list_blocks(
     count_q, count_k = queries.shape[1], keys.shape[1]
     tables: list[Tensor] = []
     for of_keys, (rows, columns) in enumerate(zip((count_q, count_k), width, strict=True)):
-        made = [queries.new_zeros(1, 1, rows, *each) for each in ((), (columns,))]
-        made += [torch.zeros_like(x) for x in made]
+        made = [queries.new_zeros(1, 1, rows, *each) for each in ((), (columns,)) * 2]
         if rows:
-            with torch.cuda.device_of(queries):
-                _tree_lists[(rows,)](
-                    queries, keys, *made, count_q, count_k, columns, *block_size, bool(of_keys)
-                )
+            launcher = _launcher(*block_size, bool(of_keys))
+            launcher(rows, (queries, keys), made, (count_q, count_k, columns))
         tables += made
     return tables
+
+
+@lru_cache
+def _launcher(block_q: int, block_k: int, of_keys: bool) -> Launcher:
+    return Launcher(_tree_lists, {"BLOCK_Q": block_q, "BLOCK_K": block_k, "OF_KEYS": of_keys})
