@@ -168,7 +168,8 @@ class PackedLayout:
         Raises:
             ValueError: as `from_lengths`, and for parents that are no trees laid out depth first.
 
-        Where all segments are roots it is the layout that `from_lengths` makes.
+        Where all segments are roots it is the layout that `from_lengths` makes, unless a larger
+        `max_depth` asks for the same compiled graph as trees have.
 
         >>> tree = PackedLayout.from_tree([3, 2, 1], parents=[-1, 0, 0])
         >>> tree.position_ids()

@@ -60,6 +60,9 @@ def test_roots_alone_are_plain_documents():
     layout = PackedLayout.from_tree([3, 2], [-1, -1])
     assert layout.segments is None
     assert layout.lengths == (3, 2)
+    deeper = PackedLayout.from_tree([3, 2], [-1, -1], max_depth=2)
+    assert deeper.segments.max_depth == 2
+    assert torch.equal(deeper.position_ids(), layout.position_ids())
 
 
 def test_groups():
