@@ -183,6 +183,7 @@ def test_mixed_precision_of_accelerate(head):
     plain = model_with(head, "qwen2")
     ours, inputs = unpadding(plain), padded("right")
     real = inputs["attention_mask"] == 1
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer of another test
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     with torch.no_grad():
         outs = [accelerator.prepare(model)(**inputs, use_cache=False) for model in (plain, ours)]
