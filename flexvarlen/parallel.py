@@ -218,6 +218,11 @@ def shard_row(
         )
     _require_one_row(batch, _why_no_row(batch, size), group)
     layout: PackedLayout = batch["packed_layout"]
+    if layout.segments is not None:
+        raise NotImplementedError(
+            "shard_row does not cut trees, whose branches would end in other shards; pack each "
+            "path as a document."
+        )
     found = {
         name: x if _is_whole(x) else shard_tokens(x[0], group)[None] for name, x in batch.items()
     }

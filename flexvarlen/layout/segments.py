@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import host_int32, integers
+from flexvarlen.layout.boundaries import host_int32, integers, is_int
 
 
 class Segments:
@@ -52,6 +52,8 @@ class Segments:
         sizes, above = integers("lengths", lengths), integers("parents", parents)
         depths = _depths(sizes, above)
         deepest = max(depths, default=0) + 1
+        if max_depth is not None and not is_int(max_depth):
+            raise ValueError(f"max_depth must be an integer, got {max_depth!r}; pass a number.")
         if max_depth is not None and max_depth < deepest:
             raise ValueError(
                 f"max_depth must be at least the segments of the longest path, {deepest}, got "
@@ -88,27 +90,6 @@ class Segments:
             else:
                 trees[-1] += size
         return trees
-
-    def longest(self) -> list[tuple[int, int]]:
-        """The longest queries and keys of the calls of `levels.py`.
-
-        First the longest segment twice; then for each level but the last the most tokens below one
-        of its segments, and its longest segment.
-        """
-        below = list(self.lengths)
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        for segment in reversed(range(len(below))):
-            if self.parents[segment] >= 0:
-                below[self.parents[segment]] += below[segment]
-        own = max(self.lengths)
-        found = [(own, own), *[(1, 1)] * (self.max_depth - 1)]
-        for length, with_below, depth in zip(self.lengths, below, depths, strict=True):
-            if depth < self.max_depth - 1:
-                queries, keys = found[depth + 1]
-                found[depth + 1] = max(queries, with_below - length), max(keys, length)
-        return found
 
     def paths(self) -> Iterator[Tensor]:
         """int64 `[L]` on the host: the tokens from the root to the end of each leaf, in order."""

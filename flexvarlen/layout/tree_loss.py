@@ -26,14 +26,25 @@ def tree_loss(
             those of this row.
 
     Returns:
-        0-d, fp32 or wider. Differentiable. No sync; traces under `fullgraph=True`.
+        0-d, fp32 or wider.
+
+    Raises:
+        ValueError: other numbers of tokens.
+
+    Differentiable. No sync; traces under `fullgraph=True`.
 
     >>> logits = torch.zeros(3, 4)
     >>> tree_loss(logits, torch.tensor([1, 2, -100]), torch.tensor([2, 1, 1])).item()
     1.3862943649291992
     """
     labels_T, counts_T = shift_labels.reshape(-1), sample_counts.reshape(-1)
-    logits_TV = logits.reshape(labels_T.shape[0], -1)
+    logits_TV = logits.flatten(0, -2)
+    if not len(logits_TV) == len(labels_T) == len(counts_T):
+        raise ValueError(
+            "logits, shift_labels and sample_counts must have the same tokens, got "
+            f"{len(logits_TV)}, {len(labels_T)} and {len(counts_T)}; take the latter two from "
+            "fv.share_prefixes."
+        )
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses_T = cross_entropy(
         logits_TV.to(wide), labels_T, ignore_index=IGNORE_INDEX, reduction="none"

@@ -258,6 +258,11 @@ def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
 
 
 def _array(name: str, value: Any) -> NDArray[Any]:
+    if isinstance(value, PackedLayout) and value.segments is not None:
+        raise ValueError(
+            "packed_layout must be of plain documents in PackedCollator, got trees; make the batch "
+            "with TreeCollator."
+        )
     if isinstance(value, PackedLayout):  # the batch was made by this collator
         value = value.cu_seqlens.tolist()
     if isinstance(value, Tensor):

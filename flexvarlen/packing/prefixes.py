@@ -117,6 +117,13 @@ def share_prefixes(
 def _with_labels(index: int, sample: Sample) -> Tensor:
     """int64 `[L, 2]`: each token, and the label of the next."""
     given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
+    others = [name for name in given if name not in ("input_ids", "labels")]
+    if others or "input_ids" not in given:
+        raise ValueError(
+            "a sample must have input_ids and perhaps labels, and no other column, got "
+            f"{', '.join(given)} at index {index}; set labels to -100 where nothing is learned, "
+            "and drop the others."
+        )
     ids = integers("input_ids", given["input_ids"])
     labels = integers("labels", given["labels"]) if given.get("labels") is not None else ids
     if not ids or len(labels) != len(ids):

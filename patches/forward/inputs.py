@@ -88,7 +88,8 @@ class ForwardInputs:
                 )
             )
         if not (torch.compiler.is_compiling() or _is_captured(self.tokens)):
-            self.packs = layout.num_docs != self.batch or bool(layout.has_padding)
+            several = layout.num_docs != self.batch or layout.segments is not None
+            self.packs = several or bool(layout.has_padding)
         return layout
 
 

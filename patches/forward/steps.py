@@ -11,7 +11,6 @@ Shapes: B rows of S tokens, T = B·S.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
-from flexvarlen.layout.tree_loss import tree_loss
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import (
@@ -64,7 +62,7 @@ from flexvarlen.patches.forward.padding import (
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, head_drops_keywords
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
-from flexvarlen.patches.forward.trees import SAMPLE_COUNTS, refuse_beside_tree
+from flexvarlen.patches.forward.trees import refuse_beside_tree, take_loss
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.gemma4 import keep_all_queries, refuse_reentrant_checkpoints
 from flexvarlen.patches.models.image_masks import refuse_images
@@ -156,26 +154,12 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     packed = packed_forward(module, patch, layout)
     _pass_on(inputs, packed, patch)
     packed.packs, packed.padded = forward.packs, padded
-    if layout.segments is not None:
-        _take_loss(inputs, packed)
+    packed.tree_loss = take_loss(module, inputs)
     _note_cache(forward, packed)
     if not is_head:
         note_pooler(module, inputs, packed, forward.batch)
     _set_attention_mask(forward, packed)
     return inputs
-
-
-def _take_loss(inputs: dict[str, Any], packed: PackedForward) -> None:
-    """Keep the labels of a tree from the model, whose loss would count a shared token once."""
-    counts = inputs.pop(SAMPLE_COUNTS, None)
-    if counts is not None:
-        items = inputs.pop("num_items_in_batch", None)
-        packed.tree_loss = partial(
-            tree_loss,
-            shift_labels=inputs.pop("shift_labels"),
-            sample_counts=counts,
-            num_items_in_batch=items,
-        )
 
 
 def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
+from flexvarlen.layout.tree_loss import tree_loss
+from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.models.qwen_vl import has_images
 from flexvarlen.patches.models.rope import has_longrope
 
@@ -11,6 +17,38 @@ if TYPE_CHECKING:
     from flexvarlen.patches.forward.inputs import ForwardInputs
 
 SAMPLE_COUNTS = "sample_counts"
+
+
+def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
+    """Keep labels with sample_counts from the model, whose loss would count a shared token once.
+
+    Returns:
+        logits -> the loss; None without sample_counts.
+
+    Raises:
+        ValueError: sample_counts without shift_labels, or beside labels.
+        NotImplementedError: a loss function that the user set.
+    """
+    counts, labels = inputs.pop(SAMPLE_COUNTS, None), inputs.get("shift_labels")
+    if counts is None:
+        return None
+    if labels is None or inputs.get("labels") is not None:
+        raise ValueError(
+            "sample_counts must come with shift_labels and without labels; take both from "
+            "fv.share_prefixes."
+        )
+    if user_loss(module) is not None:
+        raise NotImplementedError(
+            "model.loss_function is not called with sample_counts, got one that was set; compute "
+            "the loss from the logits, or of each sample by fv.SharedPrefixes.unfold."
+        )
+    items = inputs.pop("num_items_in_batch", None)
+    return partial(
+        tree_loss,
+        shift_labels=inputs.pop("shift_labels"),
+        sample_counts=counts,
+        num_items_in_batch=items,
+    )
 
 
 def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
@@ -30,10 +68,10 @@ def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
             "segment in the row is not always next on its path, got labels; take shift_labels from "
             "fv.share_prefixes, which gives each token its own."
         )
-    if (inputs.get("shift_labels") is None) is not (inputs.get(SAMPLE_COUNTS) is None):
+    if inputs.get("shift_labels") is not None and inputs.get(SAMPLE_COUNTS) is None:
         raise ValueError(
-            "shift_labels and sample_counts must come together with a packed_layout of trees, got "
-            "one of them; take both from fv.share_prefixes."
+            "shift_labels must come with sample_counts with a packed_layout of trees, got them "
+            "alone; take both from fv.share_prefixes."
         )
     for name, wanted in (("return_dict", True), ("logits_to_keep", 0)):
         if inputs.get(name) not in (None, wanted):
@@ -41,6 +79,11 @@ def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
                 f"{name} must be {wanted} with a packed_layout of trees, got {inputs[name]!r}; "
                 "leave it out."
             )
+    if inputs.get("position_ids") is not None:
+        raise ValueError(
+            "position_ids must be left out with a packed_layout of trees, whose positions count "
+            "along each path, got some; leave them out."
+        )
     if inputs.get("use_cache") or forward.cache is not None:
         raise ValueError(
             "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "

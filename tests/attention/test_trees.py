@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings
 
 from flexvarlen import packed_attention, why_not
+from flexvarlen.attention.auto.check_results import why_wrong
+from flexvarlen.attention.call import AttentionCall
+from flexvarlen.mask.spec import MaskSpec
+from flexvarlen.mask.vectors import TreeBounds
 from flexvarlen.measure import watch_compilation
 from tests import oracle
-from tests.backends import differentiable, kernels, serving
+from tests.backends import FLASH, differentiable, kernels, serving
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.trees import EXAMPLES, Tree, chunks, trees, windows
 
@@ -58,13 +62,16 @@ def check(tree, name, device, dtype, head_dim, **options):
     assert (out[sum(tree.lengths) :] == 0).all(), "padding has an output"
 
 
-@pytest.mark.parametrize("kernel", kernels("reference", "sdpa", "flex", "flex_fa4"))
+@pytest.mark.parametrize("kernel", kernels("reference", "sdpa", "flex", "flex_fa4", *FLASH))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tree", EXAMPLES.values(), ids=EXAMPLES)
 def test_each_path_is_a_document(kernel, tree, kind):
     name, device, dtype = kernel
     call = {"device": device, "dtype": dtype, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2}
-    reason = why_not(name, **call, needs_grad=differentiable((name, device)))
+    call |= {"needs_grad": differentiable((name, device))}
+    reason = why_not(name, **call)
+    if name in FLASH and KINDS[kind]:
+        reason = f"{name} has no windows or chunks in trees"
     if reason is not None:
         pytest.skip(reason)
     check(tree, name, device, dtype, 64, **KINDS[kind])
@@ -139,3 +146,13 @@ def test_kernels_without_trees_refuse(kernel):
     *qkv, _ = random_qkv(tree.total_tokens, 6, 2, 64, dtype=kernel[2], device="cuda")
     with pytest.raises(NotImplementedError, match="has no trees"):
         packed_attention(*qkv, tree.layout(device="cuda"), backend=kernel[0])
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_auto_trusts_a_right_kernel_and_not_one_that_ignores_the_tree(name, window, monkeypatch):
+    spec = MaskSpec.of(window=window).of_trees()
+    call = AttentionCall(torch.device("cpu"), torch.float32, 4, 2, 16, spec, 0.25)
+    assert why_wrong(name, call) is None
+    monkeypatch.setattr(TreeBounds, "sees", lambda self, q, k: torch.ones_like(q * k, dtype=bool))
+    assert "output is off" in why_wrong("sdpa", call)

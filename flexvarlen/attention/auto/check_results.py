@@ -26,6 +26,7 @@ from flexvarlen.attention.backends.reference import dense_attention
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.mask.vectors import tree_bounds
 
 _MOST_SCORES = 2**25
 """Maximum H x S x Tk of the dense attention: 128 MiB in fp32."""
@@ -77,6 +78,8 @@ class Expected(NamedTuple):
         )
         tokens = torch.arange(keys, device=lo.device)
         seen = (lo[queries, None] <= tokens) & (tokens < hi[queries, None])
+        if mask.spec.tree:
+            seen &= tree_bounds(mask.inputs).sees(queries[:, None], tokens[None])
         sinks_H = sinks[0] if sinks else None
         out_SHD, lse_HS = dense_attention(q, k, v, sinks_H, seen, call)
         results = {"output": out_SHD.detach(), "LSE": lse_HS.detach()}

@@ -52,7 +52,7 @@ class FlexBackend:
                 "backend='fa3' for layout_k, or, without gradients or softcap, 'sdpa'."
             )
         if call.batch_invariant and call.spec.tree:
-            return "flex does not support trees with batch_invariant; use backend='sdpa'."
+            return "flex is not batch invariant with trees; pack each path as a document."
         if call.batch_invariant and call.needs_grad:
             return (
                 "flex is batch invariant only in its outputs: in its backward, Inductor compiles "

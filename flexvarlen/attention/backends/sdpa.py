@@ -37,6 +37,8 @@ class SdpaBackend:
                 "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or "
                 "'reference'."
             )
+        if call.batch_invariant and call.spec.tree:
+            return "sdpa is not batch invariant with trees; pack each path as a document."
         if call.ordered_backward and call.needs_grad and call.device.type == "cuda":
             others = "'fa3', 'fa2' or 'fa4' in half precision, 'reference' in any for deterministic"
             return f"sdpa's backward is not deterministic on a GPU; use backend={others}."

@@ -74,7 +74,7 @@ def test_each_sample_is_a_document(family, checkpointing):
     model = fv.patch_model(new_model(family), FAMILIES[family])
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    shared = fv.share_prefixes(samples(), total_tokens=160)
+    shared = fv.share_prefixes(samples(), total_tokens=160 if checkpointing else None)
     assert shared.layout.segments.max_depth == 3
     assert int((shared.sample_counts > 0).sum()) < 0.6 * sum(map(len, samples()))
     out = model(**shared.batch())
@@ -84,6 +84,27 @@ def test_each_sample_is_a_document(family, checkpointing):
     assert_as_accurate(out.loss.detach(), exact[1], peer[1], 2, "loss")
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert_gradients_as_accurate(gradients, exact[2], peer[2])
+
+
+@pytest.mark.parametrize(
+    "texts", [samples()[:3], samples()[3:5], samples()[3:4], samples()[1:2] * 2]
+)
+def test_one_tree_or_nothing_shared(chosen):
+    """A row without padding that is one document of the layout, or plain documents."""
+    texts = [samples()[index] for index in chosen]
+    plain = shared_model("llama")
+    with torch.no_grad():
+        alone = [plain(torch.tensor(x)[None], use_cache=False).logits[0] for x in texts]
+        shared = fv.share_prefixes(texts)
+        out = fv.patch_model(new_model("llama"), "sdpa")(**shared.batch())
+    for mine, theirs in zip(shared.unfold(out.logits), alone, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    losses = [
+        cross_entropy(x[:-1], torch.tensor(t)[1:], reduction="sum")
+        for x, t in zip(alone, texts, strict=True)
+    ]
+    expected = sum(losses) / sum(len(x) - 1 for x in texts)
+    torch.testing.assert_close(out.loss, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_no_bit_of_a_sibling_changes():
@@ -117,7 +138,7 @@ def test_one_graph_for_batches_of_equal_sizes():
 
 
 def test_trainer(tmp_path):
-    """Two steps give the weights that the samples give one by one in a step."""
+    """A step gives the weights that the samples give one by one."""
     data = [{"input_ids": text} for text in samples()]
     settings = {"report_to": [], "save_strategy": "no", "use_cpu": True, "learning_rate": 0.01}
     arguments = TrainingArguments(
@@ -158,7 +179,9 @@ def shared_batch(**changes):
         ({"labels": torch.zeros(1, 160, dtype=torch.long)}, "given as shift_labels"),
         ({"attention_mask": torch.ones(1, 160, dtype=torch.long)}, "attention_mask must be left"),
         ({"use_cache": True}, "a cache must not be filled"),
-        ({"sample_counts": None}, "must come together"),
+        ({"position_ids": torch.arange(160)[None]}, "position_ids must be left out"),
+        ({"sample_counts": None}, "must come with sample_counts"),
+        ({"shift_labels": None}, "must come with shift_labels"),
         ({"return_dict": False}, "return_dict must be True"),
         ({"logits_to_keep": 3}, "logits_to_keep must be 0"),
     ],

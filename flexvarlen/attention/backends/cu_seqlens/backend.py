@@ -108,7 +108,7 @@ class CuSeqlensBackend:
         if spec.tree and spec.is_limited:
             return f"{self.name} has no windows or chunks in trees; use backend='flex'."
         if spec.tree and call.batch_invariant:
-            return f"{self.name} is not batch invariant with trees; use backend='sdpa'."
+            return f"{self.name} is not batch invariant with trees; pack each path as a document."
         if spec.prefix:
             return f"{self.name} has no prefixes; use backend='flex'."
         if spec.cross and spec.chunk:

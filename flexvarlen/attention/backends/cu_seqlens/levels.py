@@ -87,15 +87,15 @@ def level_sizes(layout: PackedLayout, *, any_row: bool) -> list[KernelSizes]:
     Args:
         any_row: for all trees of the layout's sizes, as in a compiled graph.
     """
-    segments, bound = layout.segments, layout.max_seqlen_bound
+    segments, bound, total = layout.segments, layout.max_seqlen_bound, layout.total_tokens
     assert segments is not None
     slots = segments.table.shape[1] - 1
-    counts = (slots, *[_SLOTS * slots + 2] * (segments.max_depth - 1))
-    if any_row:
-        return [KernelSizes(count, bound, bound, bound, bound, 1) for count in counts]
-    tail = int(layout.has_padding is not False)
-    longest = segments.longest()
-    return [KernelSizes(n, *x, bound, bound, tail) for n, x in zip(counts, longest, strict=True)]
+    tail = int(any_row or layout.has_padding is not False)
+    longest = bound if any_row else max(segments.lengths, default=0)
+    own = KernelSizes(slots, longest, longest, bound, bound, tail)
+    # The slots without keys are as long as the row may be, and kernels write them.
+    above = KernelSizes(_SLOTS * slots + 2, total, total, total, total, tail)
+    return [own, *[above] * (segments.max_depth - 1)]
 
 
 def attend_levels(
