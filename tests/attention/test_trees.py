@@ -27,7 +27,7 @@ def by_path(tree, **options):
     """Attention of q, k and v, each segment at the end of its path; differentiable."""
 
     def attend(q, k, v):
-        out = torch.zeros_like(q)
+        out = 0 * q  # not plain zeros: padding alone has gradients too
         for segment, length in enumerate(tree.lengths):
             path = tree.path_of(segment)
             if length:
