@@ -6,6 +6,7 @@ Shapes: B rows of S tokens, T = B·S = 256 in every batch, two blocks of 128 in 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -102,15 +103,20 @@ class Outcome:
 
 
 def one_by_one(model: PreTrainedModel, order: tuple[tuple[int, int], ...]) -> Outcome:
-    """Each document in a forward of its own; the loss is the mean over all labels.
+    """Each document in a forward of its own, by index and first position; see `texts_alone`."""
+    return texts_alone(model, [(documents()[index], first) for index, first in order])
+
+
+def texts_alone(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]]) -> Outcome:
+    """Each text in a forward of its own; the loss is the mean over all labels.
 
     Args:
         model: not patched.
-        order: index and first position of each document.
+        texts: token ids `[L]` and first position of each.
     """
     logits, losses, labels = [], [], 0
-    for index, first in order:
-        ids = documents()[index].to(model.device)
+    for given, first in texts:
+        ids = given.to(model.device)
         positions = torch.arange(first, first + len(ids), device=model.device)[None]
         out = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
         wide = out if out.dtype == torch.float64 else out.float()

@@ -9,6 +9,7 @@ Shapes: T = total_tokens, S = number of segment slots.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -93,17 +94,26 @@ class Segments:
 
     def paths(self) -> Iterator[Tensor]:
         """int64 `[L]` on the host: the tokens from the root to the end of each leaf, in order."""
-        starts = self.table[0].tolist()
+        starts = list(accumulate(self.lengths, initial=0))
         parents = set(self.parents)
-        for leaf in range(len(self.lengths)):
-            if leaf in parents:
-                continue
-            path, segment = [], leaf
-            while segment >= 0:
-                start = starts[segment]
-                path.append(torch.arange(start, start + self.lengths[segment], device="cpu"))
-                segment = self.parents[segment]
-            yield torch.cat(path[::-1])
+        for segment in range(len(self.lengths)):
+            if segment not in parents:
+                yield path_to(segment, starts, self.parents)
+
+
+def path_to(segment: int, starts: Sequence[int], parents: Sequence[int]) -> Tensor:
+    """int64 `[L]` on the host: the tokens from the root to the end of a segment.
+
+    Args:
+        segment: its index.
+        starts: the first token of each segment, then the end of the last.
+        parents: the index of the segment above each, -1 at a root.
+    """
+    pieces = []
+    while segment >= 0:
+        pieces.append(torch.arange(starts[segment], starts[segment + 1], device="cpu"))
+        segment = parents[segment]
+    return torch.cat(pieces[::-1])
 
 
 def _depths(sizes: list[int], parents: list[int]) -> list[int]:

@@ -34,7 +34,8 @@ def document_block_mask(
 ) -> BlockMask:
     """Build a BlockMask `[1, 1, Tq, Tk]` in which a query sees only keys of its own document.
 
-    It equals `create_block_mask` of the same mask, block by block. The arguments are combined by
+    It equals `create_block_mask` of the same mask, block by block (over trees a listed block may
+    also be empty). The arguments are combined by
     intersection: for example a window inside a causal document, or a prefix cut to a window.
 
     Args:

@@ -69,7 +69,7 @@ class DocumentMask:
         prefix: Tensor | None = None,
     ) -> None:
         cross = layout_k is not None
-        if spec.tree is (layout.segments is None):
+        if spec.tree != (layout.segments is not None):
             raise ValueError(
                 f"{spec} does not go with {layout}; make the mask with DocumentMask.of()."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from flexvarlen.layout.boundaries import integers
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.segments import path_to
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
 
@@ -92,17 +94,15 @@ def share_prefixes(
     tree = _Tree(pairs)
     for group in _by_next(pairs, range(len(pairs)), 0):
         tree.add(group, 0, -1)
+    lengths = [len(x) for x in tree.tokens]
     layout = PackedLayout.from_tree(
-        [len(x) for x in tree.tokens],
-        tree.parents,
-        total_tokens=total_tokens,
-        device=device,
-        **sizes,
+        lengths, tree.parents, total_tokens=total_tokens, device=device, **sizes
     )
-    missing = layout.total_tokens - sum(len(x) for x in tree.tokens)
+    starts = list(accumulate(lengths, initial=0))
+    missing = layout.total_tokens - starts[-1]
     padding = torch.tensor([[pad_token_id, IGNORE_INDEX]]).expand(missing, 2)
     rows_T2 = torch.cat([*tree.tokens, padding])
-    of_segments = [torch.full((len(x),), n) for x, n in zip(tree.tokens, tree.counts, strict=True)]
+    of_segments = [torch.full((n,), count) for n, count in zip(lengths, tree.counts, strict=True)]
     counts_T = torch.cat([*of_segments, torch.zeros(missing, dtype=torch.long)])
     ids, labels, counts = (x[None].to(device) for x in (*rows_T2.unbind(1), counts_T))
     return SharedPrefixes(
@@ -110,7 +110,7 @@ def share_prefixes(
         labels,
         counts,
         layout,
-        paths=tuple(tree.path(tree.ends[index]) for index in range(len(pairs))),
+        paths=tuple(path_to(tree.ends[i], starts, tree.parents) for i in range(len(pairs))),
     )
 
 
@@ -180,22 +180,13 @@ class _Tree:
         differ = (first[:length] != second[:length]).any(1).nonzero()
         return int(differ[0]) if len(differ) else length
 
-    def path(self, segment: int) -> Tensor:
-        """The tokens of the row from the root to the end of a segment."""
-        starts = torch.tensor([0, *(len(x) for x in self.tokens)]).cumsum(0)
-        pieces = []
-        while segment >= 0:
-            pieces.append(torch.arange(int(starts[segment]), int(starts[segment + 1])))
-            segment = self.parents[segment]
-        return torch.cat(pieces[::-1])
-
 
 class TreeCollator:
     """Makes a batch of samples one row of trees, for a patched model.
 
     Args:
-        sizes: arguments of `share_prefixes`; total_tokens and capacity, so that every batch has one
-            compiled graph.
+        sizes: arguments of `share_prefixes`. Batches of equal total_tokens, capacity,
+            max_seqlen_bound and max_depth share one compiled graph.
 
     The model's loss is then `tree_loss`: that of the samples computed one by one.
     """

@@ -1,4 +1,4 @@
-"""What a forward over trees cannot have beside them."""
+"""The loss of a forward over trees, and the arguments and models that it refuses."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
         pools: whether the head takes one vector from each document.
 
     Raises:
-        ValueError: labels, a cache, or a head that pools.
-        NotImplementedError: a model or a setting that trees do not go with.
+        ValueError: labels, shift_labels alone, position_ids, a cache, or outputs of another form.
+            (`find_layout` refuses an attention_mask.)
+        NotImplementedError: a model, a head or a setting that trees do not go with.
     """
     inputs = forward.inputs
     if inputs.get("labels") is not None:

@@ -120,18 +120,18 @@ def _segments(table: Tensor, mask: MaskSpec, device: torch.device) -> Iterator[_
     """Each segment with tokens: its last query is aligned with its path's last key."""
     starts, ends, above, _ = table.tolist()
     of_path = replace(mask, tree=False, cross=True)
-    path: list[tuple[int, range]] = []  # where each subtree ends, and the tokens of its segment
+    path: list[tuple[int, int, int]] = []  # a segment's first token, its end, and its subtree's
     for start, stop, end, tokens_above in zip(starts, starts[1:], ends, above, strict=False):
         if stop == start:
             continue
-        while path and path[-1][0] <= start:
+        while path and path[-1][2] <= start:
             path.pop()
-        path.append((end, range(start, stop)))
+        path.append((start, stop, end))
         if tokens_above == 0:
             yield _Document(slice(start, stop), slice(start, stop), 0, replace(mask, tree=False))
         else:
-            keys = [token for _, tokens in path for token in tokens]
-            yield _Document(slice(start, stop), torch.tensor(keys, device=device), 0, of_path)
+            keys = torch.cat([torch.arange(a, b, device=device) for a, b, _ in path])
+            yield _Document(slice(start, stop), keys, 0, of_path)
 
 
 def _loop(

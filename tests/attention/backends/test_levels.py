@@ -1,4 +1,4 @@
-"""Attention over trees by a call for each level, with a cu_seqlens kernel in plain torch."""
+"""Attention over trees by a call for each level, with the stand-in for FlashAttention."""
 
 from __future__ import annotations
 
@@ -6,67 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
 from flexvarlen.attention.backends.cu_seqlens.levels import Levels, attend_levels, level_sizes
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
+from tests.attention.backends.plain_kernel import backend  # noqa: F401
 from tests.attention.test_trees import by_path
 from tests.oracle import assert_as_accurate, differentiate, random_qkv
 from tests.trees import EXAMPLES, trees
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
-
-class PlainKernel:
-    """A kernel as FlashAttention's: rows past the last boundary and unused keys hold garbage."""
-
-    def pairs(self, segments):
-        cu_q, cu_k, longest_q, longest_k = segments
-        for q, q_end, k, k_end in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-            assert q_end - q <= longest_q, "FlashAttention would leave rows unwritten"
-            assert k_end - k <= longest_k, "FlashAttention would leave keys' gradients unwritten"
-            assert q <= q_end
-            assert k <= k_end
-            yield slice(int(q), int(q_end)), slice(int(k), int(k_end))
-
-    def scores(self, q, k, call):
-        k = k.repeat_interleave(HEADS // KV_HEADS, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
-        if call.spec.right == 0:
-            assert len(q) == len(k)
-            scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), float("-inf"))
-        return scores
-
-    def forward(self, q, k, v, segments, call):
-        out = torch.full_like(q, float("nan"))
-        lse = torch.full((HEADS, len(q)), float("nan"))
-        for rows, keys in self.pairs(segments):
-            scores = self.scores(q[rows], k[keys], call)
-            lse[:, rows] = scores.logsumexp(-1)
-            values = v[keys].repeat_interleave(HEADS // KV_HEADS, 1)
-            weights = scores.softmax(-1) if scores.shape[-1] else scores
-            out[rows] = torch.einsum("hqk,khd->qhd", weights, values)
-        return out, lse
-
-    def backward(self, grad, q, k, v, out, lse, segments, call):
-        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
-        groups = (KV_HEADS, HEADS // KV_HEADS)
-        for rows, keys in self.pairs(segments):
-            weights = (self.scores(q[rows], k[keys], call) - lse[:, rows, None]).exp()
-            values, all_keys = (x[keys].repeat_interleave(groups[1], 1) for x in (v, k))
-            dweights = torch.einsum("qhd,khd->hqk", grad[rows], values)
-            mean = (grad[rows] * out[rows]).sum(-1).T[..., None]
-            dscores = weights * (dweights - mean) * call.scale
-            dq[rows] = torch.einsum("hqk,khd->qhd", dscores, all_keys)
-            of_heads = torch.einsum("hqk,qhd->khd", dscores, q[rows])
-            dk[keys] = of_heads.unflatten(1, groups).sum(2)
-            dv[keys] = torch.einsum("hqk,qhd->khd", weights, grad[rows]).unflatten(1, groups).sum(2)
-        return dq, dk, dv
-
-
-@pytest.fixture(autouse=True)
-def plain_kernel(monkeypatch):
-    monkeypatch.setitem(kernels.KERNELS, "plain", PlainKernel())
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def attention(tree, *, any_row=False, sinks=None, **sizes):
@@ -128,9 +78,9 @@ def test_operators_trace():
     layout = tree.layout()
     qkv = [x.requires_grad_() for x in random_qkv(tree.total_tokens, HEADS, KV_HEADS, HEAD_DIM)[:3]]
     numbers = [n for each in level_sizes(layout, any_row=False) for n in each]
-    settings = (MaskSpec().as_ints(), 0.25, 0.0, False, False, True)
+    of_call = (MaskSpec().as_ints(), 0.25, 0.0, False, False, True)
     torch.library.opcheck(
         torch.ops.flexvarlen.levels_forward.default,
-        ("plain", *qkv, None, *Levels.of(layout.segments), numbers, *settings),
+        ("plain", *qkv, None, *Levels.of(layout.segments), numbers, *of_call),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

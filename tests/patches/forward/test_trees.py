@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
-from tests.tiny_models import VOCABULARY, new_model, shared_model
+from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
 
 # Windows, chunks, sinks, experts, soft caps, layers without RoPE, latent attention.
 FAMILIES = {
@@ -50,19 +50,7 @@ def samples():
 
 def alone(model):
     """Logits of each sample, their mean loss and gradients, each sample in a forward of its own."""
-    logits, losses, count = [], [], 0
-    for text in samples():
-        ids = torch.tensor(text)
-        out = model(input_ids=ids[None], use_cache=False).logits[0]
-        wide = out if out.dtype == torch.float64 else out.float()
-        losses.append(cross_entropy(wide[:-1], ids[1:], reduction="sum"))
-        logits.append(out.detach())
-        count += len(text) - 1
-    loss = torch.stack(losses).sum() / count
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return torch.cat(logits), loss.detach(), gradients
+    return texts_alone(model, [(torch.tensor(text), 0) for text in samples()])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -80,10 +68,10 @@ def test_each_sample_is_a_document(family, checkpointing):
     out = model(**shared.batch())
     out.loss.backward()
     logits = torch.cat(shared.unfold(out.logits.detach()))
-    assert_as_accurate(logits, exact[0], peer[0], 2, "logits")
-    assert_as_accurate(out.loss.detach(), exact[1], peer[1], 2, "loss")
+    assert_as_accurate(logits, exact.logits, peer.logits, 2, "logits")
+    assert_as_accurate(out.loss.detach(), exact.loss, peer.loss, 2, "loss")
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_gradients_as_accurate(gradients, exact[2], peer[2])
+    assert_gradients_as_accurate(gradients, exact.gradients, peer.gradients)
 
 
 @pytest.mark.parametrize("chosen", [(0, 1, 2), (3, 4), (3,), (1, 5)])
@@ -147,8 +135,10 @@ def test_trainer(tmp_path):
         **settings,
     )
     model = new_model("llama")
-    _, loss, gradients = alone(copy.deepcopy(model))
-    expected = {name: p.detach() - 0.01 * gradients[name] for name, p in model.named_parameters()}
+    one_by_one = alone(copy.deepcopy(model))
+    expected = {
+        name: p.detach() - 0.01 * one_by_one.gradients[name] for name, p in model.named_parameters()
+    }
     trainer = Trainer(
         model=fv.patch_model(model, "sdpa"),
         args=arguments,
@@ -156,7 +146,7 @@ def test_trainer(tmp_path):
         data_collator=fv.TreeCollator(total_tokens=160),
     )
     found = trainer.train()
-    assert abs(found.training_loss - loss.item()) < 1e-5
+    assert abs(found.training_loss - one_by_one.loss.item()) < 1e-5
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], atol=1e-6, rtol=1e-5)
 

@@ -156,10 +156,10 @@ class CuSeqlensBackend:
         out_THD: Tensor
         lse_HT: Tensor | None
         masked_T = None
+        tensors = (q_THD, k_THD, v_THD, sinks_H)
         if isinstance(plan, Levels):
             any_row = compiling or _outlives_the_call(q_THD, compiling=False, traced=traced)
             every_size = level_sizes(mask.layout, any_row=any_row)
-            tensors = (q_THD, k_THD, v_THD, sinks_H)
             out_THD, lse_HT = attend_levels(self.name, *tensors, plan, every_size, call)
         else:
             cu_seqlens_q, cu_seqlens_k, _, _, masked_T = plan
@@ -167,8 +167,7 @@ class CuSeqlensBackend:
             if _outlives_the_call(cu_seqlens_q, compiling=compiling, traced=traced):
                 sizes = sizes.of_any_row(cu_seqlens_q.shape[0] - 1)
             boundaries = (cu_seqlens_q, cu_seqlens_k)
-            inputs = (q_THD, k_THD, v_THD, sinks_H, *boundaries)
-            out_THD, lse_HT = attend(self.name, *inputs, sizes, call, traced=traced)
+            out_THD, lse_HT = attend(self.name, *tensors, *boundaries, sizes, call, traced=traced)
         if masked_T is not None:
             out_THD = torch.where(masked_T[:, None, None], 0, out_THD)
         if not call.return_lse or lse_HT is None:

@@ -5,8 +5,8 @@ segment, and one call for each level from the tokens below the level's segments 
 copied. The calls' outputs are weighted by their shares of the softmax. A backward kernel makes
 probabilities from the LSE, so that given the merged LSE and output it computes its call's part.
 
-Shape legend: T = tokens of the row, H = num_heads, D = head_dim, S = segment slots, L = levels with
-segments below them, at most `max_depth - 1`.
+Shape legend: T = tokens of the row, H = num_heads, D = head_dim, S = segment slots, L = levels that
+may have segments below them, `max_depth - 1`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
 from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
-from flexvarlen.attention.backends.cu_seqlens.operator import call_of, settings_of
+from flexvarlen.attention.backends.cu_seqlens.operator import QKV, SETTINGS, call_of, settings_of
 from flexvarlen.attention.backends.sinks import share_without_sink
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -135,7 +135,14 @@ def _calls(
         yield _LevelCall(queries, keys, each, call._replace(spec=everything))
 
 
-@torch.library.custom_op("flexvarlen::levels_forward", mutates_args=())
+_LEVELS = f"Tensor own, Tensor above, SymInt[] sizes, {SETTINGS}"
+
+
+@torch.library.custom_op(
+    "flexvarlen::levels_forward",
+    mutates_args=(),
+    schema=f"(str kernel, {QKV}, {_LEVELS}) -> (Tensor, Tensor)",
+)
 def _forward(
     kernel: str,
     q: Tensor,
@@ -145,14 +152,8 @@ def _forward(
     own: Tensor,
     above: Tensor,
     sizes: list[int],
-    spec: list[int],
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    batch_invariant: bool,
-    return_lse: bool,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    settings = (spec, scale, softcap, deterministic, batch_invariant, return_lse)
     call = call_of(q, k, sinks_H, settings)
     first, *others = _calls(own, above, sizes, call)
     out_THD, lse_HT = kernels.forward(kernel, q, k, v, None, *first)
@@ -175,7 +176,12 @@ def _(kernel: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op("flexvarlen::levels_backward", mutates_args=())
+@torch.library.custom_op(
+    "flexvarlen::levels_backward",
+    mutates_args=(),
+    schema=f"(str kernel, Tensor grad, {QKV}, Tensor out, Tensor lse, {_LEVELS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
 def _backward(
     kernel: str,
     grad: Tensor,
@@ -188,14 +194,8 @@ def _backward(
     own: Tensor,
     above: Tensor,
     sizes: list[int],
-    spec: list[int],
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    batch_invariant: bool,
-    return_lse: bool,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    settings = (spec, scale, softcap, deterministic, batch_invariant, return_lse)
     call = call_of(q, k, sinks_H, settings)
     sums: list[Tensor] = []
     dsinks_H: Tensor | None = None

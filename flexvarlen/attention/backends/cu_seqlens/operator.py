@@ -59,7 +59,7 @@ def attend(
 
 # ---- the operators, which take flat arguments ----
 
-_SETTINGS = (
+SETTINGS = (
     "int[] spec, float scale, float softcap, bool deterministic, bool batch_invariant, "
     "bool return_lse"
 )
@@ -113,28 +113,28 @@ def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 
 _library = torch.library.Library("flexvarlen", "FRAGMENT")
-_QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
+QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
 _CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _SIZES = ", ".join(f"SymInt {name}" for name in KernelSizes._fields)
 
 
 def _operator(name: str, tensors: str, results: str, function: Any) -> Any:
     """Register a custom operator; `torch.library.custom_op` would take twice the host time."""
-    schema = f"{name}(str kernel, {tensors}, {_SIZES}, {_SETTINGS}) -> ({results})"
+    schema = f"{name}(str kernel, {tensors}, {_SIZES}, {SETTINGS}) -> ({results})"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     return getattr(torch.ops.flexvarlen, name).default
 
 
 cu_seqlens_forward = _operator(
-    "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
+    "cu_seqlens_forward", f"{QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
 )
 """Attention as an operator. A selective activation checkpointing policy can save it by this name:
 `torch.ops.flexvarlen.cu_seqlens_forward.default`."""
 
 cu_seqlens_backward = _operator(
     "cu_seqlens_backward",
-    f"Tensor grad_THD, {_QKV}, Tensor out_THD, Tensor lse_HT, {_CU_SEQLENS}",
+    f"Tensor grad_THD, {QKV}, Tensor out_THD, Tensor lse_HT, {_CU_SEQLENS}",
     "Tensor, Tensor, Tensor, Tensor",
     _backward,
 )
