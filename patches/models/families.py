@@ -312,7 +312,7 @@ def require_own_code(model: Any) -> None:
             f"model must be of a class of transformers for the verified {model.config.model_type}, "
             f"got {type(model).__name__} of {type(model).__module__}, in which packed documents "
             "could leak into one another; call patch_model(model, verify=True), which checks that "
-            "they do not, or load it without trust_remote_code."
+            "they do not, or load it with transformers' own class, without trust_remote_code."
         )
 
 

@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 _TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -355,9 +357,9 @@ def tiny_config(
             if name in sizes:
                 sizes |= {chosen: sizes[name] for chosen in _CHOSEN_EXPERTS if chosen in sizes}
     sizes |= changes
-    if not has_towers:
-        return AutoConfig.for_model(model_type, **sizes)
-    return AutoConfig.for_model(model_type, text_config=sizes, **whole)
+    # transformers' own: flash-linear-attention registers a mamba2 of its own with AutoConfig.
+    config_class: type[PretrainedConfig] = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+    return config_class(text_config=sizes, **whole) if has_towers else config_class(**sizes)
 
 
 @torch.no_grad()

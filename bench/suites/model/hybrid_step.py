@@ -43,8 +43,8 @@ class HybridCase:
     """One hybrid model on one set of documents.
 
     Attributes:
-        kind: "eager" or "compiled", on a packed row; "padded", eager, on padded batches too;
-            "packings", compiled, on one packing after another.
+        kind: "eager" or "compiled" (layer by layer), on a packed row; "padded", eager, on padded
+            batches too; "packings", compiled as a whole, on one packing after another.
         geometry, layers: as in `ModelCase`.
         tokens: of all documents, padding not counted.
         source: which texts the lengths come from; "" where they are log-normal.
@@ -152,7 +152,9 @@ class HybridSteps:
         packed = batching == "packed"
         attends = variant.attends(lengths, compiled=compiled) if packed else named
         call: Callable[..., Any] = variant.model
-        if compiled:
+        if self.case.kind == "compiled":
+            variant.compile_layers(self.case.compiler)
+        elif compiled:
             call = variant.compiled(self.case.compiler, fullgraph=False)
         batches, starts = self.batches(batching, variant)
         step = partial(self.step, call, batches, starts, functions)

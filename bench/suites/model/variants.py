@@ -135,6 +135,12 @@ class Variant:
         fullgraph = not self.theirs if fullgraph is None else fullgraph
         return torch.compile(self.model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
 
+    def compile_layers(self, compiler: str) -> None:
+        """Put each layer under torch.compile by itself; graph breaks are allowed."""
+        backend = own_backend(compiler)
+        for layer in self.model.layers:
+            layer.compile(backend=backend)
+
 
 def own_backend(compiler: str, *, cuda_graphs: bool = False) -> Callable[..., Any]:
     """A backend of torch.compile that is an object of its own.
