@@ -85,7 +85,11 @@ _BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-_LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
+_LINEAR_THEN_FULL = {
+    "layer_types": ["linear_attention", "full_attention"],
+    # What is read from the state is normed: 1e-6 would magnify the rounding error of small values.
+    "rms_norm_eps": 1e-2,
+}
 _GATED_DELTA = {
     **_HEAD_16,
     **_LINEAR_THEN_FULL,
