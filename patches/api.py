@@ -34,6 +34,7 @@ from flexvarlen.patches.forward.recurrent_layers import (
 )
 from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import after_forward, before_forward
+from flexvarlen.patches.forward.trees import why_no_trees
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.families import require_own_code, require_verified
@@ -79,6 +80,7 @@ def patch_model(
     max_seqlen_bound: int | None = None,
     unpad: bool = False,
     unpad_to_multiple_of: int | None = None,
+    share_prefixes: bool = False,
     sequence_parallel_group: ProcessGroup | None = None,
     verify: bool = False,
 ) -> Model:
@@ -99,6 +101,11 @@ def patch_model(
     built. Each forward copies the mask to the host once; under torch.compile this is one graph
     break, so `fullgraph=True` fails. docs/preference.md has more, and
     `patch_trainer` does this for the models of a trainer.
+
+    With `share_prefixes` too, rows that begin with the same tokens at the same positions run these
+    once, as a tree (`PackedLayout.from_tree`), 32 tokens or more. Outputs are those of the padded
+    batch, and a shared token's gradient is the sum over its rows. Batches without padding run so
+    too. Each forward copies the token ids to the host once more.
 
     A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
     num_labels]`, and takes labels `[num_docs]`; `config.pad_token_id` must be set. Its documents
@@ -156,6 +163,8 @@ def patch_model(
         unpad_to_multiple_of: with `unpad` the packed row is rounded up to a multiple of this many
             tokens; the spare ones belong to no document. Default: 1,024 in a compiled model, so
             that few sizes compile, else 1.
+        share_prefixes: with `unpad` what rows have in common at their beginnings (a prompt with its
+            answers) is computed once, see above.
         sequence_parallel_group: ranks over which each row is sharded (Ulysses), see below.
         verify: check the patched model on a small random batch, as `verify_isolation` does, which
             any other causal model of text may pass too; a kind of model that passed is not checked
@@ -171,7 +180,8 @@ def patch_model(
         ValueError: no transformers model inside, or a second one that is not part of the first; a
             `forward` that takes no `**kwargs`, an unknown backend, a mapping that misses one of the
             model's layer types or names another, a group whose ranks do not divide the heads, or
-            an `unpad_to_multiple_of` that is no positive integer or comes without `unpad`.
+            an `unpad_to_multiple_of` that is no positive integer, or this or `share_prefixes`
+            without `unpad`.
         NotImplementedError: the model type is not verified, or `verify` cannot check it or finds
             other outputs than those of each document alone; it keeps state that is not supported,
             or its recurrent layers do not call transformers' `causal_conv1d_fn`, or come from
@@ -218,7 +228,10 @@ def patch_model(
     recurrent = recurrent_layers(text_tower(base_of(inner)))
     causal = bool(recurrent) or any(kind.causal for kind in kinds)
     head = kind_of_head(inner, causal=causal)
-    check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group)
+    check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group, share_prefixes)
+    why = why_no_trees(text_config_of(inner.config), causal=causal, recurrent=bool(recurrent))
+    if share_prefixes and why is not None:
+        raise NotImplementedError(f"share_prefixes=True is not supported with {why}; leave it out.")
     if recurrent or named_recurrent_layers(inner):
         refuse_recurrent(inner, recurrent, unpad=unpad, group=sequence_parallel_group)
     require_keywords(wrapped_modules(inner))
@@ -246,6 +259,7 @@ def patch_model(
         recurrent=bool(recurrent),
         unpad=unpad,
         unpad_to_multiple_of=unpad_to_multiple_of,
+        share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
         verify=verify,
         **guarantees,
@@ -345,6 +359,7 @@ def patched(
     max_seqlen_bound: int | None = None,
     unpad: bool = False,
     unpad_to_multiple_of: int | None = None,
+    share_prefixes: bool = False,
     sequence_parallel_group: ProcessGroup | None = None,
     verify: bool = False,
 ) -> Iterator[Model]:
@@ -362,6 +377,7 @@ def patched(
         max_seqlen_bound=max_seqlen_bound,
         unpad=unpad,
         unpad_to_multiple_of=unpad_to_multiple_of,
+        share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
         verify=verify,
     )

@@ -63,7 +63,7 @@ class Patch:
     """The settings of a patched model, and what is needed to restore it.
 
     Attributes:
-        backend, capacity, max_seqlen_bound, unpad, unpad_to_multiple_of,
+        backend, capacity, max_seqlen_bound, unpad, unpad_to_multiple_of, share_prefixes,
         sequence_parallel_group, verify: as given to `patch_model`.
         deterministic, batch_invariant: as given, or from the environment variables.
         named: the backend whose attn_implementation it set.
@@ -86,6 +86,7 @@ class Patch:
     recurrent: bool = False
     unpad: bool = False
     unpad_to_multiple_of: int | None = None
+    share_prefixes: bool = False
     sequence_parallel_group: ProcessGroup | None = None
     verify: bool = False
 
@@ -103,8 +104,9 @@ class Patch:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `patch_model` that recreate this patch."""
         names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
-        more = ("unpad", "unpad_to_multiple_of", "sequence_parallel_group", "verify")
-        return {name: getattr(self, name) for name in (*names, *more)}
+        of_unpad = ("unpad", "unpad_to_multiple_of", "share_prefixes")
+        more = ("sequence_parallel_group", "verify")
+        return {name: getattr(self, name) for name in (*names, *of_unpad, *more)}
 
 
 def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import Trainer
 
 from flexvarlen.patches.api import current_patch, patch_model, restore
@@ -19,6 +23,7 @@ def patch_trainer(
     backend: BackendChoice = "auto",
     *,
     unpad_to_multiple_of: int | None = None,
+    share_prefixes: bool = False,
     verify: bool = False,
 ) -> T:
     """Make a trainer's models drop the padding of their batches: one line before `train()`.
@@ -28,18 +33,23 @@ def patch_trainer(
     losses and gradients are those of the padded run. With LoRA the policy without its adapter is
     the reference, and is patched with it.
 
+    With `share_prefixes` the rows of a batch that begin alike compute this once: DPO's chosen and
+    rejected answer their prompt, GRPO's completions theirs. GRPOTrainer shuffles its completions
+    before it splits them into batches; it then shuffles whole groups, so that each stays together.
+
     Works with transformers' Trainer in any padded task, and with TRL's RewardTrainer, DPOTrainer,
     KTOTrainer and GRPOTrainer (TRL 1.16). `fv.unpatch_model(trainer.model)` restores a model.
 
     Args:
         trainer: a trainer whose `train()` has not been called.
-        backend, unpad_to_multiple_of, verify: as in `patch_model`.
+        backend, unpad_to_multiple_of, share_prefixes, verify: as in `patch_model`.
 
     Returns:
         The same trainer.
 
     Raises:
-        ValueError: not a Trainer, or one with `model_init`.
+        ValueError: not a Trainer, or one with `model_init`; with `share_prefixes`, a
+            per_device_train_batch_size that splits GRPO's groups.
         NotImplementedError: the trainer adds a router's auxiliary loss, whose inputs would not
             match the padded batch, or a model cannot be patched (see `patch_model`), as a
             vision-language model. All models are then as they were before.
@@ -63,6 +73,13 @@ def patch_trainer(
             "the trainer must not add a router's auxiliary loss, as router logits of a packed row "
             "do not match the padded batch; set router_aux_loss_coef=0.0 in the trainer's config."
         )
+    num_generations = getattr(trainer, "num_generations", None) if share_prefixes else None
+    if num_generations and trainer.args.per_device_train_batch_size % num_generations:
+        raise ValueError(
+            "per_device_train_batch_size must be a multiple of num_generations, so that a batch "
+            "holds whole groups with one prompt each, got "
+            f"{trainer.args.per_device_train_batch_size} and {num_generations}; raise it."
+        )
     with ExitStack() as undo:
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
@@ -71,8 +88,11 @@ def patch_trainer(
                 backend,
                 unpad=True,
                 unpad_to_multiple_of=unpad_to_multiple_of,
+                share_prefixes=share_prefixes,
                 verify=verify,
             )
+        if num_generations:
+            _shuffle_whole_groups(trainer, num_generations)
         undo.pop_all()
     return trainer
 
@@ -82,3 +102,50 @@ def _models(trainer: Any) -> list[nn.Module]:
     rewards = getattr(trainer, "reward_funcs", None) or ()
     found = [trainer.model, getattr(trainer, "ref_model", None), *rewards]
     return [model for model in found if isinstance(model, nn.Module)]
+
+
+_SHUFFLE = "shuffle_sequence_dict"
+"""TRL's function that shuffles the completions of a generation, of the module of GRPOTrainer."""
+
+
+def _shuffle_whole_groups(trainer: Any, size: int) -> None:
+    """Make a GRPOTrainer shuffle groups of completions where it would shuffle completions."""
+    methods = (vars(each).get("_prepare_inputs") for each in type(trainer).__mro__)
+    scopes = (inspect.unwrap(method).__globals__ for method in methods if method is not None)
+    functions = next((scope for scope in scopes if _SHUFFLE in scope), None)
+    if functions is None:
+        raise NotImplementedError(
+            f"share_prefixes=True needs {type(trainer).__name__} to shuffle its completions by "
+            f"{_SHUFFLE}, as TRL 1.16 does; leave it out."
+        )
+    prepare, in_groups = trainer._prepare_inputs, partial(_shuffled, size=size)
+
+    def prepare_inputs(batch: Any) -> Any:
+        before, functions[_SHUFFLE] = functions[_SHUFFLE], in_groups
+        try:
+            return prepare(batch)
+        finally:
+            functions[_SHUFFLE] = before
+
+    trainer._prepare_inputs = prepare_inputs
+
+
+def _shuffled(batch: dict[str, Any], size: int) -> dict[str, Any]:
+    """The rows of a batch in another order, `size` of them at a time.
+
+    Args:
+        batch: columns: tensors `[B, ...]`, lists of B; None and 0-d tensors are kept.
+    """
+    rows = next(len(x) for x in batch.values() if _has_rows(x))
+    order = torch.arange(rows).view(-1, size)[torch.randperm(rows // size)].flatten()
+    return {name: _take(x, order) if _has_rows(x) else x for name, x in batch.items()}
+
+
+def _has_rows(column: Any) -> bool:
+    return column is not None and not (isinstance(column, Tensor) and column.ndim == 0)
+
+
+def _take(column: Tensor | Sequence[Any], order: Tensor) -> Tensor | list[Any]:
+    if isinstance(column, Tensor):
+        return column[order.to(column.device)]
+    return [column[i] for i in order]

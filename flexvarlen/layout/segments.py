@@ -105,11 +105,11 @@ def path_to(segment: int, starts: Sequence[int], parents: Sequence[int]) -> Tens
     """int64 `[L]` on the host: the tokens from the root to the end of a segment.
 
     Args:
-        segment: its index.
+        segment: its index; -1: no tokens.
         starts: the first token of each segment, then the end of the last.
         parents: the index of the segment above each, -1 at a root.
     """
-    pieces = []
+    pieces = [torch.arange(0, device="cpu")]
     while segment >= 0:
         pieces.append(torch.arange(starts[segment], starts[segment + 1], device="cpu"))
         segment = parents[segment]

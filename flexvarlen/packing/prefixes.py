@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from flexvarlen.layout.boundaries import integers
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.segments import path_to
+from flexvarlen.layout.prefix_tree import PrefixTree
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
 
@@ -53,8 +52,16 @@ class SharedPrefixes:
 
         Returns:
             A tensor `[L, ...]` for each sample.
+
+        Raises:
+            ValueError: another number of tokens.
         """
         x_T = x[0] if x.shape[:2] == self.input_ids.shape else x
+        if len(x_T) != self.layout.total_tokens:
+            raise ValueError(
+                f"x must have the row's {self.layout.total_tokens} tokens, got shape "
+                f"{tuple(x.shape)}; pass what the model returned for batch()."
+            )
         return tuple(x_T[path.to(x.device)] for path in self.paths)
 
 
@@ -64,7 +71,10 @@ def share_prefixes(
     total_tokens: int | None = None,
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
-    **sizes: Any,
+    capacity: int | None = None,
+    max_seqlen_bound: int | None = None,
+    max_depth: int | None = None,
+    min_tokens: int = 1,
 ) -> SharedPrefixes:
     """Lay samples out as trees, in which what they have in common is computed once.
 
@@ -78,11 +88,13 @@ def share_prefixes(
         total_tokens: T; default: the tokens that are left. What is missing is padding.
         pad_token_id: what padding holds.
         device: where the tensors go.
-        sizes: further arguments of `PackedLayout.from_tree`: capacity, max_seqlen_bound, max_depth.
+        capacity, max_seqlen_bound: as in `PackedLayout.from_tree`.
+        max_depth: segments on a path at most; below, samples share nothing. Default: no bound.
+        min_tokens: samples that go on differently share a beginning of at least as many tokens.
 
     Raises:
-        ValueError: a sample without tokens, or with another number of labels than of tokens; and as
-            `PackedLayout.from_tree`.
+        ValueError: no samples, one without tokens, or with another number of labels than of tokens;
+            and as `PackedLayout.from_tree`.
 
     >>> shared = share_prefixes([[5, 6, 7, 8], [5, 6, 7, 9]])
     >>> shared.input_ids.tolist(), shared.sample_counts.tolist()
@@ -90,28 +102,26 @@ def share_prefixes(
     >>> shared.unfold(shared.input_ids)[1]
     tensor([5, 6, 7, 9])
     """
+    if not samples:
+        raise ValueError("samples must hold at least one sample, got none; pass some.")
     pairs = [_with_labels(index, sample) for index, sample in enumerate(samples)]
-    tree = _Tree(pairs)
-    for group in _by_next(pairs, range(len(pairs)), 0):
-        tree.add(group, 0, -1)
-    lengths = [len(x) for x in tree.tokens]
+    tree = PrefixTree(pairs, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
-        lengths, tree.parents, total_tokens=total_tokens, device=device, **sizes
+        tree.lengths,
+        tree.parents,
+        total_tokens=total_tokens,
+        device=device,
+        capacity=capacity,
+        max_seqlen_bound=max_seqlen_bound,
+        max_depth=max_depth,
     )
-    starts = list(accumulate(lengths, initial=0))
-    missing = layout.total_tokens - starts[-1]
+    missing = layout.total_tokens - sum(tree.lengths)
     padding = torch.tensor([[pad_token_id, IGNORE_INDEX]]).expand(missing, 2)
-    rows_T2 = torch.cat([*tree.tokens, padding])
-    of_segments = [torch.full((n,), count) for n, count in zip(lengths, tree.counts, strict=True)]
-    counts_T = torch.cat([*of_segments, torch.zeros(missing, dtype=torch.long)])
+    rows_T2 = torch.cat([tree.take(pairs), padding])
+    counts_T = torch.tensor(tree.counts).repeat_interleave(torch.tensor(tree.lengths))
+    counts_T = torch.cat([counts_T, torch.zeros(missing, dtype=torch.long)])
     ids, labels, counts = (x[None].to(device) for x in (*rows_T2.unbind(1), counts_T))
-    return SharedPrefixes(
-        ids,
-        labels,
-        counts,
-        layout,
-        paths=tuple(path_to(tree.ends[i], starts, tree.parents) for i in range(len(pairs))),
-    )
+    return SharedPrefixes(ids, labels, counts, layout, paths=tuple(tree.paths()))
 
 
 def _with_labels(index: int, sample: Sample) -> Tensor:
@@ -134,65 +144,22 @@ def _with_labels(index: int, sample: Sample) -> Tensor:
     return torch.tensor([ids, [*labels[1:], IGNORE_INDEX]]).T.contiguous()
 
 
-def _by_next(pairs: list[Tensor], group: Sequence[int], at: int) -> list[list[int]]:
-    """The samples of a group that go on, by their next token and label, in order of appearance."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for index in group:
-        if at < len(pairs[index]):
-            found.setdefault(tuple(pairs[index][at].tolist()), []).append(index)
-    return list(found.values())
-
-
-class _Tree:
-    """Segments, as they are found depth first.
-
-    Attributes:
-        pairs: tokens and labels of the samples.
-        tokens: of each segment, `[L, 2]`.
-        parents, counts: the segment above each, and how many samples go through it.
-        ends: the last segment of each sample.
-    """
-
-    def __init__(self, pairs: list[Tensor]) -> None:
-        self.pairs = pairs
-        self.tokens: list[Tensor] = []
-        self.parents: list[int] = []
-        self.counts: list[int] = []
-        self.ends: dict[int, int] = {}
-
-    def add(self, group: list[int], start: int, parent: int) -> None:
-        """Add what the samples of a group have in common from `start` on, then what follows."""
-        stop = start + min(self._common(group[0], other, start) for other in group)
-        segment = len(self.tokens)
-        self.tokens.append(self.pairs[group[0]][start:stop])
-        self.parents.append(parent)
-        self.counts.append(len(group))
-        for index in group:
-            if len(self.pairs[index]) == stop:
-                self.ends[index] = segment
-        for others in _by_next(self.pairs, group, stop):
-            self.add(others, stop, segment)
-
-    def _common(self, a: int, b: int, start: int) -> int:
-        """How many tokens two samples share from `start` on."""
-        first, second = self.pairs[a][start:], self.pairs[b][start:]
-        length = min(len(first), len(second))
-        differ = (first[:length] != second[:length]).any(1).nonzero()
-        return int(differ[0]) if len(differ) else length
-
-
+@dataclass(frozen=True, kw_only=True)
 class TreeCollator:
     """Makes a batch of samples one row of trees, for a patched model.
 
-    Args:
-        sizes: arguments of `share_prefixes`. Batches of equal total_tokens, capacity,
-            max_seqlen_bound and max_depth share one compiled graph.
+    The model's loss is then `tree_loss`: that of the samples computed one by one. Batches of equal
+    total_tokens, capacity, max_seqlen_bound and max_depth share one compiled graph.
 
-    The model's loss is then `tree_loss`: that of the samples computed one by one.
+    Args: as in `share_prefixes`.
     """
 
-    def __init__(self, **sizes: Any) -> None:
-        self.sizes = sizes
+    total_tokens: int | None = None
+    pad_token_id: int = 0
+    capacity: int | None = None
+    max_seqlen_bound: int | None = None
+    max_depth: int | None = None
+    min_tokens: int = 1
 
     def __call__(self, features: Sequence[Sample]) -> dict[str, Any]:
         """The keyword arguments of the model.
@@ -200,4 +167,4 @@ class TreeCollator:
         Raises:
             ValueError: as `share_prefixes`.
         """
-        return share_prefixes(features, **self.sizes).batch()
+        return share_prefixes(features, **vars(self)).batch()

@@ -1,6 +1,8 @@
 """Padded batches that a model runs as one packed row of their real tokens, and back.
 
-Shapes: B rows of S tokens with padding; T tokens of the packed row, those of row 0 first.
+With `share_prefixes` the row holds what rows of the batch have in common once, as trees.
+
+Shapes: B rows of S tokens with padding; T tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -10,17 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
+from flexvarlen.layout.prefix_tree import PrefixTree
+
+MIN_SHARED = 32
+"""Shorter prefixes that rows share are computed again: a segment costs a kernel's launch."""
 
 
 class PaddedBatch:
     """A padded batch of B rows, each holding one document, and the packed row of its real tokens.
 
     Attributes:
-        layout: the documents of the packed row; document i is row i.
-        offsets: int64 `[T]`, where each token of the packed row is in the flattened batch. Spare
-            tokens at the end of the row, which belong to no document, have B·S.
+        layout: the documents of the packed row; document i is row i, unless they are trees.
+        offsets: int64 `[T]`, where each token of the packed row is in the flattened batch; of a
+            token that rows share, in the first of them. Spare tokens at the end of the packed row,
+            which belong to no document, have B·S.
+        tokens: int64 `[B·S]`, the token of the packed row that each of the batch is, T at padding;
+            None where rows share none.
         batch, row_tokens: B and S.
         pads_left: whether any row begins with padding.
         has_empty_row: whether any row is padding alone.
@@ -33,10 +43,11 @@ class PaddedBatch:
         batch: int,
         row_tokens: int,
         *,
+        tokens: Tensor | None = None,
         pads_left: bool,
         has_empty_row: bool = False,
     ) -> None:
-        self.layout, self.offsets = layout, offsets
+        self.layout, self.offsets, self.tokens = layout, offsets, tokens
         self.batch, self.row_tokens = batch, row_tokens
         self.pads_left, self.has_empty_row = pads_left, has_empty_row
 
@@ -48,12 +59,17 @@ class PaddedBatch:
     def to_batch(self, x: Tensor, padding: float = 0) -> Tensor:
         """`[B, S, ...]`: the packed x `[1, T, ...]` in the batch's shape. No sync; traces.
 
+        The gradients of a token that rows share add up.
+
         Args:
             padding: the value at padding.
         """
         slots = self.batch * self.row_tokens
-        empty = x.new_full((slots + 1, *x.shape[2:]), padding)  # the last takes the spare tokens
-        filled = empty.index_copy(0, self.offsets, x[0])[:slots]
+        if self.tokens is not None:
+            filled = torch.cat([x[0], x.new_full((1, *x.shape[2:]), padding)])[self.tokens]
+        else:  # the last slot takes the spare tokens
+            empty = x.new_full((slots + 1, *x.shape[2:]), padding)
+            filled = empty.index_copy(0, self.offsets, x[0])[:slots]
         return filled.view(self.batch, self.row_tokens, *x.shape[2:])
 
     def unpredicted_tokens(self) -> Tensor:
@@ -111,7 +127,11 @@ class PaddedBatch:
 # Reads the device, which a graph cannot: a compiled model has a graph break here, once a forward.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def find_padding(
-    attention_mask: Tensor, position_ids: Tensor | None, *, multiple_of: int
+    attention_mask: Tensor,
+    position_ids: Tensor | None,
+    *,
+    multiple_of: int,
+    even_without: bool = False,
 ) -> PaddedBatch | None:
     """The padded batch that a 2D mask describes, or None if it has no padding or is packed.
 
@@ -121,6 +141,7 @@ def find_padding(
         attention_mask: `[B, S]`, 0 at padding and 1 elsewhere; other values number documents.
         position_ids: integer `[B, S]` or `[1, S]`; a restart inside a row begins a document.
         multiple_of: T is rounded up to a multiple of this.
+        even_without: return a batch that has no padding too.
 
     Returns:
         None if there is no padding, or if a row may hold several documents.
@@ -134,15 +155,69 @@ def find_padding(
     read = torch.cat([real.sum(dim=1), torch.stack([first_is_padding, several])]).tolist()
     *lengths, pads_left, has_several = read
     tokens = sum(lengths)
-    if has_several or tokens == batch * row_tokens:
+    if has_several or (tokens == batch * row_tokens and not even_without):
         return None
-    total = max(-(-tokens // multiple_of), 1) * multiple_of
+    total = _round_up(tokens, multiple_of)
     flat = real.flatten()
     offsets = flat.nonzero_static(size=total, fill_value=len(flat))[:, 0]
     layout = PackedLayout.from_lengths(lengths, total_tokens=total, device=flat.device)
     return PaddedBatch(
         layout, offsets, batch, row_tokens, pads_left=bool(pads_left), has_empty_row=0 in lengths
     )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def share_prefixes_of_rows(
+    padded: PaddedBatch, input_ids: Tensor, position_ids: Tensor | None, *, multiple_of: int
+) -> PaddedBatch:
+    """The same batch, its packed row with what rows have in common once.
+
+    Rows share a token if its id and position and all before it are equal.
+
+    Args:
+        padded: of documents.
+        input_ids: `[B, S]`.
+        position_ids: integer `[B, S]` or `[1, S]`; None: those of the rows, padding counted.
+        multiple_of: T is rounded up to a multiple of this.
+
+    Reads the device once.
+    """
+    lengths = padded.layout.lengths
+    assert lengths is not None  # `find_padding` read them
+    at = padded.offsets[: sum(lengths)]
+    positions = at % padded.row_tokens
+    if position_ids is not None:
+        positions = position_ids.expand(padded.batch, -1).flatten()[at]
+    known = torch.stack([input_ids.flatten()[at], positions, at], dim=1).cpu().split(lengths)
+    tree = PrefixTree([row[:, :2] for row in known], min_tokens=MIN_SHARED)
+    tokens = sum(tree.lengths)
+    if tokens == sum(lengths):
+        return padded
+    total, slots = _round_up(tokens, multiple_of), padded.batch * padded.row_tokens
+    offsets = torch.full((total,), slots)
+    offsets[:tokens] = tree.take([row[:, 2] for row in known])
+    of_slots = torch.full((slots,), total)
+    of_slots[torch.cat(known)[:, 2]] = torch.cat(tree.paths())
+    layout = PackedLayout.from_tree(
+        tree.lengths,
+        tree.parents,
+        total_tokens=total,
+        device=at.device,
+        max_depth=round_up_to_power_of_two(tree.depth),  # few graphs
+    )
+    return PaddedBatch(
+        layout,
+        offsets.to(at.device),
+        padded.batch,
+        padded.row_tokens,
+        tokens=of_slots.to(at.device),
+        pads_left=padded.pads_left,
+        has_empty_row=padded.has_empty_row,
+    )
+
+
+def _round_up(tokens: int, multiple_of: int) -> int:
+    return max(-(-tokens // multiple_of), 1) * multiple_of
 
 
 def _several_documents(attention_mask: Tensor, real: Tensor, position_ids: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
     find_padding,
     pad_documents,
+    share_prefixes_of_rows,
 )
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.heads import PER_DOCUMENT, wrap_loss
@@ -49,15 +50,25 @@ _ROUTER_LOGITS = (
 
 
 def check_unpad(
-    model: nn.Module, unpad: bool, multiple_of: int | None, group: ProcessGroup | None
+    model: nn.Module,
+    unpad: bool,
+    multiple_of: int | None,
+    group: ProcessGroup | None,
+    share_prefixes: bool,
 ) -> None:
-    """Check the arguments `unpad` and `unpad_to_multiple_of` of `patch_model`.
+    """Check the arguments `unpad`, `unpad_to_multiple_of` and `share_prefixes` of `patch_model`.
 
     Raises:
-        ValueError: a multiple that is no positive integer, or one without `unpad`.
+        ValueError: a multiple that is no positive integer; or one, or `share_prefixes`, without
+            `unpad`.
         NotImplementedError: `unpad` of a vision-language model, of one that returns router logits,
             or over several ranks.
     """
+    if share_prefixes and not unpad:
+        raise ValueError(
+            "share_prefixes=True finds what the rows of a padded batch share and needs unpad=True, "
+            "got unpad=False; pass both, or make trees with fv.share_prefixes."
+        )
     if multiple_of is not None and not (unpad and is_int(multiple_of) and multiple_of > 0):
         raise ValueError(
             "unpad_to_multiple_of must be a positive number of tokens and needs unpad=True, got "
@@ -115,19 +126,23 @@ def _unpad(
     if multiple_of is None:
         compiled = torch.compiler.is_compiling() or is_compiled_by_layer(module)
         multiple_of = COMPILED_MULTIPLE if compiled else 1
+    positions = inputs.get("position_ids")
     found: PaddedBatch | None = find_padding(
-        mask, inputs.get("position_ids"), multiple_of=multiple_of
+        mask, positions, multiple_of=multiple_of, even_without=patch.share_prefixes
     )
     if found is None:
         return None
     if _returns_router_logits(module, inputs):
         raise NotImplementedError(_ROUTER_LOGITS)
-    needs_ids = patch.head in PER_DOCUMENT or not patch.causal
-    if needs_ids and inputs.get("input_ids") is None:
+    ids = inputs.get("input_ids")
+    needs_ids = patch.head in PER_DOCUMENT or not patch.causal or patch.share_prefixes
+    if needs_ids and ids is None:
         raise NotImplementedError(
-            "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "
-            "them, got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
+            "a classifier, an encoder, or share_prefixes=True needs input_ids for a padded batch, "
+            "got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
         )
+    if patch.share_prefixes:
+        found = share_prefixes_of_rows(found, ids, positions, multiple_of=multiple_of)
     return found
 
 

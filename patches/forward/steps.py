@@ -142,7 +142,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         refuse_pooling(pooling_head, layout, forward.batch)
     elif pooling_head is not None and "QuestionAnswering" not in pooling_head:
         check_pooled_rows(padded, reads_first=not forward.causal)
-    if layout.segments is not None:
+    if layout.segments is not None and padded is None:
         pools = pooling_head is not None or (is_head and patch.head not in CAUSAL)
         refuse_beside_tree(forward, pools=pools)
     _set_positions(forward, layout)

@@ -90,22 +90,33 @@ def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
             "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "
             "and no cache."
         )
-    why = _why_not(forward, inputs) or ("a head that pools documents" if pools else None)
+    why = why_no_trees(forward.config, causal=forward.causal, recurrent=forward.patch.recurrent)
+    why = why or _why_not(forward, inputs) or ("a head that pools documents" if pools else None)
     if why is not None:
         raise NotImplementedError(
             f"a packed_layout of trees is not supported with {why}; pack each path as a document."
         )
 
 
-def _why_not(forward: ForwardInputs, inputs: dict[str, Any]) -> str | None:
-    if not forward.causal:
+def why_no_trees(config: Any, *, causal: bool, recurrent: bool) -> str | None:
+    """What of a model trees do not go with, or None.
+
+    Args:
+        config: of the text tower.
+        causal, recurrent: as in `Patch`.
+    """
+    if not causal:
         return "bidirectional attention"
-    if forward.patch.recurrent:
+    if recurrent:
         return "recurrent layers, whose state would have to branch"
+    if has_longrope(config):
+        return "rope_type 'longrope', whose frequencies depend on how long a document is"
+    return None
+
+
+def _why_not(forward: ForwardInputs, inputs: dict[str, Any]) -> str | None:
     if forward.group is not None:
         return "sequence_parallel_group"
-    if has_longrope(forward.config):
-        return "rope_type 'longrope', whose frequencies depend on how long a document is"
     if has_images(inputs):
         return "images"
     asked = inputs.get("output_router_logits")

@@ -22,6 +22,9 @@ from transformers import (
 )
 
 import flexvarlen as fv
+from flexvarlen.patches import trainers
+from flexvarlen.patches.batch import padded_batch
+from flexvarlen.patches.forward import padding
 from tests.contract_training import settings
 from tests.tiny_models import VOCABULARY, config_of
 
@@ -168,13 +171,15 @@ CASES = {
 }
 
 
-def run(make, folder, changes, *, patched):
+def run(make, folder, changes, *, patched, share_prefixes=False):
     """What a training logs, and the weights that it leaves."""
     torch.manual_seed(3)
     trainer = make(folder, **changes)
     rows = tokens_seen(trainer.model)
     if patched:
-        assert fv.patch_trainer(trainer, "sdpa") is trainer
+        assert fv.patch_trainer(trainer, "sdpa", share_prefixes=share_prefixes) is trainer
+    elif share_prefixes and make is grpo:  # the padded run takes the same batches
+        trainers._shuffle_whole_groups(trainer, trainer.num_generations)
     trainer.train()
     if trainer.eval_dataset is not None:
         trainer.evaluate()
@@ -205,6 +210,45 @@ def test_a_run_learns_what_the_padded_one_learns(case, tmp_path):
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6, msg=name)
     assert rows.count(1) >= 2 if make is grpo else set(rows) == {1}  # generation keeps its rows
+
+
+@pytest.mark.parametrize("make", [dpo, kto, reward, grpo])
+def test_shared_prompts(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(padded_batch, "MIN_SHARED", 1)  # the tests' prompts are short
+    shared = []
+    share = padded_batch.share_prefixes_of_rows
+
+    def noting(padded, *args, **kwargs):
+        found = share(padded, *args, **kwargs)
+        shared.append(sum(padded.layout.lengths) - sum(found.layout.lengths))
+        return found
+
+    monkeypatch.setattr(padding, "share_prefixes_of_rows", noting)
+    logs, weights, _ = run(make, tmp_path / "p", {}, patched=False, share_prefixes=True)
+    ours, found, _ = run(make, tmp_path / "t", {}, patched=True, share_prefixes=True)
+    for expected, log in zip(logs, ours, strict=True):
+        assert log == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    assert min(shared) > 0 or make is kto, "a batch holds no two answers to one prompt"
+
+
+def test_groups_stay_together():
+    batch = {"a": torch.arange(8), "b": [f"t{i}" for i in range(8)], "c": None, "d": torch.ones(())}
+    found = trainers._shuffled(batch, 2)
+    groups = found["a"].view(4, 2)
+    assert (groups[:, 1] == groups[:, 0] + 1).all()
+    assert sorted(groups[:, 0].tolist()) == [0, 2, 4, 6]
+    assert found["b"] == [f"t{i}" for i in found["a"]]
+    assert found["c"] is None
+    assert found["d"] == 1
+
+
+def test_a_batch_that_splits_groups(tmp_path):
+    trainer = grpo(tmp_path, num_generations=8, steps_per_generation=2)
+    with pytest.raises(ValueError, match="must be a multiple of num_generations"):
+        fv.patch_trainer(trainer, "sdpa", share_prefixes=True)
+    assert not fv.is_patched(trainer.model)
 
 
 @pytest.mark.parametrize("make", [dpo, reward, grpo, classification])

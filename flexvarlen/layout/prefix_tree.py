@@ -1,0 +1,88 @@
+"""`PrefixTree`: the prefixes that rows of tokens share, as segments of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.segments import path_to
+
+
+class PrefixTree:
+    """Rows as paths through segments, laid out depth first.
+
+    Rows share a token if all that is known of it and of the tokens before it is equal. So equal
+    rows share everything, and a row that another one continues shares all its tokens.
+
+    Args:
+        rows: what is known of each token, `[L, C]` on the host, each of L tokens.
+        max_depth: segments on a path at most; rows share nothing below. None: no bound.
+        min_tokens: a shared segment that continues in several has at least as many tokens.
+
+    Attributes:
+        pieces: of each segment, a row that holds it, and its first and last offset in it plus one.
+        parents: the segment that each continues, -1 at a root.
+        counts: how many rows go through each.
+        ends: the last segment of each row, -1 if it has no tokens.
+        depth: segments on the longest path.
+    """
+
+    def __init__(
+        self, rows: Sequence[Tensor], *, max_depth: int | None = None, min_tokens: int = 1
+    ) -> None:
+        self.rows = rows
+        self.pieces: list[tuple[int, int, int]] = []
+        self.parents: list[int] = []
+        self.counts: list[int] = []
+        self.ends = [-1] * len(rows)
+        self.depth = 0
+        left = [(group, 0, -1, 1) for group in reversed(self._branches(range(len(rows)), 0))]
+        while left:
+            group, start, parent, depth = left.pop()
+            stop = start + min(self._common(group[0], other, start) for other in group)
+            branches = self._branches(group, stop)
+            ended = [row for row in group if len(rows[row]) == stop]
+            if len(group) > 1 and branches and (stop - start < min_tokens or depth == max_depth):
+                apart = [*branches, ended] if ended else branches
+                left += [(each, start, parent, depth) for each in reversed(apart)]
+                continue
+            self.depth = max(self.depth, depth)
+            segment = len(self.pieces)
+            self.pieces.append((group[0], start, stop))
+            self.parents.append(parent)
+            self.counts.append(len(group))
+            for row in ended:
+                self.ends[row] = segment
+            left += [(each, stop, segment, depth + 1) for each in reversed(branches)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each segment."""
+        return [stop - start for _, start, stop in self.pieces]
+
+    def take(self, of_rows: Sequence[Tensor]) -> Tensor:
+        """`[T, ...]`: what each segment's tokens have in `of_rows`, a tensor `[L, ...]` a row."""
+        return torch.cat([of_rows[row][start:stop] for row, start, stop in self.pieces])
+
+    def paths(self) -> list[Tensor]:
+        """int64 `[L]` on the host, of each row: where its tokens are among all segments' tokens."""
+        starts = list(accumulate(self.lengths, initial=0))
+        return [path_to(end, starts, self.parents) for end in self.ends]
+
+    def _branches(self, group: Iterable[int], at: int) -> list[list[int]]:
+        """The rows of a group that go on, by their next token, in order of appearance."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for row in group:
+            if at < len(self.rows[row]):
+                found.setdefault(tuple(self.rows[row][at].tolist()), []).append(row)
+        return list(found.values())
+
+    def _common(self, a: int, b: int, start: int) -> int:
+        """How many tokens two rows share from `start` on."""
+        first, second = self.rows[a][start:], self.rows[b][start:]
+        length = min(len(first), len(second))
+        differ = (first[:length] != second[:length]).any(1).nonzero()
+        return int(differ[0]) if len(differ) else length
