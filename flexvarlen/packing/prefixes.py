@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,10 +161,21 @@ class TreeCollator:
     max_depth: int | None = None
     min_tokens: int = 1
 
-    def __call__(self, features: Sequence[Sample]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """The keyword arguments of the model.
+
+        Args:
+            features: samples, also in lists, or in lists of lists (groups, as `pack` fills rows).
 
         Raises:
             ValueError: as `share_prefixes`.
         """
-        return share_prefixes(features, **vars(self)).batch()
+        return share_prefixes(list(_samples(features)), **vars(self)).batch()
+
+
+def _samples(features: Sequence[Any]) -> Iterator[Sample]:
+    for each in features:
+        if isinstance(each, Mapping | Tensor) or not isinstance(next(iter(each), 0), Iterable):
+            yield each
+        else:
+            yield from _samples(each)

@@ -107,3 +107,31 @@ def test_collator():
     assert batch["input_ids"].shape == (1, 16)
     assert batch["packed_layout"].capacity == 8
     assert set(batch) == {"input_ids", "shift_labels", "sample_counts", "packed_layout"}
+
+
+def test_rows_of_whole_groups():
+    groups = [[[1, 2, 3, n] for n in range(4, 4 + size)] for size in (2, 3, 4, 2, 1)]
+    tokens = [fv.share_prefixes(group).layout.total_tokens for group in groups]
+    collate = fv.TreeCollator(total_tokens=14)
+    rows = fv.pack(tokens, 14)
+    assert sorted(i for row in rows for i in row) == list(range(5))
+    for row in rows:
+        members = [groups[i] for i in row]
+        batch = collate(members)
+        flat = collate([sample for group in members for sample in group])
+        assert batch["input_ids"].shape == (1, 14)
+        assert torch.equal(batch["input_ids"], flat["input_ids"])
+        assert torch.equal(batch["sample_counts"], flat["sample_counts"])
+
+
+@pytest.mark.parametrize("features", [[torch.tensor([1, 2])], [{"input_ids": [1, 2]}], [[1, 2]]])
+def test_samples_of_each_kind(features):
+    assert fv.TreeCollator()(features)["input_ids"].tolist() == [[1, 2]]
+    assert fv.TreeCollator()([features, features])["sample_counts"].tolist() == [[2, 2]]
+
+
+def test_what_raises():
+    with pytest.raises(ValueError, match="samples must hold at least one"):
+        fv.share_prefixes([])
+    with pytest.raises(ValueError, match="x must have the row's 2 tokens"):
+        fv.share_prefixes([[1, 2]]).unfold(torch.zeros(3))

@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
     Trainer,
@@ -146,6 +147,19 @@ def classification(folder, **changes):
     )
 
 
+def language_model(folder, **changes):
+    """Batches of four with one beginning; Trainer counts their labels over two of them."""
+    tokens = tokenizer()
+    ids = [tokens(f"{PROMPTS[i // 4]} {CHOSEN[i]}")["input_ids"] for i in range(8)]
+    changes = {**PLAIN, "gradient_accumulation_steps": 2, **changes}
+    return Trainer(
+        model=policy(),
+        args=TrainingArguments(**settings(folder, **changes)),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}),
+        data_collator=DataCollatorForSeq2Seq(tokens),
+    )
+
+
 def tokens_seen(model):
     """The number of rows of each forward of the embeddings."""
     rows = []
@@ -212,7 +226,7 @@ def test_a_run_learns_what_the_padded_one_learns(case, tmp_path):
     assert rows.count(1) >= 2 if make is grpo else set(rows) == {1}  # generation keeps its rows
 
 
-@pytest.mark.parametrize("make", [dpo, kto, reward, grpo])
+@pytest.mark.parametrize("make", [dpo, kto, reward, grpo, language_model])
 def test_shared_prompts(make, tmp_path, monkeypatch):
     monkeypatch.setattr(padded_batch, "MIN_SHARED", 1)  # the tests' prompts are short
     shared = []

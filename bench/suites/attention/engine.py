@@ -18,13 +18,12 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 
-import flexvarlen as fv
 from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared
 from flexvarlen.bench.suites.attention.packed import forget_compiled
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device
 from flexvarlen.reference.acceptance import Error, largest, why_apart
-from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone, samples
+from flexvarlen.reference.attention import GRADIENTS, Results
 from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
 from flexvarlen.runner.suite import DeviceLost, Finding, Options
@@ -84,10 +83,8 @@ class Expected:
     """What the results of a row must be close to."""
 
     def __init__(self, inputs: Inputs) -> None:
-        qkv = (inputs.q, inputs.k, inputs.v, inputs.lengths)
-        options: dict[str, Any] = {"causal": inputs.causal, "grad_out": inputs.grad_out}
-        self.samples = samples(*qkv, **options)
-        self.plain = attend_alone(*qkv, dtype=inputs.q.dtype, **options).named()
+        self.samples = inputs.samples()
+        self.plain = inputs.alone(inputs.q.dtype).named()
         self.baseline = {
             name: largest([sample.baseline[name].relative for sample in self.samples])
             for name in ("out", *GRADIENTS)
@@ -264,8 +261,7 @@ class _CaseMeasurement:
 
     def flops(self, pass_: str) -> float:
         """Of unmasked work."""
-        layout = fv.PackedLayout.from_lengths(self.inputs.lengths, device=self.inputs.q.device)
-        mask = DocumentMask.of(layout, causal=self.inputs.causal)
+        mask = DocumentMask.of(self.inputs.layout(), causal=self.inputs.causal)
         _, heads, head_dim = self.inputs.q.shape
         return mask.flops(head_dim, heads, backward=pass_ == "backward")
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.reference.attention import Results, spans_of
+import flexvarlen as fv
+from flexvarlen.reference.attention import Results, Sample, attend_alone, samples, spans_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,19 @@ class Inputs:
     @property
     def grouped(self) -> bool:
         return self.q.shape[1] != self.k.shape[1]
+
+    def layout(self) -> fv.PackedLayout:
+        return fv.PackedLayout.from_lengths(self.lengths, device=self.q.device)
+
+    def samples(self) -> list[Sample]:
+        """The fp64 reference of a few documents and heads, and the errors of the baseline."""
+        qkv = (self.q, self.k, self.v, self.lengths)
+        return samples(*qkv, causal=self.causal, grad_out=self.grad_out)
+
+    def alone(self, dtype: torch.dtype) -> Results:
+        """Each document alone, in plain torch: fp64 is the reference, `q.dtype` the baseline."""
+        qkv = (self.q, self.k, self.v, self.lengths)
+        return attend_alone(*qkv, dtype=dtype, causal=self.causal, grad_out=self.grad_out)
 
     def leaves(self, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as tensors of their own on the same memory."""

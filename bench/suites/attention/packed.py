@@ -47,7 +47,7 @@ def ours(backend: str) -> Prepare:
 def _ours(name: str, inputs: Inputs, needs_grad: bool) -> Prepared:
     if name not in BACKENDS and name != "auto":
         raise Unsupported(f"this installation has no backend {name}")
-    layout = fv.PackedLayout.from_lengths(inputs.lengths, device=inputs.q.device)
+    layout = inputs.layout()
     kind: dict[str, Any] = {
         "num_heads": inputs.q.shape[1],
         "num_kv_heads": inputs.k.shape[1],

@@ -77,7 +77,9 @@ def forward_backward(
     return kept
 
 
-def next_token_gradient(hidden: Tensor, head: Tensor, labels: Tensor, counted: int) -> Tensor:
+def next_token_gradient(
+    hidden: Tensor, head: Tensor, labels: Tensor, counted: int, counts: Tensor | None = None
+) -> Tensor:
     """The gradient of the language model's loss, a chunk of logits at a time; fills `head.grad`.
 
     The loss is transformers' own: cross-entropy of the next token in fp32 or wider, summed, over
@@ -89,17 +91,21 @@ def next_token_gradient(hidden: Tensor, head: Tensor, labels: Tensor, counted: i
         head: `[V, hidden]`; a parameter gets a gradient, another tensor does not.
         labels: int64 `[...]`, `IGNORE_INDEX` where nothing is predicted.
         counted: the labels that count, of the whole step.
+        counts: integer `[...]`, the number of samples that each label counts for; None: one.
 
     Returns:
         Of the shape and dtype of `hidden`.
     """
     found = []
+    counts = torch.ones_like(labels) if counts is None else counts
     rows = hidden.detach().flatten(0, -2).split(LOSS_ROWS)
-    for chunk, wanted in zip(rows, labels.flatten().split(LOSS_ROWS), strict=True):
+    others = (x.flatten().split(LOSS_ROWS) for x in (labels, counts))
+    for chunk, wanted, weights in zip(rows, *others, strict=True):
         chunk.requires_grad_()
         logits = linear(chunk, head)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum") / counted
+        losses = cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="none")
+        loss = (losses * weights).sum() / counted
         loss.backward()  # type: ignore[no-untyped-call]
         assert chunk.grad is not None
         found.append(chunk.grad)

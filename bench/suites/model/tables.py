@@ -67,11 +67,11 @@ def cell(record: Record | None, text: str | None, notes: Notes) -> str:
     return NOTHING if record is None or text is None else text
 
 
-def spread(record: Record | None, digits: int = 0) -> str | None:
+def spread(record: Record | None, digits: int = 0, name: str = "ms") -> str | None:
     """The median in ms, and in parentheses the 20th and 80th percentile."""
-    if value(record, "ms_p50") is None or record is None:
+    if value(record, f"{name}_p50") is None or record is None:
         return None
-    p20, p50, p80 = (f"{record.measures[f'ms_p{x}']:.{digits}f}" for x in (20, 50, 80))
+    p20, p50, p80 = (f"{record.measures[f'{name}_p{x}']:.{digits}f}" for x in (20, 50, 80))
     return f"{p50} ({p20}–{p80})"
 
 

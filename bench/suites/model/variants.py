@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,8 +73,14 @@ class Variant:
         """Where the boundaries come from."""
         return self.name.partition("@")[2] or FORMS[self.theirs][0]
 
-    def layout(self, lengths: Sequence[int]) -> fv.PackedLayout:
-        return fv.PackedLayout.from_lengths(
+    def layout(
+        self, lengths: Sequence[int], parents: Sequence[int] | None = None
+    ) -> fv.PackedLayout:
+        """Of documents; with `parents` of the segments of trees, as in `from_tree`."""
+        make: Callable[..., fv.PackedLayout] = fv.PackedLayout.from_lengths
+        if parents is not None:
+            make = partial(fv.PackedLayout.from_tree, parents=parents)
+        return make(
             lengths,
             device=self.model.device,
             total_tokens=self.sizes.tokens,
@@ -81,9 +88,11 @@ class Variant:
             max_seqlen_bound=self.sizes.max_seqlen_bound,
         )
 
-    def inputs(self, lengths: Sequence[int]) -> dict[str, Any]:
+    def inputs(
+        self, lengths: Sequence[int], parents: Sequence[int] | None = None
+    ) -> dict[str, Any]:
         """Keyword arguments of a forward on a packed row, but for `input_ids`."""
-        layout = self.layout(lengths)
+        layout = self.layout(lengths, parents)
         if self.form == "packed_layout":
             return {"packed_layout": layout}
         found: dict[str, Any] = {"position_ids": layout.position_ids()[None], "use_cache": False}
@@ -98,7 +107,12 @@ class Variant:
         return found
 
     def attends(
-        self, lengths: Sequence[int], *, compiled: bool = False, needs_grad: bool = True
+        self,
+        lengths: Sequence[int],
+        parents: Sequence[int] | None = None,
+        *,
+        compiled: bool = False,
+        needs_grad: bool = True,
     ) -> str | None:
         """The backend that attends; "auto" is resolved, and measures if it has not yet.
 
@@ -110,7 +124,7 @@ class Variant:
         if self.attention != "auto":
             return self.attention
         found = resolved_auto(
-            self.model, self.layout(lengths), compiled=compiled, needs_grad=needs_grad
+            self.model, self.layout(lengths, parents), compiled=compiled, needs_grad=needs_grad
         )
         return ", ".join(dict.fromkeys(found.values()))
 
