@@ -30,17 +30,24 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import flexvarlen as fv
 from tests import forms
 from tests.contract_training import documents as many_documents
 from tests.contract_training import recorded, settings
-from tests.tiny_models import LENGTHS, batch_of, new_model
+from tests.tiny_models import LENGTHS, batch_of, documents, new_model
 from tests.two_processes import WORLD, meet
 
 ROWS = ((0, 1, 2, 3), (4, 5))
 LABELS = sum(LENGTHS) - len(LENGTHS)
+
+
+BEGINNING = documents()[2][:40].tolist()
+SAMPLES = [[*BEGINNING, *text.tolist()] for text in documents()]
+"""What the ranks learn from trees: texts with one beginning."""
+SAMPLE_LABELS = sum(map(len, SAMPLES)) - len(SAMPLES)
 
 
 def lora(model: nn.Module) -> nn.Module:
@@ -78,6 +85,22 @@ def padded_inputs() -> dict[str, Any]:
         "num_items_in_batch": share,
         "attention_mask": mask,
     }
+
+
+def tree_inputs() -> dict[str, Any]:
+    """This rank's samples as a tree."""
+    shared = fv.share_prefixes([SAMPLES[i] for i in ROWS[dist.get_rank()]])
+    return {**shared.batch(), "num_items_in_batch": torch.tensor(SAMPLE_LABELS / WORLD)}
+
+
+def padded_samples() -> dict[str, Any]:
+    """This rank's samples in a padded batch."""
+    samples = [SAMPLES[i] for i in ROWS[dist.get_rank()]]
+    ids = pad_sequence([torch.tensor(x) for x in samples], batch_first=True)
+    mask = pad_sequence([torch.ones(len(x)).long() for x in samples], batch_first=True)
+    labels = ids.masked_fill(mask == 0, -100)
+    share = torch.tensor(SAMPLE_LABELS / WORLD)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "num_items_in_batch": share}
 
 
 def step(model: nn.Module, **inputs: Any) -> dict[str, Any]:
@@ -162,6 +185,15 @@ def ddp_unpad_of_peft() -> dict[str, Any]:
     return step(fv.patch_model(model, "sdpa", unpad=True), **padded_inputs())
 
 
+def ddp_trees() -> dict[str, Any]:
+    return step(DistributedDataParallel(fv.patch_model(model_of(), "sdpa")), **tree_inputs())
+
+
+def ddp_trees_in_padded_batches() -> dict[str, Any]:
+    model = fv.patch_model(model_of(), "sdpa", unpad=True, share_prefixes=True)
+    return step(DistributedDataParallel(model), **padded_samples())
+
+
 def ddp_unpatched() -> dict[str, Any]:
     """Wrong, and the oracle must see it: in train mode transformers makes a cache."""
     return step(DistributedDataParallel(model_of()))
@@ -182,6 +214,15 @@ def sharded(model: Any, **options: Any) -> Any:
 
 def fsdp2() -> dict[str, Any]:
     return step(sharded(fv.patch_model(model_of(), "sdpa")))
+
+
+def fsdp2_trees() -> dict[str, Any]:
+    return step(sharded(fv.patch_model(model_of(), "sdpa")), **tree_inputs())
+
+
+def fsdp2_trees_in_padded_batches() -> dict[str, Any]:
+    model = fv.patch_model(model_of(), "sdpa", unpad=True, share_prefixes=True)
+    return step(sharded(model), **padded_samples())
 
 
 def fsdp2_unpad() -> dict[str, Any]:
@@ -375,8 +416,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         ddp_accumulation,
         ddp_unpad,
         ddp_unpad_of_peft,
+        ddp_trees,
+        ddp_trees_in_padded_batches,
         ddp_unpatched,
         fsdp2,
+        fsdp2_trees,
+        fsdp2_trees_in_padded_batches,
         fsdp2_unpad,
         fsdp2_patched_after,
         fsdp2_layout,
