@@ -282,7 +282,7 @@ class DocumentMask:
         q, k = self.layout, self.layout_k
         kind = repr(self.spec)[len("MaskSpec(") : -1]
         docs = "?" if q.num_docs is None else q.num_docs
-        where = f"{docs} documents in {q.total_tokens:,} tokens"
+        where = f"{docs} document{'' if docs == 1 else 's'} in {q.total_tokens:,} tokens"
         if self.spec.cross:
             where += f" on {k.total_tokens:,}"
         return f"DocumentMask({kind}, {where})"

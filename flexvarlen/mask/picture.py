@@ -160,7 +160,7 @@ def _legend(figure: Figure, drawn: bool, count: int) -> None:
         Patch(facecolor=color, edgecolor="#A0A0A0", label=name)
         for color, name in zip(COLORS, names, strict=True)
     ]
-    said = "document boundary" if drawn else f"{count:,} boundaries, too many to draw"
+    said = "boundary" if drawn else f"{count:,} boundaries, too many to draw"
     handles.append(
         Line2D([], [], color=BOUNDARY_COLOR, linewidth=0.8 if drawn else 0.0, label=said)
     )
