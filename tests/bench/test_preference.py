@@ -54,6 +54,18 @@ def test_every_trainer_gives_the_padded_runs_loss_and_gradients(tmp_path):
         )
 
 
+def test_shared_prompts_run_once(tmp_path):
+    records = measured(tmp_path, "padded-sdpa", "auto+shared", cases="shared-(grpo|dpo)-1024")
+    found = [r for r in records if r.case["variant"] == "auto+shared"]
+    assert [r.status for r in found] == ["ok"] * 3
+    for record in found:
+        m, case = record.measures, record.case
+        group = case["group"] if case["task"] == "grpo" else 2
+        rows = case["samples"] * (1 if case["task"] == "grpo" else 2)
+        assert m["tokens_run"] == m["tokens_real"] - 40 * (rows - rows // group)
+    assert "tokens run" in table(records[:2]).header
+
+
 def test_a_table_compares_with_the_padded_run(tmp_path):
     records = measured(tmp_path, "padded-sdpa", "auto", "fa3")
     made = table(records)

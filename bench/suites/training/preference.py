@@ -2,6 +2,8 @@
 
     dpo, dpo-compiled   DPOTrainer with its reference model
     grpo                GRPOTrainer's policy update, without the generation
+    shared-dpo-…, shared-grpo-…
+                        the same at other lengths of the prompts, which are shared
     reward              RewardTrainer
     classification      transformers' Trainer
 
@@ -11,6 +13,7 @@ with a learning rate of 0, so that all variants meet the same weights:
     padded-fa3, padded-fa2, padded-sdpa   the trainer as it is, with transformers' attention
     auto, fa3, …                          `patch_trainer(trainer, backend)`
     auto@128, …                           the same with `unpad_to_multiple_of=128`
+    auto+shared, …                        the same with `share_prefixes=True`
 
 Loss and gradients of the first batch are held against the same padded run in fp32, by the
 acceptance rule, for every parameter. Its baseline is `padded-sdpa`. A variant that is wrong is not
@@ -57,6 +60,7 @@ PADDED = {
 }
 EAGER = (*PADDED, "auto", "fa3")
 COMPILED = ("auto@1", "auto@128", "auto@1024")
+SHARED = ("padded-fa3", "auto", "auto+shared", "fa3+shared", "flex+shared")
 KNOWN = (*PADDED, "auto", *fv.BACKENDS)
 REPEATS = 5
 
@@ -69,6 +73,7 @@ class PreferenceCase:
         prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
         shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
         samples: of a batch: pairs, completions of GRPO, or texts.
+        group: completions of one prompt in GRPO.
         batches: taken in turns; the first is checked.
         step: what is timed.
     """
@@ -82,6 +87,7 @@ class PreferenceCase:
     shortest: int = 128
     longest: int = 768
     samples: int = 8
+    group: int = 8
     batches: int = 1
     step: str = "forward, backward, AdamW"
     dtype: str = "bfloat16"
@@ -98,6 +104,12 @@ CASES = (
     PreferenceCase("classification", "classification", prompt=0, shortest=0, longest=4096),
     # Compiling takes longer than all else: few layers.
     PreferenceCase("dpo-compiled", "dpo", mode="compiled", layers=2, batches=REPEATS),
+    PreferenceCase("shared-grpo-1024-8", "grpo", samples=16),
+    PreferenceCase("shared-grpo-1024-16", "grpo", samples=16, group=16),
+    PreferenceCase("shared-grpo-4096-8", "grpo", samples=16, prompt=4096),
+    PreferenceCase("shared-grpo-4096-16", "grpo", samples=16, group=16, prompt=4096),
+    PreferenceCase("shared-dpo-1024", "dpo"),
+    PreferenceCase("shared-dpo-4096", "dpo", samples=2, prompt=4096),  # of 152K logits a token
 )
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
 
@@ -110,7 +122,7 @@ class Preference(Suite):
     def cases(self, options: Options) -> Sequence[Case]:
         if not options.quick:
             return CASES
-        pairs: dict[str, Any] = {"prompt": 12, "longest": 20}
+        pairs: dict[str, Any] = {"prompt": 40, "longest": 20}
         topics: dict[str, Any] = {"longest": 400}
         return [replace(case, **QUICK, **(pairs if case.prompt else topics)) for case in CASES]
 
@@ -118,11 +130,11 @@ class Preference(Suite):
         assert isinstance(case, PreferenceCase)
         if case.mode == "compiled":
             return COMPILED if options.on_gpu else COMPILED[-1:]
-        return EAGER
+        return SHARED if case.name.startswith("shared-") else EAGER
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, PreferenceCase)
-        require_known([variant.partition("@")[0] for variant in variants], KNOWN)
+        require_known([_split(variant)[0] for variant in variants], KNOWN)
         with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
             run = _Run(case, options, folder)
             return measure_variants(variants, run.check, options, most_repeats=REPEATS, lead_in=0)
@@ -191,6 +203,7 @@ class _Run:
             "disable_tqdm": True,
             "use_cpu": not self.options.on_gpu,
             "seed": self.case.seed,
+            **({"num_generations": self.case.group} if self.case.task == "grpo" else {}),
         }
         return self.task.trainer(copies[0], copies[1] if len(copies) > 1 else None, settings)
 
@@ -218,7 +231,7 @@ class _Run:
         trainer, call = self.make(variant)
         attends = self.attends(variant, trainer)  # before any graph, in which auto measures nothing
         with watch_compilation() as stats:
-            found = self.outcome(trainer, call, self.batches[0])
+            found, tokens_run = self.counted(trainer, call)
             errors, wrong = self.verdict(found)
             del found
             for batch in self.batches[1:]:
@@ -227,6 +240,7 @@ class _Run:
             "attends": attends,
             "tokens_real": sum(int(mask.sum()) for mask in self.masks) / len(self.masks),
             "tokens_padded": sum(mask.numel() for mask in self.masks) / len(self.masks),
+            "tokens_run": tokens_run,
             "compilations": stats.compilations,
             "recompilations": stats.recompilations,
             "graph_breaks": stats.graph_breaks,
@@ -235,6 +249,18 @@ class _Run:
         step = partial(self.step, trainer, call, itertools.cycle(self.batches))
         return CheckedVariant(step, measures, wrong, self.conclude)
 
+    def counted(self, trainer: Any, call: Callable[..., Any]) -> tuple[_Outcome, int | None]:
+        """What the first batch gives, and the tokens that the policy's layers ran, if eager."""
+        if self.case.mode != "eager":
+            return self.outcome(trainer, call, self.batches[0]), None
+        counts: list[int] = []
+        embeddings = trainer.model.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda _, args, __: counts.append(args[0].numel()))
+        try:
+            return self.outcome(trainer, call, self.batches[0]), counts[0]
+        finally:
+            hook.remove()
+
     def make(self, variant: str) -> tuple[Any, Callable[..., Any]]:
         """A variant's trainer, and the policy as it is called.
 
@@ -242,7 +268,7 @@ class _Run:
             Unsupported: transformers has not that attention here.
             NotImplementedError, ImportError: ours has not.
         """
-        attention, _, multiple = variant.partition("@")
+        attention, multiple, shared = _split(variant)
 
         def copy(model: Any) -> Any:
             own = share(model)
@@ -252,8 +278,9 @@ class _Run:
 
         trainer = self.trainer(copy)
         if attention not in PADDED:
-            rounded = int(multiple) if multiple else None
-            fv.patch_trainer(trainer, attention, unpad_to_multiple_of=rounded)
+            fv.patch_trainer(
+                trainer, attention, unpad_to_multiple_of=multiple, share_prefixes=shared
+            )
         if self.case.mode == "eager":
             return trainer, trainer.model
         backend = own_backend("inductor" if self.options.on_gpu else "eager")
@@ -288,7 +315,8 @@ class _Run:
 
     def attends(self, variant: str, trainer: Any) -> str | None:
         """The kernel that "auto" took for the first batch."""
-        if variant.partition("@")[0] != "auto":
+        attention, _, shared = _split(variant)
+        if attention != "auto" or shared:  # a tree's kernels are resolved in its forward
             return None
         layout = fv.PackedLayout.from_lengths(self.masks[0].sum(dim=1).tolist(), device=self.device)
         compiled = self.case.mode == "compiled"
@@ -304,6 +332,19 @@ class _Run:
     def conclude(self, ms: float) -> Measures:
         """Throughput of the median step."""
         return {"samples_per_s": self.case.samples / (ms / 1e3)}
+
+
+def _split(variant: str) -> tuple[str, int | None, bool]:
+    """The attention of a variant, `unpad_to_multiple_of`, and `share_prefixes`.
+
+    >>> _split("auto+shared")
+    ('auto', None, True)
+    >>> _split("auto@128")
+    ('auto', 128, False)
+    """
+    rest = variant.removesuffix("+shared")
+    attention, _, multiple = rest.partition("@")
+    return attention, int(multiple) if multiple else None, rest != variant
 
 
 SUITE = Preference()

@@ -64,10 +64,11 @@ def table(records: Sequence[Record]) -> Table:
             found = gain(record)
             if found is None or record.case["variant"].startswith("padded"):
                 return "–"
-            return (
-                f"{found * record.measures['tokens_real'] / record.measures['tokens_padded']:.0%}"
-            )
+            m = record.measures
+            return f"{found * (m.get('tokens_run') or m['tokens_real']) / m['tokens_padded']:.0%}"
 
+        if any(r.case["variant"].endswith("+shared") for r in records):
+            columns.append(Column("tokens run", lambda r: _number(r, "tokens_run", ",.0f") or "–"))
         columns += [
             Column(f"speed ÷ `{name}`'s", lambda r: "–" if (x := gain(r)) is None else f"{x:.2f}×"),
             Column("share of the possible speedup", used),
@@ -111,7 +112,8 @@ def _title(records: Sequence[Record]) -> str:
     what = f"prompts of {case['prompt']:,} tokens, answers of {case['shortest']:,} to "
     if not case["prompt"]:
         what = "Python's help topics cut at "
+    groups = f", {case['group']} to a prompt" if "group" in case and case["task"] == "grpo" else ""
     return (
-        f"{TITLES[case['task']]}, {case['samples']} {SAMPLES[case['task']]} a batch, {what}"
+        f"{TITLES[case['task']]}, {case['samples']} {SAMPLES[case['task']]} a batch{groups}, {what}"
         f"{case['longest']:,}; {model_title(records[0])}, {case['mode']}, {where(records)}"
     )

@@ -33,8 +33,6 @@ Batch = dict[str, Any]
 Settings = dict[str, Any]
 
 SPECIAL = {"<pad>": 0, "</s>": 1, "<unk>": 2}
-GROUP = 8
-"""Completions of one prompt in GRPO."""
 KINDS = 3
 """Labels of a text in classification."""
 
@@ -176,7 +174,7 @@ def _grpo(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0 for _ in completions],
-        args=GRPOConfig(**settings, num_generations=GROUP),
+        args=GRPOConfig(**settings),
         train_dataset=_dataset("prompt"),
         processing_class=tokenizer(),
     )
@@ -189,12 +187,12 @@ def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
 
     The rewards are random, and compared within each group.
     """
-    count = draws.case.samples
-    prompts = [draws.prompt() for _ in range(count // GROUP)]
+    count, group = draws.case.samples, draws.case.group
+    prompts = [draws.prompt() for _ in range(count // group)]
     answers = [torch.tensor(draws.answer()) for _ in range(count)]
     lengths = torch.tensor([len(ids) for ids in answers])
-    prompt_ids = torch.tensor(prompts).repeat_interleave(GROUP, dim=0)
-    rewards = torch.tensor([draws.rng.random() for _ in range(count)]).view(-1, GROUP)
+    prompt_ids = torch.tensor(prompts).repeat_interleave(group, dim=0)
+    rewards = torch.tensor([draws.rng.random() for _ in range(count)]).view(-1, group)
     spread = rewards.std(dim=1, keepdim=True)
     return {
         "prompt_ids": prompt_ids,
