@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import host_int32, integers, is_int
+from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, integers, is_int
 
 
 class Segments:
@@ -163,6 +163,10 @@ def token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
+    if table.is_cuda and HAS_TRITON and type(table) is Tensor:  # not a FakeTensor
+        from flexvarlen.layout.triton.segments import write_token_bounds
+
+        return write_token_bounds(table, total_tokens)
     starts, ends, offsets, _ = table
     tokens = torch.arange(total_tokens, device=table.device, dtype=torch.int32)
     segment = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)

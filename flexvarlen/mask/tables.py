@@ -37,10 +37,13 @@ def build_tables(
 
     No sync.
     """
-    if given.cu_seqlens_q.device.type == "cuda" and HAS_TRITON and given.tree is None:
+    if given.cu_seqlens_q.device.type == "cuda" and HAS_TRITON:
         from flexvarlen.mask.triton.tables import build_tables_in_one_launch
+        from flexvarlen.mask.triton.tree_tables import build_tree_tables_in_two_launches
 
-        return build_tables_in_one_launch(given, block_size, width, one_storage)
+        plain = given.tree is None
+        build = build_tables_in_one_launch if plain else build_tree_tables_in_two_launches
+        return build(given, block_size, width, one_storage)
     return build_tables_in_torch(given, block_size, width)
 
 

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import HAS_TRITON
 from flexvarlen.mask.vectors import MaskInputs, TreeBounds, tree_bounds
 
 
 def build_tree_tables(
     given: MaskInputs, lo: Tensor, hi: Tensor, block_size: Sequence[int], width: Sequence[int]
 ) -> list[Tensor]:
-    """The eight tables, as `mask.tables.build_tables` gives them. No sync.
+    """The eight tables, as `mask.tables.build_tables` gives them, in plain torch. No sync.
 
     Args:
         given: the mask, with a tree.
@@ -30,11 +29,7 @@ def build_tree_tables(
     bounds = tree_bounds(given)
     queries = query_extremes(lo, hi, bounds.first, block_q)
     keys = key_extremes(bounds, block_k)
-    if lo.is_cuda and HAS_TRITON:
-        from flexvarlen.mask.triton.tree_tables import list_blocks
-
-        return list_blocks(queries, keys, block_size, width)
-    touched, full = listed_blocks(queries[:, :, None], keys[:, None, :])
+    touched, full = visible_blocks(queries[:, :, None], keys[:, None, :])
     partial = touched & ~full
     listed = [_list(x, width[0]) for x in (partial, full)]
     listed += [_list(x.T, width[1]) for x in (partial, full)]
@@ -42,7 +37,7 @@ def build_tree_tables(
 
 
 def query_extremes(lo: Tensor, hi: Tensor, first: Tensor, block: int) -> Tensor:
-    """int32 `[7, NQ]`: of the queries of each block that see anything, for `listed_blocks`.
+    """int32 `[7, NQ]`: of the queries of each block that see anything, for `visible_blocks`.
 
     First and last query, least and largest lo, least and largest first position, and whether keys
     may be hidden from none of the block's queries. An incomplete last block has no full blocks, as
@@ -56,7 +51,7 @@ def query_extremes(lo: Tensor, hi: Tensor, first: Tensor, block: int) -> Tensor:
 
 
 def key_extremes(bounds: TreeBounds, block: int) -> Tensor:
-    """int32 `[7, NK]`: of the keys of each block, for `listed_blocks`.
+    """int32 `[7, NK]`: of the keys of each block, for `visible_blocks`.
 
     First and last key, least and largest end, least and largest position, and whether the block is
     complete.
@@ -70,7 +65,7 @@ def key_extremes(bounds: TreeBounds, block: int) -> Tensor:
     return torch.stack([*rows, _is_complete(tokens, block)])
 
 
-def listed_blocks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def visible_blocks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Which pairs of blocks may hold a visible pair, and in which all pairs are visible; bool.
 
     Args:

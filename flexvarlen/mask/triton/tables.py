@@ -219,12 +219,38 @@ def _document_tables(
 
 
 @dataclass(frozen=True)
+class TableViews:
+    """Where the tables are in one storage: its size, and of each its shape, strides and offset."""
+
+    storage: int
+    views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+
+    def allocate(self, like: Tensor, one_storage: bool) -> list[Tensor]:
+        """Tables without values, on the device of `like`; one allocation saves host time."""
+        if one_storage:
+            storage = like.new_empty(self.storage)
+            return [storage.as_strided(*view) for view in self.views]
+        return [like.new_empty(shape) for shape, _, _ in self.views]
+
+
+def table_views(
+    total_tokens: tuple[int, int], block_size: tuple[int, int], width: tuple[int, int]
+) -> TableViews:
+    """Of tables of these sizes, as in `table_shapes`."""
+    views, offset = [], 0
+    for shape in table_shapes(total_tokens, block_size, width):
+        strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
+        views.append((shape, strides, offset))
+        offset += triton.cdiv(math.prod(shape), _ALIGNED) * _ALIGNED
+    return TableViews(offset, views)
+
+
+@dataclass(frozen=True)
 class _Launch:
     """The static arguments of a launch: everything except the tensors."""
 
     programs: int
-    storage: int
-    views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+    views: TableViews
     numbers: tuple[int, ...]
     launcher: Launcher
 
@@ -239,16 +265,10 @@ def _launch(
     width: tuple[int, int],
 ) -> _Launch:
     mask = MaskSpec.from_ints(spec)
-    views, offset = [], 0
-    for shape in table_shapes(total_tokens, block_size, width):
-        strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
-        views.append((shape, strides, offset))
-        offset += triton.cdiv(math.prod(shape), _ALIGNED) * _ALIGNED
     lanes_q, lanes_k = (triton.next_power_of_2(block) for block in block_size)
     return _Launch(
         programs=sum(triton.cdiv(t, b) for t, b in zip(total_tokens, block_size, strict=True)),
-        storage=offset,
-        views=views,
+        views=table_views(total_tokens, block_size, width),
         numbers=(
             *total_tokens,
             slots,
@@ -297,11 +317,7 @@ def build_tables_in_one_launch(
         tuple(block_size),
         tuple(width),
     )
-    if one_storage:  # one allocation saves host time
-        storage = cu_seqlens.new_empty(launch.storage)
-        tables = [storage.as_strided(*view) for view in launch.views]
-    else:
-        tables = [cu_seqlens.new_empty(shape) for shape, _, _ in launch.views]
+    tables = launch.views.allocate(cu_seqlens, one_storage)
     if launch.programs > 0:
         launch.launcher(launch.programs, given[:5], tables, launch.numbers)
     return tables

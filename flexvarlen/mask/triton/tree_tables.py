@@ -1,27 +1,111 @@
-"""The block lists of a mask over trees, in one Triton launch.
+"""The row bounds and the tables of a mask over trees, in two Triton launches.
 
-`mask/tree_tables.py` is its reference in torch, and says what the extremes are. A program lists the
-blocks of one block of queries, or of one block of keys.
+The first takes the extremes of each block of queries and of keys, the second lists the blocks that
+they allow. `mask/tree_tables.py` is their reference in torch, and says what the extremes are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flexvarlen.layout.triton.launcher import Launcher
+from flexvarlen.layout.triton.segments import token_bounds as tree_bounds
+from flexvarlen.mask.spec import UNLIMITED, MaskSpec
+from flexvarlen.mask.triton.tables import TableViews, table_views
+from flexvarlen.mask.triton.vectors import token_bounds
+
+if TYPE_CHECKING:
+    from flexvarlen.mask.vectors import MaskInputs
 
 COLUMNS = tl.constexpr(128)
 """Number of blocks that a program tests per iteration."""
+MOST = tl.constexpr(2**31 - 1)
+"""The least value of no tokens; the largest is -1."""
+EXTREMES = 7
 
 
 @triton.jit
-def _listed(queries, keys, q, k, count_q, count_k, in_table):
-    """`listed_blocks` of blocks q and k, one of them a vector of blocks."""
+def _store_extremes(out, column, columns, x, among):
+    """The least and the largest value among the flagged tokens, in two rows of a column."""
+    tl.store(out + column, tl.min(tl.where(among, x, MOST), axis=0))
+    tl.store(out + columns + column, tl.max(tl.where(among, x, -1), axis=0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "total_tokens", "documents", "document_steps", "segments", "segment_steps", "left", "chunk"
+    ]
+)  # fmt: skip
+def _tree_extremes(
+    cu_seqlens,
+    tree,
+    lo,
+    hi,
+    queries,
+    keys,
+    total_tokens,
+    documents,
+    document_steps,
+    segments,
+    segment_steps,
+    left,
+    chunk,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LANES_Q: tl.constexpr,
+    LANES_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    count_q = tl.cdiv(total_tokens, BLOCK_Q)
+    count_k = tl.cdiv(total_tokens, BLOCK_K)
+    block = tl.program_id(0)
+    if block < count_q:
+        lane = tl.arange(0, LANES_Q)
+        tokens = block * BLOCK_Q + lane
+        in_row = (lane < BLOCK_Q) & (tokens < total_tokens)
+        low, high = token_bounds(
+            cu_seqlens, cu_seqlens, None, None, None, tokens, total_tokens, total_tokens, documents,
+            document_steps, 0, 0, 0, False, True, False, False, False, False, False, False, False,
+        )  # fmt: skip
+        tl.store(lo + tokens, low, mask=in_row)
+        tl.store(hi + tokens, high, mask=in_row)
+        _, position = tree_bounds(tree, tokens, segments, segment_steps)
+        first = tl.zeros_like(position)
+        if LEFT:
+            first = tl.maximum(first, position - left)
+        if CHUNK:
+            first = tl.maximum(first, position - position % chunk)
+        sees = in_row & (low < high)
+        _store_extremes(queries, block, count_q, tokens, sees)
+        _store_extremes(queries + 2 * count_q, block, count_q, low, sees)
+        _store_extremes(queries + 4 * count_q, block, count_q, first, sees)
+        blind = tl.max((in_row & (low >= high)).to(tl.int32), axis=0) > 0
+        whole = ((block + 1) * BLOCK_Q <= total_tokens) & (blind == 0)
+        tl.store(queries + 6 * count_q + block, whole.to(tl.int32))
+    else:
+        block -= count_q
+        lane = tl.arange(0, LANES_K)
+        tokens = block * BLOCK_K + lane
+        in_row = (lane < BLOCK_K) & (tokens < total_tokens)
+        end, position = tree_bounds(tree, tokens, segments, segment_steps)
+        _store_extremes(keys, block, count_k, tokens, in_row)
+        _store_extremes(keys + 2 * count_k, block, count_k, end, in_row)
+        _store_extremes(keys + 4 * count_k, block, count_k, position, in_row)
+        whole = (block + 1) * BLOCK_K <= total_tokens
+        tl.store(keys + 6 * count_k + block, whole.to(tl.int32))
+
+
+@triton.jit
+def _visible(queries, keys, q, k, count_q, count_k, in_table):
+    """`visible_blocks` of blocks q and k, one of them a vector of blocks."""
     q_first = tl.load(queries + q, mask=in_table, other=0)
     q_last = tl.load(queries + count_q + q, mask=in_table, other=-1)
     lo_least = tl.load(queries + 2 * count_q + q, mask=in_table, other=0)
@@ -44,8 +128,9 @@ def _listed(queries, keys, q, k, count_q, count_k, in_table):
     return touched & (full == 0), full
 
 
-@triton.jit(do_not_specialize=["count_q", "count_k", "width"])
-def _tree_lists(
+@triton.jit
+def _list_blocks(
+    block,
     queries,
     keys,
     counts,
@@ -59,14 +144,14 @@ def _tree_lists(
     BLOCK_K: tl.constexpr,
     OF_KEYS: tl.constexpr,
 ):
-    block = tl.program_id(0)
+    """The partial and the full list of one block."""
     if OF_KEYS:  # queries from the block's first key to the end of its subtrees
         begin = tl.load(keys + block) // BLOCK_Q
         end = tl.minimum(tl.cdiv(tl.load(keys + 3 * count_k + block), BLOCK_Q), count_q)
     else:  # keys from the first tree to the block's last query
+        last = tl.load(queries + count_q + block)
         begin = tl.load(queries + 2 * count_q + block) // BLOCK_K
-        end = tl.minimum(tl.load(queries + count_q + block) // BLOCK_K + 1, count_k)
-        end = tl.where(tl.load(queries + count_q + block) < 0, 0, end)
+        end = tl.where(last < 0, 0, tl.minimum(last // BLOCK_K + 1, count_k))
     row = block.to(tl.int64) * width
     partial = begin * 0
     full = begin * 0
@@ -75,9 +160,9 @@ def _tree_lists(
         in_table = other < end
         own = tl.zeros_like(other) + block
         if OF_KEYS:
-            is_partial, is_full = _listed(queries, keys, other, own, count_q, count_k, in_table)
+            is_partial, is_full = _visible(queries, keys, other, own, count_q, count_k, in_table)
         else:
-            is_partial, is_full = _listed(queries, keys, own, other, count_q, count_k, in_table)
+            is_partial, is_full = _visible(queries, keys, own, other, count_q, count_k, in_table)
         place = partial + tl.cumsum(is_partial.to(tl.int32), axis=0) - 1
         tl.store(indices + row + place, other, mask=is_partial & (place < width))
         partial += tl.sum(is_partial.to(tl.int32), axis=0)
@@ -88,29 +173,114 @@ def _tree_lists(
         (partial <= width) & (full <= width),
         "flexvarlen: a tree does not fit the layout or max_seqlen_bound",
     )
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        tl.store(indices + row + column, 0, mask=(column < width) & (column >= partial))
+        tl.store(full_indices + row + column, 0, mask=(column < width) & (column >= full))
     tl.store(counts + block, partial)
     tl.store(full_counts + block, full)
 
 
-def list_blocks(
-    queries: Tensor, keys: Tensor, block_size: Sequence[int], width: Sequence[int]
+@triton.jit(do_not_specialize=["count_q", "count_k", "width_k", "width_q"])
+def _tree_lists(
+    queries,
+    keys,
+    kv_counts,
+    kv_indices,
+    full_kv_counts,
+    full_kv_indices,
+    q_counts,
+    q_indices,
+    full_q_counts,
+    full_q_indices,
+    count_q,
+    count_k,
+    width_k,
+    width_q,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    if tl.program_id(0) < count_q:
+        _list_blocks(
+            tl.program_id(0), queries, keys, kv_counts, kv_indices, full_kv_counts,
+            full_kv_indices, count_q, count_k, width_k, BLOCK_Q, BLOCK_K, False,
+        )  # fmt: skip
+    else:
+        _list_blocks(
+            tl.program_id(0) - count_q, queries, keys, q_counts, q_indices, full_q_counts,
+            full_q_indices, count_q, count_k, width_q, BLOCK_Q, BLOCK_K, True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """The static arguments of both launches: everything except the tensors."""
+
+    views: TableViews
+    blocks: tuple[int, int]
+    numbers: tuple[int, ...]
+    take_extremes: Launcher
+    list_blocks: Launcher
+
+
+@lru_cache(maxsize=1024)
+def _launches(
+    documents: int,
+    segments: int,
+    total_tokens: tuple[int, int],
+    spec: tuple[int, ...],
+    block_size: tuple[int, int],
+    width: tuple[int, int],
+) -> _Launches:
+    mask = MaskSpec.from_ints(spec)
+    blocks = {"BLOCK_Q": block_size[0], "BLOCK_K": block_size[1]}
+    lanes_q, lanes_k = (triton.next_power_of_2(block) for block in block_size)
+    limits = {"LEFT": mask.left != UNLIMITED, "CHUNK": mask.chunk > 0}
+    count_q, count_k = (-(-t // b) for t, b in zip(total_tokens, block_size, strict=True))
+    return _Launches(
+        views=table_views(total_tokens, block_size, width),
+        blocks=(count_q, count_k),
+        numbers=(
+            total_tokens[0],
+            documents,
+            documents.bit_length(),  # steps of a binary search
+            segments,
+            segments.bit_length(),
+            mask.left,
+            mask.chunk,
+        ),
+        take_extremes=Launcher(
+            _tree_extremes, {**blocks, "LANES_Q": lanes_q, "LANES_K": lanes_k, **limits}
+        ),
+        list_blocks=Launcher(_tree_lists, blocks),
+    )
+
+
+def build_tree_tables_in_two_launches(
+    given: MaskInputs, block_size: Sequence[int], width: Sequence[int], one_storage: bool
 ) -> list[Tensor]:
-    """The eight tables of `build_tree_tables`. No sync.
+    """`flexvarlen.mask.tables.build_tables` of trees on a CUDA device. No sync.
 
-    Args:
-        queries, keys: of `query_extremes` and `key_extremes`, contiguous.
+    May be captured in a CUDA graph.
     """
-    count_q, count_k = queries.shape[1], keys.shape[1]
-    tables: list[Tensor] = []
-    for of_keys, (rows, columns) in enumerate(zip((count_q, count_k), width, strict=True)):
-        made = [queries.new_zeros(1, 1, rows, *each) for each in ((), (columns,)) * 2]
-        if rows:
-            launcher = _launcher(*block_size, bool(of_keys))
-            launcher(rows, (queries, keys), made, (count_q, count_k, columns))
-        tables += made
+    cu_seqlens, tree = given.cu_seqlens_q, given.tree
+    assert tree is not None
+    launches = _launches(
+        cu_seqlens.shape[0] - 1,
+        tree.shape[1] - 1,
+        tuple(given.total_tokens),
+        tuple(given.spec),
+        tuple(block_size),
+        tuple(width),
+    )
+    tables = launches.views.allocate(cu_seqlens, one_storage)
+    count_q, count_k = launches.blocks
+    if count_q > 0:
+        queries = cu_seqlens.new_empty(EXTREMES, count_q)
+        keys = cu_seqlens.new_empty(EXTREMES, count_k)
+        outputs = [*tables[:2], queries, keys]
+        programs = count_q + count_k
+        launches.take_extremes(programs, [cu_seqlens, tree], outputs, launches.numbers)
+        numbers = (count_q, count_k, *width)
+        launches.list_blocks(programs, [queries, keys], tables[2:], numbers)
     return tables
-
-
-@lru_cache
-def _launcher(block_q: int, block_k: int, of_keys: bool) -> Launcher:
-    return Launcher(_tree_lists, {"BLOCK_Q": block_q, "BLOCK_K": block_k, "OF_KEYS": of_keys})
