@@ -299,6 +299,30 @@ def next_token_loss(
     return loss
 
 
+def weighted_loss(
+    model: PreTrainedModel, labels: Sequence[Tensor], weights: Sequence[Tensor], counted: Tensor
+) -> Loss:
+    """The sum of each document's losses of given labels, each with a weight, over `counted`.
+
+    Args:
+        labels: of each document, int64 `[L]`: what follows each of its tokens; -100 where nothing
+            is learned.
+        weights: of each document, `[L]`.
+        counted: 0-d.
+    """
+    head = _head_of(model)
+
+    def loss(document: int, states: Tensor) -> Tensor:
+        logits = head(states)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses = cross_entropy(
+            logits.to(wide), labels[document], ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        return (losses * weights[document].to(wide)).sum() / counted
+
+    return loss
+
+
 class _GivenStates(nn.Module):
     """In the place of a base model: its last hidden states are its `inputs_embeds`.
 

@@ -9,12 +9,16 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.reference.model import Loss, next_token_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
@@ -27,11 +31,14 @@ class PackedBatch:
         input_ids: int64 `[1, T]`.
         lengths: tokens of each document, each at least 1; their sum is T.
         source: where the tokens come from, for the report.
+        unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
 
     input_ids: Tensor
     lengths: tuple[int, ...]
     source: str = "the caller's batch"
+    unit: ClassVar[str] = "document"
+    sample: ClassVar[str] = "document"
 
     def __post_init__(self) -> None:
         tokens = self.input_ids.numel()
@@ -55,17 +62,23 @@ class PackedBatch:
 
         Raises:
             ValueError: no input_ids, or boundaries that break the contract.
+            NotImplementedError: documents are trees; see `TreeBatch`.
         """
         if isinstance(batch, PackedBatch):
             return batch
         from flexvarlen.patches.isolation.documents import (  # imports transformers
             layout_of,
-            real_documents,
+            units_of,
         )
 
         layout = layout_of(batch)
+        if layout.segments is not None:
+            raise NotImplementedError(
+                "a packed_layout of trees is taken by fv.compare and fv.verify_isolation alone, "
+                "got one; pack each path as a document."
+            )
         ids_T = batch["input_ids"].reshape(-1)
-        pieces = [ids_T[start:end] for start, end in real_documents(layout)]
+        pieces = [ids_T[document.tokens] for document in units_of(layout)]
         if not pieces:
             raise ValueError("batch must hold at least one document, got padding only.")
         return cls(torch.cat(pieces)[None], tuple(len(piece) for piece in pieces))
@@ -81,6 +94,25 @@ class PackedBatch:
         for length in self.lengths:
             ends.append(ends[-1] + length)
         return list(pairwise(ends))
+
+    @property
+    def samples(self) -> PackedBatch:
+        """What runs alone: the documents."""
+        return self
+
+    @property
+    def paths(self) -> tuple[Tensor, ...]:
+        """int64 `[L]` of each document: where its tokens are in the row."""
+        return tuple(torch.arange(*span, device=self.input_ids.device) for span in self.spans())
+
+    def layout(self, capacity: int | None = None, longest: int | None = None) -> PackedLayout:
+        """The documents, on the tokens' device; sizes as in `PackedLayout.from_lengths`."""
+        return PackedLayout.from_lengths(
+            self.lengths,
+            device=self.input_ids.device,
+            capacity=capacity,
+            max_seqlen_bound=longest,
+        )
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tokens on `device`."""
@@ -99,10 +131,21 @@ class PackedBatch:
             labels[0, start : start + 1 if document in counted else end] = IGNORE_INDEX
         return labels
 
+    def counted(self, labels: Tensor) -> Tensor:
+        """0-d tensor: the labels that count, at least 1."""
+        return (labels != IGNORE_INDEX).sum().clamp(min=1)
+
+    def loss_alone(self, model: PreTrainedModel, documents: Sequence[int]) -> Loss:
+        """The loss of `labels(documents)`, of each document alone."""
+        return next_token_loss(model, self.input_ids, self.lengths, documents)
+
+    def loss_inputs(self, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
+        """The keyword arguments of a forward whose loss is that of `labels` over `counted`."""
+        return {"labels": labels, "num_items_in_batch": counted}
+
     def inputs(self) -> dict[str, Tensor]:
         """What a user hands to transformers: tokens, and positions that restart."""
-        layout = PackedLayout.from_lengths(self.lengths, device=self.input_ids.device)
-        return {"input_ids": self.input_ids, "position_ids": layout.position_ids()[None]}
+        return {"input_ids": self.input_ids, "position_ids": self.layout().position_ids()[None]}
 
 
 def recut(batch: PackedBatch, seed: int, *, capacity: int, longest: int) -> PackedBatch:

@@ -15,7 +15,7 @@ from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.patches.models.layers import kinds_of
 from flexvarlen.reference.model import share
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
+from flexvarlen.verify.tree_batch import Row, TreeBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,8 +34,10 @@ class Sizes:
     max_seqlen_bound: int
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> Sizes:
-        """Room for the batch and for others like it: powers of two."""
+    def of(cls, batch: Row) -> Sizes:
+        """Room for the batch and for others like it: powers of two. Of trees, their own."""
+        if isinstance(batch, TreeBatch):
+            return cls(batch.trees.capacity, batch.trees.max_seqlen_bound)
         longest = round_up_to_power_of_two(max(batch.lengths))
         return cls(
             round_up_to_power_of_two(len(batch.lengths) + 1),
@@ -78,13 +80,13 @@ class Variant:
     why_no_backward: str | None = None
 
     def step(
-        self, batch: PackedBatch, labels: Tensor, counted: Tensor, *, gradients: bool = False
+        self, batch: Row, labels: Tensor, counted: Tensor, *, gradients: bool = False
     ) -> StepResult:
         """One step without the optimizer: forward, loss, and backward if the variant trains.
 
         The embedding lookup is not in the compiled part: `call` gets `inputs_embeds`, so that a
-        token's own gradient can be seen. The loss is transformers' own, divided by
-        `counted` (as Trainer does).
+        token's own gradient can be seen. The loss is transformers' own, of trees `tree_loss`,
+        divided by `counted` (as Trainer does).
 
         Args:
             batch: the packed row.
@@ -99,8 +101,7 @@ class Variant:
                 embeds.retain_grad()
             out = self.call(
                 inputs_embeds=embeds,
-                labels=labels,
-                num_items_in_batch=counted,
+                **batch.loss_inputs(labels, counted),
                 **self.boundaries(batch),
             )
             if self.train:
@@ -108,14 +109,9 @@ class Variant:
         found = embeds.grad[0] if gradients and embeds.grad is not None else None
         return StepResult(out.logits.detach()[0], float(out.loss.detach()), found)
 
-    def boundaries(self, batch: PackedBatch) -> dict[str, Any]:
+    def boundaries(self, batch: Row) -> dict[str, Any]:
         """Ours get the layout; transformers' get position_ids, all else left at its default."""
-        layout = fv.PackedLayout.from_lengths(
-            batch.lengths,
-            device=batch.input_ids.device,
-            capacity=self.sizes.capacity,
-            max_seqlen_bound=self.sizes.max_seqlen_bound,
-        )
+        layout = batch.layout(self.sizes.capacity, self.sizes.max_seqlen_bound)
         if self.name.startswith(THEIRS):
             return {"position_ids": layout.position_ids()[None]}
         return {"packed_layout": layout}
@@ -130,11 +126,6 @@ def is_ours(variant: str) -> bool:
     [False, False, False]
     """
     return not any(word in _NOT_OURS for word in variant.split(":"))
-
-
-def counted_labels(labels: Tensor) -> Tensor:
-    """0-d tensor: the labels that count, at least 1."""
-    return (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
 def variant_names(backends: str | Sequence[str], device: torch.device) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which module leaks, once the documents and the layer are known; and what each module is."""
+"""Which module leaks, once source, target and layer are known; and what each module is."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def inside(name: str, layer: str) -> bool:
 
 
 class Blame:
-    """A leak from one document into another.
+    """A leak from one document, or segment of a tree, into another.
 
     Args:
         run: of the model and batch.
         layers: their dotted names.
-        source, target: the documents.
+        source, target: by index in `run.units`.
     """
 
     def __init__(self, run: IsolationRun, layers: Sequence[str], source: int, target: int) -> None:
@@ -118,8 +118,9 @@ class Blame:
         found = first_leak(after.completed, before.kept, after.kept, clean="in", leaky="out")
         module, change = found or ("", None)
         sentence = (
-            f"with other tokens in document {self.source}, the output of {self._what(module)} "
-            f"changes{_by(change)} for document {self.target}, and what goes into it does not"
+            f"with other tokens in {self.run.name(self.source)}, the output of "
+            f"{self._what(module)} changes{_by(change)} for {self.run.name(self.target)}, and what "
+            "goes into it does not"
         )
         return self._error(layer, module, change, sentence)
 
@@ -140,9 +141,9 @@ class Blame:
             layer = len(calls) - 1 - list(reversed(calls)).index(name)
         cause = "a loss" if by_loss else "other tokens"
         sentence = (
-            f"with {cause} in document {self.source} alone, the gradient that "
-            f"{self._what(module)} hands down for document {self.target} changes{_by(change)}, and "
-            "the one it gets does not"
+            f"with {cause} in {self.run.name(self.source)} alone, the gradient that "
+            f"{self._what(module)} hands down for {self.run.name(self.target)} changes"
+            f"{_by(change)}, and the one it gets does not"
         )
         return self._error(layer, module, change, sentence, "backward")
 
@@ -151,10 +152,11 @@ class Blame:
         if by_loss:
             self.run([], [self.source], after)
         else:
-            alone = self._new_trace(after.modules, gradients=True)
-            self.run([], [self.target], alone)
-            self.run([self.source], [self.target], after)
-            before = alone.gradients
+            losses = self.run.outside([self.source])
+            unchanged = self._new_trace(after.modules, gradients=True)
+            self.run([], losses, unchanged)
+            self.run([self.source], losses, after)
+            before = unchanged.gradients
         # What is inside a module begins after it.
         calls = reversed(after.entered)
         return first_leak(calls, before, after.gradients, clean="out", leaky="in")
@@ -177,7 +179,7 @@ class Blame:
             modules,
             self.run.batch,
             self.run.row_tokens,
-            tokens=slice(*self.run.spans[self.target]),
+            tokens=self.run.units[self.target].tokens,
             inputs=True,
             gradients=gradients,
         )
@@ -213,9 +215,9 @@ class Blame:
             return PATCHED
         return REMEDIES.get(kind, OTHER_REMEDY)
 
-    def _tokens(self, document: int) -> str:
-        start, end = self.run.spans[document]
-        return f"document {document} (tokens {start} to {end - 1})"
+    def _tokens(self, unit: int) -> str:
+        found = self.run.units[unit]
+        return f"{self.run.name(unit)} (tokens {found.start} to {found.end - 1})"
 
 
 def first_leak(

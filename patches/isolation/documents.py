@@ -1,15 +1,17 @@
-"""The documents of a batch, found before the model runs."""
+"""The documents of a batch, and the segments of its trees, found before the model runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.segments import Segments
 from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+from flexvarlen.patches.isolation.tokens import Unit
 
 _BOUNDARIES = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -32,7 +34,7 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
     numbers = known.get("seq_idx")
     if isinstance(numbers, Tensor) and known["attention_mask"] is None:
         known["attention_mask"] = numbers - numbers.min() + 1
-    found = layout_of(known) if layout is None else _without_trees(layout)
+    found = layout_of(known) if layout is None else layout
     ids = known.get("input_ids")
     if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
         raise ValueError(
@@ -58,30 +60,23 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     known: Any = {
         name: batch.get(name) for name in (*_BOUNDARIES, "position_ids", "attention_mask")
     }
-    return _without_trees(
-        find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
-    )
+    return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
 
 
-def _without_trees(layout: PackedLayout) -> PackedLayout:
-    """The layout.
-
-    Raises:
-        NotImplementedError: documents are trees, whose branches were taken for one document.
-    """
+def units_of(layout: PackedLayout) -> list[Unit]:
+    """The documents neither empty nor padding; of trees, their segments that hold tokens."""
     if layout.segments is not None:
-        raise NotImplementedError(
-            "a packed_layout of trees cannot be checked branch by branch yet, got one; check a "
-            "batch of plain documents."
-        )
-    return layout
-
-
-def real_documents(layout: PackedLayout) -> list[tuple[int, int]]:
-    """First token, and the one past the last, of documents neither empty nor padding."""
+        return _segments(layout.segments)
     real = layout.real_tokens().tolist()
-    ends = [0]
-    for length in layout.lengths or ():
-        ends.append(ends[-1] + length)
-    spans = pairwise(ends)
-    return [(start, end) for start, end in spans if end > start and real[start]]
+    spans = pairwise(accumulate(layout.lengths or (), initial=0))
+    return [Unit(start, end, end) for start, end in spans if end > start and real[start]]
+
+
+def _segments(segments: Segments) -> list[Unit]:
+    starts, stops, _, depths = segments.table.tolist()
+    units, tree = [], -1
+    for length, start, stop, depth in zip(segments.lengths, starts, stops, depths, strict=False):
+        tree += depth == 0
+        if length > 0:
+            units.append(Unit(start, start + length, stop, depth, tree))
+    return units

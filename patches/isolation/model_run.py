@@ -1,4 +1,4 @@
-"""One forward, and one backward, of any model on one batch with some documents replaced.
+"""One forward, and one backward, of any model on one batch with other tokens in some of it.
 
 Every run starts from the same state of the random generators and of the model's buffers, so that
 dropout drops the same; afterwards both are as they were, and no parameter has a gradient from it.
@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
-from flexvarlen.patches.isolation.documents import documents_of, real_documents
-from flexvarlen.patches.isolation.tokens import special_tokens, with_other_tokens
+from flexvarlen.patches.isolation.documents import documents_of, units_of
+from flexvarlen.patches.isolation.tokens import outside, special_tokens, with_other_tokens
 from flexvarlen.patches.isolation.trace import Trace, by_token, tensors_in
 
 if TYPE_CHECKING:
     from flexvarlen.verify.batch import PackedBatch
 
-NO_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+NO_LOSS = ("labels", "shift_labels", "sample_counts", "num_items_in_batch")
 """Left out of the batch: a loss is over all documents, and may be taken without any logits."""
 
 BUFFER_BYTES = 1 << 24  # larger buffers hold weights (GPTQ's), which no forward writes to
@@ -59,7 +59,8 @@ class IsolationRun:
         seed: of the other tokens and of the loss.
 
     Attributes:
-        spans: first token, and the one past the last, of each document but padding.
+        units: the documents but padding, or the segments of trees; runs name them by index.
+        word: what a unit is called, "document" or "segment".
         batch, row_tokens: B and S.
         forwards: those that were run.
         gradients: whether runs have a backward; set by the caller.
@@ -102,7 +103,10 @@ class IsolationRun:
         self.ids: Tensor = self.inputs["input_ids"]
         self.batch: int = self.ids.shape[0]
         self.row_tokens: int = self.ids.shape[1]
-        self.spans = real_documents(found)
+        self.units = units_of(found)
+        self.word: Literal["document", "segment"] = (
+            "document" if found.segments is None else "segment"
+        )
         self.special = special_tokens(self.inner.config)
         self.vocabulary = int(self.inner.config.get_text_config().vocab_size)
         self.gradients = False
@@ -123,10 +127,10 @@ class IsolationRun:
         losses: Sequence[int] | None = None,
         trace: Trace | None = None,
     ) -> RunResult:
-        """One forward with the tokens of some documents replaced, and a backward if asked for.
+        """One forward with the tokens of some units replaced, and a backward if asked for.
 
         Args:
-            replaced: documents.
+            replaced: units.
             losses: those with a loss: a fixed linear function of the outputs; None: all.
             trace: hooks the model for this run.
 
@@ -136,8 +140,9 @@ class IsolationRun:
         """
         self._state.restore()
         self.forwards += 1
+        tokens = [self.units[unit].tokens for unit in replaced]
         ids = with_other_tokens(
-            self.ids.reshape(-1), self.spans, replaced, self.vocabulary, self.seed, self.special
+            self.ids.reshape(-1), tokens, self.vocabulary, self.seed, self.special
         ).view(self.ids.shape)
         # A cache in the batch would be filled.
         given = {
@@ -162,6 +167,15 @@ class IsolationRun:
             gradient = self._gradient(outputs, embeddings, losses) if self.gradients else None
         return RunResult(outputs.detach(), gradient)
 
+    def outside(self, units: Sequence[int]) -> list[int]:
+        """The units that see none of these."""
+        return outside(units, self.units)
+
+    def name(self, unit: int) -> str:
+        """The unit in words."""
+        tree = self.units[unit].tree
+        return f"document {unit}" if tree is None else f"segment {unit} of tree {tree}"
+
     def _outputs(self, output: Any) -> Tensor:
         named = output if isinstance(output, Mapping) else {}
         first = [named[key] for key in ("logits", "last_hidden_state") if key in named]
@@ -185,8 +199,8 @@ class IsolationRun:
         rng = torch.Generator().manual_seed(self.seed)
         weights = torch.randn(outputs.shape[1], generator=rng, device="cpu").to(outputs)
         grad_output = torch.zeros_like(outputs)
-        for document in range(len(self.spans)) if losses is None else losses:
-            grad_output[slice(*self.spans[document])] = weights
+        for unit in range(len(self.units)) if losses is None else losses:
+            grad_output[self.units[unit].tokens] = weights
         # Not backward(): parameters would get gradients, and DDP would send them around.
         (gradient,) = torch.autograd.grad(outputs, embeddings[:1], grad_output, allow_unused=True)
         rows = None if gradient is None else by_token(gradient, self.batch, self.row_tokens)

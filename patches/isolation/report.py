@@ -43,7 +43,8 @@ class IsolationError(RuntimeError):
         kind: of that module: "attention", "linear attention", "state space", "convolution",
             "MoE router", "MoE experts", "MLP", "norm", "embeddings", "linear", "rotary embedding",
             "layer", or "module".
-        source, target: the documents, by index in the batch, from 0. In the forward, the
+        source, target: the documents, by index in the batch, from 0; of trees, the segments that
+            hold tokens, by index in the row. In the forward, the
             source's tokens reach the target's outputs; in the backward, its loss or its tokens
             reach the gradient of the target's tokens.
         direction: "forward" (also if the backward leaks too) or "backward".
@@ -77,8 +78,9 @@ class IsolationReport:
     """What was tested where nothing leaked.
 
     Attributes:
-        documents: those whose tokens were replaced; every other document was watched.
-        num_docs: documents in the batch, padding left out.
+        documents: those whose tokens were replaced; every other document was watched. Of trees,
+            segments, by index in the row; every segment that does not see them was watched.
+        num_docs: documents, or segments, in the batch, padding left out.
         forwards: that it took.
         layers: watched, each in the order in which it ran.
         gradients: how input gradients were tested: "bits" (they kept their bits, and were zero
@@ -86,6 +88,7 @@ class IsolationReport:
             same batch gave other bits), or None.
         why_no_gradients: why None, if gradients were not declined.
         training: whether the model was in training mode.
+        unit: what was replaced, documents or segments of trees.
     """
 
     documents: tuple[int, ...]
@@ -95,6 +98,7 @@ class IsolationReport:
     gradients: Literal["bits", "zeros"] | None
     why_no_gradients: str | None
     training: bool
+    unit: Literal["document", "segment"] = "document"
 
     def __str__(self) -> str:
         return self.sentence()
@@ -108,9 +112,11 @@ class IsolationReport:
         }[self.gradients]
         tested = len(self.documents)
         whose = f"{tested} of {self.num_docs}" if tested < self.num_docs else f"{tested}"
+        others = "another" if self.unit == "document" else "a token that must not see it"
+        mode = "train" if self.training else "eval"
         return (
-            f"No bit of {whose} documents reached another in {self.layers} layers and the outputs "
-            f"({self.forwards} forwards, {'train' if self.training else 'eval'} mode); {how}."
+            f"No bit of {whose} {self.unit}s reached {others} in {self.layers} layers and the "
+            f"outputs ({self.forwards} forwards, {mode} mode); {how}."
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,21 +1,41 @@
-"""Which documents are replaced together, and by which tokens.
+"""Which documents, or segments of trees, are replaced together, and by which tokens.
 
 To test every ordered pair of N documents, 2·ceil(log2 N) forwards are enough: for each binary digit
 of a document's number, the documents with that digit 1 are replaced while those with 0 are watched,
-and the other way round. Any two documents differ in some digit.
+and the other way round. Any two documents differ in some digit. The segments of trees are replaced
+depth by depth in the same way.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]
-"""First token, and the one past the last, of a document."""
+
+class Unit(NamedTuple):
+    """Tokens that are replaced together: a document, or a segment of a tree.
+
+    Attributes:
+        start, end: its first token, and the one past its last.
+        stop: one past the last token that may see it; of a segment, the end of its subtree.
+        depth: segments above it; 0 of a document.
+        tree: the index of its tree in the row; None of a document.
+    """
+
+    start: int
+    end: int
+    stop: int
+    depth: int = 0
+    tree: int | None = None
+
+    @property
+    def tokens(self) -> slice:
+        """Its own."""
+        return slice(self.start, self.end)
 
 
 def halves(num_docs: int) -> list[tuple[list[int], list[int]]]:
@@ -32,14 +52,39 @@ def halves(num_docs: int) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def halves_of(sample: Sequence[int], num_docs: int) -> list[tuple[list[int], list[int]]]:
-    """The halves of a sample; the documents outside it are watched each time.
+def halves_of(sample: Sequence[int], units: Sequence[Unit]) -> list[tuple[list[int], list[int]]]:
+    """Pairs (replaced, watched) of units: those of a sample are replaced by halves of each depth.
 
-    >>> halves_of([4, 1], 5)
-    [([1], [0, 2, 3, 4]), ([4], [0, 1, 2, 3])]
+    All units that do not see what is replaced are watched. Where none is, there is no pair.
+
+    >>> halves_of([1, 0], [Unit(0, 3, 3), Unit(3, 4, 4), Unit(4, 6, 6)])  # documents
+    [([0], [1, 2]), ([1], [0, 2])]
+    >>> tree = [Unit(0, 3, 6, 0, 0), Unit(3, 4, 4, 1, 0), Unit(4, 6, 6, 1, 0)]
+    >>> halves_of([0, 1, 2], tree)
+    [([2], [0, 1]), ([1], [0, 2])]
     """
-    chosen = [[sample[i] for i in ones] for ones, _ in halves(len(sample))] or [list(sample)]
-    return [(ones, [d for d in range(num_docs) if d not in set(ones)]) for ones in chosen]
+    chosen: list[list[int]] = []
+    for depth in sorted({units[unit].depth for unit in sample}):
+        level = [unit for unit in sample if units[unit].depth == depth]
+        chosen += [[level[i] for i in ones] for ones, _ in halves(len(level))] or [level]
+    pairs = [(replaced, outside(replaced, units)) for replaced in chosen]
+    return [(replaced, watched) for replaced, watched in pairs if watched]
+
+
+def outside(chosen: Sequence[int], units: Sequence[Unit]) -> list[int]:
+    """The units that see none of those chosen: neither among them nor below them.
+
+    Args:
+        chosen: by index.
+        units: in the order of their tokens.
+    """
+    among, stop, found = set(chosen), 0, []
+    for index, unit in enumerate(units):
+        if index in among:
+            stop = max(stop, unit.stop)
+        if unit.start >= stop:
+            found.append(index)
+    return found
 
 
 def sample_of(documents: int | Sequence[int] | None, num_docs: int, seed: int) -> list[int]:
@@ -67,22 +112,20 @@ def sample_of(documents: int | Sequence[int] | None, num_docs: int, seed: int) -
 
 def with_other_tokens(
     ids_T: Tensor,
-    spans: Sequence[Span],
-    replaced: Sequence[int],
+    replaced: Sequence[slice],
     vocabulary: int,
     seed: int,
     special: frozenset[int] = frozenset(),
 ) -> Tensor:
-    """A copy of the tokens in which each token of the replaced documents is another one.
+    """A copy of the tokens in which each token of some documents or segments is another one.
 
     Args:
         ids_T: int64 `[T]`.
-        spans: of all documents.
-        replaced: those to replace.
+        replaced: the tokens of each.
         vocabulary: number of tokens to draw from.
-        seed: of the draw; a token's substitute does not depend on which documents are replaced.
+        seed: of the draw; a token's substitute does not depend on which others are replaced.
         special: tokens that neither come nor go, since a model may read more than words from them
-            (padding, ends of documents, images); a document that holds nothing else loses them.
+            (padding, ends of documents, images); a slice that holds nothing else loses them.
     """
     generator = torch.Generator().manual_seed(seed)
     device = ids_T.device
@@ -91,12 +134,11 @@ def with_other_tokens(
     allowed = allowed[~torch.isin(allowed, stay)]
     steps = torch.randint(1, len(allowed), ids_T.shape, generator=generator, device="cpu")
     steps = steps.to(device)
-    places = torch.searchsorted(allowed, ids_T).clamp(max=len(allowed) - 1)
+    places = torch.searchsorted(allowed, ids_T.contiguous()).clamp(max=len(allowed) - 1)
     other = allowed[(places + steps) % len(allowed)].to(ids_T.dtype)
     kept = torch.isin(ids_T, stay)
     changed = ids_T.clone()
-    for document in replaced:
-        rows = slice(*spans[document])
+    for rows in replaced:
         words = other[rows]
         if not bool(kept[rows].all()):
             words = torch.where(kept[rows], ids_T[rows], words)

@@ -3,6 +3,10 @@
 Cost, for N documents: 2 runs of the batch as it is, then 2·ceil(log2 N) with documents replaced by
 halves; a run is a forward, and a backward if gradients are tested. A leak takes some
 2·ceil(log2 N) + 6 more, to name documents, layer and module.
+
+In trees each segment is a unit as a document is; those below it may see it, all others are watched.
+Segments are replaced by halves of each depth. Since the loss of what lies below a segment is part
+of its gradient, gradients below the roots are compared with a run of their own, of the same losses.
 """
 
 from __future__ import annotations
@@ -41,8 +45,13 @@ def verify_isolation(
     mixture of experts, are over the batch by design. Where routing or normalisation reaches over
     the batch by design, that is a leak.
 
+    In a `packed_layout` of trees the segments that hold tokens take the documents' place, numbered
+    in the order of the row: other tokens in a segment may change its own outputs and those below it
+    on its paths, and no other's.
+
     Of N documents it takes 2 + 2·ceil(log2 N) forwards, each with a backward if gradients are
-    tested, and memory for a copy of all layers' outputs. A leak takes some more.
+    tested, and memory for a copy of all layers' outputs; of trees that for each depth, twice below
+    the roots with gradients. A leak takes some more.
 
     Afterwards modes, buffers and random generators are as before; no parameter gets a gradient.
 
@@ -64,7 +73,8 @@ def verify_isolation(
         What was tested.
 
     Raises:
-        IsolationError: naming layer, module, its kind, the documents, and the direction.
+        IsolationError: naming layer, module, its kind, the documents or segments, and the
+            direction.
         NotImplementedError: `gradients=True`, and the model gives none.
         ValueError: fewer than two documents; no outputs by token; outputs or gradients that are not
             finite; outputs that do not change with the tokens, or that differ between two runs of
@@ -80,12 +90,12 @@ def verify_isolation(
 gradients kept their bits too.
     """
     run = IsolationRun(model, batch, layout=layout, seed=seed)
-    if len(run.spans) < 2:
+    if len(run.units) < 2:
         raise ValueError(
-            f"batch must hold at least two documents, got {len(run.spans)}; pack several, and mark "
+            f"batch must hold at least two documents, got {len(run.units)}; pack several, and mark "
             "where they start (position_ids, packed_layout, ...) or pass layout=."
         )
-    sample = sample_of(documents, len(run.spans), seed)
+    sample = sample_of(documents, len(run.units), seed)
     with run.as_before():
         return _Search(run, sample, gradients).report()
 
@@ -101,13 +111,13 @@ class _Search:
         self.repeats = self._check_first_run()
 
     def report(self) -> IsolationReport:
-        """Replace documents by halves.
+        """Replace documents, or segments, by halves.
 
         Raises:
             IsolationError: a leak; one in the forward, if there is any.
         """
         run, backward = self.run, None
-        for replaced, watched in halves_of(self.sample, len(run.spans)):
+        for replaced, watched in halves_of(self.sample, run.units):
             trace = self._trace(against=self.before_trace)
             after = run(replaced, watched, trace)
             found = self._first_change(trace, after, watched)
@@ -119,12 +129,13 @@ class _Search:
             raise self._backward_error(*backward)
         return IsolationReport(
             documents=tuple(self.sample),
-            num_docs=len(run.spans),
+            num_docs=len(run.units),
             forwards=run.forwards,
             layers=len(self.before_trace.completed),
             gradients=None if not run.gradients else "bits" if self.repeats else "zeros",
             why_no_gradients=self.why_no_gradients,
             training=run.model.training,
+            unit=run.word,
         )
 
     # ---- the batch as it is ----
@@ -152,15 +163,15 @@ class _Search:
         """Whether the gradients of two runs have the same bits; outputs must."""
         run, before = self.run, self.before
         for what, found in (("outputs", before.outputs), ("gradients", before.gradient)):
-            for document, span in enumerate(run.spans if found is not None else ()):
-                if found is not None and not bool(found[slice(*span)].isfinite().all()):
+            for number, unit in enumerate(run.units if found is not None else ()):
+                if found is not None and not bool(found[unit.tokens].isfinite().all()):
                     raise ValueError(
-                        f"the model's {what} must be finite, got others for document {document}, "
+                        f"the model's {what} must be finite, got others for {run.name(number)}, "
                         "in which a leak would not show; check weights and dtype."
                     )
         trace = self._trace(against=self.before_trace)
         again = run([], None, trace)
-        change = self._first_change(trace, again, range(len(run.spans)))
+        change = self._first_change(trace, again, range(len(run.units)))
         if change is not None:
             where = f"layer {change[0]}" if change[0] is not None else "the outputs"
             raise ValueError(
@@ -168,14 +179,14 @@ class _Search:
                 f"in {where}; turn off what adds in any order (atomics), or "
                 "torch.use_deterministic_algorithms(True)."
             )
-        return before.gradient is not None and not self._rows_changed(again).any()
+        return before.gradient is not None and not _rows_changed(before, again).any()
 
     def _check_effect(self, after: RunResult, replaced: Sequence[int]) -> None:
         changed = changed_tokens(self.before.outputs, after.outputs)
-        if not any(bool(changed[slice(*self.run.spans[d])].any()) for d in replaced):
+        if not any(bool(changed[self.run.units[unit].tokens].any()) for unit in replaced):
             raise ValueError(
-                f"the outputs of documents {list(replaced)[:8]} must change with their tokens, got "
-                "the same bits; pass a batch whose input_ids the model reads."
+                f"the outputs of {self.run.word}s {list(replaced)[:8]} must change with their "
+                "tokens, got the same bits; pass a batch whose input_ids the model reads."
             )
 
     # ---- what changed ----
@@ -186,7 +197,7 @@ class _Search:
     def _first_change(
         self, trace: Trace, after: RunResult, watched: Sequence[int]
     ) -> tuple[int | None, int] | None:
-        """The first layer (None: only the outputs), and the first document, that changed."""
+        """The first layer (None: only the outputs), and the first watched unit, that changed."""
         flags: list[tuple[int | None, Tensor]] = []
         for number, call in enumerate(self.before_trace.completed):
             found = trace.outputs_changed(call)
@@ -199,34 +210,34 @@ class _Search:
         if not any(hit):
             return None
         layer, flag = flags[hit.index(True)]
-        return layer, next(d for d in watched if bool(flag[slice(*self.run.spans[d])].any()))
+        return layer, next(d for d in watched if bool(flag[self.run.units[d].tokens].any()))
 
     def _backward_change(
         self, after: RunResult, replaced: Sequence[int], watched: Sequence[int]
     ) -> tuple[str, list[int], int] | None:
-        """How gradients leak ("zeros", "bits"), from which documents, into which."""
+        """How gradients leak ("zeros", "bits"), from which units, into which."""
         if after.gradient is None:
             return None
+        units = self.run.units
         not_zero = (after.gradient != 0).any(-1)
         for target in replaced:
-            if bool(not_zero[slice(*self.run.spans[target])].any()):
+            if bool(not_zero[units[target].tokens].any()):
                 return "zeros", list(watched), target
-        changed = self._rows_changed(after)
-        for target in watched if self.repeats else ():
-            if bool(changed[slice(*self.run.spans[target])].any()):
+        if not self.repeats:
+            return None
+        # What lies above the replaced had their losses in the first run.
+        below = units[replaced[0]].depth > 0
+        changed = _rows_changed(self.run([], watched) if below else self.before, after)
+        for target in watched:
+            if bool(changed[units[target].tokens].any()):
                 return "bits", list(replaced), target
         return None
 
-    def _rows_changed(self, after: RunResult) -> Tensor:
-        assert self.before.gradient is not None
-        assert after.gradient is not None
-        return changed_tokens(self.before.gradient, after.gradient)
-
-    def _tokens(self, documents: Sequence[int]) -> Tensor:
-        """bool `[T]`: those of some documents."""
+    def _tokens(self, units: Sequence[int]) -> Tensor:
+        """bool `[T]`: those of some units."""
         flags = torch.zeros(self.run.ids.numel(), dtype=torch.bool, device="cpu")
-        for document in documents:
-            flags[slice(*self.run.spans[document])] = True
+        for unit in units:
+            flags[self.run.units[unit].tokens] = True
         return flags.to(self.run.device)
 
     # ---- who it was ----
@@ -248,20 +259,18 @@ class _Search:
         return Blame(self.run, list(self.layers), source, target).forward(layer, name)
 
     def _backward_error(self, how: str, sources: list[int], target: int) -> IsolationError:
-        rows = slice(*self.run.spans[target])
+        rows = self.run.units[target].tokens
 
         def crosses(some: list[int]) -> bool:
             gradient = self.run([], some).gradient
             return gradient is not None and bool((gradient[rows] != 0).any())
 
         def changes(some: list[int]) -> bool:
-            old, new = self.run([], [target]).gradient, self.run(some, [target]).gradient
-            assert old is not None
-            assert new is not None
-            return bool(changed_tokens(old[rows], new[rows]).any())
+            losses = self.run.outside(some)
+            return bool(_rows_changed(self.run([], losses), self.run(some, losses))[rows].any())
 
         if how == "bits":  # of the first run, where all documents had a loss
-            others = [d for d in range(len(self.run.spans)) if d != target]
+            others = self.run.outside([target])
             if crosses(others):
                 how, sources = "zeros", others
         source = one_of(sources, crosses if how == "zeros" else changes)
@@ -270,9 +279,16 @@ class _Search:
         return blame.backward(calls, by_loss=how == "zeros")
 
 
-def one_of(documents: list[int], leak: Callable[[list[int]], bool]) -> int:
-    """One document that leaks, of several that leak together."""
-    while len(documents) > 1:
-        middle = len(documents) // 2
-        documents = documents[:middle] if leak(documents[:middle]) else documents[middle:]
-    return documents[0]
+def one_of(units: list[int], leak: Callable[[list[int]], bool]) -> int:
+    """One unit that leaks, of several that leak together."""
+    while len(units) > 1:
+        middle = len(units) // 2
+        units = units[:middle] if leak(units[:middle]) else units[middle:]
+    return units[0]
+
+
+def _rows_changed(before: RunResult, after: RunResult) -> Tensor:
+    """bool `[T]`: whose gradients have other bits."""
+    assert before.gradient is not None
+    assert after.gradient is not None
+    return changed_tokens(before.gradient, after.gradient)

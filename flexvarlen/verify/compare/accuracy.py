@@ -1,10 +1,13 @@
-"""The documents of a packing, each alone: the reference, and the errors of the baseline."""
+"""The documents of a row, each alone: the reference, and the errors of the baseline.
+
+Of a row of trees, the samples take the documents' place.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +19,10 @@ from flexvarlen.reference.model import (
     ModelResults,
     baseline_model,
     float64_model,
-    next_token_loss,
     run_alone,
 )
 from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.variants import counted_labels
+from flexvarlen.verify.tree_batch import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,17 +67,18 @@ class ModelErrors:
 
 @dataclass(frozen=True)
 class Reference:
-    """Some documents of a packing, each alone.
+    """Some documents of a row, each alone.
 
     Attributes:
-        documents: which; the others had no room.
+        batch: the row.
+        documents: which of `batch.samples`; the others had no room.
         labels: int64 `[1, T]`, of these documents alone.
         counted: 0-d tensor, how many labels count.
         results: in fp64.
         baseline: the errors of each document alone in the tested dtype.
     """
 
-    batch: PackedBatch
+    batch: Row
     documents: tuple[int, ...]
     labels: Tensor
     counted: Tensor
@@ -83,13 +86,13 @@ class Reference:
     baseline: ModelErrors
 
     @classmethod
-    def of(cls, base: PreTrainedModel, batch: PackedBatch, *, train: bool, seed: int) -> Reference:
+    def of(cls, base: PreTrainedModel, batch: Row, *, train: bool, seed: int) -> Reference:
         """Run the documents that there is room for.
 
         Raises:
             ValueError: there is no room for the fp64 copy of `base`.
         """
-        documents = tuple(sample_documents(base, batch, train=train, seed=seed))
+        documents = tuple(sample_documents(base, batch.samples, train=train, seed=seed))
         labels = batch.labels(documents)
         try:
             results = alone(float64_model(base), batch, documents, train=train)
@@ -107,7 +110,7 @@ class Reference:
         )
         loss = low.loss if train else None
         baseline = _errors(pairs, loss, low.gradients, results)
-        return cls(batch, documents, labels, counted_labels(labels), results, baseline)
+        return cls(batch, documents, labels, batch.counted(labels), results, baseline)
 
     def errors(
         self, logits_TV: Tensor, loss: float | None, gradients: Mapping[str, Tensor | None]
@@ -119,12 +122,12 @@ class Reference:
             loss: over `labels`; None for a forward alone.
             gradients: of the parameters, by name; None where none came.
         """
-        spans = self.batch.spans()
+        paths = self.batch.paths
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for document, offset, expected in self.results.logits():
-                start = spans[document][0] + offset
-                yield logits_TV[start : start + len(expected)], expected
+                tokens = paths[document][offset : offset + len(expected)]
+                yield logits_TV[tokens], expected
 
         return _errors(pairs(), loss, gradients, self.results)
 
@@ -159,15 +162,16 @@ class Reference:
     @property
     def whole(self) -> bool:
         """Whether it covers every document."""
-        return len(self.documents) == len(self.batch.lengths)
+        return len(self.documents) == len(self.batch.samples.lengths)
 
     @property
     def description(self) -> str:
         """Which documents it covers."""
-        text = f"{len(self.documents)} of {len(self.batch.lengths)} documents alone, fp64"
+        lengths = self.batch.samples.lengths
+        text = f"{len(self.documents)} of {len(lengths)} {self.batch.sample}s alone, fp64"
         if self.whole:
             return text
-        longest = max(self.batch.lengths[document] for document in self.documents)
+        longest = max(lengths[document] for document in self.documents)
         return f"{text} (a sample that fits; the longest of {longest:,} tokens)"
 
     def without_tensors(self) -> Reference:
@@ -176,13 +180,12 @@ class Reference:
 
 
 def alone(
-    model: PreTrainedModel, batch: PackedBatch, documents: tuple[int, ...], *, train: bool
+    model: PreTrainedModel, batch: Row, documents: tuple[int, ...], *, train: bool
 ) -> ModelResults:
     """Run these documents one by one; with loss and gradients if `train`."""
-    loss: Callable[[int, Tensor], Tensor] | None = None
-    if train:
-        loss = next_token_loss(model, batch.input_ids, batch.lengths, documents)
-    return run_alone(model, batch.input_ids, batch.lengths, documents=documents, loss=loss)
+    loss = batch.loss_alone(model, documents) if train else None
+    samples = batch.samples
+    return run_alone(model, samples.input_ids, samples.lengths, documents=documents, loss=loss)
 
 
 def _errors(

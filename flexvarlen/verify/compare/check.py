@@ -14,7 +14,7 @@ from flexvarlen.measure import watch_compilation
 from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.compare.accuracy import Reference
 from flexvarlen.verify.compare.leak import Leak, find_leak
-from flexvarlen.verify.variants import Variant, counted_labels
+from flexvarlen.verify.variants import Variant
 
 LISTED_DOCUMENTS = 8  # that a sentence names
 
@@ -74,7 +74,7 @@ def check_variant(
     measures |= errors.measures() | reference.limits(errors, checks.dtype)
     del out, gradients
     did()
-    say(f"checking {variant.name}: does a document see another?")
+    say(f"checking {variant.name}: does a {reference.batch.unit} see another?")
     leak = find_leak(variant, reference.batch, checks.seed, did)
     begin = time.perf_counter()
     variant.step(reference.batch, reference.labels, reference.counted)
@@ -82,7 +82,8 @@ def check_variant(
     say(f"checking {variant.name}: other packings")
     more, why_other = _other_packings(variant, checks)
     did()
-    measures |= _leak_measures(leak) | more | _verdict(leak, why or why_other)
+    verdict = _verdict(leak, why or why_other, reference.batch.unit)
+    measures |= _leak_measures(leak) | more | verdict
     return CheckResult(measures, step_s)
 
 
@@ -103,7 +104,7 @@ def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], s
     with watch_compilation() as stats:
         for other in checks.others:
             labels = other.labels()
-            out = variant.step(other, labels, counted_labels(labels))
+            out = variant.step(other, labels, other.counted(labels))
     measures: dict[str, Any] = {
         "other_packings": len(checks.others),
         "recompiles": stats.recompilations,
@@ -127,19 +128,19 @@ def _leak_measures(leak: Leak) -> dict[str, Any]:
     }
 
 
-def _verdict(leak: Leak, why_wrong: str | None) -> dict[str, Any]:
+def _verdict(leak: Leak, why_wrong: str | None, unit: str) -> dict[str, Any]:
     if not leak.documents:
         return {"verdict": "right" if why_wrong is None else "wrong", "why": why_wrong}
     found = sorted(leak.outputs or leak.documents)
     listed = ", ".join(map(str, found[:LISTED_DOCUMENTS]))
     more = ", …" if len(found) > LISTED_DOCUMENTS else ""
-    documents = f"document{'s' if len(found) > 1 else ''} {listed}{more}"
+    units = f"{unit}{'s' if len(found) > 1 else ''} {listed}{more}"
+    tokens, others = "other documents' tokens", "other documents"
+    if unit == "segment":
+        tokens = "the tokens of segments off their paths"
+        others = "segments that they must not"
     if leak.outputs:
-        return {
-            "verdict": "leaks",
-            "why": f"the logits of {documents} change with other documents' tokens.",
-        }
-    return {
-        "verdict": "leaks",
-        "why": f"the token gradients of {documents} depend on, or reach, other documents.",
-    }
+        why = f"the logits of {units} change with {tokens}."
+    else:
+        why = f"the token gradients of {units} depend on, or reach, {others}."
+    return {"verdict": "leaks", "why": why}

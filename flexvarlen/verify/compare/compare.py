@@ -1,4 +1,4 @@
-"""`compare`: every backend against each document alone, on one packed row.
+"""`compare`: every backend against each document alone, on one packed row, or row of trees.
 
 1. Each document runs alone, in fp64 (the reference) and in the tested dtype (the baseline).
 2. Each variant runs the packed row: errors, leaks, other packings.
@@ -23,7 +23,8 @@ from flexvarlen.measure import (
     peak_memory_mib,
     time_interleaved,
 )
-from flexvarlen.patches.isolation.tokens import halves
+from flexvarlen.patches.isolation.documents import units_of
+from flexvarlen.patches.isolation.tokens import halves_of
 from flexvarlen.reference.model import baseline_model, own_parameters
 from flexvarlen.report.records import Record, Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
@@ -33,13 +34,8 @@ from flexvarlen.verify.compare.accuracy import Reference, alone, release
 from flexvarlen.verify.compare.check import CheckResult, Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import batch_of
-from flexvarlen.verify.variants import (
-    Sizes,
-    Variant,
-    counted_labels,
-    make_variant,
-    variant_names,
-)
+from flexvarlen.verify.tree_batch import Row, TreeBatch
+from flexvarlen.verify.variants import THEIRS, Sizes, Variant, make_variant, variant_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,14 +71,18 @@ def compare(
     Args:
         model: a transformers model of a verified family, with a head for causal language modelling.
         batch: a forward's keyword arguments (boundaries found by the contract of `patch_model`;
-            labels are not used), or a `PackedBatch`. Default: real text, packed to `tokens`.
+            labels are not used), or a `PackedBatch`. Default: real text, packed to `tokens`. With a
+            `packed_layout` of trees, such as `fv.share_prefixes(samples).batch()`, each sample, a
+            path from a root to a leaf, is compared with the sample alone; the loss is `tree_loss`
+            of `shift_labels` and `sample_counts`, if the batch has them.
         backends: "all" (flexvarlen's, "auto", and transformers' own for contrast), or names.
         dtype: to compare in; default: the model's.
         train: forward and backward; else the forward alone, under `no_grad`.
         compile: under torch.compile (inductor; graph breaks allowed, and counted; cold caches).
         tokens: of the default batch; default 1,024 on the CPU, 8,192 on CUDA.
         seed: of everything random.
-        packings: other packings of the same tokens, over which recompilations are counted.
+        packings: other packings of the same tokens, over which recompilations are counted; none
+            of trees.
         name: the model's, for the report.
         progress: see `Progress`.
 
@@ -107,20 +107,36 @@ def compare(
     require_verified(model.config.model_type)
     names = variant_names(backends, model.device)
     base = unpatch_model(own_parameters(model, model.dtype if dtype is None else dtype))
-    packed = batch_of(base, batch, tokens=tokens, seed=seed)
+    packed = _row(base, batch, tokens=tokens, seed=seed)
+    lengths = packed.samples.lengths
     case = {
         "model": name or str(model.config.name_or_path or model.config.model_type),
         "dtype": str(base.dtype).removeprefix("torch."),
         "passes": "forward+backward" if train else "forward",
         "compiled": compile,
         "tokens": packed.total_tokens,
-        "documents": len(packed.lengths),
-        "longest_document": max(packed.lengths),
+        "documents": len(lengths),
+        "longest_document": max(lengths),
         "seed": seed,
         "source": packed.source,
     }
+    if isinstance(packed, TreeBatch):
+        case["segments"] = len(units_of(packed.trees))
     with _many_recompilations(compile):
         return _Comparison(base, packed, case, packings, progress).report(names)
+
+
+def _row(
+    base: PreTrainedModel,
+    batch: PackedBatch | Mapping[str, Any] | None,
+    *,
+    tokens: int | None,
+    seed: int,
+) -> Row:
+    trees = TreeBatch.of(batch) if isinstance(batch, Mapping) else None
+    if trees is None:
+        return batch_of(base, batch, tokens=tokens, seed=seed)
+    return trees.to(base.device)
 
 
 @contextmanager
@@ -140,7 +156,7 @@ class _Comparison:
     def __init__(
         self,
         base: PreTrainedModel,
-        batch: PackedBatch,
+        batch: Row,
         case: dict[str, Any],
         packings: int,
         progress: Progress | None,
@@ -150,16 +166,18 @@ class _Comparison:
         self.seed = case["seed"]
         self.environment = environment(base.device)
         self.sizes = sizes = Sizes.of(batch)
-        self.others = [
-            recut(batch, self.seed + i, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
-            for i in range(packings)
-        ]
+        self.others: list[PackedBatch] = []
+        if isinstance(batch, PackedBatch):
+            self.others = [
+                recut(batch, self.seed + i, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
+                for i in range(packings)
+            ]
         self.done, self.total = 0, 1
 
     def report(self, names: Sequence[str]) -> Report:
         """All records, in order."""
         variants, refused = self._make(names)
-        self._say("each document alone, in fp64")
+        self._say(f"each {self.batch.sample} alone, in fp64")
         checks = self._checks()
         self.case["reference"] = checks.reference.description
         records = {name: self._record(name, "unsupported", why) for name, why in refused.items()}
@@ -184,13 +202,17 @@ class _Comparison:
         variants: dict[str, Variant] = {}
         refused: dict[str, str] = {}
         for name in names:
+            if name.startswith(THEIRS) and isinstance(self.batch, TreeBatch):
+                refused[name] = f"{name} takes no packed_layout of trees."
+                continue
             try:
                 variants[name] = make_variant(
                     name, self.base, self.sizes, train=self.train, compile=self.compile
                 )
             except Unsupported as error:
                 refused[name] = str(error)
-        each = 3 + len(halves(len(self.batch.lengths))) + FEWEST_REPEATS
+        units = units_of(self.batch.layout())
+        each = 3 + len(halves_of(range(len(units)), units)) + FEWEST_REPEATS
         self.total = 2 + FEWEST_REPEATS + each * len(variants)
         return variants, refused
 
@@ -271,7 +293,7 @@ class _Comparison:
 
     def _step_of(self, variant: Variant) -> Callable[[], object]:
         labels = self.batch.labels()
-        return partial(variant.step, self.batch, labels, counted_labels(labels))
+        return partial(variant.step, self.batch, labels, self.batch.counted(labels))
 
     def _baseline_step(self, reference: Reference) -> Callable[[], object]:
         model = baseline_model(self.base)

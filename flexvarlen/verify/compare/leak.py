@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from flexvarlen.patches.isolation.tokens import halves, with_other_tokens
+from flexvarlen.patches.isolation.documents import units_of
+from flexvarlen.patches.isolation.tokens import halves_of, with_other_tokens
 from flexvarlen.patches.isolation.trace import changed_tokens
-from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.variants import Variant, counted_labels
+from flexvarlen.verify.batch import IGNORE_INDEX
+from flexvarlen.verify.tree_batch import Row
+from flexvarlen.verify.variants import Variant
 
 
 @dataclass(frozen=True)
 class Leak:
-    """The documents that others' tokens reached.
+    """The documents, or segments of trees, that tokens reached which they do not see.
 
     Attributes:
         outputs: whose logits changed, in any bit.
@@ -36,42 +39,49 @@ class Leak:
 
 
 def find_leak(
-    variant: Variant, batch: PackedBatch, seed: int, progress: Callable[[], None] | None = None
+    variant: Variant, batch: Row, seed: int, progress: Callable[[], None] | None = None
 ) -> Leak:
-    """Replace documents by halves; see whose logits, and whose token gradients, change.
+    """Replace documents, or segments, by halves; see whose logits and token gradients change.
 
-    While documents are replaced, only the watched ones have a loss, divided by the same count as
+    While some are replaced, only the watched ones have a loss, divided by the same count as
     before. So the gradient of a watched token must keep its bits, and that of a replaced one be
-    exactly zero, whatever the order of additions.
+    exactly zero, whatever the order of additions. Above segments that are replaced, gradients
+    include those segments' losses, and are compared with a step that leaves these out too.
     """
-    spans = batch.spans()
+    units = units_of(batch.layout())
     vocabulary = variant.model.config.vocab_size
-    counted = counted_labels(batch.labels())
-    before = variant.step(batch, batch.labels(), counted, gradients=True)
+    labels = batch.labels()
+    counted = batch.counted(labels)
+    before = variant.step(batch, labels, counted, gradients=True)
     repeats = None
     if variant.train:
-        again = variant.step(batch, batch.labels(), counted, gradients=True)
+        again = variant.step(batch, labels, counted, gradients=True)
         repeats = _same_bits(before.embedding_gradients, again.embedding_gradients)
         del again
     outputs: set[int] = set()
     gradients: set[int] = set()
-    for index, (replaced, watched) in enumerate(halves(len(spans))):
-        ids = with_other_tokens(batch.input_ids[0], spans, replaced, vocabulary, seed + index)
-        other = PackedBatch(ids[None], batch.lengths, batch.source)
-        after = variant.step(other, other.labels(watched), counted, gradients=True)
-        for document in watched:
-            rows = slice(*spans[document])
+    for index, (replaced, watched) in enumerate(halves_of(range(len(units)), units)):
+        tokens = [units[unit].tokens for unit in replaced]
+        ids = with_other_tokens(batch.input_ids[0], tokens, vocabulary, seed + index)
+        losses = torch.full_like(labels, IGNORE_INDEX)
+        for unit in watched:
+            losses[:, units[unit].tokens] = labels[:, units[unit].tokens]
+        other = replace(batch, input_ids=ids[None])
+        after = variant.step(other, losses, counted, gradients=True)
+        expected = before.embedding_gradients
+        if repeats and units[replaced[0]].depth > 0:
+            expected = variant.step(batch, losses, counted, gradients=True).embedding_gradients
+        for unit in watched:
+            rows = units[unit].tokens
             if not _same_bits(before.logits[rows], after.logits[rows]):
-                outputs.add(document)
-            if repeats and not _same_bits(
-                before.embedding_gradients, after.embedding_gradients, rows
-            ):
-                gradients.add(document)
+                outputs.add(unit)
+            if repeats and not _same_bits(expected, after.embedding_gradients, rows):
+                gradients.add(unit)
         if after.embedding_gradients is not None:
             gradients |= {
-                document
-                for document in replaced
-                if not bool((after.embedding_gradients[slice(*spans[document])] == 0).all())
+                unit
+                for unit in replaced
+                if not bool((after.embedding_gradients[units[unit].tokens] == 0).all())
             }
         if progress is not None:
             progress()

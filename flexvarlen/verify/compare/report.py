@@ -143,7 +143,8 @@ class Report:
         if not right:
             return f"No backend of flexvarlen could run here{tail}."
         models = ", ".join(grouped(self.records, "model"))
-        return f"Right, and no document leaks: {', '.join(right)} on {models}{tail}."
+        unit = "segment" if "segments" in self.records[0].case else "document"
+        return f"Right, and no {unit} leaks: {', '.join(right)} on {models}{tail}."
 
     def markdown(self) -> str:
         """A table for each model, with what it was measured on, and the notes."""
@@ -188,10 +189,13 @@ def describe(records: Sequence[Record]) -> str:
     """What the records of a model were measured on."""
     case = records[0].case
     mode = "compiled" if case["compiled"] else "eager"
+    documents = f"{case['documents']} documents"
+    if "segments" in case:
+        documents = f"{case['documents']} samples of {case['segments']} segments"
     return (
         f"{case['model']}, {case['dtype']}, {case['passes']}, {mode}; {case['tokens']:,} tokens "
-        f"in {case['documents']} documents (longest {case['longest_document']:,}); reference: "
-        f"{case['reference']}; {case['source']}; {ran_on(records[0].environment)}"
+        f"in {documents} (longest {case['longest_document']:,}); reference: {case['reference']}; "
+        f"{case['source']}; {ran_on(records[0].environment)}"
     )
 
 
@@ -211,7 +215,8 @@ def _leak(record: Record) -> str:
     leaked = record.measures.get("leaked_documents")
     if leaked is None:
         return NOTHING
-    return f"{leaked} of {record.case['documents']}" if leaked else "none"
+    units = record.case.get("segments", record.case["documents"])
+    return f"{leaked} of {units}" if leaked else "none"
 
 
 def _ms(record: Record) -> str:

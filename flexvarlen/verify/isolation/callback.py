@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
-from flexvarlen.patches.isolation.documents import documents_of, real_documents
+from flexvarlen.patches.isolation.documents import documents_of, units_of
 from flexvarlen.patches.isolation.model_run import training_mode
 from flexvarlen.patches.isolation.report import IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
@@ -154,7 +154,7 @@ def several_documents(
     """
 
     def is_enough(batch: Mapping[str, Any]) -> bool:
-        return len(real_documents(documents_of(batch, layout))) > 1
+        return len(units_of(documents_of(batch, layout))) > 1
 
     batch = batch_of(loader, range(size))
     start, last = size, len(loader.dataset) - size

@@ -38,7 +38,7 @@ def test_every_ordered_pair_of_documents_is_separated(num_docs):
 
 def test_replaced_documents_change_in_every_token_and_others_in_none():
     ids = torch.randint(50, (20,))
-    changed = with_other_tokens(ids, [(0, 4), (4, 15), (15, 20)], [1], 50, seed=0)
+    changed = with_other_tokens(ids, [slice(4, 15)], 50, seed=0)
     assert (changed != ids).tolist() == [False] * 4 + [True] * 11 + [False] * 5
     assert changed.max() < 50
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from flexvarlen.reference.attention import PIECE_ELEMENTS
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
-from flexvarlen.verify.variants import Sizes, counted_labels, make_variant
+from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.variants import Sizes, make_variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,7 +109,7 @@ def step_of(name: str, model: PreTrainedModel, sizes: Sizes) -> Step:
 
     def step(batch: PackedBatch) -> float:
         labels = batch.labels()
-        return variant.step(batch, labels, counted_labels(labels)).loss
+        return variant.step(batch, labels, batch.counted(labels)).loss
 
     return step
 
@@ -117,7 +117,7 @@ def step_of(name: str, model: PreTrainedModel, sizes: Sizes) -> Step:
 def _unpacked_step(model: PreTrainedModel) -> Step:
     def step(batch: PackedBatch) -> float:
         model.zero_grad(set_to_none=True)
-        counted = (batch.labels() != IGNORE_INDEX).sum().clamp(min=1)
+        counted = batch.counted(batch.labels())
         total = torch.zeros((), device=model.device)
         for start, end in batch.spans():
             if end - start == 1:  # nothing to predict

@@ -1,0 +1,137 @@
+"""`TreeBatch`: samples that share prefixes, in one row of trees, that a comparison runs on.
+
+Shapes: T tokens of the row; N samples, each a path from a root to a leaf; L tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.tree_loss import count_labels
+from flexvarlen.reference.model import Loss, weighted_loss
+from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """A row of trees, in the place of a `PackedBatch`.
+
+    Attributes:
+        input_ids: int64 `[1, T]`.
+        trees: the layout.
+        shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
+        sample_counts: int64 `[1, T]`, how often each token counts.
+        source: where the tokens come from, for the report.
+        unit, sample: what is replaced to find leaks, and what runs alone, in words.
+    """
+
+    input_ids: Tensor
+    trees: PackedLayout
+    shift_labels: Tensor
+    sample_counts: Tensor
+    source: str = "the caller's batch"
+    unit: ClassVar[str] = "segment"
+    sample: ClassVar[str] = "sample"
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> TreeBatch | None:
+        """A row from a forward's keyword arguments; None if its documents are no trees.
+
+        Without `shift_labels` and `sample_counts` each token predicts the next of its segment, and
+        counts for each path that it is on.
+
+        Raises:
+            ValueError: no input_ids, or boundaries that break the contract.
+        """
+        from flexvarlen.patches.isolation.documents import (  # imports transformers
+            layout_of,
+            units_of,
+        )
+
+        trees = layout_of(batch)
+        if trees.segments is None:
+            return None
+        ids: Tensor = batch["input_ids"].reshape(1, -1)
+        labels, counts = batch.get("shift_labels"), batch.get("sample_counts")
+        if labels is None or counts is None:
+            labels = torch.full_like(ids, IGNORE_INDEX)
+            for start, end, *_ in units_of(trees):
+                labels[0, start : end - 1] = ids[0, start + 1 : end]
+            every = torch.cat(trees.paths()).to(ids.device)
+            counts = every.bincount(minlength=trees.total_tokens)
+        return cls(ids, trees.to(ids.device), labels.reshape(1, -1), counts.reshape(1, -1))
+
+    @cached_property
+    def paths(self) -> tuple[Tensor, ...]:
+        """int64 `[L]` of each sample: where its tokens are in the row."""
+        return tuple(path for path in self.trees.paths() if len(path))
+
+    @cached_property
+    def samples(self) -> PackedBatch:
+        """What runs alone: the samples, one after another, sharing nothing."""
+        ids = torch.cat([self.input_ids[0, path] for path in self.paths])
+        return PackedBatch(ids[None], tuple(map(len, self.paths)), self.source)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the row, padding left out."""
+        return sum(self.trees.lengths or ())
+
+    def layout(self, capacity: int | None = None, longest: int | None = None) -> PackedLayout:
+        """The trees; their own sizes count."""
+        return self.trees
+
+    def to(self, device: torch.device | str) -> TreeBatch:
+        """The same row on `device`."""
+        ids, labels, counts = (
+            x.to(device) for x in (self.input_ids, self.shift_labels, self.sample_counts)
+        )
+        return TreeBatch(ids, self.trees.to(device), labels, counts, self.source)
+
+    def labels(self, samples: Sequence[int] | None = None) -> Tensor:
+        """int64 `[1, T]`: `shift_labels`, -100 at tokens of none of these samples. Default: all."""
+        if samples is None:
+            return self.shift_labels
+        return self.shift_labels.masked_fill(self._samples_through(samples) == 0, IGNORE_INDEX)
+
+    def counted(self, labels: Tensor) -> Tensor:
+        """0-d tensor: how often labels count together, at least 1."""
+        return count_labels(labels, self.sample_counts).clamp(min=1)
+
+    def loss_alone(self, model: PreTrainedModel, samples: Sequence[int]) -> Loss:
+        """The loss of `labels(samples)`, of each sample alone.
+
+        What a token counts is shared among the samples that it is in.
+        """
+        labels = self.labels(samples)
+        weights = self.sample_counts[0] / self._samples_through(samples).clamp(min=1)
+        return weighted_loss(
+            model,
+            [labels[0, path] for path in self.paths],
+            [weights[path] for path in self.paths],
+            self.counted(labels),
+        )
+
+    def loss_inputs(self, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
+        """The keyword arguments of a forward whose loss is that of `labels` over `counted`."""
+        counts = {"sample_counts": self.sample_counts, "num_items_in_batch": counted}
+        return {"shift_labels": labels, **counts}
+
+    def _samples_through(self, samples: Sequence[int]) -> Tensor:
+        """int64 `[T]`: how many of these samples each token is in."""
+        chosen = torch.cat([self.paths[sample] for sample in samples])
+        return chosen.bincount(minlength=self.input_ids.shape[1])
+
+
+Row = PackedBatch | TreeBatch
+"""What a comparison runs on."""

@@ -1,0 +1,167 @@
+"""`compare` over trees: each sample alone is the reference, and segments are what may leak."""
+
+import copy
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.attention.backends.sdpa import SdpaBackend
+from flexvarlen.mask.vectors import TreeBounds
+from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.compare import accuracy, compare
+from flexvarlen.verify.compare.accuracy import Reference
+from flexvarlen.verify.tree_batch import TreeBatch
+from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
+from tests.trees import EXAMPLES
+
+
+def samples():
+    """Three answers to a prompt, two of them alike at first; another prompt; a twin."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(length):
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    prompt, start = draw(20), draw(6)
+    texts = [[*prompt, *start, *draw(9)], [*prompt, *start, *draw(4)], [*prompt, *draw(12)]]
+    return [*texts, draw(5), texts[1]]
+
+
+def batch():
+    return fv.share_prefixes(samples(), total_tokens=80).batch()
+
+
+def by_hand(name):
+    tree = EXAMPLES[name]
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (1, tree.total_tokens), generator=rng)
+    return {"input_ids": ids, "packed_layout": tree.layout()}
+
+
+def measured(backend="sdpa", **options):
+    """The measures of a backend that bugs are planted in."""
+    return compare(shared_model("llama"), batch(), backend, **options).record(backend).measures
+
+
+def plant(monkeypatch, change):
+    """Make the `sdpa` backend call `change(attend, q, k, v)`."""
+    attend = SdpaBackend.attend
+
+    def wrong(self, q, k, v, *rest):
+        return change(lambda *qkv: attend(self, *qkv, *rest), q, k, v)
+
+    monkeypatch.setattr(SdpaBackend, "attend", wrong)
+
+
+def test_reference_is_the_samples_one_by_one():
+    """Twins count twice; the gradients of a shared prefix are summed over its samples."""
+    model = copy.deepcopy(shared_model("llama"))
+    row = TreeBatch.of(batch())
+    found = Reference.of(model, row, train=True, seed=0)
+    model.set_attn_implementation("eager")
+    exact = texts_alone(model.double(), [(torch.tensor(text), 0) for text in samples()])
+    assert found.results.loss == pytest.approx(float(exact.loss), rel=1e-6)
+    for name, gradient in exact.gradients.items():
+        torch.testing.assert_close(found.results.gradients[name], gradient, rtol=1e-5, atol=1e-6)
+    logits = torch.cat([piece for _, _, piece in found.results.logits()])
+    torch.testing.assert_close(logits, exact.logits[: len(logits)], rtol=1e-5, atol=1e-5)
+
+
+def test_right_backends_are_right():
+    names = ["reference", "sdpa", "transformers:sdpa"]
+    report = compare(shared_model("llama"), batch(), names)
+    assert report.passed
+    assert report.sentence().startswith("Right, and no segment leaks: reference, sdpa on ")
+    assert "in 4 samples of 6 segments (longest 35)" in report.markdown()
+    for name in names[:2]:
+        m = report.record(name).measures
+        assert (m["verdict"], m["why"], m["other_packings"]) == ("right", None, 0)
+        assert 0 < m["logits_max"] <= m["logits_limit"] < 1e-3
+        assert m["worst_gradient_ratio"] <= 1
+        assert m["leaked_outputs"] == m["leaked_gradients"] == 0
+        assert m["backward_repeats"]
+    assert report.verdict("transformers:sdpa") == "unsupported"
+    assert "no packed_layout of trees" in report.record("transformers:sdpa").reason
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_trees_by_hand_have_a_loss_within_their_segments(name):
+    report = compare(shared_model("llama"), by_hand(name), "sdpa", dtype=torch.bfloat16)
+    assert report.verdict("sdpa") == "right"
+
+
+def test_sample_of_the_samples_is_enough_of_a_reference(monkeypatch):
+    monkeypatch.setattr(accuracy, "sample_documents", lambda *args, **kwargs: [0, 2])
+    report = compare(shared_model("llama"), batch(), "sdpa")
+    assert report.verdict("sdpa") == "right"
+    assert "2 of 4 samples alone" in report.markdown()
+
+
+def test_forward_alone_needs_no_labels():
+    assert measured(train=False)["verdict"] == "right"
+
+
+def test_kernel_that_ignores_branches_leaks(monkeypatch):
+    monkeypatch.setattr(TreeBounds, "sees", lambda self, q, k: torch.ones_like(q * k, dtype=bool))
+    m = measured("reference")
+    assert m["verdict"] == "leaks"
+    assert m["leaked_outputs"] > 0
+    assert "change with the tokens of segments off their paths" in m["why"]
+
+
+def test_leak_into_a_prompts_gradient_is_found(monkeypatch):
+    """By the tokens of an answer whose own loss is left out."""
+
+    class Leaky(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            ctx.save_for_backward(out)
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (out,) = ctx.saved_tensors
+            grad = grad.clone()
+            grad[3] *= 1 + out[22].mean() * 1e-6
+            return grad
+
+    def change(attend, *qkv):
+        out, lse = attend(*qkv)
+        return Leaky.apply(out), lse
+
+    plant(monkeypatch, change)
+    m = measured()
+    assert (m["verdict"], m["leaked_outputs"], m["leaked_gradients"]) == ("leaks", 0, 1)
+    assert m["why"].startswith("the token gradients of segment 0 depend on, or reach, segments")
+
+
+def test_wrong_gradient_of_shared_keys_is_wrong(monkeypatch):
+    """As if only half of the samples had added theirs."""
+    plant(monkeypatch, lambda attend, q, k, v: attend(q, (k + k.detach()) / 2, v))
+    m = measured()
+    assert (m["verdict"], m["leaked_documents"]) == ("wrong", 0)
+    assert "the gradient of" in m["why"]
+
+
+def test_loss_that_counts_a_shared_token_once_is_wrong(monkeypatch):
+    inputs = TreeBatch.loss_inputs
+
+    def once(self, labels, counted):
+        found = inputs(self, labels, counted)
+        return found | {"sample_counts": found["sample_counts"].clamp(max=1)}
+
+    monkeypatch.setattr(TreeBatch, "loss_inputs", once)
+    m = measured()
+    assert (m["verdict"], "the loss" in m["why"]) == ("wrong", True)
+
+
+def test_model_that_trees_do_not_go_with_is_unsupported():
+    report = compare(new_model("mamba2"), batch(), "reference", train=False)
+    assert report.verdict("reference") == "unsupported"
+    assert "recurrent layers" in report.record("reference").reason
+
+
+def test_what_takes_documents_alone_refuses_trees():
+    with pytest.raises(NotImplementedError, match="packed_layout of trees is taken by"):
+        PackedBatch.of(batch())
