@@ -10,7 +10,15 @@ import torch
 import flexvarlen as fv
 from flexvarlen.bench.suites.masks import mask_build
 from flexvarlen.bench.suites.masks.check import difference, expected_tables
-from flexvarlen.bench.suites.masks.mask_build import BUILDERS, COMPARED, KINDS, SUITE, MaskCase
+from flexvarlen.bench.suites.masks.mask_build import (
+    BUILDERS,
+    COMPARED,
+    KINDS,
+    SUITE,
+    TREES,
+    MaskCase,
+    layout_of,
+)
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options
@@ -28,7 +36,8 @@ def records(tmp_path_factory):
 
 def test_every_builder_and_kind_has_its_record(records):
     found = {(r.case["part"], r.case["variant"]): r.status for r in records}
-    assert set(found) == {*(("build", x) for x in BUILDERS), *(("kinds", x) for x in KINDS)}
+    parts = {"build": BUILDERS, "kinds": KINDS, "trees": TREES}
+    assert set(found) == {(part, x) for part, names in parts.items() for x in names}
     on_gpu = {("build", x) for x in BUILDERS if "ompile" in x}
     assert {key for key, status in found.items() if status == "unsupported"} == on_gpu
     assert set(found.values()) == {"ok", "unsupported"}
@@ -90,6 +99,15 @@ def test_a_million_tokens_are_not_evaluated_pair_by_pair():
     (finding,) = SUITE.measure(case, ["create_block_mask eager"], OPTIONS)
     assert finding.status == "oom"
     assert "not tried" in finding.reason
+
+
+def test_trees_are_of_64_and_4096_segments_and_lie_as_documents_too():
+    cases = [x for x in SUITE.cases(Options(torch.device("cuda"))) if x.part == "trees"]
+    layouts = [layout_of(case, "trees", torch.device("cpu")) for case in cases]
+    assert [len(x.segments.lengths) for x in layouts] == [64, 4096]
+    assert [x.total_tokens for x in layouts] == [32_768, 1_048_576]
+    assert all(x.num_docs * 16 == len(x.segments.lengths) for x in layouts)
+    assert layout_of(cases[0], "documents", torch.device("cpu")).num_docs == 64
 
 
 @pytest.mark.parametrize("name", ["kv", "full_kv", "q", "full_q"])

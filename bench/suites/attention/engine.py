@@ -186,9 +186,10 @@ class _CaseMeasurement:
         first_call_s = _now(self.options) - begin
         results = prepared.results(out, gradients)
         errors = self.expected.errors(results)
+        layout = self.inputs.layout()
         common = {
-            "num_docs": len(self.inputs.lengths),
-            "longest": self.inputs.longest,
+            "num_docs": layout.num_docs,
+            "longest": layout.max_seqlen,
             "first_call_s": first_call_s,
             **prepared.measures,
         }

@@ -82,6 +82,10 @@ class Inputs:
         q, k, v = (x.detach().requires_grad_(needs_grad) for x in (self.q, self.k, self.v))
         return q, k, v
 
+    def folded(self, found: Results) -> Results:
+        """The results of `documents()`, one after another, as those of the row."""
+        return found
+
     def documents(self) -> list[Inputs]:
         """Each document alone, on the same memory."""
         return [
@@ -130,6 +134,7 @@ class Serial(Prepared):
     """One call for each document, one after another; `forward` returns all outputs."""
 
     documents: Sequence[Prepared] = ()
+    fold: Callable[[Results], Results] = lambda found: found
 
     def backward(self, out: Any) -> tuple[Tensor, ...]:
         pairs = zip(self.documents, out, strict=True)
@@ -137,12 +142,11 @@ class Serial(Prepared):
 
     def results(self, out: Any, gradients: Sequence[Tensor]) -> Results:
         each = len(gradients) // len(self.documents)
-        return Results.joined(
-            [
-                one.results(own, gradients[each * i : each * (i + 1)])
-                for i, (one, own) in enumerate(zip(self.documents, out, strict=True))
-            ]
-        )
+        found = [
+            one.results(own, gradients[each * i : each * (i + 1)])
+            for i, (one, own) in enumerate(zip(self.documents, out, strict=True))
+        ]
+        return self.fold(Results.joined(found))
 
 
 Prepare = Callable[[Inputs, bool], Prepared]
@@ -159,6 +163,7 @@ def serial(prepare: Prepare) -> Prepare:
             [leaf for one in documents for leaf in one.leaves],
             inputs.grad_out,
             documents=documents,
+            fold=inputs.folded,
         )
 
     return prepare_all

@@ -1,1 +1,1 @@
-"""The suite `mask-build`: building document BlockMasks, ours beside create_block_mask's."""
+"""The suite `mask-build`: building BlockMasks, ours beside create_block_mask's; of trees too."""

@@ -1,7 +1,8 @@
 """Suite "mask-build": building document BlockMasks, ours and create_block_mask's.
 
-Packed rows of log-normal documents; boundaries on the device. Each builder's first mask is
-compared, block by block, with tables made by plain torch on the CPU; one that differs is not timed.
+Packed rows of log-normal documents, and of trees; boundaries on the device. Each builder's first
+mask is compared, block by block, with tables made by plain torch on the CPU; one that differs is
+not timed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ Build = Callable[[], BlockMask]
 
 @dataclass(frozen=True)
 class MaskCase:
-    """A packed row: causal documents by every builder ("build"), or other masks by ours."""
+    """A packed row: causal documents by every builder ("build"), or other masks by ours.
+
+    "trees" has equal segments of `mean_doc` tokens, `TREE_SEGMENTS` a tree.
+    """
 
     part: str
     tokens: int
@@ -65,7 +69,18 @@ class MaskCase:
         return asdict(self)
 
     def lengths(self) -> list[int]:
+        if self.part == "trees":
+            return [self.mean_doc] * (self.tokens // self.mean_doc)
         return log_normal_lengths(self.tokens, self.mean_doc, self.sigma, self.seed)
+
+
+def layout_of(case: MaskCase, name: str, device: torch.device) -> fv.PackedLayout:
+    """The documents of a variant; of trees the first of each `TREE_SEGMENTS` is the prompt."""
+    lengths = case.lengths()
+    if case.part != "trees" or name == DOCUMENTS:
+        return fv.PackedLayout.from_lengths(lengths, device=device)
+    parents = [i - i % TREE_SEGMENTS if i % TREE_SEGMENTS else -1 for i in range(len(lengths))]
+    return fv.PackedLayout.from_tree(lengths, parents, device=device)
 
 
 # --- builders ------------------------------------------------------------------------------------
@@ -157,6 +172,10 @@ KINDS = (
 )
 """The kinds of mask beside causal."""
 
+DOCUMENTS, TREE_SEGMENTS = "documents", 16
+TREES: dict[str, dict[str, Any]] = {DOCUMENTS: {}, "trees": {}, "trees, window": {"window": 1024}}
+"""The masks of segments, as documents and as trees, with their options."""
+
 
 def options_of_kind(kind: str, case: MaskCase, layout: fv.PackedLayout) -> dict[str, Any]:
     """The arguments of `document_block_mask` for one of `KINDS`."""
@@ -183,13 +202,15 @@ class MaskBuild(Suite):
 
     def cases(self, options: Options) -> Sequence[Case]:
         sizes = [(8192, 512), (32_768, 2048), (131_072, 4096), (1_048_576, 8192)]
+        trees = [(32_768, 512), (1_048_576, 256)]  # 64 and 4,096 segments
         if options.quick:
-            sizes = [(1000, 128)]
-        return [MaskCase(part, *size) for size in sizes for part in ("build", "kinds")]
+            sizes, trees = [(1000, 128)], [(1024, 32)]
+        documents = [MaskCase(part, *size) for size in sizes for part in ("build", "kinds")]
+        return [*documents, *(MaskCase("trees", *size) for size in trees)]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         assert isinstance(case, MaskCase)
-        return tuple(BUILDERS) if case.part == "build" else KINDS
+        return tuple({"build": BUILDERS, "kinds": KINDS, "trees": TREES}[case.part])
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, MaskCase)
@@ -197,8 +218,9 @@ class MaskBuild(Suite):
         right: dict[str, Build] = {}
 
         def check(name: str) -> Finding:
-            build, mask_options = builder(case, name, options.device)
-            measures, wrong = checked(case, build, mask_options, options.device)
+            layout = layout_of(case, name, options.device)
+            build, mask_options = builder(case, name, layout)
+            measures, wrong = checked(case, build, mask_options, layout)
             if wrong is not None:
                 return Finding(name, "wrong", wrong)
             right[name] = build
@@ -217,6 +239,7 @@ class MaskBuild(Suite):
             for part, make, known in (
                 ("build", build_table, BUILDERS),
                 ("kinds", kinds_table, KINDS),
+                ("trees", trees_table, TREES),
             )
             if (table := make(_of(records, part, known))) is not None
         )
@@ -226,14 +249,14 @@ class MaskBuild(Suite):
         return [draw(own, folder)] if own else []
 
 
-def builder(case: MaskCase, name: str, device: torch.device) -> tuple[Build, dict[str, Any]]:
+def builder(case: MaskCase, name: str, layout: fv.PackedLayout) -> tuple[Build, dict[str, Any]]:
     """A variant's builder, and the options of its mask."""
+    device = layout.device
     if case.part == "build":
         if name.startswith("create") and "compiled" not in name:
             require_memory(case, device)
         return BUILDERS[name](case, device), {}
-    layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
-    options = options_of_kind(name, case, layout)
+    options = TREES[name] if case.part == "trees" else options_of_kind(name, case, layout)
     return lambda: fv.document_block_mask(layout, **options), options
 
 
@@ -252,10 +275,9 @@ def require_memory(case: MaskCase, device: torch.device) -> None:
 
 
 def checked(
-    case: MaskCase, build: Build, mask_options: Mapping[str, Any], device: torch.device
+    case: MaskCase, build: Build, mask_options: Mapping[str, Any], layout: fv.PackedLayout
 ) -> tuple[dict[str, Any], str | None]:
     """What is known of the documents and of a builder's first mask, and what is wrong with it."""
-    layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
     with watch_compilation() as stats:
         mask = build()
     assert mask.full_kv_num_blocks is not None
@@ -363,6 +385,17 @@ def kinds_table(records: Sequence[Record]) -> Table | None:
         return None
     columns = [*_COLUMNS, Column("blocks kept", lambda r: f"{r.measures['blocks']:,}")]
     return Table.of(records, columns, title=_title("Other kinds of mask, by flexvarlen", records))
+
+
+def trees_table(records: Sequence[Record]) -> Table | None:
+    """Segments as documents and as trees, by ours."""
+    if not records:
+        return None
+    segments = Column("segments", lambda r: f"{r.case['tokens'] // r.case['mean_doc']:,}")
+    laid_out = Column("laid out as", lambda r: r.case["variant"])
+    columns = [_COLUMNS[0], segments, laid_out, *_COLUMNS[3:]]
+    what = f"Trees of {TREE_SEGMENTS} segments, a prompt and its answers, by flexvarlen"
+    return Table.of(records, columns, title=_title(what, records))
 
 
 def _title(what: str, records: Sequence[Record]) -> str:

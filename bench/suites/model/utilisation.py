@@ -93,9 +93,7 @@ def resolved_auto(
     """What "auto" takes for a model's layers, by layer type; it measures, if it has not yet."""
     found = {}
     for kind in kinds_of(model):
-        mask = fv.DocumentMask.of(
-            layout, causal=kind.causal, window=kind.window, chunk=kind.chunk
-        )
+        mask = fv.DocumentMask.of(layout, causal=kind.causal, window=kind.window, chunk=kind.chunk)
         call = kind.call(layout.device, dtype or model.dtype, needs_grad=needs_grad)
         call = call._replace(spec=mask.spec)
         decision = decision_for(call, sizes(mask), mask)

@@ -1,0 +1,133 @@
+"""Cases of the suite "trees", and the trees that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+
+Kind = Literal["attention", "plain", "eager", "compiled", "memory"]
+STEPS: tuple[Kind, ...] = ("eager", "compiled", "memory")
+
+REPEATED = "repeated:"
+"""Begins a variant in which every sample is a document of its own, its prompt included."""
+
+Levels = tuple[tuple[int, int], ...]
+"""For each level of a tree, how many segments continue each one above, and their tokens."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Segments of a row, depth first, as in `PackedLayout.from_tree`."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @classmethod
+    def of(cls, levels: Levels, groups: int, shift: int = 0) -> Tree:
+        """Equal trees; `shift`: tokens that every second leaf gives to the one before it.
+
+        >>> Tree.of(((1, 5), (2, 3)), groups=1)
+        Tree(lengths=(5, 3, 3), parents=(-1, 0, 0))
+        """
+        segments: list[tuple[int, int]] = []
+
+        def grow(parent: int, levels: Levels) -> None:
+            (count, tokens), *below = levels
+            for branch in range(count):
+                moved = 0 if below or parent < 0 else shift
+                segments.append((tokens - moved if branch % 2 else tokens + moved, parent))
+                if below:
+                    grow(len(segments) - 1, tuple(below))
+
+        for _ in range(groups):
+            grow(-1, levels)
+        lengths, parents = zip(*segments, strict=True)
+        return cls(lengths, parents)
+
+    def paths(self) -> list[Tensor]:
+        """int64 `[L]` on the host: the tokens of each sample, from its root to its leaf."""
+        found: list[Tensor] = []
+        starts = accumulate(self.lengths, initial=0)
+        for start, length, parent in zip(starts, self.lengths, self.parents, strict=False):
+            own = torch.arange(start, start + length)
+            found.append(own if parent < 0 else torch.cat([found[parent], own]))
+        return [path for index, path in enumerate(found) if index not in self.parents]
+
+    def counts(self) -> Tensor:
+        """int64 `[T]` on the host: the number of samples that share each token."""
+        return torch.cat(self.paths()).bincount()
+
+
+@dataclass(frozen=True)
+class TreeCase:
+    """A row of equal trees, and the same samples without sharing.
+
+    Attributes:
+        kind: what is measured.
+        levels, groups: of `Tree.of`.
+        row_tokens: tokens of a row of repeated samples at most.
+        geometry, layers: as in `ModelCase`; attention alone has its heads.
+        dtype: of all tensors.
+        compiler: a backend of torch.compile; "" where nothing is compiled.
+        other_trees: that follow the first one, in a compiled step.
+        seed: of weights and tokens.
+    """
+
+    kind: Kind
+    levels: Levels
+    groups: int
+    row_tokens: int
+    geometry: str
+    layers: int
+    dtype: str
+    compiler: str = ""
+    other_trees: int = 0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        (_, root), *others = self.levels
+        return "-".join([self.kind, str(root), *(f"{n}x{tokens}" for n, tokens in others)])
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """num_heads, num_kv_heads and head_dim."""
+        config = GEOMETRIES[self.geometry](1)
+        return config.num_attention_heads, config.num_key_value_heads, config.head_dim
+
+    @property
+    def samples(self) -> int:
+        return self.groups * prod(count for count, _ in self.levels)
+
+    @property
+    def sample_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.levels)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.tree().lengths)
+
+    def tree(self, index: int = 0) -> Tree:
+        """The row; other indices have as many tokens in other answers."""
+        return Tree.of(self.levels, self.groups, index * max(1, self.levels[-1][1] // 16))
+
+    def rows(self, tree: Tree) -> list[Sequence[Tensor]]:
+        """The paths of the samples, row by row: as many as fit; in steps equally many."""
+        count = max(1, self.row_tokens // self.sample_tokens)
+        if self.kind in STEPS:  # so that one compiled graph serves all rows
+            count = max(n for n in range(1, count + 1) if self.samples % n == 0)
+        paths = tree.paths()
+        return [paths[first : first + count] for first in range(0, len(paths), count)]
+
+    def data(self) -> dict[str, Any]:
+        levels = [list(level) for level in self.levels]
+        sizes = {"samples": self.samples, "tokens": self.tokens, "heads": list(self.heads)}
+        return {**asdict(self), "levels": levels, **sizes}

@@ -1,0 +1,183 @@
+"""Suite "trees": samples that share their prompts as trees, beside the same samples repeated.
+
+"attention" is that of one layer, forward and backward; "plain" is the same of documents that
+`from_tree` lays out as `from_lengths` does. "eager", "compiled" and "memory" are steps of a model,
+the last on one group in one row. Every variant is compared with samples alone in fp64, and what is
+wrong is not timed. The suite "mask-build" times the masks of trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from flexvarlen.bench.suites.attention.tables import PACKAGES
+from flexvarlen.bench.suites.model.tables import (
+    cell,
+    model_title,
+    spread,
+    table_of,
+    took,
+    value,
+)
+from flexvarlen.bench.suites.trees.attention import measure_trees
+from flexvarlen.bench.suites.trees.cases import REPEATED, STEPS, Kind, Levels, Tree, TreeCase
+from flexvarlen.bench.suites.trees.step import TreeSteps, split_variant
+from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
+from flexvarlen.report.table import NOTHING, Column, Notes, Table
+from flexvarlen.runner.suite import Case, Finding, Options, Suite
+
+ROW_TOKENS, QUICK_TOKENS = 32_768, 128
+SHAPES: tuple[Levels, ...] = (
+    ((1, 4096), (8, 512)),
+    ((1, 1024), (8, 384)),
+    ((1, 4096), (16, 768)),
+    ((1, 2048), (4, 512), (4, 256)),
+)
+QUICK_SHAPES: tuple[Levels, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
+OTHER_TREES = 5
+
+
+class Trees(Suite):
+    """Shared prefixes, in attention and in training steps."""
+
+    name: ClassVar[str] = "trees"
+
+    def cases(self, options: Options) -> Sequence[TreeCase]:
+        shapes = QUICK_SHAPES if _is_small(options) else SHAPES
+        document = (QUICK_TOKENS if _is_small(options) else ROW_TOKENS) // 16
+        return [
+            *(_case("attention", levels, options) for levels in shapes),
+            _case("plain", ((1, document),), options),
+            *(_case(kind, levels, options) for kind in STEPS for levels in shapes),
+        ]
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        assert isinstance(case, TreeCase)
+        if case.kind in STEPS:
+            return ("auto", f"{REPEATED}auto")
+        kernel = _kernel(options)
+        if case.kind == "plain":
+            return (f"{REPEATED}{kernel}", kernel, f"{REPEATED}auto", "auto")
+        others = ("fa2", "varlen", "fa4", "flex", "flex_fa4") if options.on_gpu else ("reference",)
+        return (f"{REPEATED}{kernel}", kernel, *others, "auto")
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, TreeCase)
+        if case.kind not in STEPS:
+            return measure_trees(case, variants, REPEATED + _kernel(options), options)
+        for variant in variants:
+            split_variant(variant)
+        return TreeSteps(case, options).measure(variants)
+
+    def section(self, records: Sequence[Record]) -> str:
+        shapes = ("variant", "levels", "groups", "row_tokens", "samples", "tokens")
+        groups = records_alike(records, shapes, of_one_run=True)
+        return "\n\n".join(_table(group).markdown() for group in groups)
+
+
+def _is_small(options: Options) -> bool:
+    return options.quick or not options.on_gpu
+
+
+def _kernel(options: Options) -> str:
+    """The backend whose rate on the repeated samples is the ideal."""
+    return "fa3" if options.on_gpu else "sdpa"
+
+
+def _case(kind: Kind, levels: Levels, options: Options) -> TreeCase:
+    small, compiled = _is_small(options), kind == "compiled"
+    tokens = QUICK_TOKENS if small else ROW_TOKENS
+    groups = max(1, tokens // sum(Tree.of(levels, 1).lengths))
+    if kind == "memory":
+        groups, tokens = 1, sum(map(len, Tree.of(levels, 1).paths()))
+    return TreeCase(
+        *(kind, levels, groups, tokens),
+        geometry="qwen3-tiny" if small else "qwen3-1.7b",
+        layers=2 if small else 14,
+        dtype="bfloat16" if options.on_gpu else "float32",
+        compiler="" if not compiled else "inductor" if options.on_gpu else "aot_eager",
+        other_trees=0 if not compiled else 2 if small else OTHER_TREES,
+    )
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """One kind: shapes and variants down. Columns that it does not measure are left out."""
+    notes = Notes()
+
+    def number(title: str, name: str, form: str, scale: float = 1.0) -> Column:
+        def text(record: Record) -> str:
+            found = value(record, name)
+            return NOTHING if found is None else f"{found * scale:{form}}"
+
+        return Column(title, text)
+
+    def ms(title: str, name: str, digits: int) -> Column:
+        return Column(title, lambda r: cell(r, spread(r, digits, name), notes))
+
+    times = [ms("ms (p20–p80)", "ms", 0)]
+    if records[0].case["kind"] not in STEPS:
+        passes = ("forward", "backward")
+        times = [ms(f"{x} ms (p20–p80)", f"{x}_device_ms", 2) for x in passes]
+    columns = [
+        Column("trees", _shape),
+        Column("variant", _variant),
+        *times,
+        number("TFLOP", "tflop", ".2f"),
+        number("TFLOP/s", "tflops", ".0f"),
+        number("× ideal", "times_ideal", ".2f"),
+        number("samples per second", "samples_per_s", ",.1f"),
+        Column("speedup", lambda r: _speedup(r, records)),
+        number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
+        number("tokens of a row", "row_tokens", ",.0f"),
+        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        number("error ÷ allowed", "error_over_allowed", ".2f"),
+        number("graph breaks", "graph_breaks", ".0f"),
+        number("recompilations", "recompilations", ".0f"),
+    ]
+    return table_of(records, columns, _title(records), notes)
+
+
+def _shape(record: Record) -> str:
+    """How often a prompt and its answers, level by level."""
+    (_, root), *others = record.case["levels"]
+    below = "".join(f" + {count} × {tokens:,}" for count, tokens in others)
+    return f"{record.case['groups']} × " + (f"({root:,}{below})" if below else f"{root:,}")
+
+
+def _variant(record: Record) -> str:
+    taken = ", ".join(took([record])) or record.measures.get("forward_resolved", "")
+    return f"`{record.case['variant']}`" + (f" ({taken})" if taken else "")
+
+
+def _speedup(record: Record, records: Sequence[Record]) -> str:
+    """Of a step over the same samples repeated."""
+    name, levels = REPEATED + record.case["variant"], record.case["levels"]
+    alike = (r for r in records if (r.case["variant"], r.case["levels"]) == (name, levels))
+    rates = value(record, "samples_per_s"), value(next(alike, None), "samples_per_s")
+    return NOTHING if rates[0] is None or rates[1] is None else f"{rates[0] / rates[1]:.2f}"
+
+
+_WHAT = {
+    "attention": "attention over trees",
+    "plain": "attention over documents, laid out as trees and, repeated, as documents",
+    "eager": "eager step",
+    "compiled": "compiled step",
+    "memory": "eager step on one group in one row",
+}
+
+
+def _title(records: Sequence[Record]) -> str:
+    case = records[0].case
+    heads, kv_heads, head_dim = case["heads"]
+    of = model_title(records[0])
+    if case["kind"] not in STEPS:
+        of = f"{heads} query and {kv_heads} KV heads of {head_dim}"
+    ran = f"{ran_on(records[0].environment, ('transformers', *PACKAGES))}{commits_of(records)}"
+    return f"{of}, {_WHAT[case['kind']]}, forward and backward; {case['dtype']}; {ran}"
+
+
+SUITE = Trees()

@@ -1,0 +1,203 @@
+"""The suite "trees": both forms hold the same samples, leaks are seen, tables say what was won."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.attention.engine import Expected
+from flexvarlen.bench.suites.attention.inputs import serial
+from flexvarlen.bench.suites.attention.packed import ours
+from flexvarlen.bench.suites.trees.attention import TreeInputs, both_passes
+from flexvarlen.bench.suites.trees.cases import STEPS, Tree
+from flexvarlen.bench.suites.trees.step import TreeSteps, split_variant
+from flexvarlen.bench.suites.trees.trees import SUITE
+from flexvarlen.reference.model import IGNORE_INDEX
+from flexvarlen.report.records import read_records
+from flexvarlen.runner.run import RunRequest, run_suite
+from flexvarlen.runner.suite import Finding, Options, UnknownVariant
+
+CPU = torch.device("cpu")
+QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
+ON_A_GPU = Options(torch.device("cuda"))
+CASES = {case.name: case for case in SUITE.cases(QUICK)}
+LEVELS = CASES["attention-16-2x8-2x8"]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    out = tmp_path_factory.mktemp("trees") / "records.jsonl"
+    run_suite(SUITE, QUICK, RunRequest(out))
+    return read_records([out])
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def test_every_variant_of_every_kind_is_right_and_timed(records):
+    expected = sum(len(SUITE.variants(case, QUICK)) for case in CASES.values())
+    assert len(records) == expected
+    assert {(r.status, r.reason) for r in records} == {("ok", None)}
+    for r in records:
+        assert r.measures["ms_p50"] > 0
+        if r.case["kind"] in STEPS:
+            assert 0 < r.measures["error_over_allowed"] <= 1
+            assert r.measures["samples_per_s"] > 0
+        if r.case["kind"] == "compiled":
+            assert r.measures["graph_breaks"] == r.measures["recompilations"] == 0
+            assert r.measures["other_packings"] == 2
+
+
+def test_times_ideal_is_the_time_over_that_of_the_same_work_at_the_baselines_rate(records):
+    own = [r for r in records if r.case["kind"] == "attention"]
+    for levels in ([[1, 24], [4, 8]], [[1, 16], [2, 8], [2, 8]]):
+        alike = {r.case["variant"]: r.measures for r in own if r.case["levels"] == levels}
+        tree, repeated = alike["sdpa"], alike["repeated:sdpa"]
+        assert tree["tflop"] < repeated["tflop"]
+        ideal = tree["tflop"] * repeated["ms_p50"] / repeated["tflop"]
+        assert tree["times_ideal"] == pytest.approx(tree["ms_p50"] / ideal)
+        assert repeated["times_ideal"] == 1
+
+
+def test_documents_laid_out_as_trees_are_a_layout_without_segments():
+    assert TreeInputs.of(CASES["plain-8"], CPU).layout().segments is None
+
+
+def test_the_tables_have_every_kind_and_the_speedup(records):
+    text = SUITE.section(records)
+    assert text.count("**") == 2 * len({r.case["kind"] for r in records})
+    assert "| 2 × (24 + 4 × 8) | `repeated:sdpa` |" in text
+    assert "| 16 × 8 | `auto` (sdpa) |" in text
+    assert text.count("| speedup |") == len(STEPS)
+    wrong = replace(records[0], status="wrong", reason="outputs: too far")
+    assert "(1) wrong: outputs: too far" in SUITE.section([wrong, *records[1:]])
+
+
+# --- the same samples in both forms --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_paths_are_those_of_the_layout(case):
+    tree = case.tree()
+    layout = fv.PackedLayout.from_tree(tree.lengths, tree.parents)
+    positions, paths = layout.position_ids(), tree.paths()
+    assert all(torch.equal(positions[path], torch.arange(case.sample_tokens)) for path in paths)
+    assert len(paths) == case.samples
+    assert sum(map(len, case.rows(tree)), 0) == case.samples
+    assert all(sum(map(len, row)) <= case.row_tokens for row in case.rows(tree))
+
+
+def test_other_trees_have_other_answers_in_as_many_tokens_and_equal_rows():
+    case = CASES["compiled-16-2x8-2x8"]
+    first, other = case.tree(), case.tree(1)
+    assert first != other
+    assert sum(first.lengths) == sum(other.lengths)
+    assert torch.equal(first.counts(), other.counts())
+    sizes = {sum(map(len, row)) for tree in (first, other) for row in case.rows(tree)}
+    assert len(sizes) == 1
+
+
+def attention_of(layout_of):
+    """What is wrong with attention on another layout of the same row."""
+    inputs = TreeInputs.of(LEVELS, CPU)
+
+    class Other(TreeInputs):
+        def layout(self):
+            return layout_of(self.case.tree())
+
+    prepared = ours("sdpa")(Other(**vars(inputs)), True)
+    out = prepared.forward()
+    return Expected(inputs).why_wrong(prepared.results(out, prepared.backward(out)))
+
+
+def test_attention_that_sees_siblings_is_wrong():
+    def tree(tree):
+        return fv.PackedLayout.from_tree(tree.lengths, tree.parents)
+
+    def siblings(tree):
+        parents = [parent if parent < 0 else index - 1 for index, parent in enumerate(tree.parents)]
+        return fv.PackedLayout.from_tree(tree.lengths, parents)
+
+    assert attention_of(tree) is None
+    assert "more than" in attention_of(siblings)
+    assert "more than" in attention_of(lambda tree: fv.PackedLayout.from_lengths(tree.lengths))
+
+
+def test_repeated_samples_have_the_outputs_and_gradients_of_the_tree():
+    inputs = TreeInputs.of(LEVELS, CPU)
+    prepared = serial(ours("sdpa"))(inputs, True)
+    assert len(prepared.documents) > 1
+    out = prepared.forward()
+    found = prepared.results(out, prepared.backward(out))
+    assert found.dk.shape == inputs.k.shape
+    assert Expected(inputs).why_wrong(found) is None
+
+
+def test_a_step_that_counts_shared_tokens_once_is_wrong():
+    steps = TreeSteps(CASES["eager-16-2x8-2x8"], QUICK)
+    assert steps.check("auto").wrong is None
+    steps.counts = torch.ones_like(steps.counts)
+    assert steps.check("auto").wrong.startswith("gradient of")
+
+
+def test_labels_are_of_the_answers_alone():
+    steps = TreeSteps(CASES["eager-24-4x8"], QUICK)
+    labels = steps.labels(steps.trees[0])
+    has_label = labels != IGNORE_INDEX
+    assert has_label.nonzero()[:, 0][:8].tolist() == [*range(24, 31), 32]
+    assert torch.equal(labels[has_label], steps.ids.roll(-1)[has_label])
+    assert steps.counted == 8 * 7
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+def test_cases_of_a_gpu_are_rows_of_32768_tokens():
+    cases = SUITE.cases(ON_A_GPU)
+    assert len(cases) == 4 + 1 + 3 * 4
+    for case in cases:
+        if case.kind != "memory":
+            assert case.tokens == 32_768
+            assert case.heads == (16, 8, 128)
+        rows = case.rows(case.tree())
+        full = case.row_tokens // case.sample_tokens
+        assert max(map(len, rows)) <= full
+        if case.kind in STEPS:
+            assert len(set(map(len, rows))) == 1
+            assert len(rows[0]) % 2 == 0  # so that other trees' rows are as long
+        else:
+            assert len(rows[0]) == full
+        for variant in SUITE.variants(case, ON_A_GPU):
+            split_variant(variant)
+    assert {len(x.rows(x.tree())) for x in cases if x.kind == "memory"} == {1}
+
+
+def test_a_tree_of_three_levels_is_depth_first():
+    tree = Tree.of(((1, 5), (2, 3), (2, 2)), groups=1)
+    assert tree.lengths == (5, 3, 2, 2, 3, 2, 2)
+    assert tree.parents == (-1, 0, 1, 1, 0, 4, 4)
+
+
+def test_a_pass_that_is_refused_is_the_variants_outcome():
+    forward = Finding("flex", "ok", None, {"device_ms_p50": 1.0}, "forward")
+    backward = Finding("flex", "unsupported", "no backward", {}, "backward")
+    found = both_passes(forward, backward, 1.0)
+    assert (found.status, found.reason, found.pass_) == ("unsupported", "no backward", "")
+
+
+def test_an_unknown_variant_is_refused():
+    with pytest.raises(UnknownVariant):
+        split_variant("repeated:fa9")
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_a_gpu(tmp_path):
+    out = tmp_path / "records.jsonl"
+    run_suite(SUITE, Options(torch.device("cuda"), quick=True, seconds=0.05), RunRequest(out))
+    found = {(r.case["kind"], r.case["variant"]): r for r in read_records([out])}
+    assert not [r.reason for r in found.values() if r.status in ("failed", "wrong")]
+    assert {r.status for (_, variant), r in found.items() if variant == "auto"} == {"ok"}
+    assert found["compiled", "auto"].measures["recompilations"] == 0
