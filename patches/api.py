@@ -102,10 +102,11 @@ def patch_model(
     break, so `fullgraph=True` fails. docs/preference.md has more, and
     `patch_trainer` does this for the models of a trainer.
 
-    With `share_prefixes` too, rows that begin with the same tokens at the same positions run these
-    once, as a tree (`PackedLayout.from_tree`), 32 tokens or more. Outputs are those of the padded
-    batch, and a shared token's gradient is the sum over its rows. Batches without padding run so
-    too. Each forward copies the token ids to the host once more.
+    With `share_prefixes` too, tokens that rows begin with in common, with as much padding on their
+    left, run once, as a tree (`PackedLayout.from_tree`). A piece that rows share before they part
+    has at least 32 tokens. Outputs are those of the padded batch, and a shared token's gradient is
+    the sum over its rows; dropout drops it for all of them. Batches whose mask shows no padding run
+    so too, and with inputs_embeds nothing is shared. Each forward copies the ids to the host.
 
     A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
     num_labels]`, and takes labels `[num_docs]`; `config.pad_token_id` must be set. Its documents
@@ -189,7 +190,8 @@ def patch_model(
             known, PEFT adds virtual tokens (prompt tuning and similar; not seen if added later), a
             backend cannot run its layers on this machine, or the model is an encoder, takes
             images, has longrope or recurrent layers, and a group is given; `unpad` with a
-            vision-language model, Mamba-2 or a group.
+            vision-language model, Mamba-2 or a group; `share_prefixes` with an encoder, longrope,
+            recurrent layers, `batch_invariant` or a backend without trees.
 
     A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
     and left padding in an encoder that pools or classifies by a row's first token.
@@ -230,6 +232,8 @@ def patch_model(
     head = kind_of_head(inner, causal=causal)
     check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group, share_prefixes)
     why = why_no_trees(text_config_of(inner.config), causal=causal, recurrent=bool(recurrent))
+    if resolve_flag(BATCH_INVARIANT, batch_invariant):
+        why = why or "batch_invariant"
     if share_prefixes and why is not None:
         raise NotImplementedError(f"share_prefixes=True is not supported with {why}; leave it out.")
     if recurrent or named_recurrent_layers(inner):
@@ -245,7 +249,8 @@ def patch_model(
         "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),
     }
     backend = checked_choice(backend, (*kinds, *vision_kinds))
-    check_machine(backend, (*kinds, *vision_kinds), inner.device, **guarantees)
+    every = (*kinds, *vision_kinds)
+    check_machine(backend, every, inner.device, **guarantees, trees=share_prefixes)
     named = names_in(backend)[0]
     patch = Patch(
         backend=backend if isinstance(backend, str) else dict(backend),

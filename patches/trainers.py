@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import math
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -33,9 +34,10 @@ def patch_trainer(
     losses and gradients are those of the padded run. With LoRA the policy without its adapter is
     the reference, and is patched with it.
 
-    With `share_prefixes` the rows of a batch that begin alike compute this once: DPO's chosen and
-    rejected answer their prompt, GRPO's completions theirs. GRPOTrainer shuffles its completions
-    before it splits them into batches; it then shuffles whole groups, so that each stays together.
+    With `share_prefixes` policy and reference model compute once what rows of a batch begin with in
+    common: the prompt of DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer
+    shuffles its completions before it splits them into batches; it then shuffles completions of one
+    prompt together, as many as fit every batch. It keeps doing so if its model is unpatched.
 
     Works with transformers' Trainer in any padded task, and with TRL's RewardTrainer, DPOTrainer,
     KTOTrainer and GRPOTrainer (TRL 1.16). `fv.unpatch_model(trainer.model)` restores a model.
@@ -48,11 +50,12 @@ def patch_trainer(
         The same trainer.
 
     Raises:
-        ValueError: not a Trainer, or one with `model_init`; with `share_prefixes`, a
-            per_device_train_batch_size that splits GRPO's groups.
+        ValueError: not a Trainer, or one with `model_init`; with `share_prefixes`, batches of
+            GRPOTrainer that cannot hold two completions of each prompt.
         NotImplementedError: the trainer adds a router's auxiliary loss, whose inputs would not
-            match the padded batch, or a model cannot be patched (see `patch_model`), as a
-            vision-language model. All models are then as they were before.
+            match the padded batch; a model cannot be patched (see `patch_model`), as a
+            vision-language model; or, with `share_prefixes`, another class's completions cannot be
+            shuffled together. All models are then as they were before.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -73,55 +76,58 @@ def patch_trainer(
             "the trainer must not add a router's auxiliary loss, as router logits of a packed row "
             "do not match the padded batch; set router_aux_loss_coef=0.0 in the trainer's config."
         )
-    num_generations = getattr(trainer, "num_generations", None) if share_prefixes else None
-    if num_generations and trainer.args.per_device_train_batch_size % num_generations:
-        raise ValueError(
-            "per_device_train_batch_size must be a multiple of num_generations, so that a batch "
-            "holds whole groups with one prompt each, got "
-            f"{trainer.args.per_device_train_batch_size} and {num_generations}; raise it."
-        )
+    together = None  # completions of one prompt in a batch
+    if share_prefixes and hasattr(trainer, "num_generations"):
+        rows = trainer.args.per_device_train_batch_size
+        together = math.gcd(rows, trainer.num_generations)
+        if together == 1:
+            raise ValueError(
+                "per_device_train_batch_size must have a divisor in common with num_generations, "
+                f"so that a batch holds completions of one prompt, got {rows} and "
+                f"{trainer.num_generations}; set it to a multiple of num_generations."
+            )
     with ExitStack() as undo:
-        for model in _models(trainer):
+        for model, is_policy in _models(trainer):
             undo.callback(restore, model, current_patch(model))
             patch_model(
                 model,
                 backend,
                 unpad=True,
                 unpad_to_multiple_of=unpad_to_multiple_of,
-                share_prefixes=share_prefixes,
+                share_prefixes=share_prefixes and is_policy,
                 verify=verify,
             )
-        if num_generations:
-            _shuffle_whole_groups(trainer, num_generations)
+        if together is not None:
+            _shuffle_together(trainer, together)
         undo.pop_all()
     return trainer
 
 
-def _models(trainer: Any) -> list[nn.Module]:
-    """The models that get padded batches."""
+def _models(trainer: Any) -> list[tuple[nn.Module, bool]]:
+    """The models that get padded batches, and whether each is the policy or its reference."""
+    trained = (trainer.model, getattr(trainer, "ref_model", None))
     rewards = getattr(trainer, "reward_funcs", None) or ()
-    found = [trainer.model, getattr(trainer, "ref_model", None), *rewards]
-    return [model for model in found if isinstance(model, nn.Module)]
+    found = [*((model, True) for model in trained), *((model, False) for model in rewards)]
+    return [(model, is_policy) for model, is_policy in found if isinstance(model, nn.Module)]
 
 
 _SHUFFLE = "shuffle_sequence_dict"
 """TRL's function that shuffles the completions of a generation, of the module of GRPOTrainer."""
 
 
-def _shuffle_whole_groups(trainer: Any, size: int) -> None:
-    """Make a GRPOTrainer shuffle groups of completions where it would shuffle completions."""
-    methods = (vars(each).get("_prepare_inputs") for each in type(trainer).__mro__)
-    scopes = (inspect.unwrap(method).__globals__ for method in methods if method is not None)
-    functions = next((scope for scope in scopes if _SHUFFLE in scope), None)
-    if functions is None:
+def _shuffle_together(trainer: Any, size: int) -> None:
+    """Make a GRPOTrainer shuffle `size` completions at a time, not single ones."""
+    owner = next(each for each in type(trainer).__mro__ if "_prepare_inputs" in vars(each))
+    functions = vars(sys.modules[owner.__module__])
+    if _SHUFFLE not in functions:
         raise NotImplementedError(
             f"share_prefixes=True needs {type(trainer).__name__} to shuffle its completions by "
             f"{_SHUFFLE}, as TRL 1.16 does; leave it out."
         )
-    prepare, in_groups = trainer._prepare_inputs, partial(_shuffled, size=size)
+    prepare, shuffle = trainer._prepare_inputs, partial(_shuffled, size=size)
 
     def prepare_inputs(batch: Any) -> Any:
-        before, functions[_SHUFFLE] = functions[_SHUFFLE], in_groups
+        before, functions[_SHUFFLE] = functions[_SHUFFLE], shuffle
         try:
             return prepare(batch)
         finally:

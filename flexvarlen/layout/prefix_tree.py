@@ -20,10 +20,11 @@ class PrefixTree:
     Args:
         rows: what is known of each token, `[L, C]` on the host, each of L tokens.
         max_depth: segments on a path at most; rows share nothing below. None: no bound.
-        min_tokens: a shared segment that continues in several has at least as many tokens.
+        min_tokens: of a shared segment that has others below it; a shorter one is repeated in
+            each of them.
 
     Attributes:
-        pieces: of each segment, a row that holds it, and its first and last offset in it plus one.
+        pieces: of each segment, a row that holds it, and where it starts and stops in that row.
         parents: the segment that each continues, -1 at a root.
         counts: how many rows go through each.
         ends: the last segment of each row, -1 if it has no tokens.

@@ -1,7 +1,8 @@
 """The tables of a BlockMask over trees, from the extremes of each block.
 
-Along a row of trees the keys that a query sees are no run. A block is listed unless the extremes of
-its tokens rule out every pair; it may turn out empty, and the mask_mod then hides it.
+In a row of trees the keys that a query sees are not contiguous. A block is listed unless the
+minimum and maximum of its tokens rule out every pair; it may turn out empty, and the mask_mod then
+hides it.
 
 Shapes: T = tokens; BQ, BK = block sizes; NQ = ceil(T / BQ), NK = ceil(T / BK).
 """
@@ -19,11 +20,12 @@ from flexvarlen.mask.vectors import MaskInputs, TreeBounds, tree_bounds
 def build_tree_tables(
     given: MaskInputs, lo: Tensor, hi: Tensor, block_size: Sequence[int], width: Sequence[int]
 ) -> list[Tensor]:
-    """The eight tables, as `mask.tables.build_tables` gives them, in plain torch. No sync.
+    """The eight tables behind `lo` and `hi` in `mask.tables.build_tables`, in plain torch. No sync.
 
     Args:
         given: the mask, with a tree.
         lo, hi: of `query_bounds`.
+        block_size, width: as in `build_tables`.
     """
     block_q, block_k = block_size
     bounds = tree_bounds(given)
@@ -39,9 +41,9 @@ def build_tree_tables(
 def query_extremes(lo: Tensor, hi: Tensor, first: Tensor, block: int) -> Tensor:
     """int32 `[7, NQ]`: of the queries of each block that see anything, for `visible_blocks`.
 
-    First and last query, least and largest lo, least and largest first position, and whether keys
-    may be hidden from none of the block's queries. An incomplete last block has no full blocks, as
-    in create_block_mask.
+    First and last query, least and largest lo, least and largest first position, and whether the
+    block is complete and each of its queries sees a key. An incomplete last block has no full
+    blocks, as in create_block_mask.
     """
     tokens = torch.arange(len(lo), device=lo.device, dtype=torch.int32)
     sees = lo < hi

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import integers
+from flexvarlen.layout.boundaries import integers, is_int
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
@@ -83,14 +83,14 @@ def share_prefixes(
     samples share everything, and a sample that another one continues shares all but its end.
 
     Args:
-        samples: token ids, or mappings with `input_ids` and perhaps `labels`, which are of the
-            tokens themselves, as in transformers, -100 where nothing is learned.
-        total_tokens: T; default: the tokens that are left. What is missing is padding.
+        samples: token ids, or mappings with `input_ids` and perhaps `labels`, aligned with the
+            input_ids as in transformers, not shifted; -100 where nothing is learned.
+        total_tokens: T; default: the tokens of the trees. The rest is padding.
         pad_token_id: what padding holds.
         device: where the tensors go.
         capacity, max_seqlen_bound: as in `PackedLayout.from_tree`.
         max_depth: segments on a path at most; below, samples share nothing. Default: no bound.
-        min_tokens: samples that go on differently share a beginning of at least as many tokens.
+        min_tokens: of a shared segment; a shorter one is repeated in each of its branches.
 
     Raises:
         ValueError: no samples, one without tokens, or with another number of labels than of tokens;
@@ -102,8 +102,10 @@ def share_prefixes(
     >>> shared.unfold(shared.input_ids)[1]
     tensor([5, 6, 7, 9])
     """
-    if not samples:
+    if len(samples) == 0:
         raise ValueError("samples must hold at least one sample, got none; pass some.")
+    if not (is_int(min_tokens) and min_tokens >= 1):
+        raise ValueError(f"min_tokens must be an integer of at least 1, got {min_tokens!r}.")
     pairs = [_with_labels(index, sample) for index, sample in enumerate(samples)]
     tree = PrefixTree(pairs, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
@@ -165,7 +167,7 @@ class TreeCollator:
         """The keyword arguments of the model.
 
         Args:
-            features: samples, also in lists, or in lists of lists (groups, as `pack` fills rows).
+            features: samples, or nested lists of them (groups, and rows of groups).
 
         Raises:
             ValueError: as `share_prefixes`.
@@ -175,7 +177,9 @@ class TreeCollator:
 
 def _samples(features: Sequence[Any]) -> Iterator[Sample]:
     for each in features:
-        if isinstance(each, Mapping | Tensor) or not isinstance(next(iter(each), 0), Iterable):
+        if isinstance(each, Mapping | Tensor | str) or not isinstance(
+            next(iter(each), 0), Iterable
+        ):
             yield each
         else:
             yield from _samples(each)

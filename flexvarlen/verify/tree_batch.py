@@ -30,7 +30,7 @@ class TreeBatch:
         input_ids: int64 `[1, T]`.
         trees: the layout.
         shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
-        sample_counts: int64 `[1, T]`, how often each token counts.
+        sample_counts: int64 `[1, T]`, how many samples each token stands for.
         source: where the tokens come from, for the report.
         unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
@@ -45,13 +45,14 @@ class TreeBatch:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> TreeBatch | None:
-        """A row from a forward's keyword arguments; None if its documents are no trees.
+        """A row from a forward's keyword arguments; None if its documents are not trees.
 
         Without `shift_labels` and `sample_counts` each token predicts the next of its segment, and
         counts for each path that it is on.
 
         Raises:
-            ValueError: no input_ids, or boundaries that break the contract.
+            ValueError: no input_ids, boundaries that break the contract, or shift_labels without
+                sample_counts.
         """
         from flexvarlen.patches.isolation.documents import (  # imports transformers
             layout_of,
@@ -63,6 +64,11 @@ class TreeBatch:
             return None
         ids: Tensor = batch["input_ids"].reshape(1, -1)
         labels, counts = batch.get("shift_labels"), batch.get("sample_counts")
+        if (labels is None) != (counts is None):
+            raise ValueError(
+                "shift_labels and sample_counts must be given together with a packed_layout of "
+                "trees, got one of them; take both from fv.share_prefixes."
+            )
         if labels is None or counts is None:
             labels = torch.full_like(ids, IGNORE_INDEX)
             for start, end, *_ in units_of(trees):
@@ -105,13 +111,13 @@ class TreeBatch:
         return self.shift_labels.masked_fill(self._samples_through(samples) == 0, IGNORE_INDEX)
 
     def counted(self, labels: Tensor) -> Tensor:
-        """0-d tensor: how often labels count together, at least 1."""
+        """0-d tensor: the number of labels, each times its sample_counts; at least 1."""
         return count_labels(labels, self.sample_counts).clamp(min=1)
 
     def loss_alone(self, model: PreTrainedModel, samples: Sequence[int]) -> Loss:
-        """The loss of `labels(samples)`, of each sample alone.
+        """The summed loss of these samples, each run alone.
 
-        What a token counts is shared among the samples that it is in.
+        A shared token's weight is divided among the samples that contain it.
         """
         labels = self.labels(samples)
         weights = self.sample_counts[0] / self._samples_through(samples).clamp(min=1)

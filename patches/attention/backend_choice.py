@@ -76,8 +76,12 @@ def check_machine(
     *,
     deterministic: bool,
     batch_invariant: bool,
+    trees: bool = False,
 ) -> None:
     """Refuse backends that cannot work with any later device or dtype, e.g. a missing package.
+
+    Args:
+        trees: whether documents may be trees.
 
     Raises:
         NotImplementedError: a backend cannot serve the layers it was chosen for.
@@ -97,6 +101,8 @@ def check_machine(
             deterministic=deterministic,
             batch_invariant=batch_invariant,
         )
+        if trees:
+            call = call._replace(spec=call.spec.of_trees())
         reason = refusal(backend, call)
         if reason is not None:
             several = len(kinds) > 1

@@ -1,6 +1,6 @@
 """Padded batches that a model runs as one packed row of their real tokens, and back.
 
-With `share_prefixes` the row holds what rows of the batch have in common once, as trees.
+With `share_prefixes` the packed row holds each prefix that rows have in common once, as a tree.
 
 Shapes: B rows of S tokens with padding; T tokens of the packed row.
 """
@@ -17,8 +17,8 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.layout.prefix_tree import PrefixTree
 
-MIN_SHARED = 32
-"""Shorter prefixes that rows share are computed again: a segment costs a kernel's launch."""
+MIN_SHARED_TOKENS = 32
+"""Of a segment that rows share: what a shorter one saves is less than a deeper tree costs."""
 
 
 class PaddedBatch:
@@ -29,8 +29,8 @@ class PaddedBatch:
         offsets: int64 `[T]`, where each token of the packed row is in the flattened batch; of a
             token that rows share, in the first of them. Spare tokens at the end of the packed row,
             which belong to no document, have B·S.
-        tokens: int64 `[B·S]`, the token of the packed row that each of the batch is, T at padding;
-            None where rows share none.
+        packed_index, real: where rows share tokens, for each token of the flattened batch its
+            index in the packed row, int64 `[B·S]`, and whether it is real, bool `[B·S]`; else None.
         batch, row_tokens: B and S.
         pads_left: whether any row begins with padding.
         has_empty_row: whether any row is padding alone.
@@ -43,11 +43,13 @@ class PaddedBatch:
         batch: int,
         row_tokens: int,
         *,
-        tokens: Tensor | None = None,
+        packed_index: Tensor | None = None,
+        real: Tensor | None = None,
         pads_left: bool,
         has_empty_row: bool = False,
     ) -> None:
-        self.layout, self.offsets, self.tokens = layout, offsets, tokens
+        self.layout, self.offsets = layout, offsets
+        self.packed_index, self.real = packed_index, real
         self.batch, self.row_tokens = batch, row_tokens
         self.pads_left, self.has_empty_row = pads_left, has_empty_row
 
@@ -59,14 +61,17 @@ class PaddedBatch:
     def to_batch(self, x: Tensor, padding: float = 0) -> Tensor:
         """`[B, S, ...]`: the packed x `[1, T, ...]` in the batch's shape. No sync; traces.
 
-        The gradients of a token that rows share add up.
+        The gradients of a token that rows share add up, in fp32 or wider.
 
         Args:
             padding: the value at padding.
         """
         slots = self.batch * self.row_tokens
-        if self.tokens is not None:
-            filled = torch.cat([x[0], x.new_full((1, *x.shape[2:]), padding)])[self.tokens]
+        if self.packed_index is not None and self.real is not None:
+            wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+            filled = x[0].to(wide)[self.packed_index].to(x.dtype)
+            is_padding = (~self.real).view(-1, *[1] * (x.ndim - 2))
+            filled = filled.masked_fill(is_padding, padding)
         else:  # the last slot takes the spare tokens
             empty = x.new_full((slots + 1, *x.shape[2:]), padding)
             filled = empty.index_copy(0, self.offsets, x[0])[:slots]
@@ -82,15 +87,18 @@ class PaddedBatch:
 
     def inputs_of_row(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A base model's arguments for the packed row: each tensor `[B, S, ...]` packed."""
+        row = {name: self.to_row(x) for name, x in self.inputs_of_tokens(inputs).items()}
+        others = {k: x for k, x in inputs.items() if k not in row and k != "attention_mask"}
+        return {**others, **row, "packed_layout": self.layout}
+
+    def inputs_of_tokens(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """The arguments that have a value for each token: `[B, S, ...]` or `[1, S, ...]`."""
         shapes = ((self.batch, self.row_tokens), (1, self.row_tokens))
-        row = {
-            name: self.to_row(value)
-            if isinstance(value, Tensor) and value.shape[:2] in shapes
-            else value
+        return {
+            name: value
             for name, value in inputs.items()
-            if name != "attention_mask"
+            if isinstance(value, Tensor) and value.shape[:2] in shapes and name != "attention_mask"
         }
-        return row | {"packed_layout": self.layout}
 
     def inputs_of_batch(self, inputs: dict[str, Any], pad_token_id: int | None) -> dict[str, Any]:
         """A head's arguments for the padded batch, from those for packed rows.
@@ -168,36 +176,39 @@ def find_padding(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def share_prefixes_of_rows(
-    padded: PaddedBatch, input_ids: Tensor, position_ids: Tensor | None, *, multiple_of: int
+    padded: PaddedBatch, inputs: dict[str, Any], *, multiple_of: int
 ) -> PaddedBatch:
     """The same batch, its packed row with what rows have in common once.
 
-    Rows share a token if its id and position and all before it are equal.
+    Rows share a token if it is at the same place in both, and all that the model is given of it,
+    and of the tokens before it, is equal.
 
     Args:
         padded: of documents.
-        input_ids: `[B, S]`.
-        position_ids: integer `[B, S]` or `[1, S]`; None: those of the rows, padding counted.
+        inputs: the base model's arguments. Nothing is shared if there are embeddings among them.
         multiple_of: T is rounded up to a multiple of this.
 
     Reads the device once.
     """
     lengths = padded.layout.lengths
     assert lengths is not None  # `find_padding` read them
+    given = padded.inputs_of_tokens(inputs).values()
+    if any(x.ndim > 2 or x.is_floating_point() for x in given):
+        return padded
     at = padded.offsets[: sum(lengths)]
-    positions = at % padded.row_tokens
-    if position_ids is not None:
-        positions = position_ids.expand(padded.batch, -1).flatten()[at]
-    known = torch.stack([input_ids.flatten()[at], positions, at], dim=1).cpu().split(lengths)
-    tree = PrefixTree([row[:, :2] for row in known], min_tokens=MIN_SHARED)
+    columns = [x.expand(padded.batch, -1).flatten()[at] for x in given]
+    known = torch.stack([*columns, at % padded.row_tokens, at], dim=1).cpu().split(lengths)
+    tree = PrefixTree([row[:, :-1] for row in known], min_tokens=MIN_SHARED_TOKENS)
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):
         return padded
     total, slots = _round_up(tokens, multiple_of), padded.batch * padded.row_tokens
     offsets = torch.full((total,), slots)
-    offsets[:tokens] = tree.take([row[:, 2] for row in known])
-    of_slots = torch.full((slots,), total)
-    of_slots[torch.cat(known)[:, 2]] = torch.cat(tree.paths())
+    offsets[:tokens] = tree.take([row[:, -1] for row in known])
+    real_slots = torch.cat(known)[:, -1]
+    real = torch.zeros(slots, dtype=torch.bool).index_fill(0, real_slots, True)
+    # Padding is spread over all tokens: in the backward sums of many into one are slow.
+    index = (torch.arange(slots) % total).index_copy(0, real_slots, torch.cat(tree.paths()))
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,
@@ -210,7 +221,8 @@ def share_prefixes_of_rows(
         offsets.to(at.device),
         padded.batch,
         padded.row_tokens,
-        tokens=of_slots.to(at.device),
+        packed_index=index.to(at.device),
+        real=real.to(at.device),
         pads_left=padded.pads_left,
         has_empty_row=padded.has_empty_row,
     )

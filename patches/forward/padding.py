@@ -122,28 +122,43 @@ def _unpad(
     fills_cache = cache_of(inputs) is not None or inputs.get("use_cache")
     if fills_cache or any(inputs.get(name) is not None for name in BOUNDARIES):
         return None
-    multiple_of = patch.unpad_to_multiple_of
-    if multiple_of is None:
-        compiled = torch.compiler.is_compiling() or is_compiled_by_layer(module)
-        multiple_of = COMPILED_MULTIPLE if compiled else 1
-    positions = inputs.get("position_ids")
     found: PaddedBatch | None = find_padding(
-        mask, positions, multiple_of=multiple_of, even_without=patch.share_prefixes
+        mask,
+        inputs.get("position_ids"),
+        multiple_of=_multiple_of(module, patch),
+        even_without=patch.share_prefixes,
     )
     if found is None:
         return None
     if _returns_router_logits(module, inputs):
         raise NotImplementedError(_ROUTER_LOGITS)
-    ids = inputs.get("input_ids")
-    needs_ids = patch.head in PER_DOCUMENT or not patch.causal or patch.share_prefixes
-    if needs_ids and ids is None:
+    needs_ids = patch.head in PER_DOCUMENT or not patch.causal
+    if needs_ids and inputs.get("input_ids") is None:
         raise NotImplementedError(
-            "a classifier, an encoder, or share_prefixes=True needs input_ids for a padded batch, "
-            "got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
+            "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "
+            "them, got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
         )
-    if patch.share_prefixes:
-        found = share_prefixes_of_rows(found, ids, positions, multiple_of=multiple_of)
     return found
+
+
+def share_prefixes(
+    base: nn.Module, patch: Patch, inputs: dict[str, Any], padded: PaddedBatch
+) -> PaddedBatch:
+    """The batch that a base model runs, with what its rows have in common once if so patched."""
+    if not patch.share_prefixes:
+        return padded
+    found: PaddedBatch = share_prefixes_of_rows(
+        padded, inputs, multiple_of=_multiple_of(base, patch)
+    )
+    return found
+
+
+def _multiple_of(module: nn.Module, patch: Patch) -> int:
+    """What the tokens of the packed row are rounded up to a multiple of."""
+    if patch.unpad_to_multiple_of is not None:
+        return patch.unpad_to_multiple_of
+    by_layer = is_compiled_by_layer(base_of(module))  # type: ignore[arg-type]
+    return COMPILED_MULTIPLE if torch.compiler.is_compiling() or by_layer else 1
 
 
 def _returns_router_logits(module: nn.Module, inputs: dict[str, Any]) -> bool:

@@ -59,6 +59,7 @@ from flexvarlen.patches.forward.padding import (
     note_pooler,
     pad_and_pool,
     padded_batch,
+    share_prefixes,
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, head_drops_keywords
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
@@ -110,16 +111,17 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         return _from_head(module, inputs)
     _refuse(module, patch, inputs)
     padded = padded_batch(module, patch, inputs, tokens)
+    if padded is not None and is_head:
+        if patch.head in CAUSAL:
+            mask_labels(module, inputs, padded.unpredicted_tokens())
+        return give_to_base(module, inputs, padded)
+    came_from_head = padded is not None and padded is given
     if padded is not None:
-        if is_head:
-            if patch.head in CAUSAL:
-                mask_labels(module, inputs, padded.unpredicted_tokens())
-            return give_to_base(module, inputs, padded)
+        padded = share_prefixes(module, patch, inputs, padded)
         inputs = padded.inputs_of_row(inputs)
         tokens = _tokens(inputs)
         assert tokens is not None
     forward = ForwardInputs(module, patch, inputs, tokens, padded)
-    came_from_head = padded is not None and padded is given
     if not came_from_head and patch.head not in PER_ROW:  # the wrapper of these does nothing
         _refuse_head_without_documents(module, forward.is_explicit)
     if forward.group is not None:

@@ -20,7 +20,7 @@ SAMPLE_COUNTS = "sample_counts"
 
 
 def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
-    """Keep labels with sample_counts from the model, whose loss would count a shared token once.
+    """Pop labels that come with sample_counts: the model's loss would count a shared token once.
 
     Returns:
         logits -> the loss; None without sample_counts.
@@ -99,7 +99,7 @@ def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
 
 
 def why_no_trees(config: Any, *, causal: bool, recurrent: bool) -> str | None:
-    """What of a model trees do not go with, or None.
+    """Why a model cannot run trees, or None.
 
     Args:
         config: of the text tower.

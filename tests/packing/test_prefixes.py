@@ -133,5 +133,7 @@ def test_samples_of_each_kind(features):
 def test_what_raises():
     with pytest.raises(ValueError, match="samples must hold at least one"):
         fv.share_prefixes([])
+    with pytest.raises(ValueError, match="min_tokens must be an integer of at least 1"):
+        fv.share_prefixes([[1, 2]], min_tokens=0)
     with pytest.raises(ValueError, match="x must have the row's 2 tokens"):
         fv.share_prefixes([[1, 2]]).unfold(torch.zeros(3))

@@ -193,7 +193,7 @@ def run(make, folder, changes, *, patched, share_prefixes=False):
     if patched:
         assert fv.patch_trainer(trainer, "sdpa", share_prefixes=share_prefixes) is trainer
     elif share_prefixes and make is grpo:  # the padded run takes the same batches
-        trainers._shuffle_whole_groups(trainer, trainer.num_generations)
+        trainers._shuffle_together(trainer, 2)
     trainer.train()
     if trainer.eval_dataset is not None:
         trainer.evaluate()
@@ -226,9 +226,12 @@ def test_a_run_learns_what_the_padded_one_learns(case, tmp_path):
     assert rows.count(1) >= 2 if make is grpo else set(rows) == {1}  # generation keeps its rows
 
 
-@pytest.mark.parametrize("make", [dpo, kto, reward, grpo, language_model])
+IN_TWO_BATCHES = {"num_generations": 2, "steps_per_generation": 2}
+
+
+@pytest.mark.parametrize("make", [dpo, reward, grpo, language_model])
 def test_shared_prompts(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(padded_batch, "MIN_SHARED", 1)  # the tests' prompts are short
+    monkeypatch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)  # the tests' prompts are short
     shared = []
     share = padded_batch.share_prefixes_of_rows
 
@@ -238,17 +241,20 @@ def test_shared_prompts(make, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(padding, "share_prefixes_of_rows", noting)
-    logs, weights, _ = run(make, tmp_path / "p", {}, patched=False, share_prefixes=True)
-    ours, found, _ = run(make, tmp_path / "t", {}, patched=True, share_prefixes=True)
+    changes = IN_TWO_BATCHES if make is grpo else {}
+    logs, weights, _ = run(make, tmp_path / "p", changes, patched=False, share_prefixes=True)
+    ours, found, _ = run(make, tmp_path / "t", changes, patched=True, share_prefixes=True)
     for expected, log in zip(logs, ours, strict=True):
         assert log == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6, msg=name)
-    assert min(shared) > 0 or make is kto, "a batch holds no two answers to one prompt"
+    assert min(shared) > 0, "a batch holds no two answers to one prompt"
 
 
 def test_groups_stay_together():
     batch = {"a": torch.arange(8), "b": [f"t{i}" for i in range(8)], "c": None, "d": torch.ones(())}
+    orders = {tuple(trainers._shuffled(batch, 2)["a"][::2].tolist()) for _ in range(20)}
+    assert len(orders) > 1
     found = trainers._shuffled(batch, 2)
     groups = found["a"].view(4, 2)
     assert (groups[:, 1] == groups[:, 0] + 1).all()
@@ -258,9 +264,9 @@ def test_groups_stay_together():
     assert found["d"] == 1
 
 
-def test_a_batch_that_splits_groups(tmp_path):
-    trainer = grpo(tmp_path, num_generations=8, steps_per_generation=2)
-    with pytest.raises(ValueError, match="must be a multiple of num_generations"):
+def test_a_batch_of_one_completion_of_each_prompt(tmp_path):
+    trainer = grpo(tmp_path, num_generations=3, generation_batch_size=12)
+    with pytest.raises(ValueError, match=r"divisor in common with num_generations.* got 4 and 3"):
         fv.patch_trainer(trainer, "sdpa", share_prefixes=True)
     assert not fv.is_patched(trainer.model)
 

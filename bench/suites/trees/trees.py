@@ -142,10 +142,12 @@ def _table(records: Sequence[Record]) -> Table:
 
 
 def _shape(record: Record) -> str:
-    """How often a prompt and its answers, level by level."""
+    """How often a prompt and what continues it, as in "4 × (4,096 + 8 × 512)"."""
     (_, root), *others = record.case["levels"]
-    below = "".join(f" + {count} × {tokens:,}" for count, tokens in others)
-    return f"{record.case['groups']} × " + (f"({root:,}{below})" if below else f"{root:,}")
+    text = ""
+    for count, tokens in reversed([(record.case["groups"], root), *others]):
+        text = f"{count} × ({tokens:,} + {text})" if text else f"{count} × {tokens:,}"
+    return text
 
 
 def _variant(record: Record) -> str:

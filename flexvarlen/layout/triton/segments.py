@@ -12,7 +12,7 @@ TOKENS = 256
 
 
 @triton.jit
-def token_bounds(table, tokens, slots, search_steps):
+def ends_and_positions(table, tokens, slots, search_steps):
     """Of each token, one past the last that may see it, and its position; in slots + 1 columns."""
     # The number of segments that end at or before the token.
     slot = tl.zeros_like(tokens)
@@ -31,7 +31,7 @@ def token_bounds(table, tokens, slots, search_steps):
 @triton.jit(do_not_specialize=["slots", "search_steps", "total_tokens"])
 def _write_bounds(table, ends, positions, slots, search_steps, total_tokens, TOKENS: tl.constexpr):
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    end, position = token_bounds(table, tokens, slots, search_steps)
+    end, position = ends_and_positions(table, tokens, slots, search_steps)
     tl.store(ends + tokens, end, mask=tokens < total_tokens)
     tl.store(positions + tokens, position, mask=tokens < total_tokens)
 

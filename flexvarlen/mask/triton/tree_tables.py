@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexvarlen.layout.triton.launcher import Launcher
-from flexvarlen.layout.triton.segments import token_bounds as tree_bounds
+from flexvarlen.layout.triton.segments import ends_and_positions
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 from flexvarlen.mask.triton.tables import TableViews, table_views
 from flexvarlen.mask.triton.vectors import token_bounds
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COLUMNS = tl.constexpr(128)
 """Number of blocks that a program tests per iteration."""
 MOST = tl.constexpr(2**31 - 1)
-"""The least value of no tokens; the largest is -1."""
+"""Minimum over no tokens; the maximum is -1."""
 EXTREMES = 7
 
 
@@ -77,7 +77,7 @@ def _tree_extremes(
         )  # fmt: skip
         tl.store(lo + tokens, low, mask=in_row)
         tl.store(hi + tokens, high, mask=in_row)
-        _, position = tree_bounds(tree, tokens, segments, segment_steps)
+        _, position = ends_and_positions(tree, tokens, segments, segment_steps)
         first = tl.zeros_like(position)
         if LEFT:
             first = tl.maximum(first, position - left)
@@ -95,7 +95,7 @@ def _tree_extremes(
         lane = tl.arange(0, LANES_K)
         tokens = block * BLOCK_K + lane
         in_row = (lane < BLOCK_K) & (tokens < total_tokens)
-        end, position = tree_bounds(tree, tokens, segments, segment_steps)
+        end, position = ends_and_positions(tree, tokens, segments, segment_steps)
         _store_extremes(keys, block, count_k, tokens, in_row)
         _store_extremes(keys + 2 * count_k, block, count_k, end, in_row)
         _store_extremes(keys + 4 * count_k, block, count_k, position, in_row)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
+from flexvarlen.patches.batch.padded_batch import PaddedBatch, share_prefixes_of_rows
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.patches.forward.test_unpad import (
     ENCODERS,
@@ -88,16 +89,63 @@ def test_rows_at_other_positions_share_nothing():
     assert shapes == [(1, sum(map(len, rows())))]
 
 
-def test_positions_that_skip_the_padding():
-    """As trainers give them: then left padding moves nothing."""
-    plain = model_with("CausalLM", "llama")
+@pytest.mark.parametrize("kind", ["llama", "llama4_text"])
+def test_rows_that_begin_elsewhere_share_nothing(kind):
+    """Llama 4 scales queries by their place in the row, whatever their position_ids."""
+    plain = model_with("CausalLM", kind)
     ours = sharing(plain)
     shapes = seen_tokens(ours)
-    inputs = padded("left")
+    inputs = padded("left", [rows()[0], rows()[1]])
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     inputs["labels"] = next_tokens(inputs)
     assert_same(plain, ours, inputs)
-    assert shapes == [(1, TOKENS)]
+    assert shapes == [(1, len(rows()[0]) + len(rows()[1]))]
+
+
+def test_rows_whose_other_inputs_differ_share_nothing():
+    """transformers adds the embedding of a token's type."""
+    plain = model_with("CausalLM", "llama")
+
+    class Typed(type(plain.model)):
+        def forward(self, input_ids, token_type_ids, inputs_embeds=None, **kwargs):
+            embedded = self.embed_tokens(input_ids)
+            embedded = embedded + self.embed_tokens(token_type_ids)
+            return super().forward(inputs_embeds=embedded, **kwargs)
+
+    plain.model.__class__ = Typed
+    ours = sharing(plain)
+    shapes = seen_tokens(ours)
+    inputs = padded("right")
+    inputs["token_type_ids"] = torch.arange(8)[:, None] % 2 + torch.zeros_like(inputs["input_ids"])
+    inputs["labels"] = next_tokens(inputs)
+    assert_same(plain, ours, inputs)
+    assert TOKENS < shapes[0][1] < sum(map(len, rows()))
+
+
+def test_a_head_that_gives_its_base_other_ids():
+    plain = model_with("CausalLM", "llama")
+
+    class Changing(type(plain)):
+        def forward(self, input_ids, **kwargs):
+            changed = input_ids.clone()
+            changed[::2, 0] = 5
+            return super().forward(input_ids=changed, **kwargs)
+
+    plain.__class__ = Changing
+    inputs = padded("right")
+    inputs["labels"] = next_tokens(inputs)
+    assert_same(plain, sharing(plain), inputs)
+
+
+def test_gradients_of_shared_tokens_are_summed_in_fp32():
+    ids = torch.arange(64).expand(8, -1)
+    layout = fv.PackedLayout.from_lengths([64] * 8)
+    batch = PaddedBatch(layout, torch.arange(512), 8, 64, pads_left=False)
+    batch = share_prefixes_of_rows(batch, {"input_ids": ids}, multiple_of=1)
+    x = torch.zeros(1, 64, 4, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(8, 64, 4).bfloat16()
+    batch.to_batch(x).backward(gradient)
+    assert torch.equal(x.grad[0], gradient.float().sum(0).bfloat16())
 
 
 def test_a_batch_without_padding():
@@ -136,9 +184,12 @@ def test_a_classifier(kind):
 def test_under_gradient_checkpointing(reentrant):
     plain = model_with("CausalLM", "qwen3")
     plain.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ours = sharing(plain)
+    shapes = seen_tokens(ours)
     inputs = padded("both")
     inputs["labels"] = next_tokens(inputs)
-    assert_same(plain, sharing(plain), inputs)
+    assert_same(plain, ours, inputs)
+    assert shapes == [(1, TOKENS)]
 
 
 def test_other_trees_of_equal_sizes_compile_nothing_again():
@@ -164,6 +215,8 @@ def test_other_trees_of_equal_sizes_compile_nothing_again():
         ("phi3", {}, "share_prefixes=True is not supported with rope_type 'longrope'"),
         ("lfm2", {}, "share_prefixes=True is not supported with recurrent layers"),
         ("bert", {}, "share_prefixes=True is not supported with bidirectional attention"),
+        ("llama", {"batch_invariant": True}, "is not supported with batch_invariant"),
+        ("mistral", {"backend": "varlen"}, "varlen"),
     ],
 )
 def test_what_cannot_share(kind, arguments, words):
@@ -173,15 +226,16 @@ def test_what_cannot_share(kind, arguments, words):
     assert not fv.is_patched(model)
 
 
-def test_embeddings_have_no_ids():
-    model = sharing(new_model("llama"))
+def test_embeddings_share_nothing():
+    plain = model_with("CausalLM", "llama")
     inputs = padded("right")
-    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
-    with pytest.raises(NotImplementedError, match="share_prefixes=True needs input_ids"):
-        model(**inputs)
+    ids = inputs.pop("input_ids")
+    inputs["inputs_embeds"] = plain.get_input_embeddings()(ids).detach()
+    inputs["labels"] = next_tokens({"input_ids": ids, **inputs})
+    assert_same(plain, sharing(plain), inputs)
 
 
-def test_patching_again_keeps_what_is_asked():
+def test_patched_restores_what_was_asked():
     model = sharing(new_model("llama"))
     with fv.patched(model, "sdpa"):
         assert not model.__dict__[ATTRIBUTE].share_prefixes
