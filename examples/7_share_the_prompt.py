@@ -33,7 +33,8 @@ FULL = torch.cuda.is_available()  # the same cells, at a larger size
 DEVICE = "cuda" if FULL else "cpu"
 BACKEND = "auto" if FULL else "sdpa"
 DTYPE = torch.bfloat16 if FULL else torch.float32
-PROMPT, ANSWER, ANSWERS = (2048, 256, 8) if FULL else (192, 24, 8)  # tokens, tokens, answers
+PROMPT_TOKENS, ANSWER_TOKENS = (2048, 256) if FULL else (192, 24)
+NUM_ANSWERS = 8
 SHAPE = (
     {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "head_dim": 128}
     | {"num_attention_heads": 16, "num_key_value_heads": 8}
@@ -46,14 +47,14 @@ SHAPE = (
 # ## Samples, and what they share
 #
 # A sample is a prompt with one answer, as token ids. `fv.share_prefixes` finds what samples have in
-# common, to any depth; nobody has to say where the prompt ends. Answers branch one token early: the
-# prompt's last token predicts another token in each, so each has its own.
+# common, to any depth; nobody has to say where the prompt ends. Each answer repeats
+# the prompt's last token, because its label differs.
 
 # %%
 torch.manual_seed(0)
 VOCABULARY = 512
-lengths = torch.randint(ANSWER // 2, ANSWER + 1, (ANSWERS,)).tolist()
-prompt = torch.randint(VOCABULARY, (PROMPT,)).tolist()
+lengths = torch.randint(ANSWER_TOKENS // 2, ANSWER_TOKENS + 1, (NUM_ANSWERS,)).tolist()
+prompt = torch.randint(VOCABULARY, (PROMPT_TOKENS,)).tolist()
 answers = [torch.randint(VOCABULARY, (n,)).tolist() for n in lengths]
 samples = [prompt + answer for answer in answers]
 
@@ -69,7 +70,7 @@ print(f"{shared.layout.total_tokens:,} with the prompt once")
 
 # %%
 mask = fv.DocumentMask.of(shared.layout)
-picture = mask.save_picture("tree.png", block_size=PROMPT // 48)
+picture = mask.save_picture("tree.png", block_size=PROMPT_TOKENS // 48)
 display(Image(picture.read_bytes(), width=460))
 
 # %% [markdown]
@@ -83,25 +84,27 @@ display(Image(picture.read_bytes(), width=460))
 # %%
 config = Qwen3Config(vocab_size=VOCABULARY, initializer_range=0.05, **SHAPE)
 untrained = AutoModelForCausalLM.from_config(config, dtype=DTYPE).to(DEVICE)
-models = {way: fv.patch_model(copy.deepcopy(untrained), BACKEND) for way in ("repeated", "tree")}
+models = {
+    variant: fv.patch_model(copy.deepcopy(untrained), BACKEND) for variant in ("repeated", "tree")
+}
 
 
-def logits_of_samples(way):
+def logits_of_samples(variant):
     """What the model predicts along each sample, `[L, vocabulary]` each."""
-    if way == "tree":
+    if variant == "tree":
         ids, layout = shared.input_ids, shared.layout
-        return shared.unfold(models[way](input_ids=ids, packed_layout=layout).logits)
+        return shared.unfold(models[variant](input_ids=ids, packed_layout=layout).logits)
     ids = torch.tensor([[token for sample in samples for token in sample]], device=DEVICE)
-    return models[way](input_ids=ids, packed_layout=repeated).logits[0].split(repeated.lengths)
+    return models[variant](input_ids=ids, packed_layout=repeated).logits[0].split(repeated.lengths)
 
 
-def logprobs_of_answers(way):
+def logprobs_of_answers(variant):
     """The log-probability of each token of each answer."""
     found = []
-    for logits, answer in zip(logits_of_samples(way), answers, strict=True):
+    for logits, answer in zip(logits_of_samples(variant), answers, strict=True):
         ids = torch.tensor(answer, device=DEVICE)
-        before = logits[PROMPT - 1 : -1].float().log_softmax(-1)  # predicts the answer's tokens
-        found.append(before.gather(1, ids[:, None])[:, 0])
+        predicted = logits[PROMPT_TOKENS - 1 : -1].float().log_softmax(-1)
+        found.append(predicted.gather(1, ids[:, None])[:, 0])
     return found
 
 
@@ -113,32 +116,32 @@ def logprobs_of_answers(way):
 # little noise on its log-probabilities: a stand-in, the same for both ways.
 
 # %%
-rewards = torch.randn(ANSWERS, device=DEVICE)
+rewards = torch.randn(NUM_ANSWERS, device=DEVICE)
 advantages = (rewards - rewards.mean()) / rewards.std()
 with torch.no_grad():
-    before = [x + 0.1 * torch.randn_like(x) for x in logprobs_of_answers("repeated")]
+    reference = [x + 0.1 * torch.randn_like(x) for x in logprobs_of_answers("repeated")]
 
 
 def dpo(logprobs, beta=0.1):
-    margins = [(now - old).sum() for now, old in zip(logprobs, before, strict=True)]
+    margins = [(now - old).sum() for now, old in zip(logprobs, reference, strict=True)]
     return -logsigmoid(beta * (torch.stack(margins[::2]) - torch.stack(margins[1::2]))).mean()
 
 
 def grpo(logprobs, epsilon=0.2):
     losses = []
-    for now, old, advantage in zip(logprobs, before, advantages, strict=True):
+    for now, old, advantage in zip(logprobs, reference, advantages, strict=True):
         ratio = (now - old).exp()
         clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())
     return torch.stack(losses).mean()
 
 
-def step(way, loss):
+def step(variant, loss):
     """Forward and backward: the loss, and the gradient of every parameter."""
-    models[way].zero_grad()
-    value = loss(logprobs_of_answers(way))
+    models[variant].zero_grad()
+    value = loss(logprobs_of_answers(variant))
     value.backward()
-    gradients = {name: p.grad.float() for name, p in models[way].named_parameters()}
+    gradients = {name: p.grad.float() for name, p in models[variant].named_parameters()}
     return value.item(), gradients
 
 
@@ -157,28 +160,25 @@ for loss in (dpo, grpo):
 # %% [markdown]
 # ## The gain
 #
-# The median of a few steps. On a CPU and at this size the time says little; on a GPU the cells use
-# a larger size.
+# At this size the time on a CPU says little, so we time on a GPU only.
 
 
 # %%
-def seconds(way, steps=5):
+def seconds(variant, steps=5):
     """The median seconds of a GRPO step."""
     found = []
     for _ in range(steps):
         begin = time.perf_counter()
-        step(way, grpo)
-        if FULL:
-            torch.cuda.synchronize()
+        step(variant, grpo)
+        torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
     return sorted(found)[len(found) // 2]
 
 
-took = {way: seconds(way) for way in models}
-ratio = repeated.total_tokens / shared.layout.total_tokens
+token_ratio = repeated.total_tokens / shared.layout.total_tokens
+print(f"{token_ratio:.1f} times fewer tokens")
 if FULL:
-    print(f"{took['repeated'] / took['tree']:.1f} times the steps a second, ", end="")
-print(f"{ratio:.1f} times fewer tokens")
+    print(f"{seconds('repeated') / seconds('tree'):.1f} times as fast")
 
 # %% [markdown]
 # [The guide](../docs/shared-prefixes.md) covers training with the model's own loss
@@ -188,9 +188,9 @@ print(f"{ratio:.1f} times fewer tokens")
 # ## Checks
 
 # %%
-assert shared.layout.total_tokens == PROMPT + sum(lengths) + ANSWERS - 1
+assert shared.layout.total_tokens == PROMPT_TOKENS + sum(lengths) + NUM_ANSWERS - 1
 assert [x.tolist() for x in shared.unfold(shared.input_ids)] == samples
 assert max(gap for gap, _ in gaps.values()) < (1e-2 if FULL else 1e-5), gaps
 assert max(error for _, error in gaps.values()) < (5e-2 if FULL else 1e-4), gaps
-assert ratio > 4
+assert token_ratio > 4
 print("all checks passed")

@@ -185,8 +185,17 @@ class PackedLayout:
                 "capacity."
             )
         segments = Segments.of(sizes, parents, slots, max_depth, on)
+        trees = segments.tree_lengths()
+        for name, given, least, what in (
+            ("total_tokens", total_tokens, sum(trees), "the tokens of all segments"),
+            ("max_seqlen_bound", max_seqlen_bound, max(trees, default=0), "those of any tree"),
+        ):
+            if given is not None and given < least:
+                raise ValueError(
+                    f"{name} must be at least {what}, {least}, got {given}; raise {name}."
+                )
         layout = cls.from_lengths(
-            segments.tree_lengths(),
+            trees,
             total_tokens=total_tokens,
             device=on,
             capacity=slots,
@@ -214,14 +223,16 @@ class PackedLayout:
         PackedLayout(1 tree of 3 segments, of 6 tokens, total_tokens=6, capacity=4, \
 max_seqlen_bound=6, device=cpu)
         """
-        if len(prompt_lengths) != len(answer_lengths):
+        prompts = integers("prompt_lengths", prompt_lengths)
+        if not isinstance(answer_lengths, Sequence) or len(answer_lengths) != len(prompts):
             raise ValueError(
-                f"answer_lengths must have a list for each of the {len(prompt_lengths)} prompts, "
-                f"got {len(answer_lengths)}."
+                f"answer_lengths must be a list of lists, one for each of the {len(prompts)} "
+                f"prompts, got {answer_lengths!r:.80}."
             )
         lengths: list[int] = []
         parents: list[int] = []
-        for prompt, answers in zip(prompt_lengths, answer_lengths, strict=True):
+        for prompt, of_prompt in zip(prompts, answer_lengths, strict=True):
+            answers = integers("answer_lengths", of_prompt)
             parents += [-1] + [len(lengths)] * len(answers)
             lengths += [prompt, *answers]
         return cls.from_tree(lengths, parents, **sizes)

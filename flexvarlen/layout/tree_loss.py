@@ -26,7 +26,7 @@ def tree_loss(
             those of this row.
 
     Returns:
-        0-d, fp32 or wider.
+        0-d, fp32 or wider; NaN if no token has a label, as cross_entropy gives.
 
     Raises:
         ValueError: other numbers of tokens.

@@ -85,7 +85,27 @@ def test_any_tree(name, tree, window, chunk):
         check(tree, name, "cpu", torch.float32, 16, window=window, chunk=chunk)
 
 
-def test_sinks_softcap_and_lse():
+@pytest.mark.parametrize("kernel", kernels("reference", "flex", *FLASH))
+def test_lse(kernel):
+    name, device, dtype = kernel
+    tree = EXAMPLES["levels"]
+    call = {"device": device, "dtype": dtype, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2}
+    reason = why_not(name, **call, return_lse=True)
+    if reason is not None:
+        pytest.skip(reason)
+    q, k, v, _ = random_qkv(tree.total_tokens, 6, 2, 64, dtype=dtype, device=device)
+    _, found = packed_attention(q, k, v, tree.layout(device=device), backend=name, return_lse=True)
+    expected = torch.full((6, tree.total_tokens), float("-inf"), device=device)
+    for segment, length in enumerate(tree.lengths):
+        path = tree.path_of(segment)
+        if length:
+            alone = Documents((len(path),), len(path))
+            _, lse = oracle.attend(*(x[path].double() for x in (q, k, v)), alone)
+            expected[:, path[-length:]] = lse[:, -length:].float()
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_sinks_and_softcap():
     tree = EXAMPLES["levels"]
     *qkv, _ = random_qkv(tree.total_tokens, 6, 2, 16)
     options = {"sinks": torch.randn(6), "softcap": 2.0}

@@ -48,7 +48,7 @@ def test_parents_that_are_no_trees(parents, words):
         ({"capacity": 2}, "at least the 3 segments"),
         ({"max_depth": 1}, "at least the segments of the longest path, 2"),
         ({"max_seqlen_bound": 5}, "max_seqlen_bound must be at least"),
-        ({"total_tokens": 5}, "end at or before total_tokens=5"),
+        ({"total_tokens": 5}, "total_tokens must be at least the tokens of all segments, 6, got 5"),
     ],
 )
 def test_trees_that_do_not_fit(sizes, words):
@@ -69,7 +69,7 @@ def test_groups():
     layout = PackedLayout.from_groups([4, 2], [[1, 3], []], total_tokens=12)
     assert layout.segments.parents == (-1, 0, 0, -1)
     assert layout.lengths == (8, 2)
-    with pytest.raises(ValueError, match="a list for each of the 2 prompts"):
+    with pytest.raises(ValueError, match="a list of lists, one for each of the 2 prompts"):
         PackedLayout.from_groups([4, 2], [[1]])
 
 
