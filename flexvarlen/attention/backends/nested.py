@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, MIN_BOUND, Segments
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, MIN_BOUND, CallBoundaries
 from flexvarlen.attention.backends.limits import HALF, ampere_refusal, fa4_gradient_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import flash_attention_impl
@@ -174,7 +174,7 @@ def nested_backward(
     heads, groups = q_THD.shape[1], k_THD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(heads // groups, 1) for x in (k_THD, v_THD))
     cu_seqlens = offsets.to(torch.int32)
-    segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    segments = CallBoundaries(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     call = AttentionCall(
         *(q_THD.device, q_THD.dtype, heads, heads, q_THD.shape[2]),
         spec=MaskSpec.of(causal=causal),

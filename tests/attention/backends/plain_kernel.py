@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, Segments
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, CallBoundaries
 from flexvarlen.attention.call import AttentionCall
 from tests import oracle
 
@@ -79,7 +79,7 @@ def call_of(q, k, mask, **asked):
 
 
 class Given(NamedTuple):
-    segments: Segments
+    segments: CallBoundaries
     call: AttentionCall
 
 

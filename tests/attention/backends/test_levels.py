@@ -6,7 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flexvarlen.attention.backends.cu_seqlens.levels import Levels, attend_levels, level_sizes
+from flexvarlen.attention.backends.cu_seqlens.levels import (
+    Levels,
+    attend_levels,
+    level_sizes,
+    merge,
+)
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
 from tests.attention.backends.plain_kernel import backend  # noqa: F401
@@ -71,6 +76,27 @@ def test_sinks():
     found = of_sinks(lambda leaf: attention(tree, sinks=leaf))
     expected = of_sinks(lambda leaf: by_path(tree, sinks=leaf))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [24, 128])
+def test_merge_in_one_launch(dtype, head_dim):
+    """As in torch; tokens that see nothing in either call, or in one, included."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    out, own = draw(70, HEADS, head_dim).to(dtype), draw(70, HEADS, head_dim).bfloat16()
+    lse, own_lse = draw(HEADS, 70), draw(HEADS, 70)
+    own_lse[:, 20:40] = own_lse[:, -1] = lse[:, -1] = float("-inf")
+    out[-1] = own[-1] = 0
+    found = out.cuda(), lse.cuda()
+    merge(*found, own.cuda(), own_lse.cuda())
+    merge(out, lse, own, own_lse)
+    torch.testing.assert_close(found[0].cpu(), out)
+    torch.testing.assert_close(found[1].cpu(), lse)
 
 
 def test_operators_trace():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, KernelSizes, Segments
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, CallBoundaries, KernelSizes
 from flexvarlen.attention.backends.cu_seqlens.levels import Levels, attend_levels, level_sizes
 from flexvarlen.attention.backends.cu_seqlens.lse import lse_without_gradient
 from flexvarlen.attention.backends.cu_seqlens.operator import attend
@@ -61,7 +61,7 @@ class CuSeqlensBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         raise NotImplementedError
@@ -74,7 +74,7 @@ class CuSeqlensBackend:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
+        segments: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import Segments
+from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries
 from flexvarlen.attention.backends.limits import ampere_refusal
 from flexvarlen.attention.call import AttentionCall
 
@@ -47,7 +47,7 @@ class CudnnBackend(CuSeqlensBackend):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward.default(

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import Segments, empty_gradients, one_split
+from flexvarlen.attention.backends.cu_seqlens.kernel import (
+    CallBoundaries,
+    empty_gradients,
+    one_split,
+)
 from flexvarlen.attention.backends.limits import ampere_refusal
 from flexvarlen.attention.call import AttentionCall
 
@@ -37,7 +41,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
         return ampere_refusal(self.name, device)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
@@ -64,7 +68,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
+        segments: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import Segments, empty_gradients
+from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries, empty_gradients
 from flexvarlen.attention.backends.limits import fa3_order_refusal
 from flexvarlen.attention.call import AttentionCall
 
@@ -53,7 +53,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
         return fa3_order_refusal(self.name, call)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         out_THD, lse_HT, *_ = _operators()[0](
@@ -73,7 +73,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
+        segments: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
@@ -95,7 +95,7 @@ def _operators() -> tuple[Any, Any]:
     return torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
 
 
-def _keywords(segments: Segments, call: AttentionCall) -> dict[str, Any]:
+def _keywords(segments: CallBoundaries, call: AttentionCall) -> dict[str, Any]:
     """Return the keyword arguments common to the forward and backward operators."""
     return {
         "cu_seqlens_q": segments.cu_seqlens_q,
@@ -122,7 +122,7 @@ def _built_with_softcap(device: torch.device) -> bool:
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
     call = AttentionCall(device, q.dtype, 1, 1, 64, softcap=1.0)
     try:
-        BACKEND.forward(q, q, q, Segments(cu_seqlens, cu_seqlens, 2, 2), call)
+        BACKEND.forward(q, q, q, CallBoundaries(cu_seqlens, cu_seqlens, 2, 2), call)
     except RuntimeError as error:
         if "softcap" not in str(error):
             raise

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import Segments
+from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries
 from flexvarlen.attention.backends.fa4_package import is_hopper, package_refusal
 from flexvarlen.attention.backends.limits import fa4_gradient_refusal
 from flexvarlen.attention.call import AttentionCall
@@ -38,7 +38,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
         return fa4_gradient_refusal(self.name, call)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         from flash_attn.cute.interface import _flash_attn_fwd
@@ -66,7 +66,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
+        segments: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""

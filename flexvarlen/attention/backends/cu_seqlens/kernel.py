@@ -48,7 +48,7 @@ class KernelSizes(NamedTuple):
         return KernelSizes(slots, self.bound_q, self.bound_k, self.bound_q, self.bound_k, 1)
 
 
-class Segments(NamedTuple):
+class CallBoundaries(NamedTuple):
     """The boundaries passed to a kernel: cu_seqlens int32 `[N + 1]`, and the maximum lengths."""
 
     cu_seqlens_q: Tensor
@@ -61,7 +61,7 @@ class CuSeqlensKernel(Protocol):
     """A forward and a backward over cu_seqlens; q `[T, H, D]`, k and v `[Tk, Hkv, D]`."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """Return the output `[T, H, D]` and the LSE, fp32 `[H, T]`."""
         ...
@@ -74,7 +74,7 @@ class CuSeqlensKernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
+        segments: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
@@ -162,7 +162,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     )
 
 
-def one_split(segments: Segments, heads: int) -> Segments:
+def one_split(segments: CallBoundaries, heads: int) -> CallBoundaries:
     """Append empty segments so that FA2 sums dq in a fixed order.
 
     FlashAttention-2's deterministic backward splits the sum over keys into
@@ -174,12 +174,12 @@ def one_split(segments: Segments, heads: int) -> Segments:
     cu_q, cu_k = (
         torch.cat([cu, cu[-1:].expand(max(0, slots + 1 - cu.shape[0]))]) for cu in (cu_q, cu_k)
     )
-    return Segments(cu_q, cu_k, *longest)
+    return CallBoundaries(cu_q, cu_k, *longest)
 
 
 def _segments(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: KernelSizes, call: AttentionCall
-) -> Segments:
+) -> CallBoundaries:
     """Return the boundaries of the slots in use and the maximum lengths, for the kernels."""
     ends, longest_q, longest_k = sizes.documents + 1, sizes.longest_q, sizes.longest_k
     if ends < cu_seqlens_q.shape[0]:
@@ -191,7 +191,7 @@ def _segments(
         longest_k = max(longest_k, call.spec.left + 2)
     longest_q = MIN_BOUND if longest_q < MIN_BOUND else longest_q
     longest_k = MIN_BOUND if longest_k < MIN_BOUND else longest_k
-    return Segments(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+    return CallBoundaries(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
 
 
 _seen: set[tuple[torch.dtype, torch.device]] = set()

@@ -22,6 +22,7 @@ from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
 from flexvarlen.attention.backends.cu_seqlens.operator import QKV, SETTINGS, call_of, settings_of
 from flexvarlen.attention.backends.sinks import share_without_sink
 from flexvarlen.attention.call import AttentionCall
+from flexvarlen.layout.boundaries import HAS_TRITON
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
 from flexvarlen.mask.spec import MaskSpec
@@ -157,17 +158,29 @@ def _forward(
     call = call_of(q, k, sinks_H, settings)
     first, *others = _calls(own, above, sizes, call)
     out_THD, lse_HT = kernels.forward(kernel, q, k, v, None, *first)
-    merged = out_THD.float()
+    if len(others) > 1:  # round once
+        out_THD = out_THD.float()
     for each in others:
-        out_THD, own_lse_HT = kernels.forward(kernel, q, k, v, None, *each)
-        lse_both = torch.logaddexp(lse_HT, own_lse_HT)
-        # A token that sees nothing has an LSE of -inf in each call.
-        shares = [(x - lse_both).exp().nan_to_num(0).T[..., None] for x in (lse_HT, own_lse_HT)]
-        merged = merged * shares[0] + out_THD * shares[1]
-        lse_HT = lse_both
+        merge(out_THD, lse_HT, *kernels.forward(kernel, q, k, v, None, *each))
     if sinks_H is not None:
-        merged = merged * share_without_sink(lse_HT, sinks_H)
-    return merged.to(q.dtype), lse_HT
+        out_THD = out_THD * share_without_sink(lse_HT, sinks_H)
+    return out_THD.to(q.dtype), lse_HT
+
+
+def merge(out_THD: Tensor, lse_HT: Tensor, own_out_THD: Tensor, own_lse_HT: Tensor) -> None:
+    """Merge a call's output and LSE into those of the calls before it, in place."""
+    if out_THD.is_cuda and HAS_TRITON:
+        from flexvarlen.attention.backends.cu_seqlens.triton.merge import merge_in_one_launch
+
+        merge_in_one_launch(out_THD, lse_HT, own_out_THD, own_lse_HT)
+        return
+    both_HT = torch.logaddexp(lse_HT, own_lse_HT)
+    # A token that sees nothing has an LSE of -inf in each call.
+    share, own_share = (
+        (x - both_HT).exp().nan_to_num(0).T[..., None] for x in (lse_HT, own_lse_HT)
+    )
+    out_THD.copy_(out_THD * share + own_out_THD * own_share)
+    lse_HT.copy_(both_HT)
 
 
 @_forward.register_fake
@@ -199,10 +212,13 @@ def _backward(
     call = call_of(q, k, sinks_H, settings)
     sums: list[Tensor] = []
     dsinks_H: Tensor | None = None
-    for each in _calls(own, above, sizes, call):
+    calls = list(_calls(own, above, sizes, call))
+    for each in calls:
         *grads, own_dsinks = kernels.backward(kernel, grad, q, k, v, sinks_H, out, lse, *each)
         if not sums:  # that of the sinks is whole in each call
-            sums, dsinks_H = [x.float() for x in grads], own_dsinks
+            sums, dsinks_H = list(grads), own_dsinks
+            if len(calls) > 2:  # round once
+                sums = [x.float() for x in sums]
         else:
             sums = [x.add_(y) for x, y in zip(sums, grads, strict=True)]
     dq, dk, dv = (x.to(q.dtype) for x in sums)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
-from flexvarlen.attention.backends.cu_seqlens.kernel import Segments, one_split
+from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries, one_split
 from flexvarlen.attention.backends.limits import (
     ampere_refusal,
     fa3_order_refusal,
@@ -61,7 +61,7 @@ class VarlenBackend(CuSeqlensBackend):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward.default(
@@ -87,7 +87,7 @@ class VarlenBackend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: Segments,
+        segments: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""

@@ -1,0 +1,62 @@
+"""Merge the outputs of two attention calls by their log-sum-exp, in place: one launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexvarlen.layout.triton.launcher import Launcher
+
+TOKENS = 32
+
+
+@triton.jit(do_not_specialize=["total_tokens", "heads"])
+def _merge(
+    own_out,
+    own_lse,
+    out,
+    lse,
+    total_tokens,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    head = tl.program_id(0) % heads
+    tokens = (tl.program_id(0) // heads) * TOKENS + tl.arange(0, TOKENS)
+    in_row = tokens < total_tokens
+    at = head.to(tl.int64) * total_tokens + tokens
+    before = tl.load(lse + at, mask=in_row, other=float("-inf"))
+    own = tl.load(own_lse + at, mask=in_row, other=float("-inf"))
+    sees = own > float("-inf")  # else nothing changes
+    most = tl.where(sees, tl.maximum(before, own), 0.0)
+    both = most + tl.log(tl.exp(before - most) + tl.exp(own - most))
+    tl.store(lse + at, both, mask=sees)
+    share = tl.where(sees, tl.exp(before - both), 1.0)[:, None]
+    own_share = tl.where(sees, tl.exp(own - both), 0.0)[:, None]
+    lane = tl.arange(0, LANES)
+    cells = (tokens.to(tl.int64)[:, None] * heads + head) * HEAD_DIM + lane[None, :]
+    wanted = sees[:, None] & (lane < HEAD_DIM)[None, :]
+    x = tl.load(out + cells, mask=wanted, other=0.0).to(tl.float32)
+    y = tl.load(own_out + cells, mask=wanted, other=0.0).to(tl.float32)
+    tl.store(out + cells, (x * share + y * own_share).to(out.dtype.element_ty), mask=wanted)
+
+
+def merge_in_one_launch(out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor) -> None:
+    """`flexvarlen.attention.backends.cu_seqlens.levels.merge` on a CUDA device."""
+    tokens, heads, head_dim = out.shape
+    programs = triton.cdiv(tokens, TOKENS) * heads
+    if programs:
+        launcher = _launcher(head_dim, out.dtype, own_out.dtype)
+        launcher(programs, [own_out, own_lse], [out, lse], (tokens, heads))
+
+
+@lru_cache
+def _launcher(head_dim: int, dtype: torch.dtype, own_dtype: torch.dtype) -> Launcher:
+    """One for each signature."""
+    lanes = triton.next_power_of_2(head_dim)
+    return Launcher(_merge, {"HEAD_DIM": head_dim, "LANES": lanes, "TOKENS": TOKENS})
