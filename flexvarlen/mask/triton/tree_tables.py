@@ -71,9 +71,11 @@ def _tree_extremes(
         lane = tl.arange(0, LANES_Q)
         tokens = block * BLOCK_Q + lane
         in_row = (lane < BLOCK_Q) & (tokens < total_tokens)
+        # Causal documents, without what the arguments behind `True` are for.
         low, high = token_bounds(
-            cu_seqlens, cu_seqlens, None, None, None, tokens, total_tokens, total_tokens, documents,
-            document_steps, 0, 0, 0, False, True, False, False, False, False, False, False, False,
+            cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, tokens, total_tokens,
+            total_tokens, documents, document_steps, left, left, chunk, False, True, False, False,
+            False, False, False, False, False,
         )  # fmt: skip
         tl.store(lo + tokens, low, mask=in_row)
         tl.store(hi + tokens, high, mask=in_row)
