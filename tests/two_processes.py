@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +18,24 @@ WORLD = 2
 
 
 def start(run: Callable[[int, int, str], None], folder: Path) -> None:
-    """`run(rank, port, folder)` in each process; returns when both have ended."""
+    """`run(rank, port, folder)` in each process; returns when both have ended.
+
+    `run` must not destroy the process group.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     multiprocessing.set_forkserver_preload([run.__module__])  # imported once for both
     torch.multiprocessing.start_processes(
-        run, args=(port, str(folder)), nprocs=WORLD, start_method="forkserver"
+        _run_and_leave, args=(port, str(folder), run), nprocs=WORLD, start_method="forkserver"
     )
+
+
+def _run_and_leave(rank: int, port: int, folder: str, run: Callable[[int, int, str], None]) -> None:
+    """End without destructors: DDP may wait for a thread of gloo that waits for the GIL."""
+    run(rank, port, folder)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def meet(rank: int, port: int, *, timeout_s: int) -> None:

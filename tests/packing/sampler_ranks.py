@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -310,4 +310,3 @@ def run(rank: int, port: int, folder: str) -> None:
         if "failed" in made[case]:  # the other process waits in this one: nothing after it is right
             break
     torch.save(made, Path(folder) / f"{rank}.pt")
-    PartialState().destroy_process_group()

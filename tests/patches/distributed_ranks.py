@@ -44,10 +44,17 @@ ROWS = ((0, 1, 2, 3), (4, 5))
 LABELS = sum(LENGTHS) - len(LENGTHS)
 
 
-BEGINNING = documents()[2][:40].tolist()
-SAMPLES = [[*BEGINNING, *text.tolist()] for text in documents()]
-"""What the ranks learn from trees: texts with one beginning."""
-SAMPLE_LABELS = sum(map(len, SAMPLES)) - len(SAMPLES)
+BEGINNING = 40  # tokens that all samples share
+SAMPLE_LABELS = sum(LENGTHS) + len(LENGTHS) * (BEGINNING - 1)
+
+
+def samples() -> list[list[int]]:
+    """What the ranks learn from trees: texts with one beginning.
+
+    Not made on import: the process that the ranks are forked from must not run torch.
+    """
+    beginning = documents()[2][:BEGINNING].tolist()
+    return [[*beginning, *text.tolist()] for text in documents()]
 
 
 def lora(model: nn.Module) -> nn.Module:
@@ -89,15 +96,17 @@ def padded_inputs() -> dict[str, Any]:
 
 def tree_inputs() -> dict[str, Any]:
     """This rank's samples as a tree."""
-    shared = fv.share_prefixes([SAMPLES[i] for i in ROWS[dist.get_rank()]])
+    every = samples()
+    shared = fv.share_prefixes([every[i] for i in ROWS[dist.get_rank()]])
     return {**shared.batch(), "num_items_in_batch": torch.tensor(SAMPLE_LABELS / WORLD)}
 
 
 def padded_samples() -> dict[str, Any]:
     """This rank's samples in a padded batch."""
-    samples = [SAMPLES[i] for i in ROWS[dist.get_rank()]]
-    ids = pad_sequence([torch.tensor(x) for x in samples], batch_first=True)
-    mask = pad_sequence([torch.ones(len(x)).long() for x in samples], batch_first=True)
+    every = samples()
+    own = [torch.tensor(every[i]) for i in ROWS[dist.get_rank()]]
+    ids = pad_sequence(own, batch_first=True)
+    mask = pad_sequence([torch.ones_like(x) for x in own], batch_first=True)
     labels = ids.masked_fill(mask == 0, -100)
     share = torch.tensor(SAMPLE_LABELS / WORLD)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "num_items_in_batch": share}
@@ -456,4 +465,3 @@ def run(rank: int, port: int, folder: str) -> None:
         except Exception:
             made = {"failed": traceback.format_exc()}
         torch.save(made, Path(folder) / f"{name}-{rank}.pt")
-    dist.destroy_process_group()

@@ -9,7 +9,7 @@ import torch
 
 from tests.contract_oracle import Step, by_document, check_step
 from tests.oracle import assert_as_accurate
-from tests.patches.distributed_ranks import CASES, SAMPLES, lora, run
+from tests.patches.distributed_ranks import CASES, lora, run, samples
 from tests.tiny_models import batch_of, documents, new_model
 from tests.two_processes import WORLD, start
 
@@ -49,7 +49,7 @@ def step_of(made, case: str) -> Step:
 
 @pytest.mark.parametrize("case", [x for x in CASES if x not in {*LOW, "trainer", "ddp_unpatched"}])
 def test_gradients_are_those_of_one_process(made, case):
-    check_step(step_of(made, case), plain_model(case), SAMPLES if "trees" in case else DOCUMENTS)
+    check_step(step_of(made, case), plain_model(case), samples() if "trees" in case else DOCUMENTS)
 
 
 def test_a_model_that_is_not_patched_fails_the_oracle(made):

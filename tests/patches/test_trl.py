@@ -151,7 +151,6 @@ def as_one_of_two(rank: int, port: int, folder: str) -> None:
             ]
             found.append((Step(named[0], loss / WORLD, named[1]), features))
         torch.save(found, Path(folder) / f"{way}-{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def test_two_processes(tmp_path):
