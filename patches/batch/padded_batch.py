@@ -203,12 +203,14 @@ def share_prefixes_of_rows(
     if tokens == sum(lengths):
         return padded
     total, slots = _round_up(tokens, multiple_of), padded.batch * padded.row_tokens
-    offsets = torch.full((total,), slots)
+    offsets = torch.full((total,), slots, device="cpu")
     offsets[:tokens] = tree.take([row[:, -1] for row in known])
     real_slots = torch.cat(known)[:, -1]
-    real = torch.zeros(slots, dtype=torch.bool).index_fill(0, real_slots, True)
+    real = torch.zeros(slots, dtype=torch.bool, device="cpu").index_fill(0, real_slots, True)
     # Padding is spread over all tokens: in the backward sums of many into one are slow.
-    index = (torch.arange(slots) % total).index_copy(0, real_slots, torch.cat(tree.paths()))
+    index = (torch.arange(slots, device="cpu") % total).index_copy(
+        0, real_slots, torch.cat(tree.paths())
+    )
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from math import prod
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.layout.packed_layout import PackedLayout
 
 Kind = Literal["attention", "plain", "eager", "compiled", "memory"]
 STEPS: tuple[Kind, ...] = ("eager", "compiled", "memory")
@@ -54,12 +54,7 @@ class Tree:
 
     def paths(self) -> list[Tensor]:
         """int64 `[L]` on the host: the tokens of each sample, from its root to its leaf."""
-        found: list[Tensor] = []
-        starts = accumulate(self.lengths, initial=0)
-        for start, length, parent in zip(starts, self.lengths, self.parents, strict=False):
-            own = torch.arange(start, start + length)
-            found.append(own if parent < 0 else torch.cat([found[parent], own]))
-        return [path for index, path in enumerate(found) if index not in self.parents]
+        return list(PackedLayout.from_tree(self.lengths, self.parents).paths())
 
     def counts(self) -> Tensor:
         """int64 `[T]` on the host: the number of samples that share each token."""

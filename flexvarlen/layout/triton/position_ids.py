@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexvarlen.layout.triton.launcher import Launcher
+from flexvarlen.layout.triton.search import slots_of
 
 TOKENS = 256
 
@@ -15,15 +16,7 @@ TOKENS = 256
 @triton.jit(do_not_specialize=["slots", "search_steps", "total_tokens"])
 def _position_ids(cu_seqlens, out, slots, search_steps, total_tokens, TOKENS: tl.constexpr):
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    # The number of documents that end at or before the token.
-    slot = tl.zeros_like(tokens)
-    end = slot + slots
-    for _ in range(search_steps):
-        open_ = slot < end
-        middle = (slot + end) // 2
-        ended = tl.load(cu_seqlens + 1 + middle, mask=open_, other=0) <= tokens
-        slot = tl.where(open_ & ended, middle + 1, slot)
-        end = tl.where(open_ & ~ended, middle, end)
+    slot = slots_of(cu_seqlens, tokens, slots, search_steps)
     position = tokens - tl.load(cu_seqlens + slot)
     tl.store(out + tokens, position.to(tl.int64), mask=tokens < total_tokens)
 

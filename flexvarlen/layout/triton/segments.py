@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexvarlen.layout.triton.launcher import Launcher
+from flexvarlen.layout.triton.search import slots_of
 
 TOKENS = 256
 
@@ -14,15 +15,7 @@ TOKENS = 256
 @triton.jit
 def ends_and_positions(table, tokens, slots, search_steps):
     """Of each token, one past the last that may see it, and its position; in slots + 1 columns."""
-    # The number of segments that end at or before the token.
-    slot = tl.zeros_like(tokens)
-    end = slot + slots
-    for _ in range(search_steps):
-        open_ = slot < end
-        middle = (slot + end) // 2
-        ended = tl.load(table + 1 + middle, mask=open_, other=0) <= tokens
-        slot = tl.where(open_ & ended, middle + 1, slot)
-        end = tl.where(open_ & ~ended, middle, end)
+    slot = slots_of(table, tokens, slots, search_steps)
     columns = slots + 1
     above = tl.load(table + 2 * columns + slot)
     return tl.load(table + columns + slot), above + tokens - tl.load(table + slot)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexvarlen.layout.triton.search import slots_of
+
 
 @triton.jit
 def token_bounds(
@@ -35,15 +37,7 @@ def token_bounds(
     OTHER_PADDING: tl.constexpr,
 ):
     """First and one past the last token of the other row, for each token of the own row."""
-    # The number of documents that end at or before the token.
-    slot = tl.zeros_like(tokens)
-    end = slot + slots
-    for _ in range(search_steps):
-        open_ = slot < end
-        middle = (slot + end) // 2
-        ended = tl.load(own_cu + 1 + middle, mask=open_, other=0) <= tokens
-        slot = tl.where(open_ & ended, middle + 1, slot)
-        end = tl.where(open_ & ~ended, middle, end)
+    slot = slots_of(own_cu, tokens, slots, search_steps)
     document = slot < slots
     own_start = tl.load(own_cu + slot)
     own_length = tl.load(own_cu + 1 + slot, mask=document, other=shard_tokens) - own_start
