@@ -27,7 +27,8 @@ class LaunchSizes:
     dimensions are marked dynamic. Dynamo reads them at every call, which takes ten microseconds.
 
     Args:
-        documents, longest: the row's own sizes; None where only the device knows them.
+        documents, longest: the row's own sizes; None where only the device knows them. Of trees
+            the number of segments, and the longest tree.
         capacity, bound: the layout's `capacity` and `max_seqlen_bound`.
         total_tokens: T.
         may_have_tail: whether there may be tokens past the last boundary.

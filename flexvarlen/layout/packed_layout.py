@@ -203,6 +203,7 @@ class PackedLayout:
         )
         if segments.max_depth > 1:
             layout.segments = segments
+            layout._note_launch_sizes()
         return layout
 
     @classmethod
@@ -685,7 +686,7 @@ max_seqlen_bound=6, device=cpu)
 
     def _note_launch_sizes(self) -> None:
         self.launch = LaunchSizes(
-            self.num_docs,
+            self.num_docs if self.segments is None else len(self.segments.lengths),
             self.max_seqlen,
             capacity=self.capacity,
             bound=self.max_seqlen_bound,

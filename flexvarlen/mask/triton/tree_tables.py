@@ -38,6 +38,78 @@ def _store_extremes(out, column, columns, x, among):
     tl.store(out + columns + column, tl.max(tl.where(among, x, -1), axis=0))
 
 
+@triton.jit
+def _of_queries(
+    block,
+    cu_seqlens,
+    tree,
+    lo,
+    hi,
+    queries,
+    count,
+    total_tokens,
+    documents,
+    document_steps,
+    segments,
+    segment_steps,
+    left,
+    chunk,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    LEFT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The row bounds and the extremes of one block of queries."""
+    lane = tl.arange(0, LANES)
+    tokens = block * BLOCK + lane
+    in_row = (lane < BLOCK) & (tokens < total_tokens)
+    # Causal documents, without what the arguments behind `True` are for.
+    low, high = token_bounds(
+        cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, tokens, total_tokens,
+        total_tokens, documents, document_steps, left, left, chunk, False, True, False, False,
+        False, False, False, False, False,
+    )  # fmt: skip
+    tl.store(lo + tokens, low, mask=in_row)
+    tl.store(hi + tokens, high, mask=in_row)
+    _, position = ends_and_positions(tree, tokens, segments, segment_steps)
+    first = tl.zeros_like(position)
+    if LEFT:
+        first = tl.maximum(first, position - left)
+    if CHUNK:
+        first = tl.maximum(first, position - position % chunk)
+    sees = in_row & (low < high)
+    _store_extremes(queries, block, count, tokens, sees)
+    _store_extremes(queries + 2 * count, block, count, low, sees)
+    _store_extremes(queries + 4 * count, block, count, first, sees)
+    blind = tl.max((in_row & (low >= high)).to(tl.int32), axis=0) > 0
+    whole = ((block + 1) * BLOCK <= total_tokens) & (blind == 0)
+    tl.store(queries + 6 * count + block, whole.to(tl.int32))
+
+
+@triton.jit
+def _of_keys(
+    block,
+    tree,
+    keys,
+    count,
+    total_tokens,
+    segments,
+    segment_steps,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The extremes of one block of keys."""
+    lane = tl.arange(0, LANES)
+    tokens = block * BLOCK + lane
+    in_row = (lane < BLOCK) & (tokens < total_tokens)
+    end, position = ends_and_positions(tree, tokens, segments, segment_steps)
+    _store_extremes(keys, block, count, tokens, in_row)
+    _store_extremes(keys + 2 * count, block, count, end, in_row)
+    _store_extremes(keys + 4 * count, block, count, position, in_row)
+    whole = (block + 1) * BLOCK <= total_tokens
+    tl.store(keys + 6 * count + block, whole.to(tl.int32))
+
+
 @triton.jit(
     do_not_specialize=[
         "total_tokens", "documents", "document_steps", "segments", "segment_steps", "left", "chunk"
@@ -65,44 +137,16 @@ def _tree_extremes(
     CHUNK: tl.constexpr,
 ):
     count_q = tl.cdiv(total_tokens, BLOCK_Q)
-    count_k = tl.cdiv(total_tokens, BLOCK_K)
-    block = tl.program_id(0)
-    if block < count_q:
-        lane = tl.arange(0, LANES_Q)
-        tokens = block * BLOCK_Q + lane
-        in_row = (lane < BLOCK_Q) & (tokens < total_tokens)
-        # Causal documents, without what the arguments behind `True` are for.
-        low, high = token_bounds(
-            cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens, tokens, total_tokens,
-            total_tokens, documents, document_steps, left, left, chunk, False, True, False, False,
-            False, False, False, False, False,
+    if tl.program_id(0) < count_q:
+        _of_queries(
+            tl.program_id(0), cu_seqlens, tree, lo, hi, queries, count_q, total_tokens, documents,
+            document_steps, segments, segment_steps, left, chunk, BLOCK_Q, LANES_Q, LEFT, CHUNK,
         )  # fmt: skip
-        tl.store(lo + tokens, low, mask=in_row)
-        tl.store(hi + tokens, high, mask=in_row)
-        _, position = ends_and_positions(tree, tokens, segments, segment_steps)
-        first = tl.zeros_like(position)
-        if LEFT:
-            first = tl.maximum(first, position - left)
-        if CHUNK:
-            first = tl.maximum(first, position - position % chunk)
-        sees = in_row & (low < high)
-        _store_extremes(queries, block, count_q, tokens, sees)
-        _store_extremes(queries + 2 * count_q, block, count_q, low, sees)
-        _store_extremes(queries + 4 * count_q, block, count_q, first, sees)
-        blind = tl.max((in_row & (low >= high)).to(tl.int32), axis=0) > 0
-        whole = ((block + 1) * BLOCK_Q <= total_tokens) & (blind == 0)
-        tl.store(queries + 6 * count_q + block, whole.to(tl.int32))
     else:
-        block -= count_q
-        lane = tl.arange(0, LANES_K)
-        tokens = block * BLOCK_K + lane
-        in_row = (lane < BLOCK_K) & (tokens < total_tokens)
-        end, position = ends_and_positions(tree, tokens, segments, segment_steps)
-        _store_extremes(keys, block, count_k, tokens, in_row)
-        _store_extremes(keys + 2 * count_k, block, count_k, end, in_row)
-        _store_extremes(keys + 4 * count_k, block, count_k, position, in_row)
-        whole = (block + 1) * BLOCK_K <= total_tokens
-        tl.store(keys + 6 * count_k + block, whole.to(tl.int32))
+        _of_keys(
+            tl.program_id(0) - count_q, tree, keys, tl.cdiv(total_tokens, BLOCK_K), total_tokens,
+            segments, segment_steps, BLOCK_K, LANES_K,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
 from flexvarlen.attention.backends.cu_seqlens.levels import (
     Levels,
     attend_levels,
-    level_sizes,
     merge,
 )
 from flexvarlen.attention.call import AttentionCall
@@ -32,9 +32,17 @@ def attention(tree, *, any_row=False, sinks=None, **sizes):
         scale=HEAD_DIM**-0.5,
         sinks=sinks is not None,
     )
-    numbers = level_sizes(layout, any_row=any_row)
+    sizes = sizes_of(layout)
+    if any_row:
+        sizes = sizes.of_any_row(layout.capacity)
     levels = Levels.of(layout.segments)
-    return lambda q, k, v: attend_levels("plain", q, k, v, sinks, levels, numbers, call)[0]
+    return lambda q, k, v: attend_levels("plain", q, k, v, sinks, levels, sizes, call)[0]
+
+
+def sizes_of(layout):
+    segments, tail = layout.segments, int(layout.has_padding)
+    longest, bound = max(segments.tree_lengths(), default=0), layout.max_seqlen_bound
+    return KernelSizes(len(segments.lengths), longest, longest, bound, bound, tail)
 
 
 def check(tree, **how):
@@ -79,34 +87,33 @@ def test_sinks():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [24, 128])
-def test_merge_in_one_launch(dtype, head_dim):
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("head_dim", [8, 24, 128])
+def test_merge_in_one_launch(dtypes, head_dim):
     """As in torch; tokens that see nothing in either call, or in one, included."""
-    generator = torch.Generator().manual_seed(0)
+    generator, tokens = torch.Generator().manual_seed(0), 20_001
+    dtype, merged_dtype = (getattr(torch, name) for name in dtypes)
 
     def draw(*shape):
         return torch.randn(shape, generator=generator)
 
-    out, own = draw(70, HEADS, head_dim).to(dtype), draw(70, HEADS, head_dim).bfloat16()
-    lse, own_lse = draw(HEADS, 70), draw(HEADS, 70)
+    out, own = (draw(tokens, HEADS, head_dim).to(x) for x in (dtype, torch.bfloat16))
+    lse, own_lse = draw(HEADS, tokens), draw(HEADS, tokens)
     own_lse[:, 20:40] = own_lse[:, -1] = lse[:, -1] = float("-inf")
     out[-1] = own[-1] = 0
-    found = out.cuda(), lse.cuda()
-    merge(*found, own.cuda(), own_lse.cuda())
-    merge(out, lse, own, own_lse)
-    torch.testing.assert_close(found[0].cpu(), out)
-    torch.testing.assert_close(found[1].cpu(), lse)
+    given = out, lse, own, own_lse
+    found = merge(*(x.cuda() for x in given), merged_dtype)
+    for mine, expected in zip(found, merge(*given, merged_dtype), strict=True):
+        torch.testing.assert_close(mine.cpu(), expected)
 
 
 def test_operators_trace():
     tree = EXAMPLES["levels"]
     layout = tree.layout()
     qkv = [x.requires_grad_() for x in random_qkv(tree.total_tokens, HEADS, KV_HEADS, HEAD_DIM)[:3]]
-    numbers = [n for each in level_sizes(layout, any_row=False) for n in each]
     of_call = (MaskSpec().as_ints(), 0.25, 0.0, False, False, True)
     torch.library.opcheck(
         torch.ops.flexvarlen.levels_forward.default,
-        ("plain", *qkv, None, *Levels.of(layout.segments), numbers, *of_call),
+        ("plain", *qkv, None, *Levels.of(layout.segments), *sizes_of(layout), *of_call),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

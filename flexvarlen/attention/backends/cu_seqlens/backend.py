@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, CallBoundaries, KernelSizes
-from flexvarlen.attention.backends.cu_seqlens.levels import Levels, attend_levels, level_sizes
+from flexvarlen.attention.backends.cu_seqlens.levels import Levels, attend_levels
 from flexvarlen.attention.backends.cu_seqlens.lse import lse_without_gradient
 from flexvarlen.attention.backends.cu_seqlens.operator import attend
 from flexvarlen.attention.backends.limits import half_refusal
@@ -155,19 +155,15 @@ class CuSeqlensBackend:
         traced = compiling or torch._C._len_torch_dispatch_stack() > 0
         out_THD: Tensor
         lse_HT: Tensor | None
-        masked_T = None
+        masked_T = None if isinstance(plan, Levels) else plan.masked_T
+        sizes = self._sizes(mask, plan, compiling=compiling)
+        if _outlives_the_call(plan[0], compiling=compiling, traced=traced):
+            sizes = sizes.of_any_row(plan[0].shape[0] - 1)
         tensors = (q_THD, k_THD, v_THD, sinks_H)
         if isinstance(plan, Levels):
-            any_row = compiling or _outlives_the_call(q_THD, compiling=False, traced=traced)
-            every_size = level_sizes(mask.layout, any_row=any_row)
-            out_THD, lse_HT = attend_levels(self.name, *tensors, plan, every_size, call)
+            out_THD, lse_HT = attend_levels(self.name, *tensors, plan, sizes, call)
         else:
-            cu_seqlens_q, cu_seqlens_k, _, _, masked_T = plan
-            sizes = self._sizes(mask, plan, compiling=compiling)
-            if _outlives_the_call(cu_seqlens_q, compiling=compiling, traced=traced):
-                sizes = sizes.of_any_row(cu_seqlens_q.shape[0] - 1)
-            boundaries = (cu_seqlens_q, cu_seqlens_k)
-            out_THD, lse_HT = attend(self.name, *tensors, *boundaries, sizes, call, traced=traced)
+            out_THD, lse_HT = attend(self.name, *tensors, *plan[:2], sizes, call, traced=traced)
         if masked_T is not None:
             out_THD = torch.where(masked_T[:, None, None], 0, out_THD)
         if not call.return_lse or lse_HT is None:
@@ -178,19 +174,23 @@ class CuSeqlensBackend:
             lse_HT = torch.where(masked_T, float("-inf"), lse_HT)
         return out_THD, lse_HT
 
-    def _sizes(self, mask: DocumentMask, plan: Boundaries, *, compiling: bool) -> KernelSizes:
+    def _sizes(
+        self, mask: DocumentMask, plan: Boundaries | Levels, *, compiling: bool
+    ) -> KernelSizes:
         """Return the sizes to launch the kernel with.
 
         Not part of the plan, because a compiled layer that takes the plan would specialize on them.
         """
-        cu_seqlens_q, _, bound_q, bound_k, _ = plan
+        bound_q = bound_k = mask.layout.max_seqlen_bound
+        if isinstance(plan, Boundaries):
+            bound_q, bound_k = plan.bound_q, plan.bound_k
         documents, longest_q, tail = mask.layout.launch.read(compiling=compiling)
         longest_k = longest_q
         if mask.spec.cross:
             documents_k, longest_k, tail_k = mask.layout_k.launch.read(compiling=compiling)
             documents, tail = max(documents, documents_k), tail + tail_k
         if _is_chunked(mask) or not self.launches_own_sizes:
-            documents, longest_q, longest_k = cu_seqlens_q.shape[0] - 1, bound_q, bound_k
+            documents, longest_q, longest_k = plan[0].shape[0] - 1, bound_q, bound_k
         return KernelSizes(documents, longest_q, longest_k, bound_q, bound_k, tail)
 
 

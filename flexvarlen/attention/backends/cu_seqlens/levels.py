@@ -19,16 +19,19 @@ from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
 from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
-from flexvarlen.attention.backends.cu_seqlens.operator import QKV, SETTINGS, call_of, settings_of
+from flexvarlen.attention.backends.cu_seqlens.operator import (
+    QKV,
+    SETTINGS,
+    SIZES,
+    call_of,
+    settings_of,
+    sizes_of,
+)
 from flexvarlen.attention.backends.sinks import share_without_sink
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.boundaries import HAS_TRITON
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
 from flexvarlen.mask.spec import MaskSpec
-
-_SLOTS = 3
-_FIELDS = len(KernelSizes._fields)
 
 
 class Levels(NamedTuple):
@@ -36,7 +39,7 @@ class Levels(NamedTuple):
 
     Attributes:
         own: int32 `[S + 1]`, the segments.
-        above: int32 `[L, 2, 3 * S + 3]`, for each level the boundaries of queries and of keys.
+        above: int32 `[L, 2, 2 * S + 1]`, for each level the boundaries of queries and of keys.
     """
 
     own: Tensor
@@ -52,26 +55,16 @@ class Levels(NamedTuple):
 def _boundaries(table: Tensor, levels: int) -> Tensor:
     """`Levels.above`.
 
-    Three slots for each segment of the level: queries up to its end, which see nothing here; keys
-    up to its start, which nobody sees; the tokens below it with its own as keys. Two slots more for
-    what is left of queries and of keys. Slots of other levels' segments are empty.
+    Two slots for each segment. The first holds its queries, unless they lie below a segment of the
+    level, and no keys. The second holds its keys and, if it is of the level, the queries below it.
     """
-    starts, ends, _, depths = table
-    stops, total = starts[1:], starts[-1:]
-    of_level = depths[:-1] == torch.arange(levels, device=table.device)[:, None]
-
-    def boundaries(*slots: Tensor) -> Tensor:
-        """Cumulative, from the ends of the three slots of each segment, and those of the rest."""
-        *of_segments, rest = slots
-        each = torch.stack([x.expand_as(stops) for x in of_segments], dim=-1)
-        each = torch.where(of_level[..., None], each, 0).flatten(1)
-        first, last = each.new_zeros(levels, 1), rest.expand(levels, -1)
-        return torch.cat([first, each, last], dim=1).cummax(1).values
-
-    none = torch.zeros_like(total)
-    queries = boundaries(stops, stops, ends[:-1], torch.cat([total, total]))
-    keys = boundaries(none, starts[:-1], stops, torch.cat([none, total]))
-    return torch.stack([queries, keys], dim=1).to(torch.int32)
+    starts, ends, _, depths = (row[:-1] for row in table)
+    stops, level = table[0, 1:], torch.arange(levels, device=table.device)[:, None]
+    queries = torch.where(depths <= level, stops, 0), torch.where(depths == level, ends, 0)
+    keys = starts.expand(levels, -1), stops.expand(levels, -1)
+    slots = (torch.stack(x, dim=-1).flatten(1) for x in (queries, keys))
+    found = torch.stack([*slots], dim=1).cummax(2).values
+    return torch.nn.functional.pad(found, (1, 0)).to(torch.int32)
 
 
 _operator = torch.library.custom_op("flexvarlen::level_boundaries", mutates_args=())(_boundaries)
@@ -79,24 +72,7 @@ _operator = torch.library.custom_op("flexvarlen::level_boundaries", mutates_args
 
 @_operator.register_fake
 def _(table: Tensor, levels: int) -> Tensor:
-    return table.new_empty(levels, 2, _SLOTS * (table.shape[1] - 1) + 3)
-
-
-def level_sizes(layout: PackedLayout, *, any_row: bool) -> list[KernelSizes]:
-    """The sizes of the calls: inside segments, then for each level.
-
-    Args:
-        any_row: for all trees of the layout's sizes, as in a compiled graph.
-    """
-    segments, bound, total = layout.segments, layout.max_seqlen_bound, layout.total_tokens
-    assert segments is not None
-    slots = segments.table.shape[1] - 1
-    tail = int(any_row or layout.has_padding is not False)
-    longest = bound if any_row else max(segments.lengths, default=0)
-    own = KernelSizes(slots, longest, longest, bound, bound, tail)
-    # The slots without keys are as long as the row may be, and kernels write them.
-    above = KernelSizes(_SLOTS * slots + 2, total, total, total, total, tail)
-    return [own, *[above] * (segments.max_depth - 1)]
+    return table.new_empty(levels, 2, 2 * table.shape[1] - 1)
 
 
 def attend_levels(
@@ -106,13 +82,15 @@ def attend_levels(
     v_THD: Tensor,
     sinks_H: Tensor | None,
     levels: Levels,
-    sizes: list[KernelSizes],
+    sizes: KernelSizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `[T, H, D]` and the LSE fp32 `[H, T]` of the scores, without a gradient."""
-    numbers = [number for each in sizes for number in each]
+    """Return the output `[T, H, D]` and the LSE fp32 `[H, T]` of the scores, without a gradient.
+
+    `sizes`: of segments, and of the longest tree.
+    """
     tensors = (q_THD, k_THD, v_THD, sinks_H, *levels)
-    found: tuple[Tensor, Tensor] = _forward(kernel, *tensors, numbers, *settings_of(call))
+    found: tuple[Tensor, Tensor] = _forward(kernel, *tensors, *sizes, *settings_of(call))
     return found
 
 
@@ -126,17 +104,17 @@ class _LevelCall(NamedTuple):
 
 
 def _calls(
-    own: Tensor, above: Tensor, numbers: list[int], call: AttentionCall
+    own: Tensor, above: Tensor, sizes: KernelSizes, call: AttentionCall
 ) -> Iterator[_LevelCall]:
-    sizes = [KernelSizes(*numbers[i : i + _FIELDS]) for i in range(0, len(numbers), _FIELDS)]
     call = call._replace(return_lse=True)
-    yield _LevelCall(own, own, sizes[0], call._replace(spec=MaskSpec()))
-    everything = MaskSpec.of(causal=False, cross=True)
-    for (queries, keys), each in zip(above, sizes[1:], strict=True):
-        yield _LevelCall(queries, keys, each, call._replace(spec=everything))
+    yield _LevelCall(own, own, sizes, call._replace(spec=MaskSpec()))
+    sizes = sizes._replace(documents=2 * sizes.documents)
+    call = call._replace(spec=MaskSpec.of(causal=False, cross=True))
+    for queries, keys in above:
+        yield _LevelCall(queries, keys, sizes, call)
 
 
-_LEVELS = f"Tensor own, Tensor above, SymInt[] sizes, {SETTINGS}"
+_LEVELS = f"Tensor own, Tensor above, {SIZES}, {SETTINGS}"
 
 
 @torch.library.custom_op(
@@ -152,35 +130,47 @@ def _forward(
     sinks_H: Tensor | None,
     own: Tensor,
     above: Tensor,
-    sizes: list[int],
-    *settings: Any,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
-    call = call_of(q, k, sinks_H, settings)
-    first, *others = _calls(own, above, sizes, call)
+    first, *others = _calls(own, above, *_settings(q, k, sinks_H, own, numbers))
     out_THD, lse_HT = kernels.forward(kernel, q, k, v, None, *first)
-    if len(others) > 1:  # round once
-        out_THD = out_THD.float()
-    for each in others:
-        merge(out_THD, lse_HT, *kernels.forward(kernel, q, k, v, None, *each))
+    for index, each in enumerate(others, 1):
+        of_call = kernels.forward(kernel, q, k, v, None, *each)
+        more = index < len(others) or sinks_H is not None
+        dtype = torch.float32 if more else q.dtype  # round once
+        out_THD, lse_HT = merge(out_THD, lse_HT, *of_call, dtype)
     if sinks_H is not None:
         out_THD = out_THD * share_without_sink(lse_HT, sinks_H)
     return out_THD.to(q.dtype), lse_HT
 
 
-def merge(out_THD: Tensor, lse_HT: Tensor, own_out_THD: Tensor, own_lse_HT: Tensor) -> None:
-    """Merge a call's output and LSE into those of the calls before it, in place."""
+def _settings(
+    q: Tensor, k: Tensor, sinks_H: Tensor | None, own: Tensor, numbers: tuple[Any, ...]
+) -> tuple[KernelSizes, AttentionCall]:
+    count = len(KernelSizes._fields)
+    return sizes_of(q, own, numbers[:count]), call_of(q, k, sinks_H, numbers[count:])
+
+
+def merge(
+    out_THD: Tensor, lse_HT: Tensor, own_out_THD: Tensor, own_lse_HT: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return a call's output and LSE merged with those of the calls before it.
+
+    Not in place: threads of a Triton program that share a token may read it late.
+
+    Args:
+        dtype: of the output.
+    """
     if out_THD.is_cuda and HAS_TRITON:
         from flexvarlen.attention.backends.cu_seqlens.triton.merge import merge_in_one_launch
 
-        merge_in_one_launch(out_THD, lse_HT, own_out_THD, own_lse_HT)
-        return
+        return merge_in_one_launch(out_THD, lse_HT, own_out_THD, own_lse_HT, dtype)
     both_HT = torch.logaddexp(lse_HT, own_lse_HT)
     # A token that sees nothing has an LSE of -inf in each call.
     share, own_share = (
         (x - both_HT).exp().nan_to_num(0).T[..., None] for x in (lse_HT, own_lse_HT)
     )
-    out_THD.copy_(out_THD * share + own_out_THD * own_share)
-    lse_HT.copy_(both_HT)
+    return (out_THD * share + own_out_THD * own_share).to(dtype), both_HT
 
 
 @_forward.register_fake
@@ -206,13 +196,11 @@ def _backward(
     lse: Tensor,
     own: Tensor,
     above: Tensor,
-    sizes: list[int],
-    *settings: Any,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = call_of(q, k, sinks_H, settings)
     sums: list[Tensor] = []
     dsinks_H: Tensor | None = None
-    calls = list(_calls(own, above, sizes, call))
+    calls = list(_calls(own, above, *_settings(q, k, sinks_H, own, numbers)))
     for each in calls:
         *grads, own_dsinks = kernels.backward(kernel, grad, q, k, v, sinks_H, out, lse, *each)
         if not sums:  # that of the sinks is whole in each call

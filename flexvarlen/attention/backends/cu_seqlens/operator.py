@@ -88,7 +88,7 @@ def call_of(
     )
 
 
-def _sizes(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> KernelSizes:
+def sizes_of(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> KernelSizes:
     """Return the sizes, or upper bounds if the operator is captured in a user's CUDA graph."""
     sizes = KernelSizes(*numbers)
     return sizes.of_any_row(cu_seqlens_q.shape[0] - 1) if is_replayed(q) else sizes
@@ -99,13 +99,13 @@ _N = len(KernelSizes._fields)
 
 def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sinks_H, cu_q, cu_k = rest[:6]
-    call, sizes = call_of(q, k, sinks_H, rest[6 + _N :]), _sizes(q, cu_q, rest[6 : 6 + _N])
+    call, sizes = call_of(q, k, sinks_H, rest[6 + _N :]), sizes_of(q, cu_q, rest[6 : 6 + _N])
     return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, sizes, call)
 
 
 def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, sinks_H, out, lse, cu_q, cu_k = rest[:8]
-    call, sizes = call_of(q, k, sinks_H, rest[8 + _N :]), _sizes(q, cu_q, rest[8 : 8 + _N])
+    call, sizes = call_of(q, k, sinks_H, rest[8 + _N :]), sizes_of(q, cu_q, rest[8 : 8 + _N])
     *grads, dsinks_H = kernels.backward(
         kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, sizes, call
     )
@@ -115,12 +115,12 @@ def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 _library = torch.library.Library("flexvarlen", "FRAGMENT")
 QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
 _CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-_SIZES = ", ".join(f"SymInt {name}" for name in KernelSizes._fields)
+SIZES = ", ".join(f"SymInt {name}" for name in KernelSizes._fields)
 
 
 def _operator(name: str, tensors: str, results: str, function: Any) -> Any:
     """Register a custom operator; `torch.library.custom_op` would take twice the host time."""
-    schema = f"{name}(str kernel, {tensors}, {_SIZES}, {SETTINGS}) -> ({results})"
+    schema = f"{name}(str kernel, {tensors}, {SIZES}, {SETTINGS}) -> ({results})"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     return getattr(torch.ops.flexvarlen, name).default

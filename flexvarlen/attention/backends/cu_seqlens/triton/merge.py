@@ -1,4 +1,4 @@
-"""Merge the outputs of two attention calls by their log-sum-exp, in place: one launch."""
+"""Merge the outputs of two attention calls by their log-sum-exp, in one launch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ TOKENS = 32
 
 @triton.jit(do_not_specialize=["total_tokens", "heads"])
 def _merge(
-    own_out,
-    own_lse,
     out,
     lse,
+    own_out,
+    own_lse,
+    merged,
+    merged_lse,
     total_tokens,
     heads,
     HEAD_DIM: tl.constexpr,
@@ -35,28 +37,33 @@ def _merge(
     sees = own > float("-inf")  # else nothing changes
     most = tl.where(sees, tl.maximum(before, own), 0.0)
     both = most + tl.log(tl.exp(before - most) + tl.exp(own - most))
-    tl.store(lse + at, both, mask=sees)
+    tl.store(merged_lse + at, tl.where(sees, both, before), mask=in_row)
     share = tl.where(sees, tl.exp(before - both), 1.0)[:, None]
     own_share = tl.where(sees, tl.exp(own - both), 0.0)[:, None]
     lane = tl.arange(0, LANES)
     cells = (tokens.to(tl.int64)[:, None] * heads + head) * HEAD_DIM + lane[None, :]
-    wanted = sees[:, None] & (lane < HEAD_DIM)[None, :]
+    wanted = in_row[:, None] & (lane < HEAD_DIM)[None, :]
     x = tl.load(out + cells, mask=wanted, other=0.0).to(tl.float32)
-    y = tl.load(own_out + cells, mask=wanted, other=0.0).to(tl.float32)
-    tl.store(out + cells, (x * share + y * own_share).to(out.dtype.element_ty), mask=wanted)
+    y = tl.load(own_out + cells, mask=wanted & sees[:, None], other=0.0).to(tl.float32)
+    tl.store(merged + cells, (x * share + y * own_share).to(merged.dtype.element_ty), mask=wanted)
 
 
-def merge_in_one_launch(out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor) -> None:
+def merge_in_one_launch(
+    out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """`flexvarlen.attention.backends.cu_seqlens.levels.merge` on a CUDA device."""
     tokens, heads, head_dim = out.shape
+    merged, merged_lse = torch.empty_like(out, dtype=dtype), torch.empty_like(lse)
     programs = triton.cdiv(tokens, TOKENS) * heads
     if programs:
-        launcher = _launcher(head_dim, out.dtype, own_out.dtype)
-        launcher(programs, [own_out, own_lse], [out, lse], (tokens, heads))
+        launcher = _launcher(head_dim, out.dtype, own_out.dtype, dtype)
+        inputs, outputs = [out, lse, own_out, own_lse], [merged, merged_lse]
+        launcher(programs, inputs, outputs, (tokens, heads))
+    return merged, merged_lse
 
 
 @lru_cache
-def _launcher(head_dim: int, dtype: torch.dtype, own_dtype: torch.dtype) -> Launcher:
+def _launcher(head_dim: int, *dtypes: torch.dtype) -> Launcher:
     """One for each signature."""
     lanes = triton.next_power_of_2(head_dim)
     return Launcher(_merge, {"HEAD_DIM": head_dim, "LANES": lanes, "TOKENS": TOKENS})
