@@ -183,6 +183,7 @@ class _Run:
         self.masks = [mask_of(batch) for batch in hosts]
         self.batches = [{k: x.to(self.device) for k, x in batch.items()} for batch in hosts]
         self.reference = self._reference()
+        checkpoint_layers(plain.model)
         baseline = self.outcome(plain, plain.model, self.batches[0])
         self.baseline = baseline.errors(self.reference)
         self.optimizer = torch.optim.AdamW(
