@@ -20,15 +20,16 @@ _SHIFT = 2**20  # Dynamo specializes on sizes 0 and 1, and on sizes that are equ
 
 
 class LaunchSizes:
-    """The number of documents, longest document and tail flag that kernels are launched with.
+    """The number of documents, their longest lengths and tail flag that kernels are launched with.
 
     In a compiled graph the sizes that vary between batches are dynamic from the start, so that
     other documents cause no recompilation: they are read from the shape of an empty tensor whose
     dimensions are marked dynamic. Dynamo reads them at every call, which takes ten microseconds.
 
     Args:
-        documents, longest: the row's own sizes; None where only the device knows them. Of trees
-            the number of segments, and the longest tree.
+        documents, longest: the row's own sizes; None where only the device knows them. `longest`
+            is (longest document,), of trees (longest tree, longest segment), and `documents` then
+            counts segments.
         capacity, bound: the layout's `capacity` and `max_seqlen_bound`.
         total_tokens: T.
         may_have_tail: whether there may be tokens past the last boundary.
@@ -42,7 +43,7 @@ class LaunchSizes:
     def __init__(
         self,
         documents: int | None,
-        longest: int | None,
+        longest: tuple[int, ...] | None,
         *,
         capacity: int,
         bound: int,
@@ -54,25 +55,23 @@ class LaunchSizes:
         fixed = fixed or documents is None or longest is None
         self.own = not fixed and total_tokens > SHORT_ROW
         if documents is None or longest is None or not self.own:
-            documents, longest = capacity, bound
+            documents, longest = capacity, (bound,) * len(longest or (bound,))
         documents = max(documents, 1)  # kernels reject an empty batch
-        self._sizes = (documents, longest, 1 if fixed else int(may_have_tail))
+        self._sizes = (documents, *longest, 1 if fixed else int(may_have_tail))
         self._shape: Tensor | None = None
         if not fixed and not torch.compiler.is_compiling():
-            varying = self._sizes if self.own else self._sizes[2:]
+            varying = self._sizes if self.own else self._sizes[-1:]
             shape = (0, *(size + i * _SHIFT for i, size in enumerate(varying, 1)))
             strides = (0,) * len(shape)
             self._shape = torch.empty_strided(shape, strides, dtype=torch.bool, device=device)
             torch._dynamo.maybe_mark_dynamic(self._shape, list(range(1, len(shape))))
 
-    def read(self, *, compiling: bool) -> tuple[int, int, int]:
-        """Return the number of documents, the longest length, and 1 if a tail must be zeroed."""
+    def read(self, *, compiling: bool) -> tuple[int, ...]:
+        """Return the number of documents, each of `longest`, and 1 if a tail must be zeroed."""
         if not compiling or self._shape is None:
             return self._sizes
-        if not self.own:
-            return *self._sizes[:2], self._shape.shape[1] - _SHIFT
-        _, documents, longest, tail = self._shape.shape
-        return documents - _SHIFT, longest - 2 * _SHIFT, tail - 3 * _SHIFT
+        varying = [size - i * _SHIFT for i, size in enumerate(self._shape.shape[1:], 1)]
+        return *self._sizes[: -len(varying)], *varying
 
 
 def is_replayed(x: Tensor) -> bool:

@@ -685,9 +685,14 @@ max_seqlen_bound=6, device=cpu)
         return self
 
     def _note_launch_sizes(self) -> None:
+        documents = self.num_docs
+        longest: tuple[int, ...] | None = None if self.max_seqlen is None else (self.max_seqlen,)
+        if self.segments is not None and longest is not None:
+            documents = len(self.segments.lengths)
+            longest = *longest, max(self.segments.lengths, default=0)
         self.launch = LaunchSizes(
-            self.num_docs if self.segments is None else len(self.segments.lengths),
-            self.max_seqlen,
+            documents,
+            longest,
             capacity=self.capacity,
             bound=self.max_seqlen_bound,
             total_tokens=self.total_tokens,

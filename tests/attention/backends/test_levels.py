@@ -41,8 +41,8 @@ def attention(tree, *, any_row=False, sinks=None, **sizes):
 
 def sizes_of(layout):
     segments, tail = layout.segments, int(layout.has_padding)
-    longest, bound = max(segments.tree_lengths(), default=0), layout.max_seqlen_bound
-    return KernelSizes(len(segments.lengths), longest, longest, bound, bound, tail)
+    longest = max(segments.tree_lengths(), default=0), max(segments.lengths, default=0)
+    return KernelSizes(len(segments.lengths), *longest, *[layout.max_seqlen_bound] * 2, tail)
 
 
 def check(tree, **how):

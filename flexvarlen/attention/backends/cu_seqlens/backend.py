@@ -184,8 +184,8 @@ class CuSeqlensBackend:
         bound_q = bound_k = mask.layout.max_seqlen_bound
         if isinstance(plan, Boundaries):
             bound_q, bound_k = plan.bound_q, plan.bound_k
-        documents, longest_q, tail = mask.layout.launch.read(compiling=compiling)
-        longest_k = longest_q
+        documents, *longest, tail = mask.layout.launch.read(compiling=compiling)
+        longest_q, longest_k = longest[0], longest[-1]
         if mask.spec.cross:
             documents_k, longest_k, tail_k = mask.layout_k.launch.read(compiling=compiling)
             documents, tail = max(documents, documents_k), tail + tail_k

@@ -87,7 +87,7 @@ def attend_levels(
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[T, H, D]` and the LSE fp32 `[H, T]` of the scores, without a gradient.
 
-    `sizes`: of segments, and of the longest tree.
+    `sizes`: the number of segments; `longest_q` is of trees, `longest_k` of segments.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, *levels)
     found: tuple[Tensor, Tensor] = _forward(kernel, *tensors, *sizes, *settings_of(call))
@@ -107,7 +107,8 @@ def _calls(
     own: Tensor, above: Tensor, sizes: KernelSizes, call: AttentionCall
 ) -> Iterator[_LevelCall]:
     call = call._replace(return_lse=True)
-    yield _LevelCall(own, own, sizes, call._replace(spec=MaskSpec()))
+    inside = sizes._replace(longest_q=sizes.longest_k)
+    yield _LevelCall(own, own, inside, call._replace(spec=MaskSpec()))
     sizes = sizes._replace(documents=2 * sizes.documents)
     call = call._replace(spec=MaskSpec.of(causal=False, cross=True))
     for queries, keys in above:
