@@ -274,7 +274,7 @@ TINY: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": _HEAD_16,
     "seed_oss": {**_HEAD_16, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "olmoe": _EXPERTS,
-    "granitemoe": {**_LOCAL_EXPERTS, "attention_multiplier": 0.5},
+    "granitemoe": _LOCAL_EXPERTS,
     "minimax_m2": {**_HEAD_16, **_LOCAL_EXPERTS},
     "deepseek_v2": {**_LATENT, "n_group": None, "topk_group": None},
     "starcoder2": {"sliding_window": 9},
@@ -356,6 +356,8 @@ def tiny_config(
         sizes["rope_parameters"] = {**rope_parameters, "mrope_section": list(axes)}
     if model_type.startswith("gemma4"):
         sizes["global_head_dim"] = 2 * head_dim
+    if model_type.startswith("granite"):  # by default 1: attention is one-hot, and bfloat16 is lost
+        sizes["attention_multiplier"] = head_dim**-0.5
     if every_expert:
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if name in sizes:
