@@ -115,7 +115,7 @@ def _case(kind: Kind, options: Options) -> HybridCase:
         mean_doc=None if texts else tokens // (4 if small else 16),
         longest_doc=tokens // LONGEST_SHARE if texts else None,
         other_packings=0 if kind != "packings" else 2 if small else OTHER_PACKINGS,
-        checkpointing=kind != "packings",
+        checkpointing=not compiled,
         dtype="bfloat16" if options.on_gpu else "float32",
         compiler="" if not compiled else "inductor" if options.on_gpu else "aot_eager",
     )

@@ -77,21 +77,42 @@ def forward_backward(
     return kept
 
 
+def next_token_loss(
+    hidden: Tensor, head: Tensor, labels: Tensor, counts: Tensor, counted: int
+) -> Tensor:
+    """transformers' own: cross-entropy in fp32 or wider, summed, over `counted`.
+
+    Args:
+        hidden: `[N, hidden]`, what the head gets.
+        head: `[V, hidden]`.
+        labels: int64 `[N]`, the next token, `IGNORE_INDEX` where nothing is predicted.
+        counts: integer `[N]`, the number of samples that each label counts for.
+        counted: the labels that count, of the whole step.
+    """
+    logits = linear(hidden, head)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return (losses * counts).sum() / counted
+
+
 def next_token_gradient(
-    hidden: Tensor, head: Tensor, labels: Tensor, counted: int, counts: Tensor | None = None
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    counted: int,
+    counts: Tensor | None = None,
+    loss_of: Callable[..., Tensor] = next_token_loss,
 ) -> Tensor:
     """The gradient of the language model's loss, a chunk of logits at a time; fills `head.grad`.
 
-    The loss is transformers' own: cross-entropy of the next token in fp32 or wider, summed, over
-    `counted`. Chunks, as in fused linear cross-entropy kernels, because the logits of a long row
-    would not fit: they are 40 GB in bf16 at 128K tokens.
+    Chunks, as in fused linear cross-entropy kernels, because the logits of a long row would not
+    fit: they are 40 GB in bf16 at 128K tokens.
 
     Args:
-        hidden: `[..., hidden]`, what the head gets.
-        head: `[V, hidden]`; a parameter gets a gradient, another tensor does not.
-        labels: int64 `[...]`, `IGNORE_INDEX` where nothing is predicted.
-        counted: the labels that count, of the whole step.
-        counts: integer `[...]`, the number of samples that each label counts for; None: one.
+        hidden, labels, counts: as in `next_token_loss`, of any shape; counts of None are ones.
+        head: a parameter gets a gradient, another tensor does not.
+        counted: as in `next_token_loss`.
+        loss_of: `next_token_loss`, or the same compiled.
 
     Returns:
         Of the shape and dtype of `hidden`.
@@ -102,11 +123,7 @@ def next_token_gradient(
     others = (x.flatten().split(LOSS_ROWS) for x in (labels, counts))
     for chunk, wanted, weights in zip(rows, *others, strict=True):
         chunk.requires_grad_()
-        logits = linear(chunk, head)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="none")
-        loss = (losses * weights).sum() / counted
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss_of(chunk, head, wanted, weights, counted).backward()  # type: ignore[no-untyped-call]
         assert chunk.grad is not None
         found.append(chunk.grad)
     return torch.cat(found).view_as(hidden)

@@ -18,8 +18,19 @@ from flexvarlen.bench.suites.model.batches import Collection
 from flexvarlen.bench.suites.model.geometries import new_causal_lm
 from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.packings import run_others
-from flexvarlen.bench.suites.model.step import Batch, forward_backward, next_token_gradient
-from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant, require_known
+from flexvarlen.bench.suites.model.step import (
+    Batch,
+    forward_backward,
+    next_token_gradient,
+    next_token_loss,
+)
+from flexvarlen.bench.suites.model.variants import (
+    Sizes,
+    Variant,
+    make_variant,
+    own_backend,
+    require_known,
+)
 from flexvarlen.bench.suites.trees.cases import REPEATED, Tree, TreeCase
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.measure import watch_compilation
@@ -43,6 +54,9 @@ class TreeSteps:
         dtype: torch.dtype = getattr(torch, case.dtype)
         self.lm = new_causal_lm(case.geometry, case.layers, dtype, options.device).train()
         self.head: Tensor = self.lm.get_output_embeddings().weight
+        self.loss: Callable[..., Tensor] = next_token_loss
+        if case.compiler:
+            self.loss = torch.compile(next_token_loss, backend=own_backend(case.compiler))
         self.ids = torch.randint(self.lm.config.vocab_size, (case.tokens,), device=options.device)
         self.trees = [case.tree(index) for index in range(1 + case.other_trees)]
         self.counts = case.tree().counts().to(options.device)  # the same in all trees
@@ -165,7 +179,8 @@ class TreeSteps:
 
         def gradient(outputs: Tensor, batch: Batch) -> Tensor:
             assert batch.labels is not None
-            return answers_gradient(outputs, self.head, batch.labels, self.counted, next(counts))
+            given = (outputs, self.head, batch.labels, self.counted, next(counts))
+            return answers_gradient(*given, loss_of=self.loss)
 
         return forward_backward(self.lm, call, [x for x, _ in batches], gradient, keep=keep)
 
@@ -174,13 +189,19 @@ class TreeSteps:
 
 
 def answers_gradient(
-    hidden: Tensor, head: Tensor, labels: Tensor, counted: int, counts: Tensor | None = None
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    counted: int,
+    counts: Tensor | None = None,
+    loss_of: Callable[..., Tensor] = next_token_loss,
 ) -> Tensor:
     """`next_token_gradient`, with logits of the tokens that have a label alone."""
     hidden, has_label = hidden.detach(), labels != IGNORE_INDEX
     own = None if counts is None else counts[has_label]
     found = torch.zeros_like(hidden)
-    found[has_label] = next_token_gradient(hidden[has_label], head, labels[has_label], counted, own)
+    given = (hidden[has_label], head, labels[has_label], counted, own)
+    found[has_label] = next_token_gradient(*given, loss_of=loss_of)
     return found
 
 
