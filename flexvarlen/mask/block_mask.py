@@ -86,7 +86,7 @@ def block_mask_of(
     tables = mask.tables(pair, compact=on_gpu if compact is None else compact)
     lo, hi = tables.lo, tables.hi
     if mask.spec.tree:
-        mask_mod = tree_mask_mod(lo, tree_bounds(mask.inputs), limited=mask.spec.is_limited)
+        mask_mod = tree_mask_mod(lo, tree_bounds(mask.inputs))
     else:
         mask_mod = causal_mask_mod(lo) if mask.spec.ends_at_query else interval_mask_mod(lo, hi)
     return BlockMask(
@@ -126,17 +126,20 @@ def causal_mask_mod(lo: Tensor) -> MaskMod:
     return mask_mod
 
 
-def tree_mask_mod(lo: Tensor, bounds: TreeBounds, *, limited: bool) -> MaskMod:
+def tree_mask_mod(lo: Tensor, bounds: TreeBounds) -> MaskMod:
     """`lo[q] <= kv <= q < end[kv]` and, under a window or chunks, `first[q] <= position[kv]`."""
     end, position, first = bounds
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv >= lo[q]) & (kv <= q) & (q < end[kv])
 
+    if first is None:
+        return mask_mod
+
     def limited_mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv >= lo[q]) & (kv <= q) & (q < end[kv]) & (position[kv] >= first[q])
 
-    return limited_mask_mod if limited else mask_mod
+    return limited_mask_mod
 
 
 def interval_mask_mod(lo: Tensor, hi: Tensor) -> MaskMod:

@@ -216,7 +216,8 @@ class DocumentMask:
         lo, hi = self.bounds()
         if self.spec.tree:
             _, position, first = tree_bounds(self.inputs)
-            return int(((position - first + 1) * (lo < hi)).sum(dtype=torch.int64))
+            keys = position + 1 if first is None else position + 1 - first
+            return int((keys * (lo < hi)).sum(dtype=torch.int64))
         return int((hi - lo).clamp(min=0).sum(dtype=torch.int64))
 
     def num_blocks(self, block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE) -> BlockCounts:

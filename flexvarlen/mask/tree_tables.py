@@ -29,7 +29,8 @@ def build_tree_tables(
     """
     block_q, block_k = block_size
     bounds = tree_bounds(given)
-    queries = query_extremes(lo, hi, bounds.first, block_q)
+    first = torch.zeros_like(lo) if bounds.first is None else bounds.first
+    queries = query_extremes(lo, hi, first, block_q)
     keys = key_extremes(bounds, block_k)
     touched, full = visible_blocks(queries[:, :, None], keys[:, None, :])
     partial = touched & ~full

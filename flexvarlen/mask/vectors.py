@@ -178,18 +178,20 @@ class TreeBounds(NamedTuple):
     Attributes:
         end: of each key, `q < end[k]`: the query is in the subtree of the key's segment.
         position: of each key along its path.
-        first: of each query, `position[k] >= first[q]`: the window or chunk begins there.
+        first: of each query, `position[k] >= first[q]`: the window or chunk begins there. None
+            without windows and chunks.
 
     All int32 `[T]`.
     """
 
     end: Tensor
     position: Tensor
-    first: Tensor
+    first: Tensor | None
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor:
         """Whether the query is below the key, and the key in the query's window or chunk."""
-        return (q < self.end[k]) & (self.position[k] >= self.first[q])
+        seen = q < self.end[k]
+        return seen if self.first is None else seen & (self.position[k] >= self.first[q])
 
 
 def tree_bounds(given: MaskInputs) -> TreeBounds:
@@ -197,11 +199,12 @@ def tree_bounds(given: MaskInputs) -> TreeBounds:
     assert given.tree is not None
     mask = MaskSpec.from_ints(given.spec)
     end, position = token_bounds(given.tree, given.total_tokens[0])
-    first = torch.zeros_like(position)
+    first = None
     if mask.left != UNLIMITED:
-        first = torch.maximum(first, position - mask.left)
+        first = (position - mask.left).clamp(min=0)
     if mask.chunk:
-        first = torch.maximum(first, position - position % mask.chunk)
+        begin = position - position % mask.chunk
+        first = begin if first is None else torch.maximum(first, begin)
     return TreeBounds(end, position, first)
 
 
