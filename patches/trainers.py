@@ -34,10 +34,10 @@ def patch_trainer(
     losses and gradients are those of the padded run. With LoRA the policy without its adapter is
     the reference, and is patched with it.
 
-    With `share_prefixes` policy and reference model compute once what rows of a batch begin with in
-    common: the prompt of DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer
-    shuffles its completions before it splits them into batches; it then shuffles completions of one
-    prompt together, as many as fit every batch. It keeps doing so if its model is unpatched.
+    With `share_prefixes` the trained and the reference model compute a prefix that rows of a batch
+    share once: the prompt of DPO's chosen and rejected answers, and of GRPO's completions.
+    GRPOTrainer, which shuffles completions before it splits them into batches, then shuffles blocks
+    of completions of one prompt, also after its model is unpatched.
 
     Works with transformers' Trainer in any padded task, and with TRL's RewardTrainer, DPOTrainer,
     KTOTrainer and GRPOTrainer (TRL 1.16). `fv.unpatch_model(trainer.model)` restores a model.
@@ -76,16 +76,7 @@ def patch_trainer(
             "the trainer must not add a router's auxiliary loss, as router logits of a packed row "
             "do not match the padded batch; set router_aux_loss_coef=0.0 in the trainer's config."
         )
-    together = None  # completions of one prompt in a batch
-    if share_prefixes and hasattr(trainer, "num_generations"):
-        rows = trainer.args.per_device_train_batch_size
-        together = math.gcd(rows, trainer.num_generations)
-        if together == 1:
-            raise ValueError(
-                "per_device_train_batch_size must have a divisor in common with num_generations, "
-                f"so that a batch holds completions of one prompt, got {rows} and "
-                f"{trainer.num_generations}; set it to a multiple of num_generations."
-            )
+    together = _completions_together(trainer) if share_prefixes else None
     with ExitStack() as undo:
         for model, is_policy in _models(trainer):
             undo.callback(restore, model, current_patch(model))
@@ -101,6 +92,21 @@ def patch_trainer(
             _shuffle_together(trainer, together)
         undo.pop_all()
     return trainer
+
+
+def _completions_together(trainer: Any) -> int | None:
+    """How many completions of one prompt a GRPOTrainer may keep together; None of others."""
+    if not hasattr(trainer, "num_generations"):
+        return None
+    rows = trainer.args.per_device_train_batch_size
+    together = math.gcd(rows, trainer.num_generations)
+    if together == 1:
+        raise ValueError(
+            "per_device_train_batch_size must have a divisor in common with num_generations, so "
+            f"that a batch holds completions of one prompt, got {rows} and "
+            f"{trainer.num_generations}; set it to a multiple of num_generations."
+        )
+    return together
 
 
 def _models(trainer: Any) -> list[tuple[nn.Module, bool]]:

@@ -24,6 +24,11 @@ HAS_TRITON = find_spec("triton") is not None
 """Whether the Triton kernels can run: torch for CUDA brings it, torch for the CPU does not."""
 
 
+def is_traced() -> bool:
+    """Whether this call is traced by torch.compile, or runs under a dispatch mode."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def is_int(value: object) -> bool:
     """Whether `value` is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

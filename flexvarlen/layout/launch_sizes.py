@@ -20,16 +20,16 @@ _SHIFT = 2**20  # Dynamo specializes on sizes 0 and 1, and on sizes that are equ
 
 
 class LaunchSizes:
-    """The number of documents, their longest lengths and tail flag that kernels are launched with.
+    """The sizes that kernels are launched with: number of documents, longest lengths, tail flag.
 
     In a compiled graph the sizes that vary between batches are dynamic from the start, so that
     other documents cause no recompilation: they are read from the shape of an empty tensor whose
     dimensions are marked dynamic. Dynamo reads them at every call, which takes ten microseconds.
 
     Args:
-        documents, longest: the row's own sizes; None where only the device knows them. `longest`
-            is (longest document,), of trees (longest tree, longest segment), and `documents` then
-            counts segments.
+        documents: the number of documents, or of segments in a row of trees; None where only the
+            device knows it.
+        longest: (longest document,), or (longest tree, longest segment); None likewise.
         capacity, bound: the layout's `capacity` and `max_seqlen_bound`.
         total_tokens: T.
         may_have_tail: whether there may be tokens past the last boundary.
@@ -37,7 +37,7 @@ class LaunchSizes:
         device: the layout's device.
 
     Attributes:
-        own: whether kernels are launched with the row's own sizes, not with the bounds.
+        of_the_row: whether kernels are launched with the row's own sizes, not with the bounds.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class LaunchSizes:
         device: torch.device,
     ) -> None:
         fixed = fixed or documents is None or longest is None
-        self.own = not fixed and total_tokens > SHORT_ROW
-        if documents is None or longest is None or not self.own:
+        self.of_the_row = not fixed and total_tokens > SHORT_ROW
+        if documents is None or longest is None or not self.of_the_row:
             documents, longest = capacity, (bound,) * len(longest or (bound,))
         documents = max(documents, 1)  # kernels reject an empty batch
         self._sizes = (documents, *longest, 1 if fixed else int(may_have_tail))
         self._shape: Tensor | None = None
         if not fixed and not torch.compiler.is_compiling():
-            varying = self._sizes if self.own else self._sizes[-1:]
+            varying = self._sizes if self.of_the_row else self._sizes[-1:]
             shape = (0, *(size + i * _SHIFT for i, size in enumerate(varying, 1)))
             strides = (0,) * len(shape)
             self._shape = torch.empty_strided(shape, strides, dtype=torch.bool, device=device)
@@ -83,8 +83,8 @@ def is_replayed(x: Tensor) -> bool:
     """
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return False
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    node = getattr(trees, "CUDAGraphNode", None)
+    cudagraph_trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    node = getattr(cudagraph_trees, "CUDAGraphNode", None)
     recording = getattr(getattr(node, "_record", None), "__code__", None)
     frame: FrameType | None = sys._getframe()
     while frame is not None:

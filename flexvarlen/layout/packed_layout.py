@@ -21,6 +21,7 @@ from flexvarlen.layout.boundaries import (
     document_starts,
     host_int32,
     integers,
+    is_traced,
     require_device,
     round_up_to_power_of_two,
     safe_boundaries,
@@ -491,8 +492,7 @@ max_seqlen_bound=6, device=cpu)
         """
         if self.segments is not None:
             return token_bounds(self.segments.table, self.total_tokens)[1].long()
-        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        compute = traced_position_ids if traced else compute_position_ids
+        compute = traced_position_ids if is_traced() else compute_position_ids
         return compute(self.cu_seqlens, self.total_tokens)
 
     def real_tokens(self) -> Tensor:

@@ -14,11 +14,11 @@ from flexvarlen.layout.segments import path_to
 class PrefixTree:
     """Rows as paths through segments, laid out depth first.
 
-    Rows share a token if all that is known of it and of the tokens before it is equal. So equal
-    rows share everything, and a row that another one continues shares all its tokens.
+    Rows share a token if they are equal, in all columns, at it and at every token before it. So
+    equal rows share everything, and a row that another one continues shares all its tokens.
 
     Args:
-        rows: what is known of each token, `[L, C]` on the host, each of L tokens.
+        rows: `[L, C]` integers on the host, each of L tokens: what must be equal to share one.
         max_depth: segments on a path at most; rows share nothing below. None: no bound.
         min_tokens: of a shared segment that has others below it; a shorter one is repeated in
             each of them.

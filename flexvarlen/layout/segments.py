@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, integers, is_int
+from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, integers, is_int, is_traced
 
 
 class Segments:
@@ -157,8 +157,7 @@ def token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
 
     No sync; traces under `fullgraph=True`.
     """
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    ends, positions = (_operator if traced else _token_bounds)(table, total_tokens)
+    ends, positions = (_operator if is_traced() else _token_bounds)(table, total_tokens)
     return ends, positions
 
 

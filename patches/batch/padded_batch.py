@@ -178,10 +178,10 @@ def find_padding(
 def share_prefixes_of_rows(
     padded: PaddedBatch, inputs: dict[str, Any], *, multiple_of: int
 ) -> PaddedBatch:
-    """The same batch, its packed row with what rows have in common once.
+    """The same batch, with prefixes that its rows share once in its packed row.
 
-    Rows share a token if it is at the same place in both, and all that the model is given of it,
-    and of the tokens before it, is equal.
+    Rows share a token if it has the same offset in both, and all inputs of it and of every token
+    before it are equal.
 
     Args:
         padded: of documents.
@@ -192,11 +192,11 @@ def share_prefixes_of_rows(
     """
     lengths = padded.layout.lengths
     assert lengths is not None  # `find_padding` read them
-    given = padded.inputs_of_tokens(inputs).values()
-    if any(x.ndim > 2 or x.is_floating_point() for x in given):
+    of_tokens = padded.inputs_of_tokens(inputs).values()
+    if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
         return padded
     at = padded.offsets[: sum(lengths)]
-    columns = [x.expand(padded.batch, -1).flatten()[at] for x in given]
+    columns = [x.expand(padded.batch, -1).flatten()[at] for x in of_tokens]
     known = torch.stack([*columns, at % padded.row_tokens, at], dim=1).cpu().split(lengths)
     tree = PrefixTree([row[:, :-1] for row in known], min_tokens=MIN_SHARED_TOKENS)
     tokens = sum(tree.lengths)

@@ -20,10 +20,10 @@ SAMPLE_COUNTS = "sample_counts"
 
 
 def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
-    """Pop labels that come with sample_counts: the model's loss would count a shared token once.
+    """Pop sample_counts and their labels, as the model's loss would count a shared token once.
 
     Returns:
-        logits -> the loss; None without sample_counts.
+        logits -> the loss over all samples; None without sample_counts.
 
     Raises:
         ValueError: sample_counts without shift_labels, or beside labels.
@@ -65,9 +65,9 @@ def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
     inputs = forward.inputs
     if inputs.get("labels") is not None:
         raise ValueError(
-            "labels must be given as shift_labels with a packed_layout of trees, as what follows a "
-            "segment in the row is not always next on its path, got labels; take shift_labels from "
-            "fv.share_prefixes, which gives each token its own."
+            "labels must be left out with a packed_layout of trees, as the token after a segment "
+            "need not be the next on its path, got labels; pass the shift_labels and sample_counts "
+            "of fv.share_prefixes."
         )
     if inputs.get("shift_labels") is not None and inputs.get(SAMPLE_COUNTS) is None:
         raise ValueError(

@@ -50,7 +50,7 @@ def sizes(mask: DocumentMask) -> Sizes:
 
 
 def _of_layout(layout: PackedLayout) -> Sizes:
-    launch = _OWN if layout.launch.own else _BOUNDS
+    launch = _OWN if layout.launch.of_the_row else _BOUNDS
     return layout.total_tokens, layout.capacity, layout.max_seqlen_bound, launch
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.attention.call import AttentionCall
+from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 from flexvarlen.mask.vectors import MaskInputs, dense_mask, query_bounds
@@ -82,8 +83,7 @@ class SdpaBackend:
         fp32.
         """
         spec = mask.spec.as_ints()
-        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        if traced or mask.spec.tree:
+        if mask.spec.tree or is_traced():
             return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, call.scale), None
         return _loop(q_THD, k_THD, v_THD, plan, spec, call.scale), None
 

@@ -97,11 +97,11 @@ def test_merge_in_one_launch(dtypes, head_dim):
     def draw(*shape):
         return torch.randn(shape, generator=generator)
 
-    out, own = (draw(tokens, HEADS, head_dim).to(x) for x in (dtype, torch.bfloat16))
-    lse, own_lse = draw(HEADS, tokens), draw(HEADS, tokens)
-    own_lse[:, 20:40] = own_lse[:, -1] = lse[:, -1] = float("-inf")
-    out[-1] = own[-1] = 0
-    given = out, lse, own, own_lse
+    out, after = (draw(tokens, HEADS, head_dim).to(x) for x in (dtype, torch.bfloat16))
+    lse, next_lse = draw(HEADS, tokens), draw(HEADS, tokens)
+    next_lse[:, 20:40] = next_lse[:, -1] = lse[:, -1] = float("-inf")
+    out[-1] = after[-1] = 0
+    given = out, lse, after, next_lse
     found = merge(*(x.cuda() for x in given), merged_dtype)
     for mine, expected in zip(found, merge(*given, merged_dtype), strict=True):
         torch.testing.assert_close(mine.cpu(), expected)

@@ -16,6 +16,7 @@ from flexvarlen.attention.backends.cu_seqlens.lse import lse_without_gradient
 from flexvarlen.attention.backends.cu_seqlens.operator import attend
 from flexvarlen.attention.backends.limits import half_refusal
 from flexvarlen.attention.call import AttentionCall
+from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.mask.chunks import chunk_boundaries
 from flexvarlen.mask.document_mask import DocumentMask
 
@@ -152,7 +153,7 @@ class CuSeqlensBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """Call the kernel once for all documents; of trees once for each level."""
         compiling = torch.compiler.is_compiling()
-        traced = compiling or torch._C._len_torch_dispatch_stack() > 0
+        traced = is_traced()
         out_THD: Tensor
         lse_HT: Tensor | None
         masked_T = None if isinstance(plan, Levels) else plan.masked_T

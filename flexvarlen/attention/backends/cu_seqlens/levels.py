@@ -2,8 +2,9 @@
 
 The tokens below a segment lie right behind it and see all of it. So one call attends inside each
 segment, and one call for each level from the tokens below the level's segments to these: no key is
-copied. The calls' outputs are weighted by their shares of the softmax. A backward kernel makes
-probabilities from the LSE, so that given the merged LSE and output it computes its call's part.
+copied. The calls' outputs are weighted by their shares of the softmax. A backward kernel recomputes
+probabilities from the LSE it is given; with the merged LSE and output, each call returns its part
+of the gradients.
 
 Shape legend: T = tokens of the row, H = num_heads, D = head_dim, S = segment slots, L = levels that
 may have segments below them, `max_depth - 1`.
@@ -38,11 +39,11 @@ class Levels(NamedTuple):
     """The boundaries of the calls.
 
     Attributes:
-        own: int32 `[S + 1]`, the segments.
+        inside: int32 `[S + 1]`, the segments.
         above: int32 `[L, 2, 2 * S + 1]`, for each level the boundaries of queries and of keys.
     """
 
-    own: Tensor
+    inside: Tensor
     above: Tensor
 
     @classmethod
@@ -55,8 +56,9 @@ class Levels(NamedTuple):
 def _boundaries(table: Tensor, levels: int) -> Tensor:
     """`Levels.above`.
 
-    Two slots for each segment. The first holds its queries, unless they lie below a segment of the
-    level, and no keys. The second holds its keys and, if it is of the level, the queries below it.
+    Two slots for each segment. The first: its tokens as queries, unless it lies below the level,
+    and no keys. The second: its tokens as keys; as queries the tokens below it, if it is on the
+    level.
     """
     starts, ends, _, depths = (row[:-1] for row in table)
     stops, level = table[0, 1:], torch.arange(levels, device=table.device)[:, None]
@@ -87,7 +89,7 @@ def attend_levels(
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[T, H, D]` and the LSE fp32 `[H, T]` of the scores, without a gradient.
 
-    `sizes`: the number of segments; `longest_q` is of trees, `longest_k` of segments.
+    In `sizes`, `documents` counts segments, `longest_q` is of trees and `longest_k` of segments.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, *levels)
     found: tuple[Tensor, Tensor] = _forward(kernel, *tensors, *sizes, *settings_of(call))
@@ -104,18 +106,18 @@ class _LevelCall(NamedTuple):
 
 
 def _calls(
-    own: Tensor, above: Tensor, sizes: KernelSizes, call: AttentionCall
+    inside: Tensor, above: Tensor, sizes: KernelSizes, call: AttentionCall
 ) -> Iterator[_LevelCall]:
     call = call._replace(return_lse=True)
-    inside = sizes._replace(longest_q=sizes.longest_k)
-    yield _LevelCall(own, own, inside, call._replace(spec=MaskSpec()))
+    of_segments = sizes._replace(longest_q=sizes.longest_k)
+    yield _LevelCall(inside, inside, of_segments, call._replace(spec=MaskSpec()))
     sizes = sizes._replace(documents=2 * sizes.documents)
     call = call._replace(spec=MaskSpec.of(causal=False, cross=True))
     for queries, keys in above:
         yield _LevelCall(queries, keys, sizes, call)
 
 
-_LEVELS = f"Tensor own, Tensor above, {SIZES}, {SETTINGS}"
+_LEVELS = f"Tensor inside, Tensor above, {SIZES}, {SETTINGS}"
 
 
 @torch.library.custom_op(
@@ -129,11 +131,11 @@ def _forward(
     k: Tensor,
     v: Tensor,
     sinks_H: Tensor | None,
-    own: Tensor,
+    inside: Tensor,
     above: Tensor,
     *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
-    first, *others = _calls(own, above, *_settings(q, k, sinks_H, own, numbers))
+    first, *others = _calls(inside, above, *_settings(q, k, sinks_H, inside, numbers))
     out_THD, lse_HT = kernels.forward(kernel, q, k, v, None, *first)
     for index, each in enumerate(others, 1):
         of_call = kernels.forward(kernel, q, k, v, None, *each)
@@ -146,32 +148,29 @@ def _forward(
 
 
 def _settings(
-    q: Tensor, k: Tensor, sinks_H: Tensor | None, own: Tensor, numbers: tuple[Any, ...]
+    q: Tensor, k: Tensor, sinks_H: Tensor | None, inside: Tensor, numbers: tuple[Any, ...]
 ) -> tuple[KernelSizes, AttentionCall]:
     count = len(KernelSizes._fields)
-    return sizes_of(q, own, numbers[:count]), call_of(q, k, sinks_H, numbers[count:])
+    return sizes_of(q, inside, numbers[:count]), call_of(q, k, sinks_H, numbers[count:])
 
 
 def merge(
-    out_THD: Tensor, lse_HT: Tensor, own_out_THD: Tensor, own_lse_HT: Tensor, dtype: torch.dtype
+    out_THD: Tensor, lse_HT: Tensor, next_out_THD: Tensor, next_lse_HT: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return a call's output and LSE merged with those of the calls before it.
+    """Return the output, in `dtype`, and the LSE of the calls before and the next one together.
 
-    Not in place: threads of a Triton program that share a token may read it late.
-
-    Args:
-        dtype: of the output.
+    New tensors: of Triton's threads that share a token, one may read it after another has written.
     """
     if out_THD.is_cuda and HAS_TRITON:
         from flexvarlen.attention.backends.cu_seqlens.triton.merge import merge_in_one_launch
 
-        return merge_in_one_launch(out_THD, lse_HT, own_out_THD, own_lse_HT, dtype)
-    both_HT = torch.logaddexp(lse_HT, own_lse_HT)
+        return merge_in_one_launch(out_THD, lse_HT, next_out_THD, next_lse_HT, dtype)
+    both_HT = torch.logaddexp(lse_HT, next_lse_HT)
     # A token that sees nothing has an LSE of -inf in each call.
-    share, own_share = (
-        (x - both_HT).exp().nan_to_num(0).T[..., None] for x in (lse_HT, own_lse_HT)
+    share, next_share = (
+        (x - both_HT).exp().nan_to_num(0).T[..., None] for x in (lse_HT, next_lse_HT)
     )
-    return (out_THD * share + own_out_THD * own_share).to(dtype), both_HT
+    return (out_THD * share + next_out_THD * next_share).to(dtype), both_HT
 
 
 @_forward.register_fake
@@ -195,22 +194,23 @@ def _backward(
     sinks_H: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    own: Tensor,
+    inside: Tensor,
     above: Tensor,
     *numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums: list[Tensor] = []
     dsinks_H: Tensor | None = None
-    calls = list(_calls(own, above, *_settings(q, k, sinks_H, own, numbers)))
+    calls = list(_calls(inside, above, *_settings(q, k, sinks_H, inside, numbers)))
     for each in calls:
-        *grads, own_dsinks = kernels.backward(kernel, grad, q, k, v, sinks_H, out, lse, *each)
-        if not sums:  # that of the sinks is whole in each call
-            sums, dsinks_H = list(grads), own_dsinks
+        *grads, dsinks_H = kernels.backward(kernel, grad, q, k, v, sinks_H, out, lse, *each)
+        if not sums:
+            sums = list(grads)
             if len(calls) > 2:  # round once
                 sums = [x.float() for x in sums]
         else:
             sums = [x.add_(y) for x, y in zip(sums, grads, strict=True)]
     dq, dk, dv = (x.to(q.dtype) for x in sums)
+    # Each call returns the whole gradient of the sinks.
     return dq, dk, dv, q.new_empty(0) if dsinks_H is None else dsinks_H
 
 
@@ -225,10 +225,10 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.kernel, *tensors = inputs[:7]
     ctx.numbers = inputs[7:]
-    q, k, v, sinks_H, own, above = tensors
+    q, k, v, sinks_H, inside, above = tensors
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sinks_H, *output, own, above)
+    ctx.save_for_backward(q, k, v, sinks_H, *output, inside, above)
 
 
 def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:

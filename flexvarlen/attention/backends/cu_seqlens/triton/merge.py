@@ -18,8 +18,8 @@ TOKENS = 32
 def _merge(
     out,
     lse,
-    own_out,
-    own_lse,
+    next_out,
+    next_lse,
     merged,
     merged_lse,
     total_tokens,
@@ -33,31 +33,31 @@ def _merge(
     in_row = tokens < total_tokens
     at = head.to(tl.int64) * total_tokens + tokens
     before = tl.load(lse + at, mask=in_row, other=float("-inf"))
-    own = tl.load(own_lse + at, mask=in_row, other=float("-inf"))
-    sees = own > float("-inf")  # else nothing changes
-    most = tl.where(sees, tl.maximum(before, own), 0.0)
-    both = most + tl.log(tl.exp(before - most) + tl.exp(own - most))
+    after = tl.load(next_lse + at, mask=in_row, other=float("-inf"))
+    sees = after > float("-inf")  # else nothing changes
+    most = tl.where(sees, tl.maximum(before, after), 0.0)
+    both = most + tl.log(tl.exp(before - most) + tl.exp(after - most))
     tl.store(merged_lse + at, tl.where(sees, both, before), mask=in_row)
     share = tl.where(sees, tl.exp(before - both), 1.0)[:, None]
-    own_share = tl.where(sees, tl.exp(own - both), 0.0)[:, None]
+    next_share = tl.where(sees, tl.exp(after - both), 0.0)[:, None]
     lane = tl.arange(0, LANES)
     cells = (tokens.to(tl.int64)[:, None] * heads + head) * HEAD_DIM + lane[None, :]
     wanted = in_row[:, None] & (lane < HEAD_DIM)[None, :]
     x = tl.load(out + cells, mask=wanted, other=0.0).to(tl.float32)
-    y = tl.load(own_out + cells, mask=wanted & sees[:, None], other=0.0).to(tl.float32)
-    tl.store(merged + cells, (x * share + y * own_share).to(merged.dtype.element_ty), mask=wanted)
+    y = tl.load(next_out + cells, mask=wanted & sees[:, None], other=0.0).to(tl.float32)
+    tl.store(merged + cells, (x * share + y * next_share).to(merged.dtype.element_ty), mask=wanted)
 
 
 def merge_in_one_launch(
-    out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor, dtype: torch.dtype
+    out: Tensor, lse: Tensor, next_out: Tensor, next_lse: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`flexvarlen.attention.backends.cu_seqlens.levels.merge` on a CUDA device."""
     tokens, heads, head_dim = out.shape
     merged, merged_lse = torch.empty_like(out, dtype=dtype), torch.empty_like(lse)
     programs = triton.cdiv(tokens, TOKENS) * heads
     if programs:
-        launcher = _launcher(head_dim, out.dtype, own_out.dtype, dtype)
-        inputs, outputs = [out, lse, own_out, own_lse], [merged, merged_lse]
+        launcher = _launcher(head_dim, out.dtype, next_out.dtype, dtype)
+        inputs, outputs = [out, lse, next_out, next_lse], [merged, merged_lse]
         launcher(programs, inputs, outputs, (tokens, heads))
     return merged, merged_lse
 
