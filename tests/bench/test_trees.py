@@ -87,7 +87,7 @@ def test_paths_are_those_of_the_layout(case):
     assert all(torch.equal(positions[path], torch.arange(case.sample_tokens)) for path in paths)
     assert len(paths) == case.samples
     assert sum(map(len, case.rows(tree)), 0) == case.samples
-    assert all(sum(map(len, row)) <= case.row_tokens for row in case.rows(tree))
+    assert all(sum(map(len, row)) <= case.max_row_tokens for row in case.rows(tree))
 
 
 def test_other_trees_have_other_answers_in_as_many_tokens_and_equal_rows():
@@ -163,7 +163,7 @@ def test_cases_of_a_gpu_are_rows_of_32768_tokens():
             assert case.tokens == 32_768
             assert case.heads == (16, 8, 128)
         rows = case.rows(case.tree())
-        full = case.row_tokens // case.sample_tokens
+        full = case.max_row_tokens // case.sample_tokens
         assert max(map(len, rows)) <= full
         if case.kind in STEPS:
             assert len(set(map(len, rows))) == 1

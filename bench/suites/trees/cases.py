@@ -19,7 +19,7 @@ STEPS: tuple[Kind, ...] = ("eager", "compiled", "memory")
 REPEATED = "repeated:"
 """Begins a variant in which every sample is a document of its own, its prompt included."""
 
-Levels = tuple[tuple[int, int], ...]
+Shape = tuple[tuple[int, int], ...]
 """For each level of a tree, how many segments continue each one above, and their tokens."""
 
 
@@ -31,7 +31,7 @@ class Tree:
     parents: tuple[int, ...]
 
     @classmethod
-    def of(cls, levels: Levels, groups: int, shift: int = 0) -> Tree:
+    def of(cls, levels: Shape, groups: int, shift: int = 0) -> Tree:
         """Equal trees; `shift`: tokens that every second leaf gives to the one before it.
 
         >>> Tree.of(((1, 5), (2, 3)), groups=1)
@@ -39,7 +39,7 @@ class Tree:
         """
         segments: list[tuple[int, int]] = []
 
-        def grow(parent: int, levels: Levels) -> None:
+        def grow(parent: int, levels: Shape) -> None:
             (count, tokens), *below = levels
             for branch in range(count):
                 moved = 0 if below or parent < 0 else shift
@@ -68,7 +68,7 @@ class TreeCase:
     Attributes:
         kind: what is measured.
         levels, groups: of `Tree.of`.
-        row_tokens: tokens of a row of repeated samples at most.
+        max_row_tokens: tokens of a row of repeated samples at most.
         geometry, layers: as in `ModelCase`; attention alone has its heads.
         dtype: of all tensors.
         compiler: a backend of torch.compile; "" where nothing is compiled.
@@ -77,9 +77,9 @@ class TreeCase:
     """
 
     kind: Kind
-    levels: Levels
+    levels: Shape
     groups: int
-    row_tokens: int
+    max_row_tokens: int
     geometry: str
     layers: int
     dtype: str
@@ -116,7 +116,7 @@ class TreeCase:
 
     def rows(self, tree: Tree) -> list[Sequence[Tensor]]:
         """The paths of the samples, row by row: as many as fit; in steps equally many."""
-        count = max(1, self.row_tokens // self.sample_tokens)
+        count = max(1, self.max_row_tokens // self.sample_tokens)
         if self.kind in STEPS:  # so that one compiled graph serves all rows
             count = max(n for n in range(1, count + 1) if self.samples % n == 0)
         paths = tree.paths()

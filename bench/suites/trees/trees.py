@@ -21,20 +21,20 @@ from flexvarlen.bench.suites.model.tables import (
     value,
 )
 from flexvarlen.bench.suites.trees.attention import measure_trees
-from flexvarlen.bench.suites.trees.cases import REPEATED, STEPS, Kind, Levels, Tree, TreeCase
+from flexvarlen.bench.suites.trees.cases import REPEATED, STEPS, Kind, Shape, Tree, TreeCase
 from flexvarlen.bench.suites.trees.step import TreeSteps, split_variant
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
 
 ROW_TOKENS, QUICK_TOKENS = 32_768, 128
-SHAPES: tuple[Levels, ...] = (
+SHAPES: tuple[Shape, ...] = (
     ((1, 4096), (8, 512)),
     ((1, 1024), (8, 384)),
     ((1, 4096), (16, 768)),
     ((1, 2048), (4, 512), (4, 256)),
 )
-QUICK_SHAPES: tuple[Levels, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
+QUICK_SHAPES: tuple[Shape, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
 OTHER_TREES = 5
 
 
@@ -71,7 +71,7 @@ class Trees(Suite):
         return TreeSteps(case, options).measure(variants)
 
     def section(self, records: Sequence[Record]) -> str:
-        shapes = ("variant", "levels", "groups", "row_tokens", "samples", "tokens")
+        shapes = ("variant", "levels", "groups", "max_row_tokens", "samples", "tokens")
         groups = records_alike(records, shapes, of_one_run=True)
         return "\n\n".join(_table(group).markdown() for group in groups)
 
@@ -85,7 +85,7 @@ def _kernel(options: Options) -> str:
     return "fa3" if options.on_gpu else "sdpa"
 
 
-def _case(kind: Kind, levels: Levels, options: Options) -> TreeCase:
+def _case(kind: Kind, levels: Shape, options: Options) -> TreeCase:
     small, compiled = _is_small(options), kind == "compiled"
     tokens = QUICK_TOKENS if small else ROW_TOKENS
     groups = max(1, tokens // sum(Tree.of(levels, 1).lengths))
