@@ -27,6 +27,12 @@ class Tree:
         sizes = {"total_tokens": self.total_tokens, **sizes}
         return PackedLayout.from_tree(self.lengths, self.parents, **sizes)
 
+    def batch(self, vocabulary, **sizes):
+        """Random tokens of it, as a model takes them."""
+        rng = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, vocabulary, (1, self.total_tokens), generator=rng)
+        return {"input_ids": ids, "packed_layout": self.layout(**sizes)}
+
     def path_of(self, segment):
         """The tokens from the root to the end of a segment."""
         tokens = []

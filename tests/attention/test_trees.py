@@ -13,28 +13,34 @@ from flexvarlen import packed_attention, why_not
 from flexvarlen.attention.auto.check_results import why_wrong
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
-from flexvarlen.mask.vectors import TreeBounds
 from flexvarlen.measure import watch_compilation
 from tests import oracle
 from tests.backends import FLASH, differentiable, kernels, serving
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
+from tests.planted import ignore_branches
 from tests.trees import EXAMPLES, Tree, chunks, trees, windows
 
 KINDS = {"causal": {}, "window": {"window": 20}, "chunk": {"chunk": 16}, "one": {"window": 1}}
+SIZES = {"head_dim": 64, "num_heads": 6, "num_kv_heads": 2}
+
+
+def ends_of_paths(tree, q, k, v, **options):
+    """Of each segment at the end of its path: its tokens, their output and their LSE."""
+    for segment, length in enumerate(tree.lengths):
+        path = tree.path_of(segment)
+        if length:
+            alone = Documents((len(path),), len(path))
+            out, lse = oracle.attend(q[path], k[path], v[path], alone, **options)
+            yield path[-length:], out[-length:], lse[:, -length:]
 
 
 def by_path(tree, **options):
-    """Attention of q, k and v, each segment at the end of its path; differentiable."""
+    """Attention of q, k and v, each path as a document of its own; differentiable."""
 
     def attend(q, k, v):
         out = 0 * q  # not plain zeros: padding alone has gradients too
-        for segment, length in enumerate(tree.lengths):
-            path = tree.path_of(segment)
-            if length:
-                alone = Documents((len(path),), len(path))
-                own, _ = oracle.attend(q[path], k[path], v[path], alone, **options)
-                rows = torch.tensor(path[-length:], device=q.device)
-                out = out.index_copy(0, rows, own[-length:])
+        for tokens, own, _ in ends_of_paths(tree, q, k, v, **options):
+            out = out.index_copy(0, torch.tensor(tokens, device=q.device), own)
         return out
 
     return attend
@@ -49,16 +55,16 @@ def check(tree, name, device, dtype, head_dim, **options):
 
     plain = by_path(tree, **options)
     exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
-    peer, peer_grads = differentiate(plain, qkv, grad)
+    baseline, baseline_grads = differentiate(plain, qkv, grad)
     if differentiable((name, device)):
         out, grads = differentiate(ours, qkv, grad)
-        for which, mine, good, coarse in zip("qkv", grads, exact_grads, peer_grads, strict=True):
-            assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
+        for which, mine, *others in zip("qkv", grads, exact_grads, baseline_grads, strict=True):
+            assert_as_accurate(mine, *others, 3, f"gradient of {which}")
             assert (mine[sum(tree.lengths) :] == 0).all(), "padding has a gradient"
     else:
         with torch.no_grad():
             out = ours(*qkv)
-    assert_as_accurate(out, exact, peer, 2)
+    assert_as_accurate(out, exact, baseline, 2)
     assert (out[sum(tree.lengths) :] == 0).all(), "padding has an output"
 
 
@@ -67,9 +73,8 @@ def check(tree, name, device, dtype, head_dim, **options):
 @pytest.mark.parametrize("tree", EXAMPLES.values(), ids=EXAMPLES)
 def test_each_path_is_a_document(kernel, tree, kind):
     name, device, dtype = kernel
-    call = {"device": device, "dtype": dtype, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2}
-    call |= {"needs_grad": differentiable((name, device))}
-    reason = why_not(name, **call)
+    needs_grad = differentiable((name, device))
+    reason = why_not(name, device=device, dtype=dtype, needs_grad=needs_grad, **SIZES)
     if name in FLASH and KINDS[kind]:
         reason = f"{name} has no windows or chunks in trees"
     if reason is not None:
@@ -89,19 +94,14 @@ def test_any_tree(name, tree, window, chunk):
 def test_lse(kernel):
     name, device, dtype = kernel
     tree = EXAMPLES["levels"]
-    call = {"device": device, "dtype": dtype, "head_dim": 64, "num_heads": 6, "num_kv_heads": 2}
-    reason = why_not(name, **call, return_lse=True)
+    reason = why_not(name, device=device, dtype=dtype, return_lse=True, **SIZES)
     if reason is not None:
         pytest.skip(reason)
     q, k, v, _ = random_qkv(tree.total_tokens, 6, 2, 64, dtype=dtype, device=device)
     _, found = packed_attention(q, k, v, tree.layout(device=device), backend=name, return_lse=True)
     expected = torch.full((6, tree.total_tokens), float("-inf"), device=device)
-    for segment, length in enumerate(tree.lengths):
-        path = tree.path_of(segment)
-        if length:
-            alone = Documents((len(path),), len(path))
-            _, lse = oracle.attend(*(x[path].double() for x in (q, k, v)), alone)
-            expected[:, path[-length:]] = lse[:, -length:].float()
+    for tokens, _, lse in ends_of_paths(tree, q.double(), k.double(), v.double()):
+        expected[:, tokens] = lse.float()
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 
@@ -174,5 +174,5 @@ def test_auto_trusts_a_right_kernel_and_not_one_that_ignores_the_tree(name, wind
     spec = MaskSpec.of(window=window).of_trees()
     call = AttentionCall(torch.device("cpu"), torch.float32, 4, 2, 16, spec, 0.25)
     assert why_wrong(name, call) is None
-    monkeypatch.setattr(TreeBounds, "sees", lambda self, q, k: torch.ones_like(q * k, dtype=bool))
+    ignore_branches(monkeypatch)
     assert "output is off" in why_wrong("sdpa", call)

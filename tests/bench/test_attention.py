@@ -23,6 +23,7 @@ from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options
+from tests.planted import with_gradient
 
 CPU = torch.device("cpu")
 QUICK = Options(CPU, quick=True, seconds=0.01, say=lambda line: None)
@@ -87,18 +88,11 @@ def test_an_error_outside_the_sampled_documents_is_found():
 
 
 def test_a_wrong_gradient_leaves_the_forward_right():
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
+    doubled = with_gradient(lambda gradient, x: 2 * gradient)
 
     def prepare(own, needs_grad):
         right = ours("sdpa")(own, needs_grad)
-        return dataclasses.replace(right, forward=lambda: Doubled.apply(right.forward()))
+        return dataclasses.replace(right, forward=lambda: doubled(right.forward()))
 
     found = statuses(measure_attention(inputs(), {"x": prepare}, QUICK))
     assert found == {("x", "forward"): "ok", ("x", "backward"): "wrong"}

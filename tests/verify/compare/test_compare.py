@@ -21,6 +21,7 @@ from flexvarlen.verify.compare.accuracy import ModelErrors, Reference
 from flexvarlen.verify.compare.report import BASELINE, read_report
 from flexvarlen.verify.models import GEOMETRIES, build_model, parse_model
 from flexvarlen.verify.variants import Sizes, variant_names
+from tests.planted import plant, with_gradient
 from tests.tiny_models import config_of
 
 LENGTHS = (30, 1, 17, 40, 8)
@@ -152,16 +153,6 @@ def test_row_of_one_document_cannot_leak(llama):
 # ---- what is wrong ----
 
 
-def plant(monkeypatch, change):
-    """Make the `sdpa` backend call `change(attend, q, k, v, sinks, call, mask, plan)`."""
-    attend = SdpaBackend.attend
-
-    def wrong(self, q, k, v, sinks, call, mask, plan):
-        return change(lambda *args: attend(self, *args), q, k, v, sinks, call, mask, plan)
-
-    monkeypatch.setattr(SdpaBackend, "attend", wrong)
-
-
 def other_boundaries(boundaries):
     """Attention under boundaries that `boundaries(lengths)` makes of the right ones."""
 
@@ -212,20 +203,13 @@ def test_leak_below_rounding_is_reported(llama, monkeypatch):
 
 
 def test_leak_in_the_backward_alone_is_reported(llama, monkeypatch):
-    class Leaky(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, out):
-            return out.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            grad = grad.clone()
-            grad[0] += grad[-2] * 1e-3  # the last token has no loss
-            return grad
+    def leak(gradient, out):
+        gradient[0] += gradient[-2] * 1e-3  # the last token has no loss
+        return gradient
 
     def change(attend, *args):
         out, lse = attend(*args)
-        return Leaky.apply(out), lse
+        return with_gradient(leak)(out), lse
 
     plant(monkeypatch, change)
     row = compare_sdpa(llama)
@@ -305,15 +289,13 @@ def test_error_after_the_checks_costs_no_verdict(llama, monkeypatch, stage):
         finally:
             now.clear()
 
-    attend = SdpaBackend.attend
-
-    def fails(self, *args):
+    def fails(attend, *args):
         if now:
             raise torch.OutOfMemoryError("no room")
-        return attend(self, *args)
+        return attend(*args)
 
     monkeypatch.setattr(module, stage, measured)
-    monkeypatch.setattr(SdpaBackend, "attend", fails)
+    plant(monkeypatch, fails)
     found = run_compare(llama, new_batch((6, 4)), "sdpa,reference", packings=0, train=False)
     assert (found.record("sdpa").status, found.verdict("sdpa")) == ("oom", "right")
     assert "no room" in found.record("sdpa").reason

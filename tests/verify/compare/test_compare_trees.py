@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.attention.backends.sdpa import SdpaBackend
-from flexvarlen.mask.vectors import TreeBounds
 from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.compare import accuracy, compare
 from flexvarlen.verify.compare.accuracy import Reference
 from flexvarlen.verify.tree_batch import TreeBatch
+from tests.planted import ignore_branches, plant, with_gradient
 from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
 from tests.trees import EXAMPLES
 
@@ -32,26 +31,9 @@ def batch():
     return fv.share_prefixes(samples(), total_tokens=80).batch()
 
 
-def by_hand(name):
-    tree = EXAMPLES[name]
-    rng = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (1, tree.total_tokens), generator=rng)
-    return {"input_ids": ids, "packed_layout": tree.layout()}
-
-
 def measured(backend="sdpa", **options):
     """The measures of a backend that bugs are planted in."""
     return compare(shared_model("llama"), batch(), backend, **options).record(backend).measures
-
-
-def plant(monkeypatch, change):
-    """Make the `sdpa` backend call `change(attend, q, k, v)`."""
-    attend = SdpaBackend.attend
-
-    def wrong(self, q, k, v, *rest):
-        return change(lambda *qkv: attend(self, *qkv, *rest), q, k, v)
-
-    monkeypatch.setattr(SdpaBackend, "attend", wrong)
 
 
 def test_reference_is_the_samples_one_by_one():
@@ -87,7 +69,8 @@ def test_right_backends_are_right():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_trees_by_hand_have_a_loss_within_their_segments(name):
-    report = compare(shared_model("llama"), by_hand(name), "sdpa", dtype=torch.bfloat16)
+    row = EXAMPLES[name].batch(VOCABULARY)
+    report = compare(shared_model("llama"), row, "sdpa", dtype=torch.bfloat16)
     assert report.verdict("sdpa") == "right"
 
 
@@ -103,7 +86,7 @@ def test_forward_alone_needs_no_labels():
 
 
 def test_kernel_that_ignores_branches_leaks(monkeypatch):
-    monkeypatch.setattr(TreeBounds, "sees", lambda self, q, k: torch.ones_like(q * k, dtype=bool))
+    ignore_branches(monkeypatch)
     m = measured("reference")
     assert m["verdict"] == "leaks"
     assert m["leaked_outputs"] > 0
@@ -113,22 +96,13 @@ def test_kernel_that_ignores_branches_leaks(monkeypatch):
 def test_leak_into_a_prompts_gradient_is_found(monkeypatch):
     """By the tokens of an answer whose own loss is left out."""
 
-    class Leaky(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, out):
-            ctx.save_for_backward(out)
-            return out.clone()
+    def leak(gradient, out):
+        gradient[3] *= 1 + out[22].mean() * 1e-6
+        return gradient
 
-        @staticmethod
-        def backward(ctx, grad):
-            (out,) = ctx.saved_tensors
-            grad = grad.clone()
-            grad[3] *= 1 + out[22].mean() * 1e-6
-            return grad
-
-    def change(attend, *qkv):
-        out, lse = attend(*qkv)
-        return Leaky.apply(out), lse
+    def change(attend, *args):
+        out, lse = attend(*args)
+        return with_gradient(leak)(out), lse
 
     plant(monkeypatch, change)
     m = measured()
@@ -138,7 +112,7 @@ def test_leak_into_a_prompts_gradient_is_found(monkeypatch):
 
 def test_wrong_gradient_of_shared_keys_is_wrong(monkeypatch):
     """As if only half of the samples had added theirs."""
-    plant(monkeypatch, lambda attend, q, k, v: attend(q, (k + k.detach()) / 2, v))
+    plant(monkeypatch, lambda attend, q, k, *rest: attend(q, (k + k.detach()) / 2, *rest))
     m = measured()
     assert (m["verdict"], m["leaked_documents"]) == ("wrong", 0)
     assert "the gradient of" in m["why"]

@@ -1,6 +1,7 @@
 """Leaks planted in a model that has none: each is found, and blamed on where it was planted."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.models import build_model
+from tests.planted import replace_output, with_gradient
 
 LENGTHS = (5, 11, 1, 8, 7)
 
@@ -32,12 +34,6 @@ def blamed(model, batch, **options):
         verify_isolation(model, batch, **options)
     error = caught.value
     return error, (error.direction, error.layer, error.module, error.kind)
-
-
-def replace_output(module, change):
-    """Its forward, then `change` of the output."""
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
 
 
 def test_boundary_off_by_one(model, batch):
@@ -88,18 +84,10 @@ def test_leak_in_the_model_s_own_forward_is_no_layer_s(model, batch):
     assert where == ("forward", None, "", "module")
 
 
-class BackwardLeak(torch.autograd.Function):
-    """The identity, whose gradient of token 4 has some of token 17's."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        leaky = gradient.clone()
-        leaky[:, 4] += gradient[:, 17]
-        return leaky
+def leak(gradient, x):
+    """The gradient of token 4 has some of token 17's."""
+    gradient[:, 4] += gradient[:, 17]
+    return gradient
 
 
 @pytest.mark.parametrize(
@@ -107,66 +95,30 @@ class BackwardLeak(torch.autograd.Function):
     [("self_attn.q_proj", "linear"), ("input_layernorm", "norm"), ("mlp", "MLP")],
 )
 def test_leak_in_the_backward_alone(model, batch, part, kind):
-    replace_output(model.model.layers[1].get_submodule(part), BackwardLeak.apply)
+    replace_output(model.model.layers[1].get_submodule(part), with_gradient(leak))
     error, where = blamed(model, batch)
     assert where == ("backward", 1, f"model.layers.1.{part}", kind)
     assert (error.source, error.target) == (3, 0)
     assert not verify_isolation(model, batch, gradients=False).gradients
 
 
-class BackwardOfTheRow(torch.autograd.Function):
-    """The identity, whose gradient is scaled by what stands in the row: zero stays zero."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient * x[:, 4].mean()
-
-
 def test_gradient_that_depends_on_another_s_tokens(model, batch):
-    replace_output(model.model.layers[0].mlp.up_proj, BackwardOfTheRow.apply)
+    # The gradient is scaled by what stands in the row: zero stays zero
+    of_the_row = with_gradient(lambda gradient, x: gradient * x[:, 4].mean())
+    replace_output(model.model.layers[0].mlp.up_proj, of_the_row)
     error, where = blamed(model, batch)
     assert where == ("backward", 0, "model.layers.0.mlp.up_proj", "linear")
     assert error.source == 0
     assert "with other tokens in document 0 alone" in str(error)
 
 
-class InfiniteBackward(torch.autograd.Function):
-    """The identity, whose gradient overflows."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("inf")
-
-
-class Shaky(torch.autograd.Function):
-    """The identity, whose gradients differ by a bit from one backward to the next."""
-
-    calls = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Shaky.calls += 1
-        return gradient * (1 + Shaky.calls * 2**-20)
-
-
 def test_backward_that_does_not_repeat_is_tested_for_zeros(model, batch):
-    replace_output(model.model.norm, Shaky.apply)
+    calls = itertools.count(1)
+    # Its gradients differ by a bit from one backward to the next
+    shaky = with_gradient(lambda gradient, x: gradient * (1 + next(calls) * 2**-20))
+    replace_output(model.model.norm, shaky)
     assert verify_isolation(model, batch).gradients == "zeros"
-    replace_output(model.model.layers[1].mlp, BackwardLeak.apply)
+    replace_output(model.model.layers[1].mlp, with_gradient(leak))
     _, where = blamed(model, batch)
     assert where == ("backward", 1, "model.layers.1.mlp", "MLP")
 
@@ -179,7 +131,8 @@ def test_forward_that_does_not_repeat_is_no_leak(model, batch):
 
 
 def test_outputs_that_are_not_finite_hide_a_leak(model, batch):
-    replace_output(model.model.norm, InfiniteBackward.apply)
+    overflows = with_gradient(lambda gradient, x: gradient * float("inf"))
+    replace_output(model.model.norm, overflows)
     with pytest.raises(ValueError, match="gradients must be finite"):
         verify_isolation(model, batch)
     replace_output(model.lm_head, lambda x: x * float("nan"))
@@ -253,7 +206,7 @@ def test_gradient_checkpointing(model, batch, reentrant):
         with pytest.raises(NotImplementedError, match="use_reentrant=False"):
             verify_isolation(model, batch, gradients=True)
     else:
-        replace_output(model.model.layers[1].mlp, BackwardLeak.apply)
+        replace_output(model.model.layers[1].mlp, with_gradient(leak))
         _, where = blamed(model, batch)
         assert where == ("backward", 1, "model.layers.1.mlp", "MLP")
 

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 
 import flexvarlen as fv
-from flexvarlen.mask.vectors import TreeBounds
 from flexvarlen.patches.isolation.documents import units_of
 from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.tokens import halves_of
 from flexvarlen.patches.isolation.verify import verify_isolation
+from tests.planted import ignore_branches, replace_output, with_gradient
 from tests.tiny_models import VOCABULARY, new_model
 from tests.trees import EXAMPLES, Tree, trees
 
@@ -23,26 +23,14 @@ def model():
 
 def without_branches(monkeypatch):
     """A model whose kernel lets a token see all that stands before it in its tree."""
-    monkeypatch.setattr(TreeBounds, "sees", lambda self, q, k: torch.ones_like(q * k, dtype=bool))
+    ignore_branches(monkeypatch)
     return fv.patch_model(new_model("llama"), "reference")
-
-
-def batch_of(tree, **sizes):
-    rng = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (1, tree.total_tokens), generator=rng)
-    return {"input_ids": ids, "packed_layout": tree.layout(**sizes)}
 
 
 def leak_of(model, batch, **options):
     with pytest.raises(IsolationError) as caught:
         verify_isolation(model, batch, **options)
     return caught.value
-
-
-def replace_output(module, change):
-    """Its forward, then `change` of the output."""
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
 
 
 @given(trees(most_tokens=12))
@@ -67,7 +55,7 @@ def test_every_segment_is_separated_from_all_that_must_not_see_it(tree):
 def test_right_model_passes(backend, name):
     model = fv.patch_model(new_model("llama"), backend)
     tree = EXAMPLES[name]
-    report = verify_isolation(model, batch_of(tree))
+    report = verify_isolation(model, tree.batch(VOCABULARY))
     segments = sum(length > 0 for length in tree.lengths)
     assert (report.gradients, report.num_docs, report.unit) == ("bits", segments, "segment")
     assert f"No bit of {segments} segments reached a token that must not see it" in str(report)
@@ -75,7 +63,7 @@ def test_right_model_passes(backend, name):
 
 def test_cost_is_one_search_for_each_depth(model):
     """The root is watched by nobody; three siblings take two digits, each twice."""
-    batch = batch_of(GROUP)
+    batch = GROUP.batch(VOCABULARY)
     assert verify_isolation(model, batch, gradients=False).forwards == 2 + 4
     assert verify_isolation(model, batch).forwards == 2 + 4 * 2
 
@@ -87,7 +75,7 @@ def test_batch_of_shared_prefixes_passes(model):
 
 
 def test_kernel_that_ignores_branches_is_caught(monkeypatch):
-    error = leak_of(without_branches(monkeypatch), batch_of(GROUP))
+    error = leak_of(without_branches(monkeypatch), GROUP.batch(VOCABULARY))
     assert (error.direction, error.layer, error.kind) == ("forward", 0, "attention")
     assert (error.source, error.target) in {(1, 2), (1, 3), (2, 3)}
     tokens = {1: "40 to 48", 2: "49 to 78", 3: "79 to 79"}
@@ -99,7 +87,7 @@ def test_kernel_that_ignores_branches_is_caught(monkeypatch):
 
 def test_unpatched_model_is_caught_between_trees():
     tree = Tree((4, 3, 5, 2), (-1, 0, -1, 2))
-    error = leak_of(new_model("llama"), batch_of(tree))
+    error = leak_of(new_model("llama"), tree.batch(VOCABULARY))
     assert "of tree 0" in str(error)
     assert "call flexvarlen.patch_model" in str(error)
 
@@ -109,59 +97,41 @@ def test_answer_that_reaches_its_prompt_is_caught(model):
     replace_output(
         model.model.embed_tokens, lambda x: x.index_add(1, torch.tensor([7]), x[:, 45:46])
     )
-    error = leak_of(model, batch_of(GROUP))
+    error = leak_of(model, GROUP.batch(VOCABULARY))
     assert (error.source, error.target, error.kind) == (1, 0, "embeddings")
     assert "leaks into segment 0 of tree 0 (tokens 0 to 39)" in str(error)
 
 
-class LossReachesSibling(torch.autograd.Function):
-    """The identity, whose gradient of token 41 has some of token 50's."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        leaky = gradient.clone()
-        leaky[:, 41] += gradient[:, 50]
-        return leaky
+def loss_reaches_sibling(gradient, x):
+    """The gradient of token 41 has some of token 50's."""
+    gradient[:, 41] += gradient[:, 50]
+    return gradient
 
 
-class PromptsGradientDependsOnAnswer(torch.autograd.Function):
-    """The identity, whose gradient of token 7 is scaled by token 50: zero stays zero."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        wrong = gradient.clone()
-        wrong[:, 7] *= x[:, 50].mean()
-        return wrong
+def gradient_of_prompt_depends_on_answer(gradient, x):
+    """That of token 7 is scaled by token 50: zero stays zero."""
+    gradient[:, 7] *= x[:, 50].mean()
+    return gradient
 
 
 @pytest.mark.parametrize(
-    ("function", "pair", "cause"),
+    ("change", "pair", "cause"),
     [
-        (LossReachesSibling, (2, 1), "a loss in segment 2 of tree 0"),
-        (PromptsGradientDependsOnAnswer, (2, 0), "other tokens in segment 2 of tree 0"),
+        (loss_reaches_sibling, (2, 1), "a loss in segment 2 of tree 0"),
+        (gradient_of_prompt_depends_on_answer, (2, 0), "other tokens in segment 2 of tree 0"),
     ],
 )
-def test_leak_in_the_backward_alone_is_caught(model, function, pair, cause):
-    replace_output(model.model.layers[1].mlp.up_proj, function.apply)
-    error = leak_of(model, batch_of(GROUP))
+def test_leak_in_the_backward_alone_is_caught(model, change, pair, cause):
+    replace_output(model.model.layers[1].mlp.up_proj, with_gradient(change))
+    error = leak_of(model, GROUP.batch(VOCABULARY))
     assert (error.direction, error.module) == ("backward", "model.layers.1.mlp.up_proj")
     assert (error.source, error.target) == pair
     assert f"with {cause} alone" in str(error)
-    assert not verify_isolation(model, batch_of(GROUP), gradients=False).gradients
+    assert not verify_isolation(model, GROUP.batch(VOCABULARY), gradients=False).gradients
 
 
 def test_named_segments_are_replaced_and_all_others_watched(monkeypatch):
     model = without_branches(monkeypatch)
-    assert verify_isolation(model, batch_of(GROUP), documents=[3]).documents == (3,)
-    error = leak_of(model, batch_of(GROUP), documents=[2])
+    assert verify_isolation(model, GROUP.batch(VOCABULARY), documents=[3]).documents == (3,)
+    error = leak_of(model, GROUP.batch(VOCABULARY), documents=[2])
     assert (error.source, error.target) == (2, 3)
