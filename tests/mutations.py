@@ -56,6 +56,13 @@ MUTATIONS = (
         "tests/layout/test_packed_layout.py",
     ),
     Mutation(
+        "layout: kernels are launched for the trees, not for their segments",
+        f"{LAYOUT}/packed_layout.py",
+        "documents = len(self.segments.lengths)",
+        "documents = self.num_docs",
+        "tests/attention/backends/test_launch_sizes.py",
+    ),
+    Mutation(
         "mask: causal sees the next token",
         f"{MASK}/vectors.py",
         "last = position + 1",

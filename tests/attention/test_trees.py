@@ -82,6 +82,11 @@ def test_each_path_is_a_document(kernel, tree, kind):
     check(tree, name, device, dtype, 64, **KINDS[kind])
 
 
+@pytest.mark.parametrize("kernel", serving(kernels(*FLASH, cpu=False), **SIZES))
+def test_long_rows_are_launched_for_their_own_segments(kernel):
+    check(Tree((1000, 600, 0, 300, 400), (-1, 0, 1, 1, 0), 60), *kernel, 64)
+
+
 @pytest.mark.parametrize("name", ["reference", "sdpa"])
 @settings(max_examples=25)
 @given(trees(most_tokens=40), windows, chunks)
@@ -157,6 +162,29 @@ def test_one_graph_for_trees_of_equal_sizes(name):
             grads = [torch.autograd.grad(x.square().sum(), qkv) for x in outs]
             for x, y in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
                 torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
+
+
+@pytest.mark.parametrize("kernel", serving(kernels("flex", *FLASH, cpu=False), **SIZES))
+def test_one_graph_for_twenty_trees(kernel):
+    name, device, dtype = kernel
+    sizes = {"total_tokens": 2304, "capacity": 8, "max_seqlen_bound": 2304, "max_depth": 3}
+    *qkv, grad = random_qkv(2304, 6, 2, 64, dtype=dtype, device=device)
+
+    def attend(*given):
+        return packed_attention(*given[:3], given[3], backend=name)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True)
+    with watch_compilation() as stats:
+        for n in range(20):
+            lengths, parents = (1000 + 13 * n, 200, 400 - 7 * n, 500), (-1, 0, n % 2, n % 2 - 1)
+            layout = Tree(lengths, parents).layout(device=device, **sizes)
+            found, expected = (
+                differentiate(lambda *x, f=f, to=layout: f(*x, to), qkv, grad)
+                for f in (compiled, attend)
+            )
+            torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
     assert (stats.compilations, stats.graph_breaks) == (1, 0)
 
 

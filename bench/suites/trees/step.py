@@ -145,7 +145,7 @@ class TreeSteps:
             "checked_samples": len(self.last_group(tree)),
         }
         if case.compiler:
-            measures |= {"compile_s": stats.compile_s, "graph_breaks": stats.graph_breaks}
+            measures["graph_breaks"] = stats.graph_breaks
         batches = self.batches(variant, tree, repeated, self.labels(tree))
         step = partial(self.step, call, batches)
         checked = CheckedVariant(step, measures | errors, wrong, self.throughput)

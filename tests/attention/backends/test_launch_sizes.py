@@ -21,10 +21,21 @@ from flexvarlen.attention.backends.cu_seqlens import kernel as cu_seqlens_kernel
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.measure import watch_compilation
 from tests.attention.backends.plain_kernel import backend, call_of, given  # noqa: F401
+from tests.attention.test_trees import by_path
+from tests.oracle import differentiate, random_qkv
+from tests.trees import Tree
 
 TOKENS = 256
 LONG = SHORT_ROW + 100
 MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
+TREES = [
+    Tree((1000, 1000, 148), (-1, 0, 0)),
+    Tree((70, 20, 5, 900, 0, 300), (-1, 0, 1, 1, -1, 4), LONG - 1295),
+    Tree((0, 0, 5), (-1, 0, 1), LONG - 5),
+    Tree((LONG,), (-1,)),
+    Tree((), (), LONG),
+]
+SIZES = {"total_tokens": LONG, "capacity": 8, "max_seqlen_bound": LONG, "max_depth": 3}
 
 
 def attend(backend, q, k, mask):
@@ -223,6 +234,52 @@ def test_a_pickled_layout_still_recompiles_nothing(backend):
             dumped = ForkingPickler.dumps(PackedLayout.from_lengths(lengths, **sizes))
             compiled(pickle.loads(dumped))
     assert stats.compilations == 1
+
+
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_kernels_are_launched_for_the_segments_of_trees(backend, given, compiler):
+    """Inside segments, then for two levels, each with two slots a segment."""
+    *qkv, grad = random_qkv(LONG, 4, 2, 16)
+
+    def run(q, k, v, layout):
+        mask = DocumentMask.of(layout)
+        call, plan = call_of(q, k, mask), backend.plan(mask)
+        return backend.attend(q, k, v, None, call, mask, plan)[0]
+
+    torch._dynamo.reset()
+    called = torch.compile(run, fullgraph=True, backend=compiler) if compiler else run
+    with watch_compilation() as stats:
+        for tree in TREES:
+            given.clear()
+            layout = tree.layout(**SIZES)
+            found = differentiate(lambda *x, to=layout: called(*x, to), qkv, grad)
+            expected = differentiate(by_path(tree), qkv, grad)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+            slots, segment = max(1, len(tree.lengths)), max([2, *tree.lengths])
+            whole = max([2, *layout.segments.tree_lengths()])
+            launches = [(slots, segment), (2 * slots, whole), (2 * slots, whole)]
+            assert [
+                (len(x.segments.cu_seqlens_q) - 1, x.segments.max_seqlen_q) for x in given
+            ] == 2 * launches  # forward and backward
+            assert {x.segments.max_seqlen_k for x in given} == {segment}
+    assert stats.compilations == (1 if compiler else 0)
+
+
+@pytest.mark.parametrize("trace", ["export", "make_fx"])
+def test_a_traced_call_serves_other_trees(backend, trace):
+    layout = TREES[0].layout(**SIZES)
+    mask = DocumentMask.of(layout)
+    q = torch.randn(LONG, 2, 8)
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return attend(backend, q, q, mask)
+
+    program = make_fx(Model())(q) if trace == "make_fx" else torch.export.export(Model(), (q,))
+    program = program if trace == "make_fx" else program.module()
+    for tree in TREES:
+        layout.copy_(tree.layout(**SIZES))
+        torch.testing.assert_close(program(q), attend(backend, q, q, DocumentMask.of(layout)))
 
 
 def test_documents_that_one_side_does_not_know_are_launched_for(backend, given):

@@ -6,43 +6,39 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
-from flexvarlen.attention.backends.cu_seqlens.levels import (
-    Levels,
-    attend_levels,
-    merge,
-)
-from flexvarlen.attention.call import AttentionCall
+from flexvarlen import DocumentMask
+from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, KernelSizes
+from flexvarlen.attention.backends.cu_seqlens.levels import Levels, merge
+from flexvarlen.layout import launch_sizes
 from flexvarlen.mask.spec import MaskSpec
-from tests.attention.backends.plain_kernel import backend  # noqa: F401
+from tests.attention.backends.plain_kernel import backend, call_of  # noqa: F401
 from tests.attention.test_trees import by_path
 from tests.oracle import assert_as_accurate, differentiate, random_qkv
 from tests.trees import EXAMPLES, trees
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
-pytestmark = pytest.mark.usefixtures("backend")
+
+@pytest.fixture
+def launched_for_the_row(monkeypatch):
+    """Not for the bounds, as short rows are."""
+    monkeypatch.setattr(launch_sizes, "SHORT_ROW", 0)
+
+
+pytestmark = pytest.mark.usefixtures("backend", "launched_for_the_row")
 
 
 def attention(tree, *, any_row=False, sinks=None, **sizes):
     layout = tree.layout(**sizes)
-    call = AttentionCall(
-        torch.device("cpu"),
-        *(torch.float32, HEADS, KV_HEADS, HEAD_DIM),
-        scale=HEAD_DIM**-0.5,
-        sinks=sinks is not None,
-    )
-    sizes = sizes_of(layout)
     if any_row:
-        sizes = sizes.of_any_row(layout.capacity)
-    levels = Levels.of(layout.segments)
-    return lambda q, k, v: attend_levels("plain", q, k, v, sinks, levels, sizes, call)[0]
+        layout.fix_launch_sizes()
+    mask, kernel = DocumentMask.of(layout), KERNELS["plain"]
 
+    def attend(q, k, v):
+        call = call_of(q, k, mask, sinks=sinks is not None)
+        return kernel.attend(q, k, v, sinks, call, mask, kernel.plan(mask))[0]
 
-def sizes_of(layout):
-    segments, tail = layout.segments, int(layout.has_padding)
-    longest = max(segments.tree_lengths(), default=0), max(segments.lengths, default=0)
-    return KernelSizes(len(segments.lengths), *longest, *[layout.max_seqlen_bound] * 2, tail)
+    return attend
 
 
 def check(tree, **how):
@@ -51,11 +47,11 @@ def check(tree, **how):
     wide = {} if sinks is None else {"sinks": sinks.double()}
     exact = differentiate(by_path(tree, **wide), [x.double() for x in qkv], grad.double())
     plain = {} if sinks is None else {"sinks": sinks}
-    peer = differentiate(by_path(tree, **plain), qkv, grad)
+    baseline = differentiate(by_path(tree, **plain), qkv, grad)
     found = differentiate(attention(tree, **how), qkv, grad)
-    assert_as_accurate(found[0], exact[0], peer[0], 2)
-    for mine, good, coarse in zip(found[1], exact[1], peer[1], strict=True):
-        assert_as_accurate(mine, good, coarse, 3)
+    assert_as_accurate(found[0], exact[0], baseline[0], 2)
+    for mine, *others in zip(found[1], exact[1], baseline[1], strict=True):
+        assert_as_accurate(mine, *others, 3)
 
 
 @pytest.mark.parametrize("tree", EXAMPLES.values(), ids=EXAMPLES)
@@ -90,7 +86,7 @@ def test_sinks():
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("head_dim", [8, 24, 128])
 def test_merge_in_one_launch(dtypes, head_dim):
-    """As in torch; tokens that see nothing in either call, or in one, included."""
+    """As in torch; tokens that see nothing in either call, or in one, and NaN included."""
     generator, tokens = torch.Generator().manual_seed(0), 20_001
     dtype, merged_dtype = (getattr(torch, name) for name in dtypes)
 
@@ -100,20 +96,25 @@ def test_merge_in_one_launch(dtypes, head_dim):
     out, after = (draw(tokens, HEADS, head_dim).to(x) for x in (dtype, torch.bfloat16))
     lse, next_lse = draw(HEADS, tokens), draw(HEADS, tokens)
     next_lse[:, 20:40] = next_lse[:, -1] = lse[:, -1] = float("-inf")
-    out[-1] = after[-1] = 0
+    after[20:40] = out[-1] = after[-1] = 0
+    next_lse[:, 50] = after[60] = after[20] = float("nan")
     given = out, lse, after, next_lse
-    found = merge(*(x.cuda() for x in given), merged_dtype)
+    on_gpu = [x.cuda() for x in given]
+    found = merge(*on_gpu, merged_dtype)
     for mine, expected in zip(found, merge(*given, merged_dtype), strict=True):
-        torch.testing.assert_close(mine.cpu(), expected)
+        torch.testing.assert_close(mine.cpu(), expected, equal_nan=True)
+    for before, x in zip(given, on_gpu, strict=True):
+        torch.testing.assert_close(x.cpu(), before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_operators_trace():
     tree = EXAMPLES["levels"]
     layout = tree.layout()
     qkv = [x.requires_grad_() for x in random_qkv(tree.total_tokens, HEADS, KV_HEADS, HEAD_DIM)[:3]]
+    sizes = KernelSizes(len(tree.lengths), *[layout.max_seqlen_bound] * 4, 0)
     of_call = (MaskSpec().as_ints(), 0.25, 0.0, False, False, True)
     torch.library.opcheck(
         torch.ops.flexvarlen.levels_forward.default,
-        ("plain", *qkv, None, *Levels.of(layout.segments), *sizes_of(layout), *of_call),
+        ("plain", *qkv, None, *Levels.of(layout.segments), *sizes, *of_call),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

@@ -161,7 +161,10 @@ def shared_batch(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"labels": torch.zeros(1, 160, dtype=torch.long)}, "left out with a packed_layout of trees"),
+        (
+            {"labels": torch.zeros(1, 160, dtype=torch.long)},
+            "labels must be left out",
+        ),
         ({"attention_mask": torch.ones(1, 160, dtype=torch.long)}, "attention_mask must be left"),
         ({"use_cache": True}, "a cache must not be filled"),
         ({"position_ids": torch.arange(160)[None]}, "position_ids must be left out"),

@@ -24,9 +24,8 @@ from flexvarlen.attention.backends.cu_seqlens.operator import (
     QKV,
     SETTINGS,
     SIZES,
-    call_of,
     settings_of,
-    sizes_of,
+    sizes_and_call,
 )
 from flexvarlen.attention.backends.sinks import share_without_sink
 from flexvarlen.attention.call import AttentionCall
@@ -40,7 +39,8 @@ class Levels(NamedTuple):
 
     Attributes:
         inside: int32 `[S + 1]`, the segments.
-        above: int32 `[L, 2, 2 * S + 1]`, for each level the boundaries of queries and of keys.
+        above: int32 `[L, 2, 2 * S + 1]`, for each level the boundaries of queries and of keys, and
+            spare slots, so that each row is 16-byte aligned.
     """
 
     inside: Tensor
@@ -65,8 +65,8 @@ def _boundaries(table: Tensor, levels: int) -> Tensor:
     queries = torch.where(depths <= level, stops, 0), torch.where(depths == level, ends, 0)
     keys = starts.expand(levels, -1), stops.expand(levels, -1)
     slots = (torch.stack(x, dim=-1).flatten(1) for x in (queries, keys))
-    found = torch.stack([*slots], dim=1).cummax(2).values
-    return torch.nn.functional.pad(found, (1, 0)).to(torch.int32)
+    spare = -(2 * table.shape[1] - 1) % 4
+    return torch.nn.functional.pad(torch.stack(tuple(slots), dim=1), (1, spare)).cummax(2).values
 
 
 _operator = torch.library.custom_op("flexvarlen::level_boundaries", mutates_args=())(_boundaries)
@@ -74,7 +74,8 @@ _operator = torch.library.custom_op("flexvarlen::level_boundaries", mutates_args
 
 @_operator.register_fake
 def _(table: Tensor, levels: int) -> Tensor:
-    return table.new_empty(levels, 2, 2 * table.shape[1] - 1)
+    ends = 2 * table.shape[1] - 1
+    return table.new_empty(levels, 2, ends + -ends % 4)
 
 
 def attend_levels(
@@ -135,7 +136,7 @@ def _forward(
     above: Tensor,
     *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
-    first, *others = _calls(inside, above, *_settings(q, k, sinks_H, inside, numbers))
+    first, *others = _calls(inside, above, *sizes_and_call(q, k, sinks_H, inside, numbers))
     out_THD, lse_HT = kernels.forward(kernel, q, k, v, None, *first)
     for index, each in enumerate(others, 1):
         of_call = kernels.forward(kernel, q, k, v, None, *each)
@@ -147,28 +148,22 @@ def _forward(
     return out_THD.to(q.dtype), lse_HT
 
 
-def _settings(
-    q: Tensor, k: Tensor, sinks_H: Tensor | None, inside: Tensor, numbers: tuple[Any, ...]
-) -> tuple[KernelSizes, AttentionCall]:
-    count = len(KernelSizes._fields)
-    return sizes_of(q, inside, numbers[:count]), call_of(q, k, sinks_H, numbers[count:])
-
-
 def merge(
     out_THD: Tensor, lse_HT: Tensor, next_out_THD: Tensor, next_lse_HT: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the output, in `dtype`, and the LSE of the calls before and the next one together.
 
-    New tensors: of Triton's threads that share a token, one may read it after another has written.
+    Returns new tensors: several threads of a Triton program may hold the same token, so that an
+    in-place store could be read back by a slower one.
     """
     if out_THD.is_cuda and HAS_TRITON:
         from flexvarlen.attention.backends.cu_seqlens.triton.merge import merge_in_one_launch
 
         return merge_in_one_launch(out_THD, lse_HT, next_out_THD, next_lse_HT, dtype)
     both_HT = torch.logaddexp(lse_HT, next_lse_HT)
-    # A token that sees nothing has an LSE of -inf in each call.
-    share, next_share = (
-        (x - both_HT).exp().nan_to_num(0).T[..., None] for x in (lse_HT, next_lse_HT)
+    share, next_share = (  # 0 of what sees nothing; NaN stays
+        torch.where(x == float("-inf"), 0, (x - both_HT).exp()).T[..., None]
+        for x in (lse_HT, next_lse_HT)
     )
     return (out_THD * share + next_out_THD * next_share).to(dtype), both_HT
 
@@ -200,7 +195,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums: list[Tensor] = []
     dsinks_H: Tensor | None = None
-    calls = list(_calls(inside, above, *_settings(q, k, sinks_H, inside, numbers)))
+    calls = list(_calls(inside, above, *sizes_and_call(q, k, sinks_H, inside, numbers)))
     for each in calls:
         *grads, dsinks_H = kernels.backward(kernel, grad, q, k, v, sinks_H, out, lse, *each)
         if not sums:

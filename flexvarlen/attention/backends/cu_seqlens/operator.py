@@ -71,12 +71,23 @@ def settings_of(call: AttentionCall) -> tuple[Any, ...]:
     return call.spec.as_ints(), call.scale, call.softcap or 0.0, *flags
 
 
-def call_of(
-    q: Tensor, k: Tensor, sinks_H: Tensor | None, settings: tuple[Any, ...]
-) -> AttentionCall:
-    """Rebuild the call from the output of `settings_of`."""
-    spec, scale, softcap, deterministic, batch_invariant, return_lse = settings
-    return AttentionCall(
+def sizes_and_call(
+    q: Tensor,
+    k: Tensor,
+    sinks_H: Tensor | None,
+    cu_seqlens_q: Tensor,
+    numbers: tuple[Any, ...],
+) -> tuple[KernelSizes, AttentionCall]:
+    """Rebuild both from an operator's arguments: `KernelSizes`, then the output of `settings_of`.
+
+    The sizes are upper bounds if the operator is captured in a user's CUDA graph.
+    """
+    count = len(KernelSizes._fields)
+    sizes = KernelSizes(*numbers[:count])
+    if is_replayed(q):
+        sizes = sizes.of_any_row(cu_seqlens_q.shape[0] - 1)
+    spec, scale, softcap, deterministic, batch_invariant, return_lse = numbers[count:]
+    return sizes, AttentionCall(
         *(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2]),
         spec=MaskSpec.from_ints(spec),
         scale=scale,
@@ -88,26 +99,17 @@ def call_of(
     )
 
 
-def sizes_of(q: Tensor, cu_seqlens_q: Tensor, numbers: tuple[int, ...]) -> KernelSizes:
-    """Return the sizes, or upper bounds if the operator is captured in a user's CUDA graph."""
-    sizes = KernelSizes(*numbers)
-    return sizes.of_any_row(cu_seqlens_q.shape[0] - 1) if is_replayed(q) else sizes
-
-
-_N = len(KernelSizes._fields)
-
-
 def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, sinks_H, cu_q, cu_k = rest[:6]
-    call, sizes = call_of(q, k, sinks_H, rest[6 + _N :]), sizes_of(q, cu_q, rest[6 : 6 + _N])
-    return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, sizes, call)
+    q, k, v, sinks_H, cu_q, cu_k, *numbers = rest
+    both = sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
+    return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, *both)
 
 
 def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, sinks_H, out, lse, cu_q, cu_k = rest[:8]
-    call, sizes = call_of(q, k, sinks_H, rest[8 + _N :]), sizes_of(q, cu_q, rest[8 : 8 + _N])
+    q, k, v, sinks_H, out, lse, cu_q, cu_k, *numbers = rest
+    both = sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
     *grads, dsinks_H = kernels.backward(
-        kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, sizes, call
+        kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, *both
     )
     return *grads, q.new_empty(0) if dsinks_H is None else dsinks_H  # type: ignore[return-value]
 

@@ -34,7 +34,7 @@ def _merge(
     at = head.to(tl.int64) * total_tokens + tokens
     before = tl.load(lse + at, mask=in_row, other=float("-inf"))
     after = tl.load(next_lse + at, mask=in_row, other=float("-inf"))
-    sees = after > float("-inf")  # else nothing changes
+    sees = after != float("-inf")  # else nothing changes; NaN is passed on
     most = tl.where(sees, tl.maximum(before, after), 0.0)
     both = most + tl.log(tl.exp(before - most) + tl.exp(after - most))
     tl.store(merged_lse + at, tl.where(sees, both, before), mask=in_row)
@@ -44,7 +44,8 @@ def _merge(
     cells = (tokens.to(tl.int64)[:, None] * heads + head) * HEAD_DIM + lane[None, :]
     wanted = in_row[:, None] & (lane < HEAD_DIM)[None, :]
     x = tl.load(out + cells, mask=wanted, other=0.0).to(tl.float32)
-    y = tl.load(next_out + cells, mask=wanted & sees[:, None], other=0.0).to(tl.float32)
+    # Where nothing is seen it is 0, or NaN: kernels report NaN scores as nothing seen, too.
+    y = tl.load(next_out + cells, mask=wanted, other=0.0).to(tl.float32)
     tl.store(merged + cells, (x * share + y * next_share).to(merged.dtype.element_ty), mask=wanted)
 
 
