@@ -109,7 +109,8 @@ def _said(records: Sequence[Record]) -> list[str]:
 
 def _title(records: Sequence[Record]) -> str:
     case = records[0].case
-    what = f"prompts of {case['prompt']:,} tokens, answers of {case['shortest']:,} to "
+    shared = "shared " if any(r.case["variant"].endswith("+shared") for r in records) else ""
+    what = f"{shared}prompts of {case['prompt']:,} tokens, answers of {case['shortest']:,} to "
     if not case["prompt"]:
         what = "Python's help topics cut at "
     groups = f", {case['group']} to a prompt" if "group" in case and case["task"] == "grpo" else ""
