@@ -73,10 +73,10 @@ def units_of(layout: PackedLayout) -> list[Unit]:
 
 
 def _segments(segments: Segments) -> list[Unit]:
-    starts, stops, _, depths = segments.table.tolist()
+    starts, ends, _, depths = segments.table.tolist()
     units, tree = [], -1
-    for length, start, stop, depth in zip(segments.lengths, starts, stops, depths, strict=False):
+    for length, start, end, depth in zip(segments.lengths, starts, ends, depths, strict=False):
         tree += depth == 0
         if length > 0:
-            units.append(Unit(start, start + length, stop, depth, tree))
+            units.append(Unit(start, start + length, end, depth, tree))
     return units

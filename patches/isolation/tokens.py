@@ -21,14 +21,14 @@ class Unit(NamedTuple):
 
     Attributes:
         start, end: its first token, and the one past its last.
-        stop: one past the last token that may see it; of a segment, the end of its subtree.
+        subtree_end: one past the last token that may see it; of a document its end.
         depth: segments above it; 0 of a document.
         tree: the index of its tree in the row; None of a document.
     """
 
     start: int
     end: int
-    stop: int
+    subtree_end: int
     depth: int = 0
     tree: int | None = None
 
@@ -52,8 +52,8 @@ def halves(num_docs: int) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def halves_of(sample: Sequence[int], units: Sequence[Unit]) -> list[tuple[list[int], list[int]]]:
-    """Pairs (replaced, watched) of units: those of a sample are replaced by halves of each depth.
+def halves_of(chosen: Sequence[int], units: Sequence[Unit]) -> list[tuple[list[int], list[int]]]:
+    """Pairs (replaced, watched) of units: those chosen are replaced by halves of each depth.
 
     All units that do not see what is replaced are watched. Where none is, there is no pair.
 
@@ -63,11 +63,11 @@ def halves_of(sample: Sequence[int], units: Sequence[Unit]) -> list[tuple[list[i
     >>> halves_of([0, 1, 2], tree)
     [([2], [0, 1]), ([1], [0, 2])]
     """
-    chosen: list[list[int]] = []
-    for depth in sorted({units[unit].depth for unit in sample}):
-        level = [unit for unit in sample if units[unit].depth == depth]
-        chosen += [[level[i] for i in ones] for ones, _ in halves(len(level))] or [level]
-    pairs = [(replaced, outside(replaced, units)) for replaced in chosen]
+    groups: list[list[int]] = []
+    for depth in sorted({units[unit].depth for unit in chosen}):
+        level = [unit for unit in chosen if units[unit].depth == depth]
+        groups += [[level[i] for i in ones] for ones, _ in halves(len(level))] or [level]
+    pairs = [(replaced, outside(replaced, units)) for replaced in groups]
     return [(replaced, watched) for replaced, watched in pairs if watched]
 
 
@@ -78,16 +78,16 @@ def outside(chosen: Sequence[int], units: Sequence[Unit]) -> list[int]:
         chosen: by index.
         units: in the order of their tokens.
     """
-    among, stop, found = set(chosen), 0, []
+    among, subtree_end, found = set(chosen), 0, []
     for index, unit in enumerate(units):
         if index in among:
-            stop = max(stop, unit.stop)
-        if unit.start >= stop:
+            subtree_end = max(subtree_end, unit.subtree_end)
+        if unit.start >= subtree_end:
             found.append(index)
     return found
 
 
-def sample_of(documents: int | Sequence[int] | None, num_docs: int, seed: int) -> list[int]:
+def chosen_documents(documents: int | Sequence[int] | None, num_docs: int, seed: int) -> list[int]:
     """The documents to replace: all, that many at random, or those named.
 
     Raises:

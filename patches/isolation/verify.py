@@ -21,7 +21,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.isolation.blame import Blame, layers_of
 from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
-from flexvarlen.patches.isolation.tokens import halves_of, sample_of
+from flexvarlen.patches.isolation.tokens import chosen_documents, halves_of
 from flexvarlen.patches.isolation.trace import Trace, changed_tokens
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def verify_isolation(
             all, in 2·ceil(log2 N) forwards.
         layout: the documents over all B·S tokens, if the batch does not contain the boundaries (a
             4D mask).
-        seed: of the other tokens, the sample, and the loss that is differentiated.
+        seed: of the other tokens, the choice of documents, and the loss that is differentiated.
 
     Returns:
         What was tested.
@@ -95,16 +95,16 @@ gradients kept their bits too.
             f"batch must hold at least two documents, got {len(run.units)}; pack several, and mark "
             "where they start (position_ids, packed_layout, ...) or pass layout=."
         )
-    sample = sample_of(documents, len(run.units), seed)
+    chosen = chosen_documents(documents, len(run.units), seed)
     with run.as_before():
-        return _Search(run, sample, gradients).report()
+        return _Search(run, chosen, gradients).report()
 
 
 class _Search:
     """The runs of one `verify_isolation`."""
 
-    def __init__(self, run: IsolationRun, sample: list[int], gradients: bool | None) -> None:
-        self.run, self.sample = run, sample
+    def __init__(self, run: IsolationRun, chosen: list[int], gradients: bool | None) -> None:
+        self.run, self.chosen = run, chosen
         self.layers = layers_of(run.inner)
         self.why_no_gradients: str | None = None
         self.before, self.before_trace = self._first_run(gradients)
@@ -117,7 +117,7 @@ class _Search:
             IsolationError: a leak; one in the forward, if there is any.
         """
         run, backward = self.run, None
-        for replaced, watched in halves_of(self.sample, run.units):
+        for replaced, watched in halves_of(self.chosen, run.units):
             trace = self._trace(against=self.before_trace)
             after = run(replaced, watched, trace)
             found = self._first_change(trace, after, watched)
@@ -128,7 +128,7 @@ class _Search:
         if backward is not None:
             raise self._backward_error(*backward)
         return IsolationReport(
-            documents=tuple(self.sample),
+            documents=tuple(self.chosen),
             num_docs=len(run.units),
             forwards=run.forwards,
             layers=len(self.before_trace.completed),
