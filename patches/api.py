@@ -231,8 +231,12 @@ def patch_model(
     causal = bool(recurrent) or any(kind.causal for kind in kinds)
     head = kind_of_head(inner, causal=causal)
     check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group, share_prefixes)
+    guarantees = {
+        "deterministic": resolve_flag(DETERMINISTIC, deterministic),
+        "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),
+    }
     why = why_no_trees(text_config_of(inner.config), causal=causal, recurrent=bool(recurrent))
-    if resolve_flag(BATCH_INVARIANT, batch_invariant):
+    if guarantees["batch_invariant"]:
         why = why or "batch_invariant"
     if share_prefixes and why is not None:
         raise NotImplementedError(f"share_prefixes=True is not supported with {why}; leave it out.")
@@ -244,12 +248,8 @@ def patch_model(
     refuse_windows_both_ways(text_config_of(inner.config))
     rotary = text_tower(base_of(inner))._modules.get("rotary_emb")
     refuse_dynamic_rope(text_config_of(inner.config), rotary)
-    guarantees = {
-        "deterministic": resolve_flag(DETERMINISTIC, deterministic),
-        "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),
-    }
-    backend = checked_choice(backend, (*kinds, *vision_kinds))
     every = (*kinds, *vision_kinds)
+    backend = checked_choice(backend, every)
     check_machine(backend, every, inner.device, **guarantees, trees=share_prefixes)
     named = names_in(backend)[0]
     patch = Patch(

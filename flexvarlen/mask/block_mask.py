@@ -131,15 +131,10 @@ def tree_mask_mod(lo: Tensor, bounds: TreeBounds) -> MaskMod:
     end, position, first = bounds
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv >= lo[q]) & (kv <= q) & (q < end[kv])
+        seen = (kv >= lo[q]) & (kv <= q) & (q < end[kv])
+        return seen if first is None else seen & (position[kv] >= first[q])
 
-    if first is None:
-        return mask_mod
-
-    def limited_mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv >= lo[q]) & (kv <= q) & (q < end[kv]) & (position[kv] >= first[q])
-
-    return limited_mask_mod
+    return mask_mod
 
 
 def interval_mask_mod(lo: Tensor, hi: Tensor) -> MaskMod:

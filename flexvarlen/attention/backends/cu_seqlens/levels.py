@@ -64,9 +64,15 @@ def _boundaries(table: Tensor, levels: int) -> Tensor:
     stops, level = table[0, 1:], torch.arange(levels, device=table.device)[:, None]
     queries = torch.where(depths <= level, stops, 0), torch.where(depths == level, ends, 0)
     keys = starts.expand(levels, -1), stops.expand(levels, -1)
-    slots = (torch.stack(x, dim=-1).flatten(1) for x in (queries, keys))
-    spare = -(2 * table.shape[1] - 1) % 4
-    return torch.nn.functional.pad(torch.stack(tuple(slots), dim=1), (1, spare)).cummax(2).values
+    slots = torch.stack([torch.stack(x, dim=-1).flatten(1) for x in (queries, keys)], dim=1)
+    spare = _row_length(table) - 1 - slots.shape[2]
+    return torch.nn.functional.pad(slots, (1, spare)).cummax(2).values
+
+
+def _row_length(table: Tensor) -> int:
+    """Of a row of `Levels.above`: ends of two slots for each segment, a multiple of 16 bytes."""
+    ends = 2 * table.shape[1] - 1
+    return ends + -ends % 4
 
 
 _operator = torch.library.custom_op("flexvarlen::level_boundaries", mutates_args=())(_boundaries)
@@ -74,8 +80,7 @@ _operator = torch.library.custom_op("flexvarlen::level_boundaries", mutates_args
 
 @_operator.register_fake
 def _(table: Tensor, levels: int) -> Tensor:
-    ends = 2 * table.shape[1] - 1
-    return table.new_empty(levels, 2, ends + -ends % 4)
+    return table.new_empty(levels, 2, _row_length(table))
 
 
 def attend_levels(
