@@ -175,17 +175,16 @@ def test_one_graph_for_twenty_trees(kernel):
         return packed_attention(*given[:3], given[3], backend=name)
 
     torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True)
-    with watch_compilation() as stats:
-        for n in range(20):
-            lengths, parents = (1000 + 13 * n, 200, 400 - 7 * n, 500), (-1, 0, n % 2, n % 2 - 1)
-            layout = Tree(lengths, parents).layout(device=device, **sizes)
-            found, expected = (
-                differentiate(lambda *x, f=f, to=layout: f(*x, to), qkv, grad)
-                for f in (compiled, attend)
-            )
-            torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
-    assert (stats.compilations, stats.graph_breaks) == (1, 0)
+    compiled, compilations = torch.compile(attend, fullgraph=True), []
+    for n in range(20):
+        lengths, parents = (1000 + 13 * n, 200, 400 - 7 * n, 500), (-1, 0, n % 2, n % 2 - 1)
+        layout = Tree(lengths, parents).layout(device=device, **sizes)
+        expected = differentiate(lambda *x, to=layout: attend(*x, to), qkv, grad)
+        with watch_compilation() as stats:  # the eager flex compiles its own kernel
+            found = differentiate(lambda *x, to=layout: compiled(*x, to), qkv, grad)
+        compilations.append(stats.compilations)
+        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    assert compilations == [1] + 19 * [0]
 
 
 @pytest.mark.parametrize("kernel", serving(kernels("nested", "cudnn", cpu=False)))
