@@ -21,6 +21,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(_threads))
 # Nothing that a test compiles is kept for the next run.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 
+# fla would time dozens of configurations of each of its kernels, in every worker.
+os.environ.setdefault("FLA_CACHE_MODE", "default")
+os.environ.setdefault("FLA_CONFIG_DIR", str(Path(__file__).parents[1] / "bench" / "fla_configs"))
+
 # Inductor would compile a small program for each instruction set that /proc/cpuinfo names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

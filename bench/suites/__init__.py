@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 if TYPE_CHECKING:
@@ -47,9 +49,15 @@ SUITES: dict[str, Entry] = {
 }
 """By name, in the order of `flexvarlen bench list`."""
 
+FLA_CONFIGS = Path(__file__).parents[1] / "fla_configs"
+"""One configuration for each of fla's kernels, for an H200; not in an installed package."""
+
 
 def suite_of(name: str) -> Suite:
     """The suite of that name.
+
+    Its recurrent layers run fla's kernels in the configurations of `FLA_CONFIGS`, unless the
+    environment names others: fla would time dozens of them in each process, for minutes.
 
     Raises:
         ValueError: there is none.
@@ -58,6 +66,9 @@ def suite_of(name: str) -> Suite:
         raise ValueError(
             f"suite must be one of {', '.join(SUITES)}, or all, got {name!r}; choose one."
         )
+    if FLA_CONFIGS.is_dir():
+        os.environ.setdefault("FLA_CACHE_MODE", "default")  # read when fla is imported
+        os.environ.setdefault("FLA_CONFIG_DIR", str(FLA_CONFIGS))
     entry = SUITES[name]
     module = importlib.import_module(f"flexvarlen.bench.suites.{entry.module}")
     return cast("Suite", getattr(module, entry.name))

@@ -156,12 +156,12 @@ def readme() -> list[Cell]:
 
 
 def quick(dtype: str) -> list[Cell]:
-    """Tiny cells."""
+    """Small cells, of a head_dim that every kernel has."""
     kinds: tuple[tuple[Documents, int], ...] = (("uniform", 64), ("log-normal", 48), ("short", 80))
     return [
-        *cells_of(16, (4, 2), True, (128,), kinds[:1], dtype),
-        *cells_of(16, (4, 2), True, (256,), kinds[1:], dtype),
-        *cells_of(16, (2, 2), False, (256,), kinds[:1], dtype),
+        *cells_of(64, (4, 2), True, (128,), kinds[:1], dtype),
+        *cells_of(64, (4, 2), True, (256,), kinds[1:], dtype),
+        *cells_of(64, (2, 2), False, (256,), kinds[:1], dtype),
     ]
 
 

@@ -79,7 +79,7 @@ class VarlenStudy(Suite):
     def cases(self, options: Options) -> Sequence[Case]:
         if options.quick or not options.on_gpu:
             dtype = "bfloat16" if options.on_gpu else "float32"  # raw kernels know no other
-            return [StudyCase((40, 24), 2, 2, 16, dtype=dtype)]
+            return [StudyCase((40, 24), 2, 2, 64, dtype=dtype)]
         return [StudyCase(lengths) for lengths in PACKINGS]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
