@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from flexvarlen.layout.segments import path_to
 class PrefixTree:
     """Rows as paths through segments, laid out depth first.
 
-    Rows share a token if they are equal, in all columns, at it and at every token before it. So
-    equal rows share everything, and a row that another one continues shares all its tokens.
+    Rows share a token if they are equal at it and at every token before it. So equal rows share
+    everything, and a row that another one continues shares all its tokens.
 
     Args:
-        rows: `[L, C]` integers on the host, each of L tokens: what must be equal to share one.
+        row_lengths: tokens of each row.
+        common: (two rows, a token before which they are equal) -> how many they share from it on.
+        next_token: (a row, one of its tokens) -> what tells it from the tokens that follow the same
+            ones in other rows.
         max_depth: segments on a path at most; rows share nothing below. None: no bound.
         min_tokens: of a shared segment that has others below it; a shorter one is repeated in
             each of them.
@@ -32,20 +36,34 @@ class PrefixTree:
     """
 
     def __init__(
-        self, rows: Sequence[Tensor], *, max_depth: int | None = None, min_tokens: int = 1
+        self,
+        row_lengths: Sequence[int],
+        common: Callable[[int, int, int], int],
+        next_token: Callable[[int, int], Hashable],
+        *,
+        max_depth: int | None = None,
+        min_tokens: int = 1,
     ) -> None:
-        self.rows = rows
         self.pieces: list[tuple[int, int, int]] = []
         self.parents: list[int] = []
         self.counts: list[int] = []
-        self.ends = [-1] * len(rows)
+        self.ends = [-1] * len(row_lengths)
         self.depth = 0
-        left = [(group, 0, -1, 1) for group in reversed(self._branches(range(len(rows)), 0))]
+
+        def branches_of(group: Iterable[int], at: int) -> list[list[int]]:
+            """The rows of a group that go on, by their next token, in order of appearance."""
+            found: dict[Hashable, list[int]] = {}
+            for row in group:
+                if at < row_lengths[row]:
+                    found.setdefault(next_token(row, at), []).append(row)
+            return list(found.values())
+
+        left = [(group, 0, -1, 1) for group in reversed(branches_of(range(len(row_lengths)), 0))]
         while left:
             group, start, parent, depth = left.pop()
-            stop = start + min(self._common(group[0], other, start) for other in group)
-            branches = self._branches(group, stop)
-            ended = [row for row in group if len(rows[row]) == stop]
+            stop = start + min(common(group[0], other, start) for other in group)
+            branches = branches_of(group, stop)
+            ended = [row for row in group if row_lengths[row] == stop]
             if len(group) > 1 and branches and (stop - start < min_tokens or depth == max_depth):
                 apart = [*branches, ended] if ended else branches
                 left += [(each, start, parent, depth) for each in reversed(apart)]
@@ -58,6 +76,21 @@ class PrefixTree:
             for row in ended:
                 self.ends[row] = segment
             left += [(each, stop, segment, depth + 1) for each in reversed(branches)]
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], **bounds: Any) -> PrefixTree:
+        """The tree of rows that are `[L, C]` integers on the host, equal where all columns are."""
+
+        def common(a: int, b: int, start: int) -> int:
+            first, second = rows[a][start:], rows[b][start:]
+            length = min(len(first), len(second))
+            differ = (first[:length] != second[:length]).any(1).nonzero()
+            return int(differ[0]) if len(differ) else length
+
+        def next_token(row: int, at: int) -> Hashable:
+            return tuple(rows[row][at].tolist())
+
+        return cls([len(row) for row in rows], common, next_token, **bounds)
 
     @property
     def lengths(self) -> list[int]:
@@ -72,18 +105,3 @@ class PrefixTree:
         """int64 `[L]` on the host, of each row: where its tokens are among all segments' tokens."""
         starts = list(accumulate(self.lengths, initial=0))
         return [path_to(end, starts, self.parents) for end in self.ends]
-
-    def _branches(self, group: Iterable[int], at: int) -> list[list[int]]:
-        """The rows of a group that go on, by their next token, in order of appearance."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for row in group:
-            if at < len(self.rows[row]):
-                found.setdefault(tuple(self.rows[row][at].tolist()), []).append(row)
-        return list(found.values())
-
-    def _common(self, a: int, b: int, start: int) -> int:
-        """How many tokens two rows share from `start` on."""
-        first, second = self.rows[a][start:], self.rows[b][start:]
-        length = min(len(first), len(second))
-        differ = (first[:length] != second[:length]).any(1).nonzero()
-        return int(differ[0]) if len(differ) else length

@@ -20,6 +20,9 @@ from flexvarlen.layout.prefix_tree import PrefixTree
 MIN_SHARED_TOKENS = 32
 """Of a segment that rows share: what a shorter one saves is less than a deeper tree costs."""
 
+COMPARED_AT_ONCE = 2**26
+"""Pairs of tokens that are compared at once, each in a byte of memory or a few."""
+
 
 class PaddedBatch:
     """A padded batch of B rows, each holding one document, and the packed row of its real tokens.
@@ -195,22 +198,25 @@ def share_prefixes_of_rows(
     of_tokens = padded.inputs_of_tokens(inputs).values()
     if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
         return padded
+    batch, row_tokens = padded.batch, padded.row_tokens
     at = padded.offsets[: sum(lengths)]
-    columns = [x.expand(padded.batch, -1).flatten()[at] for x in of_tokens]
-    known = torch.stack([*columns, at % padded.row_tokens, at], dim=1).cpu().split(lengths)
-    tree = PrefixTree([row[:, :-1] for row in known], min_tokens=MIN_SHARED_TOKENS)
+    real = torch.zeros(batch * row_tokens, dtype=torch.bool, device=at.device)
+    real = real.index_fill(0, at, True)
+    columns = [x.expand(batch, row_tokens) for x in of_tokens]
+    common = _common_tokens(columns, real.view(batch, row_tokens)).tolist()
+    tree = PrefixTree(
+        lengths,
+        common=lambda a, b, start: common[a][b] - start,
+        next_token=lambda row, token: next(x for x in range(batch) if common[x][row] > token),
+        min_tokens=MIN_SHARED_TOKENS,
+    )
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):
         return padded
-    total, slots = _round_up(tokens, multiple_of), padded.batch * padded.row_tokens
-    offsets = torch.full((total,), slots, device="cpu")
-    offsets[:tokens] = tree.take([row[:, -1] for row in known])
-    real_slots = torch.cat(known)[:, -1]
-    real = torch.zeros(slots, dtype=torch.bool, device="cpu").index_fill(0, real_slots, True)
+    total = _round_up(tokens, multiple_of)
+    offsets = tree.take(at.split(lengths))
     # Padding is spread over all tokens: in the backward sums of many into one are slow.
-    index = (torch.arange(slots, device="cpu") % total).index_copy(
-        0, real_slots, torch.cat(tree.paths())
-    )
+    index = torch.arange(len(real), device=at.device) % total
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,
@@ -220,14 +226,35 @@ def share_prefixes_of_rows(
     )
     return PaddedBatch(
         layout,
-        offsets.to(at.device),
-        padded.batch,
-        padded.row_tokens,
-        packed_index=index.to(at.device),
-        real=real.to(at.device),
+        torch.nn.functional.pad(offsets, (0, total - tokens), value=len(real)),
+        batch,
+        row_tokens,
+        packed_index=index.index_copy(0, at, torch.cat(tree.paths()).to(at.device)),
+        real=real,
         pads_left=padded.pads_left,
         has_empty_row=padded.has_empty_row,
     )
+
+
+def _common_tokens(columns: list[Tensor], real: Tensor) -> Tensor:
+    """int64 `[B, B]`: how many tokens of one row another begins with, at the same offsets.
+
+    Where they begin at different offsets it is 0 or less.
+
+    Args:
+        columns: `[B, S]`, of which all must be equal.
+        real: bool `[B, S]`, False at padding, which is before and after a row's tokens.
+    """
+    first, lengths = real.int().argmax(1, keepdim=True), real.sum(1, keepdim=True)
+    found, step = [], max(1, COMPARED_AT_ONCE // max(1, real.numel()))
+    for start in range(0, len(real), step):
+        own = slice(start, start + step)
+        differ = real[own, None] != real
+        for x in columns:
+            differ |= (x[own, None] != x) & real
+        end = torch.nn.functional.pad(differ.byte(), (0, 1), value=1).argmax(2)
+        found.append((end - first[own]).minimum(lengths[own]))
+    return torch.cat(found)
 
 
 def _round_up(tokens: int, multiple_of: int) -> int:

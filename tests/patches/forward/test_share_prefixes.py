@@ -6,9 +6,16 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flexvarlen as fv
-from flexvarlen.patches.batch.padded_batch import PaddedBatch, share_prefixes_of_rows
+from flexvarlen.patches.batch import padded_batch
+from flexvarlen.patches.batch.padded_batch import (
+    PaddedBatch,
+    find_padding,
+    share_prefixes_of_rows,
+)
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.patches.forward.test_unpad import (
     ENCODERS,
@@ -135,6 +142,39 @@ def test_a_head_that_gives_its_base_other_ids():
     inputs = padded("right")
     inputs["labels"] = next_tokens(inputs)
     assert_same(plain, sharing(plain), inputs)
+
+
+# Padding before a row, and its tokens, of few kinds, so that rows share a lot.
+ROWS = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=6)), min_size=1, max_size=7
+)
+
+
+@given(ROWS, st.integers(1, 3), st.sampled_from([1, 64, 2**26]))
+def test_each_prefix_at_its_offset_is_there_once(given_rows, multiple_of, compared_at_once):
+    ids = torch.arange(len(given_rows))[:, None].repeat(1, 8)  # of other padding in each row
+    mask = torch.zeros_like(ids)
+    for row, (first, tokens) in enumerate(given_rows):
+        ids[row, first : first + len(tokens)] = torch.tensor(tokens)
+        mask[row, first : first + len(tokens)] = 1
+    found = find_padding(mask, None, multiple_of=multiple_of, even_without=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)
+        patch.setattr(padded_batch, "COMPARED_AT_ONCE", compared_at_once)
+        found = share_prefixes_of_rows(found, {"input_ids": ids}, multiple_of=multiple_of)
+    prefixes = {
+        (first, *tokens[:stop])
+        for first, tokens in given_rows
+        for stop in range(1, 1 + len(tokens))
+    }
+    total = max(-(-len(prefixes) // multiple_of), 1) * multiple_of
+    assert (found.layout.total_tokens, int((found.offsets < ids.numel()).sum())) == (
+        total,
+        len(prefixes),
+    )
+    assert torch.equal(found.to_batch(found.to_row(ids), padding=-1), ids.where(mask == 1, -1))
+    positions = found.to_batch(found.layout.position_ids()[None], padding=-1)
+    assert torch.equal(positions, (mask.cumsum(1) - 1).where(mask == 1, -1))
 
 
 def test_gradients_of_shared_tokens_are_summed_in_fp32():
