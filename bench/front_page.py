@@ -1,10 +1,11 @@
-"""The README's table of six measurements, and its picture, from the records of several suites."""
+"""The README's table of measurements, and its picture, from the records of several suites."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from flexvarlen.bench.suites.contract.leaks import HYBRID
 from flexvarlen.bench.suites.masks.mask_build import BASELINES, COMPARED, HEADLINE_TOKENS
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
@@ -76,6 +77,15 @@ def long_documents(records: Sequence[Record]) -> Line | None:
     return _line(what, values, "auto", names)
 
 
+def shared_prompts(records: Sequence[Record]) -> Line | None:
+    """A trainer's padded batch, of which one prompt is most."""
+    case = {"task": "grpo", "prompt": 4096, "group": 16}
+    values = _values(records, "preference", "samples_per_s", **case)
+    what = "TRL's GRPO update, 16 answers to a prompt of 4,096 tokens, share_prefixes: samples/s"
+    names = {"padded-fa3": "transformers FA3, padded"}
+    return _line(what, values, "auto+shared", names, more_is_better=True)
+
+
 def small_inference(records: Sequence[Record]) -> Line | None:
     """A short forward, where the host's time decides."""
     values = _values(records, "small-inference", "ms_p50", mode="cuda graphs")
@@ -95,24 +105,37 @@ def mask(records: Sequence[Record]) -> Line | None:
     return _line(what, values, COMPARED, {name: name for name in BASELINES})
 
 
-def leaks(records: Sequence[Record]) -> Line | None:
+def leaks(models: str, *, hybrid: bool) -> Callable[[Sequence[Record]], Line | None]:
     """Forms of a batch in which documents leak silently."""
-    found: dict[str, set[str]] = {}
-    for r in records:
-        if r.suite == "leaks":
-            forms = found.setdefault(r.case["variant"], set())
-            forms |= {r.case["pass"]} if r.status == "wrong" else set()
-    ours = [forms for name, forms in found.items() if name.startswith("flexvarlen:")]
-    if not ours:
-        return None
-    theirs = {name: forms for name, forms in found.items() if name.startswith("transformers:")}
-    forms = {r.case["pass"] for r in records if r.suite == "leaks"}
-    what = f"of {len(forms)} forms of a packed batch, how many leak or give wrong numbers silently"
-    said = [f"{name.replace(':', ' ')} {len(x)}" for name, x in theirs.items()]
-    return what, f"**{len(set().union(*ours))}**", "; ".join(said)
+
+    def line(records: Sequence[Record]) -> Line | None:
+        own = [r for r in records if r.suite == "leaks" and (r.case["model"] in HYBRID) == hybrid]
+        found: dict[str, set[str]] = {r.case["variant"]: set() for r in own}
+        for r in own:
+            if r.status == "wrong":
+                found[r.case["variant"]].add(r.case["pass"])
+        ours = [forms for name, forms in found.items() if name.startswith("flexvarlen:")]
+        if not ours:
+            return None
+        theirs = {name: forms for name, forms in found.items() if name.startswith("transformers:")}
+        forms = len({r.case["pass"] for r in own})
+        what = f"{models}: of {forms} forms of a batch, how many leak or are wrong silently"
+        said = [f"{name.replace(':', ' ')} {len(x)}" for name, x in theirs.items()]
+        return what, f"**{len(set().union(*ours))}**", "; ".join(said)
+
+    return line
 
 
-LINES = (trained("eager"), trained("compiled"), long_documents, small_inference, mask, leaks)
+LINES = (
+    trained("eager"),
+    trained("compiled"),
+    shared_prompts,
+    long_documents,
+    small_inference,
+    mask,
+    leaks("Llama and Qwen3", hybrid=False),
+    leaks("Qwen3.5, LFM2 and Granite 4, hybrids", hybrid=True),
+)
 
 
 def _line(
