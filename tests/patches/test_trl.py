@@ -17,6 +17,7 @@ import flexvarlen as fv
 from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.contract_oracle import Step, check_step
 from tests.contract_training import documents, recorded, settings
+from tests.patches.forward.test_unpad import seen_tokens
 from tests.tiny_models import VOCABULARY, exact_and_peer, new_model, one_row
 from tests.two_processes import WORLD, meet, start
 
@@ -167,6 +168,19 @@ def test_two_processes(tmp_path):
                 assert torch.equal(gradient, other.gradients[name]), name
             ids = [part for x in mine + others for part in parts(x, "input_ids")]
             check_step(step, new_model("qwen3"), ids, autocast=WAYS[way].get("bf16", False))
+
+
+def test_padded_rows_share_their_prefix(tmp_path):
+    model = fv.patch_model(new_model("qwen3"), "sdpa", unpad=True, share_prefixes=True)
+    prompt = list(range(3, 43))
+    texts = {"input_ids": [prompt + answer for answer in documents()]}
+    trainer, recorder, seen = sft(model, tmp_path, dataset=texts, max_length=None)
+    rows = seen_tokens(model)
+    trainer.train()
+    assert check(recorder, seen, new_model("qwen3")) == 8
+    for (_, tokens), features in zip(rows, seen, strict=False):  # a loader looks ahead
+        texts = {tuple(x["input_ids"]) for x in features}
+        assert tokens <= sum(map(len, texts)) - len(prompt) * (len(texts) - 1)
 
 
 def test_a_model_whose_documents_are_lost_fails_the_oracle(tmp_path):
