@@ -21,10 +21,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(_threads))
 # Nothing that a test compiles is kept for the next run.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 
-# fla would time dozens of configurations of each of its kernels, in every worker.
-os.environ.setdefault("FLA_CACHE_MODE", "default")
-os.environ.setdefault("FLA_CONFIG_DIR", str(Path(__file__).parents[1] / "bench" / "fla_configs"))
-
 # Inductor would compile a small program for each instruction set that /proc/cpuinfo names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -52,9 +48,11 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from flexvarlen.bench.suites import use_fla_configs  # noqa: E402
 from tests.pairwise import sampled  # noqa: E402
 
 torch.set_num_threads(_threads)
+use_fla_configs()
 
 # The first example of a test may import or compile: a deadline would fail on that alone.
 hypothesis.settings.register_profile("dev", deadline=None)

@@ -50,14 +50,11 @@ SUITES: dict[str, Entry] = {
 """By name, in the order of `flexvarlen bench list`."""
 
 FLA_CONFIGS = Path(__file__).parents[1] / "fla_configs"
-"""One configuration for each of fla's kernels, for an H200; not in an installed package."""
+"""One configuration for each of fla's kernels, for Hopper GPUs."""
 
 
 def suite_of(name: str) -> Suite:
     """The suite of that name.
-
-    Its recurrent layers run fla's kernels in the configurations of `FLA_CONFIGS`, unless the
-    environment names others: fla would time dozens of them in each process, for minutes.
 
     Raises:
         ValueError: there is none.
@@ -66,9 +63,19 @@ def suite_of(name: str) -> Suite:
         raise ValueError(
             f"suite must be one of {', '.join(SUITES)}, or all, got {name!r}; choose one."
         )
-    if FLA_CONFIGS.is_dir():
-        os.environ.setdefault("FLA_CACHE_MODE", "default")  # read when fla is imported
-        os.environ.setdefault("FLA_CONFIG_DIR", str(FLA_CONFIGS))
     entry = SUITES[name]
     module = importlib.import_module(f"flexvarlen.bench.suites.{entry.module}")
     return cast("Suite", getattr(module, entry.name))
+
+
+def use_fla_configs() -> None:
+    """Let fla take `FLA_CONFIGS` on a Hopper GPU, unless the environment asks for others.
+
+    fla would time dozens of configurations of each kernel in every process, for minutes. Call it
+    before fla is imported.
+    """
+    import torch
+
+    asked = "FLA_CACHE_MODE" in os.environ or "FLA_CONFIG_DIR" in os.environ
+    if not asked and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        os.environ.update(FLA_CACHE_MODE="default", FLA_CONFIG_DIR=str(FLA_CONFIGS))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexvarlen.bench.suites import SUITES, suite_of
+from flexvarlen.bench.suites import SUITES, suite_of, use_fla_configs
 from flexvarlen.cli.console import (
     FAILURE,
     FINDING,
@@ -67,6 +67,7 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
     from flexvarlen.verify.corpus import read_documents
     from flexvarlen.verify.variants import is_ours
 
+    use_fla_configs()
     options = _options(asked, names)
     read_documents(asked.text or [])
     found = chosen_cases([suite_of(name) for name in names], options, asked.cases)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,10 @@ class PrefixTree:
 
     Args:
         row_lengths: tokens of each row.
-        common: (two rows, a token before which they are equal) -> how many they share from it on.
-        next_token: (a row, one of its tokens) -> what tells it from the tokens that follow the same
-            ones in other rows.
+        common: called with two rows and an offset up to which they are equal; returns how many
+            tokens they share from there.
+        next_token: called with a row and an offset; returns a key, the same for all rows that are
+            equal up to there and have the same token there.
         max_depth: segments on a path at most; rows share nothing below. None: no bound.
         min_tokens: of a shared segment that has others below it; a shorter one is repeated in
             each of them.
@@ -78,8 +78,10 @@ class PrefixTree:
             left += [(each, stop, segment, depth + 1) for each in reversed(branches)]
 
     @classmethod
-    def of(cls, rows: Sequence[Tensor], **bounds: Any) -> PrefixTree:
-        """The tree of rows that are `[L, C]` integers on the host, equal where all columns are."""
+    def from_rows(
+        cls, rows: Sequence[Tensor], *, max_depth: int | None = None, min_tokens: int = 1
+    ) -> PrefixTree:
+        """The tree of rows of `[L, C]` integers on the host; tokens are equal in all C."""
 
         def common(a: int, b: int, start: int) -> int:
             first, second = rows[a][start:], rows[b][start:]
@@ -90,7 +92,8 @@ class PrefixTree:
         def next_token(row: int, at: int) -> Hashable:
             return tuple(rows[row][at].tolist())
 
-        return cls([len(row) for row in rows], common, next_token, **bounds)
+        lengths = [len(row) for row in rows]
+        return cls(lengths, common, next_token, max_depth=max_depth, min_tokens=min_tokens)
 
     @property
     def lengths(self) -> list[int]:

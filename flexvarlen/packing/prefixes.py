@@ -107,7 +107,7 @@ def share_prefixes(
     if not (is_int(min_tokens) and min_tokens >= 1):
         raise ValueError(f"min_tokens must be an integer of at least 1, got {min_tokens!r}.")
     pairs = [_with_labels(index, sample) for index, sample in enumerate(samples)]
-    tree = PrefixTree.of(pairs, max_depth=max_depth, min_tokens=min_tokens)
+    tree = PrefixTree.from_rows(pairs, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,

@@ -21,7 +21,7 @@ MIN_SHARED_TOKENS = 32
 """Of a segment that rows share: what a shorter one saves is less than a deeper tree costs."""
 
 COMPARED_AT_ONCE = 2**26
-"""Pairs of tokens that are compared at once, each in a byte of memory or a few."""
+"""Pairs of tokens that are compared at once, three bytes each; at least those of one row."""
 
 
 class PaddedBatch:
@@ -191,70 +191,68 @@ def share_prefixes_of_rows(
         inputs: the base model's arguments. Nothing is shared if there are embeddings among them.
         multiple_of: T is rounded up to a multiple of this.
 
-    Reads the device once.
+    Compares all pairs of rows, in B·B·S steps on the device, which it reads once.
     """
-    lengths = padded.layout.lengths
+    lengths, batch = padded.layout.lengths, padded.batch
     assert lengths is not None  # `find_padding` read them
     of_tokens = padded.inputs_of_tokens(inputs).values()
-    if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
+    if not any(lengths) or any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
         return padded
-    batch, row_tokens = padded.batch, padded.row_tokens
-    at = padded.offsets[: sum(lengths)]
-    real = torch.zeros(batch * row_tokens, dtype=torch.bool, device=at.device)
-    real = real.index_fill(0, at, True)
-    columns = [x.expand(batch, row_tokens) for x in of_tokens]
-    common = _common_tokens(columns, real.view(batch, row_tokens)).tolist()
+    real = padded.to_batch(torch.ones_like(padded.offsets, dtype=torch.bool)[None])
+    common = _common_tokens([x for x in of_tokens if len(x) == batch], real).tolist()
     tree = PrefixTree(
         lengths,
         common=lambda a, b, start: common[a][b] - start,
-        next_token=lambda row, token: next(x for x in range(batch) if common[x][row] > token),
+        next_token=lambda row, at: next(x for x, shared in enumerate(common[row]) if shared > at),
         min_tokens=MIN_SHARED_TOKENS,
     )
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):
         return padded
     total = _round_up(tokens, multiple_of)
-    offsets = tree.take(at.split(lengths))
+    slots, token_offsets = batch * padded.row_tokens, padded.offsets[: sum(lengths)]
+    offsets = tree.take(token_offsets.split(lengths))
     # Padding is spread over all tokens: in the backward sums of many into one are slow.
-    index = torch.arange(len(real), device=at.device) % total
+    index = torch.arange(slots, device=offsets.device) % total
+    paths = torch.cat(tree.paths()).to(offsets.device)
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,
         total_tokens=total,
-        device=at.device,
+        device=offsets.device,
         max_depth=round_up_to_power_of_two(tree.depth),  # few graphs
     )
     return PaddedBatch(
         layout,
-        torch.nn.functional.pad(offsets, (0, total - tokens), value=len(real)),
+        torch.nn.functional.pad(offsets, (0, total - tokens), value=slots),
         batch,
-        row_tokens,
-        packed_index=index.index_copy(0, at, torch.cat(tree.paths()).to(at.device)),
-        real=real,
+        padded.row_tokens,
+        packed_index=index.index_copy(0, token_offsets, paths),
+        real=real.flatten(),
         pads_left=padded.pads_left,
         has_empty_row=padded.has_empty_row,
     )
 
 
-def _common_tokens(columns: list[Tensor], real: Tensor) -> Tensor:
-    """int64 `[B, B]`: how many tokens of one row another begins with, at the same offsets.
+def _common_tokens(inputs: list[Tensor], real: Tensor) -> Tensor:
+    """int64 `[B, B]`; `[i, j]`: with how many of row i's tokens row j begins, at the same offsets.
 
-    Where they begin at different offsets it is 0 or less.
+    It is 0 or less where the rows begin at different offsets.
 
     Args:
-        columns: `[B, S]`, of which all must be equal.
+        inputs: `[B, S]`, all of which must be equal.
         real: bool `[B, S]`, False at padding, which is before and after a row's tokens.
     """
     first, lengths = real.int().argmax(1, keepdim=True), real.sum(1, keepdim=True)
-    found, step = [], max(1, COMPARED_AT_ONCE // max(1, real.numel()))
+    counts, step = [], max(1, COMPARED_AT_ONCE // real.numel())
     for start in range(0, len(real), step):
-        own = slice(start, start + step)
-        differ = real[own, None] != real
-        for x in columns:
-            differ |= (x[own, None] != x) & real
-        end = torch.nn.functional.pad(differ.byte(), (0, 1), value=1).argmax(2)
-        found.append((end - first[own]).minimum(lengths[own]))
-    return torch.cat(found)
+        rows = slice(start, start + step)
+        differ = real[rows, None] != real
+        for x in inputs:
+            differ |= (x[rows, None] != x) & real
+        end = torch.nn.functional.pad(differ.view(torch.uint8), (0, 1), value=1).argmax(2)
+        counts.append((end - first[rows]).minimum(lengths[rows]))
+    return torch.cat(counts)
 
 
 def _round_up(tokens: int, multiple_of: int) -> int:

@@ -20,7 +20,7 @@ def rows_of(ids):
 @given(texts, st.one_of(st.none(), st.integers(1, 4)), st.integers(1, 4))
 def test_each_row_is_its_path(ids, max_depth, min_tokens):
     rows = rows_of(ids)
-    tree = PrefixTree.of(rows, max_depth=max_depth, min_tokens=min_tokens)
+    tree = PrefixTree.from_rows(rows, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(tree.lengths, tree.parents)  # depth first, or it raises
     tokens = tree.take(rows) if tree.pieces else torch.empty(0, 1)
     for row, path in zip(rows, tree.paths(), strict=True):
@@ -38,7 +38,7 @@ def test_each_row_is_its_path(ids, max_depth, min_tokens):
 def test_nothing_is_computed_twice(ids):
     rows = rows_of(ids)
     prefixes = {tuple(row[:n]) for row in ids for n in range(1, len(row) + 1)}
-    tree = PrefixTree.of(rows)
+    tree = PrefixTree.from_rows(rows)
     assert sum(tree.lengths) == len(prefixes)
     through = [sum(len(row) >= stop and row[:stop] == ids[of][:stop] for row in ids)
                for of, _, stop in tree.pieces]  # fmt: skip
@@ -49,13 +49,13 @@ def test_rows_that_share_little_still_share_among_themselves():
     """Below `min_tokens` or `max_depth` the rows part by what follows, from the same token on."""
     rows = rows_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 7, 8, 9], [1, 7, 8, 6]])
     for options in ({"min_tokens": 2}, {"max_depth": 2, "min_tokens": 2}):
-        tree = PrefixTree.of(rows, **options)
+        tree = PrefixTree.from_rows(rows, **options)
         assert tree.parents == [-1, 0, 0, -1, 3, 3]
         assert tree.lengths == [3, 1, 1, 3, 1, 1]
-    assert PrefixTree.of(rows, max_depth=2).parents == [-1, 0, 0, 0, 0]
+    assert PrefixTree.from_rows(rows, max_depth=2).parents == [-1, 0, 0, 0, 0]
 
 
 def test_rows_that_each_continue_the_last():
     rows = [torch.arange(n)[:, None] for n in range(1, 200)]
-    tree = PrefixTree.of(rows)
+    tree = PrefixTree.from_rows(rows)
     assert (sum(tree.lengths), tree.depth) == (199, 199)

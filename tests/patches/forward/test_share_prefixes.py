@@ -150,31 +150,34 @@ ROWS = st.lists(
 )
 
 
-@given(ROWS, st.integers(1, 3), st.sampled_from([1, 64, 2**26]))
-def test_each_prefix_at_its_offset_is_there_once(given_rows, multiple_of, compared_at_once):
-    ids = torch.arange(len(given_rows))[:, None].repeat(1, 8)  # of other padding in each row
+@given(ROWS, st.booleans(), st.integers(1, 3), st.sampled_from([1, 64, 2**26]))
+def test_a_prefix_is_computed_once_for_each_offset(rows, typed, multiple_of, compared_at_once):
+    ids = torch.arange(len(rows))[:, None].repeat(1, 8)  # of other padding in each row
+    types = (torch.arange(len(rows)) % 2 * typed)[:, None].repeat(1, 8)
     mask = torch.zeros_like(ids)
-    for row, (first, tokens) in enumerate(given_rows):
+    for row, (first, tokens) in enumerate(rows):
         ids[row, first : first + len(tokens)] = torch.tensor(tokens)
         mask[row, first : first + len(tokens)] = 1
-    found = find_padding(mask, None, multiple_of=multiple_of, even_without=True)
+    batch = find_padding(mask, None, multiple_of=multiple_of, even_without=True)
+    inputs = {"input_ids": ids, "token_type_ids": types, "position_ids": torch.arange(8)[None]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)
         patch.setattr(padded_batch, "COMPARED_AT_ONCE", compared_at_once)
-        found = share_prefixes_of_rows(found, {"input_ids": ids}, multiple_of=multiple_of)
+        found = share_prefixes_of_rows(batch, inputs, multiple_of=multiple_of)
     prefixes = {
-        (first, *tokens[:stop])
-        for first, tokens in given_rows
+        (row % 2 * typed, first, *tokens[:stop])
+        for row, (first, tokens) in enumerate(rows)
         for stop in range(1, 1 + len(tokens))
     }
+    assert int((found.offsets < ids.numel()).sum()) == len(prefixes)
     total = max(-(-len(prefixes) // multiple_of), 1) * multiple_of
-    assert (found.layout.total_tokens, int((found.offsets < ids.numel()).sum())) == (
-        total,
-        len(prefixes),
-    )
+    assert found.layout.total_tokens == total
     assert torch.equal(found.to_batch(found.to_row(ids), padding=-1), ids.where(mask == 1, -1))
     positions = found.to_batch(found.layout.position_ids()[None], padding=-1)
     assert torch.equal(positions, (mask.cumsum(1) - 1).where(mask == 1, -1))
+    assert (found.pads_left, found.has_empty_row) == (batch.pads_left, batch.has_empty_row)
+    depth = found.layout.segments.max_depth if found.layout.segments else 1
+    assert depth.bit_count() == 1
 
 
 def test_gradients_of_shared_tokens_are_summed_in_fp32():
