@@ -78,7 +78,7 @@ def long_documents(records: Sequence[Record]) -> Line | None:
 
 
 def shared_prompts(records: Sequence[Record]) -> Line | None:
-    """A trainer's padded batch, of which one prompt is most."""
+    """A trainer's update on padded batches, 16 answers to one long prompt."""
     case = {"task": "grpo", "prompt": 4096, "group": 16}
     values = _values(records, "preference", "samples_per_s", **case)
     what = "TRL's GRPO update, 16 answers to a prompt of 4,096 tokens, share_prefixes: samples/s"
@@ -134,7 +134,7 @@ LINES = (
     small_inference,
     mask,
     leaks("Llama and Qwen3", hybrid=False),
-    leaks("Qwen3.5, LFM2 and Granite 4, hybrids", hybrid=True),
+    leaks("hybrids (Qwen3.5, LFM2, Granite 4)", hybrid=True),
 )
 
 

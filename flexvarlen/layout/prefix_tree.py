@@ -21,11 +21,10 @@ class PrefixTree:
         row_lengths: tokens of each row.
         common: called with two rows and an offset up to which they are equal; returns how many
             tokens they share from there.
-        next_token: called with a row and an offset; returns a key, the same for all rows that are
-            equal up to there and have the same token there.
+        next_token: called with a row and an offset; returns a key, equal for two rows that are
+            equal up to there if and only if they have the same token there.
         max_depth: segments on a path at most; rows share nothing below. None: no bound.
-        min_tokens: of a shared segment that has others below it; a shorter one is repeated in
-            each of them.
+        min_tokens: a shared segment shorter than this is repeated in each of its branches.
 
     Attributes:
         pieces: of each segment, a row that holds it, and where it starts and stops in that row.

@@ -18,7 +18,7 @@ from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.layout.prefix_tree import PrefixTree
 
 MIN_SHARED_TOKENS = 32
-"""Of a segment that rows share: what a shorter one saves is less than a deeper tree costs."""
+"""A shorter prefix is not shared: it saves less than a deeper tree costs."""
 
 COMPARED_AT_ONCE = 2**26
 """Pairs of tokens that are compared at once, three bytes each; at least those of one row."""
@@ -144,7 +144,7 @@ def find_padding(
     multiple_of: int,
     even_without: bool = False,
 ) -> PaddedBatch | None:
-    """The padded batch that a 2D mask describes, or None if it has no padding or is packed.
+    """The padded batch that a 2D mask describes.
 
     A row with padding between its real tokens may hold several documents.
 
@@ -155,7 +155,7 @@ def find_padding(
         even_without: return a batch that has no padding too.
 
     Returns:
-        None if there is no padding, or if a row may hold several documents.
+        None if there is no padding and not `even_without`, or if a row may hold several documents.
 
     Reads the device once.
     """
@@ -200,7 +200,7 @@ def share_prefixes_of_rows(
         return padded
     real = padded.to_batch(torch.ones_like(padded.offsets, dtype=torch.bool)[None])
     common = _common_tokens([x for x in of_tokens if len(x) == batch], real).tolist()
-    tree = PrefixTree(
+    tree = PrefixTree(  # the first row that shares a token stands for all that do
         lengths,
         common=lambda a, b, start: common[a][b] - start,
         next_token=lambda row, at: next(x for x, shared in enumerate(common[row]) if shared > at),
@@ -235,7 +235,7 @@ def share_prefixes_of_rows(
 
 
 def _common_tokens(inputs: list[Tensor], real: Tensor) -> Tensor:
-    """int64 `[B, B]`; `[i, j]`: with how many of row i's tokens row j begins, at the same offsets.
+    """int64 `[B, B]`; `[i, j]`: how many leading tokens of row i row j has at the same offsets.
 
     It is 0 or less where the rows begin at different offsets.
 

@@ -13,7 +13,7 @@ Ours are given a `PackedLayout`. transformers' own layers are given cu_seq_lens 
 documents apart: without it, it leaks (5.17) or raises (5.23). "+fla-conv" puts fla's own
 convolution in its place, so that the comparison is with the fastest form of transformers' layers.
 Padded rows get a 2D mask; ours computes their pads too ("padded:auto"). On Hopper with Triton 3.4
-to 3.7.0, where fla refuses a step of its backward, all variants take the library's.
+to 3.7.0, where fla refuses a step of its backward, all variants take flexvarlen's.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_rows_that_begin_elsewhere_share_nothing(kind):
     assert shapes == [(1, len(rows()[0]) + len(rows()[1]))]
 
 
-def test_rows_whose_other_inputs_differ_share_nothing():
+def test_only_rows_of_equal_token_types_share():
     """transformers adds the embedding of a token's type."""
     plain = model_with("CausalLM", "llama")
 
