@@ -106,22 +106,30 @@ def mask(records: Sequence[Record]) -> Line | None:
 
 
 def leaks(models: str, *, hybrid: bool) -> Callable[[Sequence[Record]], Line | None]:
-    """Forms of a batch in which documents leak silently."""
+    """Forms of a batch in which documents leak silently.
+
+    Args:
+        models: what to call them.
+        hybrid: those with recurrent layers, or those without.
+    """
 
     def line(records: Sequence[Record]) -> Line | None:
         own = [r for r in records if r.suite == "leaks" and (r.case["model"] in HYBRID) == hybrid]
-        found: dict[str, set[str]] = {r.case["variant"]: set() for r in own}
+        wrong: dict[str, set[str]] = {r.case["variant"]: set() for r in own}
         for r in own:
             if r.status == "wrong":
-                found[r.case["variant"]].add(r.case["pass"])
-        ours = [forms for name, forms in found.items() if name.startswith("flexvarlen:")]
+                wrong[r.case["variant"]].add(r.case["pass"])
+        ours = [forms for name, forms in wrong.items() if name.startswith("flexvarlen:")]
         if not ours:
             return None
-        theirs = {name: forms for name, forms in found.items() if name.startswith("transformers:")}
-        forms = len({r.case["pass"] for r in own})
-        what = f"{models}: of {forms} forms of a batch, how many leak or are wrong silently"
-        said = [f"{name.replace(':', ' ')} {len(x)}" for name, x in theirs.items()]
-        return what, f"**{len(set().union(*ours))}**", "; ".join(said)
+        count = len({r.case["pass"] for r in own})
+        what = f"{models}: of {count} forms of a batch, how many leak or are wrong silently"
+        theirs = [
+            f"{name.replace(':', ' ')} {len(forms)}"
+            for name, forms in wrong.items()
+            if name.startswith("transformers:")
+        ]
+        return what, f"**{len(set().union(*ours))}**", "; ".join(theirs)
 
     return line
 

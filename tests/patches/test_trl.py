@@ -179,8 +179,8 @@ def test_padded_rows_share_their_prefix(tmp_path):
     trainer.train()
     assert check(recorder, seen, new_model("qwen3")) == 8
     for (_, tokens), features in zip(rows, seen, strict=False):  # a loader looks ahead
-        texts = {tuple(x["input_ids"]) for x in features}
-        assert tokens <= sum(map(len, texts)) - len(prompt) * (len(texts) - 1)
+        different = {tuple(x["input_ids"]) for x in features}
+        assert tokens <= sum(map(len, different)) - len(prompt) * (len(different) - 1)
 
 
 def test_a_model_whose_documents_are_lost_fails_the_oracle(tmp_path):

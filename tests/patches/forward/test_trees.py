@@ -163,7 +163,7 @@ def shared_batch(**changes):
     [
         (
             {"labels": torch.zeros(1, 160, dtype=torch.long)},
-            "labels must be left out",
+            "labels must be left out with a packed_layout of trees",
         ),
         ({"attention_mask": torch.ones(1, 160, dtype=torch.long)}, "attention_mask must be left"),
         ({"use_cache": True}, "a cache must not be filled"),
