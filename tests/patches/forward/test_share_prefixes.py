@@ -17,10 +17,12 @@ from flexvarlen.patches.batch.padded_batch import (
     share_prefixes_of_rows,
 )
 from flexvarlen.patches.state import ATTRIBUTE
+from tests.backends import ON_GPU, gpu_param
 from tests.patches.forward.test_unpad import (
     ENCODERS,
     SCANS,
     TEXT,
+    assert_as_accurate_as_padded,
     assert_same,
     model_with,
     next_tokens,
@@ -283,3 +285,13 @@ def test_patched_restores_what_was_asked():
     with fv.patched(model, "sdpa"):
         assert not model.__dict__[ATTRIBUTE].share_prefixes
     assert model.__dict__[ATTRIBUTE].share_prefixes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["right", "both"])
+@pytest.mark.parametrize("backend", ["auto", *(gpu_param(name) for name in ON_GPU)])
+def test_bf16_is_as_accurate_as_the_padded_run(backend, side):
+    inputs = padded(side)
+    inputs["labels"] = next_tokens(inputs)
+    shapes = assert_as_accurate_as_padded("qwen3", "CausalLM", backend, inputs, share_prefixes=True)
+    assert shapes == [(1, TOKENS)]
