@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import sys
 from dataclasses import replace
@@ -49,6 +50,8 @@ def test_every_trainer_gives_the_padded_runs_loss_and_gradients(tmp_path):
         assert measures["gradients"] == 14
         assert 0 < measures["gradient_error"] < 0.1
         assert measures["error_over_allowed"] <= 1
+        if task == "dpo":
+            assert measures["reference_loss"] == pytest.approx(math.log(2))
         assert measures["samples_per_s"] == pytest.approx(
             found["auto"].case["samples"] / measures["ms_p50"] * 1e3
         )

@@ -1,6 +1,6 @@
 """Suite "preference": the padded batches of TRL's trainers, and the same batches as packed rows.
 
-    dpo, dpo-compiled   DPOTrainer with its reference model
+    dpo, dpo-compiled   DPOTrainer with a reference model of the policy's weights
     grpo                GRPOTrainer's policy update, without the generation
     shared-dpo-…, shared-grpo-…
                         the same at other lengths of the prompts, which are shared
@@ -18,6 +18,10 @@ with a learning rate of 0, so that all variants meet the same weights:
 Loss and gradients of the first batch are held against the same padded run in fp32, by the
 acceptance rule, for every parameter. Its baseline is `padded-sdpa`. A variant that is wrong is not
 timed. The compiled case takes another batch each step.
+
+DPO weights a pair by σ(−β · margin). Between models of different weights the margin is a sum of
+rounded log-probabilities over a whole answer, whose luck decides how far the gradients are off.
+Between equal weights, as at the start of a training, it is 0, and the loss is log 2.
 """
 
 from __future__ import annotations
@@ -170,10 +174,9 @@ class _Run:
         self.folder = folder
         self.task: Task = TASKS[case.task]
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        seeds = (case.seed, case.seed + 1)[: 1 + self.task.has_reference]
         self.models = [
-            self.task.new_model(case.geometry, case.layers, self.dtype, self.device, seed)
-            for seed in seeds
+            self.task.new_model(case.geometry, case.layers, self.dtype, self.device, case.seed)
+            for _ in range(1 + self.task.has_reference)
         ]
         for reference in self.models[1:]:
             reference.requires_grad_(False)
