@@ -57,15 +57,15 @@ class PrefixTree:
                     found.setdefault(next_token(row, at), []).append(row)
             return list(found.values())
 
-        left = [(group, 0, -1, 1) for group in reversed(branches_of(range(len(row_lengths)), 0))]
-        while left:
-            group, start, parent, depth = left.pop()
+        stack = [(group, 0, -1, 1) for group in reversed(branches_of(range(len(row_lengths)), 0))]
+        while stack:
+            group, start, parent, depth = stack.pop()
             stop = start + min(common(group[0], other, start) for other in group)
             branches = branches_of(group, stop)
             ended = [row for row in group if row_lengths[row] == stop]
             if len(group) > 1 and branches and (stop - start < min_tokens or depth == max_depth):
                 apart = [*branches, ended] if ended else branches
-                left += [(each, start, parent, depth) for each in reversed(apart)]
+                stack += [(each, start, parent, depth) for each in reversed(apart)]
                 continue
             self.depth = max(self.depth, depth)
             segment = len(self.pieces)
@@ -74,7 +74,7 @@ class PrefixTree:
             self.counts.append(len(group))
             for row in ended:
                 self.ends[row] = segment
-            left += [(each, stop, segment, depth + 1) for each in reversed(branches)]
+            stack += [(each, stop, segment, depth + 1) for each in reversed(branches)]
 
     @classmethod
     def from_rows(

@@ -21,7 +21,7 @@ MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
 
 COMPARED_AT_ONCE = 2**26
-"""Pairs of tokens that are compared at once, three bytes each; at least those of one row."""
+"""Pairs of tokens that are compared at once, at least those of one row. Each takes three bytes."""
 
 
 class PaddedBatch:
@@ -212,7 +212,7 @@ def share_prefixes_of_rows(
     total = _round_up(tokens, multiple_of)
     slots, token_offsets = batch * padded.row_tokens, padded.offsets[: sum(lengths)]
     offsets = tree.take(token_offsets.split(lengths))
-    # Padding is spread over all tokens: in the backward sums of many into one are slow.
+    # Padding reads different tokens: a backward that adds all of it into one is slow.
     index = torch.arange(slots, device=offsets.device) % total
     paths = torch.cat(tree.paths()).to(offsets.device)
     layout = PackedLayout.from_tree(

@@ -1,11 +1,10 @@
 """Suite "preference": the padded batches of TRL's trainers, and the same batches as packed rows.
 
-    dpo, dpo-compiled   DPOTrainer with a reference model of the policy's weights
-    grpo                GRPOTrainer's policy update, without the generation
-    shared-dpo-…, shared-grpo-…
-                        the same at other lengths of the prompts, which are shared
-    reward              RewardTrainer
-    classification      transformers' Trainer
+    dpo, dpo-4096, dpo-compiled   DPOTrainer with a reference model of the policy's weights
+    grpo, grpo-16, grpo-4096, …   GRPOTrainer's policy update, without the generation, at other
+                                  sizes of the groups and lengths of the prompts
+    reward                        RewardTrainer
+    classification                transformers' Trainer
 
 A step is the trainer's own `compute_loss` on a batch of its own collator, the backward, and AdamW
 with a learning rate of 0, so that all variants meet the same weights:
@@ -20,8 +19,8 @@ acceptance rule, for every parameter. Its baseline is `padded-sdpa`. A variant t
 timed. The compiled case takes another batch each step.
 
 DPO weights a pair by σ(−β · margin). Between models of different weights the margin is a sum of
-rounded log-probabilities over a whole answer, whose luck decides how far the gradients are off.
-Between equal weights, as at the start of a training, it is 0, and the loss is log 2.
+rounded log-probabilities over a whole answer, and its rounding decides how far the gradients are
+off. Between equal weights, as at the start of a training, it is 0, and the loss is log 2.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ from flexvarlen.bench.suites.training.preference_trainers import (
 )
 from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.measure import watch_compilation
+from flexvarlen.patches.state import CONTEXT
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
 from flexvarlen.reference.model import own_parameters, share
 from flexvarlen.report.records import Record
@@ -64,9 +64,9 @@ PADDED = {
 }
 EAGER = (*PADDED, "auto", "fa3")
 COMPILED = ("auto@1", "auto@128", "auto@1024")
-SHARED = ("padded-fa3", "auto", "auto+shared", "fa3+shared", "flex+shared")
+SHARED = (*EAGER, "auto+shared", "fa3+shared", "flex+shared")
 KNOWN = (*PADDED, "auto", *fv.BACKENDS)
-REPEATS = 5
+REPEATS = 11
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,15 @@ class PreferenceCase:
 
 CASES = (
     PreferenceCase("dpo", "dpo"),
+    PreferenceCase("dpo-4096", "dpo", samples=2, prompt=4096),  # logits of a token: 152K
     PreferenceCase("grpo", "grpo", samples=16),
+    PreferenceCase("grpo-16", "grpo", samples=16, group=16),
+    PreferenceCase("grpo-4096", "grpo", samples=16, prompt=4096),
+    PreferenceCase("grpo-4096-16", "grpo", samples=16, group=16, prompt=4096),
     PreferenceCase("reward", "reward"),
     PreferenceCase("classification", "classification", prompt=0, shortest=0, longest=4096),
     # Compiling takes longer than all else: few layers.
-    PreferenceCase("dpo-compiled", "dpo", mode="compiled", layers=2, batches=REPEATS),
-    PreferenceCase("shared-grpo-1024-8", "grpo", samples=16),
-    PreferenceCase("shared-grpo-1024-16", "grpo", samples=16, group=16),
-    PreferenceCase("shared-grpo-4096-8", "grpo", samples=16, prompt=4096),
-    PreferenceCase("shared-grpo-4096-16", "grpo", samples=16, group=16, prompt=4096),
-    PreferenceCase("shared-dpo-1024", "dpo"),
-    PreferenceCase("shared-dpo-4096", "dpo", samples=2, prompt=4096),  # of 152K logits a token
+    PreferenceCase("dpo-compiled", "dpo", mode="compiled", layers=2, batches=5),
 )
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
 
@@ -134,7 +132,7 @@ class Preference(Suite):
         assert isinstance(case, PreferenceCase)
         if case.mode == "compiled":
             return COMPILED if options.on_gpu else COMPILED[-1:]
-        return SHARED if case.name.startswith("shared-") else EAGER
+        return SHARED if case.task in ("dpo", "grpo") else EAGER
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, PreferenceCase)
@@ -192,7 +190,7 @@ class _Run:
         self.optimizer = torch.optim.AdamW(
             self.models[0].parameters(), lr=0.0, weight_decay=0.0, fused=options.on_gpu
         )
-        self.optimizer.step()  # its state is there before any step, so that all peaks hold it
+        self.optimizer.step()  # makes its state now, so that all peaks hold it
         free(self.device, self.models[0])
 
     def trainer(self, copy: Callable[..., Any], **options: Any) -> Any:
@@ -201,7 +199,7 @@ class _Run:
         settings = {
             "output_dir": self.folder,
             "per_device_train_batch_size": self.case.samples,
-            "bf16": False,  # the weights are
+            "bf16": False,  # no autocast: the weights are
             "gradient_checkpointing": False,  # TRL's default is True
             "report_to": [],
             "disable_tqdm": True,
@@ -233,9 +231,11 @@ class _Run:
     def check(self, variant: str) -> CheckedVariant:
         """Make a variant, compare its first batch, and run the others once."""
         trainer, call = self.make(variant)
-        attends = self.attends(variant, trainer)  # before any graph, in which auto measures nothing
         with watch_compilation() as stats:
-            found, tokens_run = self.counted(trainer, call)
+            found, tokens_run, layout = self.eagerly(trainer)
+            attends = self.attends(variant, trainer, layout)  # in a graph auto measures nothing
+            if self.case.mode == "compiled":
+                found = self.outcome(trainer, call, self.batches[0])
             errors, wrong = self.verdict(found)
             del found
             for batch in self.batches[1:]:
@@ -253,15 +253,18 @@ class _Run:
         step = partial(self.step, trainer, call, itertools.cycle(self.batches))
         return CheckedVariant(step, measures, wrong, self.conclude)
 
-    def counted(self, trainer: Any, call: Callable[..., Any]) -> tuple[_Outcome, int | None]:
-        """What the first batch gives, and the tokens that the policy's layers ran, if eager."""
-        if self.case.mode != "eager":
-            return self.outcome(trainer, call, self.batches[0]), None
-        counts: list[int] = []
-        embeddings = trainer.model.get_input_embeddings()
-        hook = embeddings.register_forward_hook(lambda _, args, __: counts.append(args[0].numel()))
+    def eagerly(self, trainer: Any) -> tuple[_Outcome, int, fv.PackedLayout | None]:
+        """What the first batch gives, and the tokens and documents of the policy's first layer."""
+        inputs: list[tuple[int, fv.PackedLayout | None]] = []
+
+        def note(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            packed = kwargs.get(CONTEXT)
+            inputs.append((args[0].shape[:2].numel(), None if packed is None else packed.layout))
+
+        layer = trainer.model.base_model.layers[0]
+        hook = layer.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            return self.outcome(trainer, call, self.batches[0]), counts[0]
+            return self.outcome(trainer, trainer.model, self.batches[0]), *inputs[0]
         finally:
             hook.remove()
 
@@ -317,12 +320,10 @@ class _Run:
         }
         return measures, next((reason for reason in reasons if reason is not None), None)
 
-    def attends(self, variant: str, trainer: Any) -> str | None:
-        """The kernel that "auto" took for the first batch."""
-        attention, _, shared = _split(variant)
-        if attention != "auto" or shared:  # a tree's kernels are resolved in its forward
+    def attends(self, variant: str, trainer: Any, layout: fv.PackedLayout | None) -> str | None:
+        """The kernel that "auto" took for these documents."""
+        if _split(variant)[0] != "auto" or layout is None:
             return None
-        layout = fv.PackedLayout.from_lengths(self.masks[0].sum(dim=1).tolist(), device=self.device)
         compiled = self.case.mode == "compiled"
         found = resolved_auto(trainer.model, layout, self.dtype, compiled=compiled)
         return ", ".join(dict.fromkeys(found.values()))

@@ -1,10 +1,10 @@
 """Attention over trees by cu_seqlens kernels: one call for each level, merged by log-sum-exp.
 
-The tokens below a segment lie right behind it and see all of it. So one call attends inside each
-segment, and one call for each level from the tokens below the level's segments to these: no key is
-copied. The calls' outputs are weighted by their shares of the softmax. A backward kernel recomputes
-probabilities from the LSE it is given; with the merged LSE and output, each call returns its part
-of the gradients.
+The tokens below a segment lie right behind it and see all of it. So one causal call attends inside
+each segment; then, for each level, one call without a mask attends from the tokens below the
+level's segments (queries) to these (keys). No key is copied. The calls' outputs are added up with
+weights exp(LSE of the call − LSE of all). A backward kernel recomputes probabilities from the LSE
+it is given; with the merged LSE and output, each call returns its part of the gradients.
 
 Shape legend: T = tokens of the row, H = num_heads, D = head_dim, S = segment slots, L = levels that
 may have segments below them, `max_depth - 1`.
@@ -58,7 +58,8 @@ def _boundaries(table: Tensor, levels: int) -> Tensor:
 
     Two slots for each segment. The first: its tokens as queries, unless it lies below the level,
     and no keys. The second: its tokens as keys; as queries the tokens below it, if it is on the
-    level.
+    level. A prompt of 3 tokens with answers of 2 and 1 has one level, queries 0 3 6 6 6 6 6 and
+    keys 0 0 3 3 5 5 6: the tokens 3 to 6 attend to 0 to 3.
     """
     starts, ends, _, depths = (row[:-1] for row in table)
     stops, level = table[0, 1:], torch.arange(levels, device=table.device)[:, None]
