@@ -107,6 +107,19 @@ def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):
     assert "samples_per_s" not in found["auto"].measures
 
 
+def test_a_wrong_reference_model_is_found(tmp_path):
+    case = replace(SUITE.cases(OPTIONS)[0], shortest=128, longest=500, layers=2)
+    run = preference._Run(case, OPTIONS, str(tmp_path))
+    trainer = run.make("auto")
+    assert run.verdict(run.eagerly(trainer)[0])[1] is None
+
+    def smaller(module, args, output):
+        output["last_hidden_state"] = 0.8 * output["last_hidden_state"]
+
+    trainer.ref_model.base_model.register_forward_hook(smaller)
+    assert "is more than" in run.verdict(run.eagerly(trainer)[0])[1]
+
+
 def test_without_trl_the_cases_are_unsupported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     (record,) = measured(tmp_path, "auto", cases="reward")

@@ -20,7 +20,8 @@ timed. The compiled case takes another batch each step.
 
 DPO weights a pair by σ(−β · margin). Between models of different weights the margin is a sum of
 rounded log-probabilities over a whole answer, and its rounding decides how far the gradients are
-off. Between equal weights, as at the start of a training, it is 0, and the loss is log 2.
+off. Between equal weights, as at the start of a training, it is 0 if both models attend by the same
+kernel. The loss, log 2, then shows that the models agree, and the gradients show what they compute.
 """
 
 from __future__ import annotations
@@ -230,11 +231,13 @@ class _Run:
 
     def check(self, variant: str) -> CheckedVariant:
         """Make a variant, compare its first batch, and run the others once."""
-        trainer, call = self.make(variant)
+        trainer = self.make(variant)
+        found, tokens_run, layout = self.eagerly(trainer)
+        attends = self.attends(variant, trainer, layout)  # in a graph auto measures nothing
+        call: Callable[..., Any] = trainer.model
         with watch_compilation() as stats:
-            found, tokens_run, layout = self.eagerly(trainer)
-            attends = self.attends(variant, trainer, layout)  # in a graph auto measures nothing
             if self.case.mode == "compiled":
+                call = self.compiled(trainer)
                 found = self.outcome(trainer, call, self.batches[0])
             errors, wrong = self.verdict(found)
             del found
@@ -268,8 +271,8 @@ class _Run:
         finally:
             hook.remove()
 
-    def make(self, variant: str) -> tuple[Any, Callable[..., Any]]:
-        """A variant's trainer, and the policy as it is called.
+    def make(self, variant: str) -> Any:
+        """A variant's trainer, eager.
 
         Raises:
             Unsupported: transformers has not that attention here.
@@ -288,12 +291,15 @@ class _Run:
             fv.patch_trainer(
                 trainer, attention, unpad_to_multiple_of=multiple, share_prefixes=shared
             )
-        if self.case.mode == "eager":
-            return trainer, trainer.model
+        return trainer
+
+    def compiled(self, trainer: Any) -> Callable[..., Any]:
+        """The policy under torch.compile; the trainer's reference model is compiled too."""
         backend = own_backend("inductor" if self.options.on_gpu else "eager")
         if trainer.ref_model is not None:
             trainer.ref_model = torch.compile(trainer.ref_model, backend=backend)
-        return trainer, torch.compile(trainer.model, backend=backend)
+        policy: Callable[..., Any] = torch.compile(trainer.model, backend=backend)
+        return policy
 
     def verdict(self, found: _Outcome) -> tuple[Measures, str | None]:
         """The errors, and the sentence about the first that the rule does not allow, or None."""

@@ -162,7 +162,7 @@ def test_unpatching_leaves_no_hook():
 
 
 @pytest.mark.parametrize("how", ["patch_then_regions", "whole"])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1)  # "whole" takes half a minute
 def test_returning_to_an_earlier_form_compiles_nothing(how):
     model = new_model("qwen3_windows")
     forms = ("layout", "position_ids", "document_ids", "cu_seq_lens")

@@ -17,7 +17,7 @@ from flexvarlen.patches.batch.padded_batch import (
     share_prefixes_of_rows,
 )
 from flexvarlen.patches.state import ATTRIBUTE
-from tests.backends import ON_GPU, gpu_param
+from tests.backends import FLASH, gpu_param
 from tests.patches.forward.test_unpad import (
     ENCODERS,
     SCANS,
@@ -289,7 +289,7 @@ def test_patched_restores_what_was_asked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", ["right", "both"])
-@pytest.mark.parametrize("backend", ["auto", *(gpu_param(name) for name in ON_GPU)])
+@pytest.mark.parametrize("backend", ["auto", *map(gpu_param, ("flex", "flex_fa4", *FLASH))])
 def test_bf16_is_as_accurate_as_the_padded_run(backend, side):
     inputs = padded(side)
     inputs["labels"] = next_tokens(inputs)
