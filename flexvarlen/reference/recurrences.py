@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE = "torch_chunk_gated_delta_rule"
 FUNCTIONS = (
     CONVOLUTION,
-    "torch_chunk_gated_delta_rule",
+    DELTA_RULE,
     "chunk_kimi_delta_attention",
     "mamba2_chunk_scan",
     "mamba2_split_conv1d_scan_combined",

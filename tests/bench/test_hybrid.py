@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch.nn.functional import conv1d, silu
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from flexvarlen.bench.suites.model import recurrences
 from flexvarlen.bench.suites.model.geometries import new_base_model
@@ -19,6 +21,8 @@ from flexvarlen.bench.suites.model.recurrences import (
     refusals,
 )
 from flexvarlen.bench.suites.model.variants import Sizes
+from flexvarlen.measure import watch_compilation
+from flexvarlen.reference.recurrences import DELTA_RULE
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import RunRequest, run_suite
@@ -144,6 +148,24 @@ def test_a_variant_is_split_and_ours_has_no_other_convolution():
         split_variant("fa3+fla-conv")
     with pytest.raises(UnknownVariant):
         split_variant("padded:fa9")
+
+
+def test_transformers_delta_rule_is_in_no_graph(monkeypatch):
+    traced, rule = [], modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    @functools.wraps(rule)
+    def noting(*args, **kwargs):
+        traced.append(torch.compiler.is_compiling())
+        return rule(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3_5, DELTA_RULE, noting)
+    checked = HybridSteps(COMPILED, QUICK).check("transformers:sdpa")
+    assert checked.measures["graphs"] > 0
+    with watch_compilation() as stats:
+        checked.call()
+    assert (stats.compilations, stats.recompilations) == (0, 0)
+    assert traced
+    assert not any(traced)
 
 
 # --- cases ---------------------------------------------------------------------------------------

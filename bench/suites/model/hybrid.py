@@ -4,9 +4,9 @@ Three of four layers are the gated delta rule, a recurrence, the fourth is atten
 backward of the base model with random weights, without an LM head or an optimizer. Every variant's
 first step is compared with every document alone in fp64, and what is wrong is not timed.
 
-"compiled" compiles each layer by itself, as accelerate's `compile_regions` does, and has 8 layers:
-transformers', with a graph break in each, take minutes to compile. "packings" compiles the whole
-model.
+"compiled" compiles each layer by itself, as accelerate's `compile_regions` does, and has 8 layers,
+so that they fit without checkpointing. transformers' delta rule is kept out of the graphs: torch
+2.11 would compile its plain torch, for minutes. "packings" compiles the whole model.
 
 Ours are given a `PackedLayout`. transformers' own layers are given cu_seq_lens and seq_idx
 ("@both"), which is all that they take. Their convolution needs the package causal-conv1d to keep

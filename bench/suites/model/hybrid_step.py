@@ -22,12 +22,13 @@ from flexvarlen.bench.suites.model.recurrences import (
     convolution_of_fla,
     kernels_of,
     refusals,
+    untraced,
 )
 from flexvarlen.bench.suites.model.step import Batch, checkpoint_layers, forward_backward
 from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant, require_known
 from flexvarlen.measure import watch_compilation
 from flexvarlen.recurrent.fla_kernels import let_fla_run
-from flexvarlen.reference.recurrences import CONVOLUTION, Replacements, replaced
+from flexvarlen.reference.recurrences import CONVOLUTION, DELTA_RULE, Replacements, replaced
 from flexvarlen.runner.suite import Finding, Options, UnknownVariant
 
 Kind = Literal["eager", "compiled", "padded", "packings"]
@@ -142,7 +143,7 @@ class HybridSteps:
         batching, attention, fla_convolution = split_variant(name)
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
         variant = make_variant(attention, self.base, self.sizes)
-        functions: Replacements = {}
+        functions: Replacements = {DELTA_RULE: untraced} if variant.theirs else {}
         if fla_convolution:
             convolve = convolution_of_fla(self.base)
             functions[CONVOLUTION] = lambda _: convolve

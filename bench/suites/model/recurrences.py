@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -25,6 +26,18 @@ PLAIN = "plain torch"
 BY_DOCUMENT = "plain torch, one document at a time"
 
 _REFUSAL = "packed sequences apart"  # transformers 5.23, without the kernels' packages
+
+
+@cache
+def untraced(function: Function) -> Function:
+    """The function, which torch.compile leaves out of its graphs.
+
+    transformers' `torch_chunk_gated_delta_rule` calls fla's kernel, unless the model is exported.
+    In torch 2.11 each compiled graph counts as exported (pytorch issue 176347). What runs instead,
+    in plain torch, mixes documents, and its loop over chunks compiles for minutes.
+    """
+    found: Function = torch.compiler.disable(function)
+    return found
 
 
 def convolution_of_fla(model: PreTrainedModel) -> Function:
@@ -53,8 +66,7 @@ def convolution_of_fla(model: PreTrainedModel) -> Function:
         convolved: Tensor = out.transpose(1, 2)
         return convolved
 
-    untraced: Function = torch.compiler.disable(convolve)
-    return untraced
+    return untraced(convolve)
 
 
 @contextmanager
