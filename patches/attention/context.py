@@ -74,7 +74,8 @@ class PackedForward:
         backend: a backend's name, or one for each type of layers; "auto" is resolved by kind.
         deterministic, batch_invariant: as in `packed_attention`.
         training: let "auto" assume a backward even if gradients are disabled: a reentrant
-            checkpoint runs a training forward without them first.
+            checkpoint runs a training forward without them first, and a trainer's reference model
+            should round as the policy does, which it does by the same kernel.
         kinds: of the model's layers, as far as they are known.
         group: the ranks over which the row is sharded; None if it is not.
         has_temperature: whether layers scale queries by their position in the row.

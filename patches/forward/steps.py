@@ -209,7 +209,7 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
         patch.backend,
         deterministic=patch.deterministic,
         batch_invariant=patch.batch_invariant,
-        training=grads or module.training,
+        training=grads or module.training or patch.unpad,
         kinds=patch.kinds,
         group=patch.sequence_parallel_group,
         chunk_size=chunk_size_of(config),

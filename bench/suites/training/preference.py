@@ -20,8 +20,8 @@ timed. The compiled case takes another batch each step.
 
 DPO weights a pair by σ(−β · margin). Between models of different weights the margin is a sum of
 rounded log-probabilities over a whole answer, and its rounding decides how far the gradients are
-off. Between equal weights, as at the start of a training, it is 0 if both models attend by the same
-kernel. The loss, log 2, then shows that the models agree, and the gradients show what they compute.
+off. Between equal weights, as at the start of a training, it is 0, as both models attend by one
+kernel. The loss, log 2, shows that the models agree, and the gradients show what they compute.
 """
 
 from __future__ import annotations

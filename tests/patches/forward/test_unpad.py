@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from transformers import DynamicCache
 
 import flexvarlen as fv
+from flexvarlen.patches.attention import context
 from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
 from tests.backends import ON_GPU, gpu_param
@@ -448,6 +449,22 @@ def test_unpatching():
         with fv.patched(model, "sdpa", unpad=True, unpad_to_multiple_of=8):
             pass
         assert torch.equal(model(**inputs).logits, before)
+
+
+def test_auto_chooses_for_training_without_gradients_too(monkeypatch):
+    """So that a trainer's reference model rounds as its policy does."""
+    asked, choose = [], context.choose
+
+    def noting(name, call, mask):
+        asked.append(call.needs_grad)
+        return choose(name, call, mask)
+
+    monkeypatch.setattr(context, "choose", noting)
+    model = unpadding(model_with("CausalLM", "llama")).eval()
+    with torch.no_grad():
+        model(**padded("right"))
+    assert asked
+    assert all(asked)
 
 
 # ---- on a GPU's kernels ----
