@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, CallBoundaries, KernelSizes
-from flexvarlen.attention.backends.cu_seqlens.levels import Levels, attend_levels
+from flexvarlen.attention.backends.cu_seqlens.levels import Levels
 from flexvarlen.attention.backends.cu_seqlens.lse import lse_without_gradient
 from flexvarlen.attention.backends.cu_seqlens.operator import attend
 from flexvarlen.attention.backends.limits import half_refusal
@@ -161,10 +161,7 @@ class CuSeqlensBackend:
         if _outlives_the_call(plan[0], compiling=compiling, traced=traced):
             sizes = sizes.of_any_row(plan[0].shape[0] - 1)
         tensors = (q_THD, k_THD, v_THD, sinks_H)
-        if isinstance(plan, Levels):
-            out_THD, lse_HT = attend_levels(self.name, *tensors, plan, sizes, call)
-        else:
-            out_THD, lse_HT = attend(self.name, *tensors, *plan[:2], sizes, call, traced=traced)
+        out_THD, lse_HT = attend(self.name, *tensors, *plan[:2], sizes, call, traced=traced)
         if masked_T is not None:
             out_THD = torch.where(masked_T[:, None, None], 0, out_THD)
         if not call.return_lse or lse_HT is None:

@@ -12,21 +12,13 @@ may have segments below them, `max_depth - 1`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
 from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
-from flexvarlen.attention.backends.cu_seqlens.operator import (
-    QKV,
-    SETTINGS,
-    SIZES,
-    settings_of,
-    sizes_and_call,
-)
 from flexvarlen.attention.backends.sinks import share_without_sink
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.boundaries import HAS_TRITON
@@ -84,25 +76,6 @@ def _(table: Tensor, levels: int) -> Tensor:
     return table.new_empty(levels, 2, _row_length(table))
 
 
-def attend_levels(
-    kernel: str,
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    sinks_H: Tensor | None,
-    levels: Levels,
-    sizes: KernelSizes,
-    call: AttentionCall,
-) -> tuple[Tensor, Tensor]:
-    """Return the output `[T, H, D]` and the LSE fp32 `[H, T]` of the scores, without a gradient.
-
-    In `sizes`, `documents` counts segments, `longest_q` is of trees and `longest_k` of segments.
-    """
-    tensors = (q_THD, k_THD, v_THD, sinks_H, *levels)
-    found: tuple[Tensor, Tensor] = _forward(kernel, *tensors, *sizes, *settings_of(call))
-    return found
-
-
 class _LevelCall(NamedTuple):
     """The arguments of one call of a kernel, behind its tensors."""
 
@@ -114,50 +87,56 @@ class _LevelCall(NamedTuple):
 
 def _calls(
     inside: Tensor, above: Tensor, sizes: KernelSizes, call: AttentionCall
-) -> Iterator[_LevelCall]:
-    call = call._replace(return_lse=True)
+) -> list[_LevelCall]:
+    # `merge` takes +inf, FA2's LSE of a query that sees no key, but not the garbage of a tail.
+    call = call._replace(return_lse=sizes.tail > 0)
     of_segments = sizes._replace(longest_q=sizes.longest_k)
-    yield _LevelCall(inside, inside, of_segments, call._replace(spec=MaskSpec()))
+    calls = [_LevelCall(inside, inside, of_segments, call._replace(spec=MaskSpec()))]
     sizes = sizes._replace(documents=2 * sizes.documents)
-    call = call._replace(spec=MaskSpec.of(causal=False, cross=True))
-    for queries, keys in above:
-        yield _LevelCall(queries, keys, sizes, call)
+    call = call._replace(spec=_UNMASKED)
+    queries, keys = above.unbind(1)
+    return calls + [
+        _LevelCall(*each, sizes, call)
+        for each in zip(queries.unbind(), keys.unbind(), strict=True)
+    ]
 
 
-_LEVELS = f"Tensor inside, Tensor above, {SIZES}, {SETTINGS}"
+_UNMASKED = MaskSpec.of(causal=False, cross=True)
 
 
-@torch.library.custom_op(
-    "flexvarlen::levels_forward",
-    mutates_args=(),
-    schema=f"(str kernel, {QKV}, {_LEVELS}) -> (Tensor, Tensor)",
-)
-def _forward(
+def forward(
     kernel: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
     sinks_H: Tensor | None,
     inside: Tensor,
     above: Tensor,
-    *numbers: Any,
+    sizes: KernelSizes,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    first, *others = _calls(inside, above, *sizes_and_call(q, k, sinks_H, inside, numbers))
-    out_THD, lse_HT = kernels.forward(kernel, q, k, v, None, *first)
+    """As `kernel.forward`, for the fields of `Levels` instead of cu_seqlens.
+
+    In `sizes`, `documents` counts segments, `longest_q` is of trees and `longest_k` of segments.
+    """
+    first, *others = _calls(inside, above, sizes, call)
+    out_THD, lse_HT = kernels.forward(kernel, q_THD, k_THD, v_THD, None, *first)
     for index, each in enumerate(others, 1):
-        of_call = kernels.forward(kernel, q, k, v, None, *each)
+        of_call = kernels.forward(kernel, q_THD, k_THD, v_THD, None, *each)
         more = index < len(others) or sinks_H is not None
-        dtype = torch.float32 if more else q.dtype  # round once
+        dtype = torch.float32 if more else q_THD.dtype  # round once
         out_THD, lse_HT = merge(out_THD, lse_HT, *of_call, dtype)
     if sinks_H is not None:
         out_THD = out_THD * share_without_sink(lse_HT, sinks_H)
-    return out_THD.to(q.dtype), lse_HT
+    return out_THD.to(q_THD.dtype), lse_HT
 
 
 def merge(
     out_THD: Tensor, lse_HT: Tensor, next_out_THD: Tensor, next_lse_HT: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the output, in `dtype`, and the LSE of the calls before and the next one together.
+
+    The next one's LSE may be +inf where it sees no key, as FA2's is.
 
     Returns new tensors: several threads of a Triton program may hold the same token, so that an
     in-place store could be read back by a slower one.
@@ -166,6 +145,7 @@ def merge(
         from flexvarlen.attention.backends.cu_seqlens.triton.merge import merge_in_one_launch
 
         return merge_in_one_launch(out_THD, lse_HT, next_out_THD, next_lse_HT, dtype)
+    next_lse_HT = next_lse_HT.masked_fill(next_lse_HT == float("inf"), float("-inf"))
     both_HT = torch.logaddexp(lse_HT, next_lse_HT)
     share, next_share = (  # 0 of what sees nothing; NaN stays
         torch.where(x == float("-inf"), 0, (x - both_HT).exp()).T[..., None]
@@ -174,71 +154,30 @@ def merge(
     return (out_THD * share + next_out_THD * next_share).to(dtype), both_HT
 
 
-@_forward.register_fake
-def _(kernel: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "flexvarlen::levels_backward",
-    mutates_args=(),
-    schema=f"(str kernel, Tensor grad, {QKV}, Tensor out, Tensor lse, {_LEVELS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward(
+def backward(
     kernel: str,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
     sinks_H: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
     inside: Tensor,
     above: Tensor,
-    *numbers: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes: KernelSizes,
+    call: AttentionCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `kernel.backward`."""
+    tensors = (grad_THD, q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT)
     sums: list[Tensor] = []
     dsinks_H: Tensor | None = None
-    calls = list(_calls(inside, above, *sizes_and_call(q, k, sinks_H, inside, numbers)))
+    calls = _calls(inside, above, sizes, call)
     for each in calls:
-        *grads, dsinks_H = kernels.backward(kernel, grad, q, k, v, sinks_H, out, lse, *each)
+        *grads, dsinks_H = kernels.backward(kernel, *tensors, *each)
         if not sums:
-            sums = list(grads)
-            if len(calls) > 2:  # round once
-                sums = [x.float() for x in sums]
+            sums = [x.float() for x in grads] if len(calls) > 2 else grads  # round once
         else:
             sums = [x.add_(y) for x, y in zip(sums, grads, strict=True)]
-    dq, dk, dv = (x.to(q.dtype) for x in sums)
-    # Each call returns the whole gradient of the sinks.
-    return dq, dk, dv, q.new_empty(0) if dsinks_H is None else dsinks_H
-
-
-@_backward.register_fake
-def _(
-    kernel: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = q.new_empty(0) if sinks_H is None else sinks_H.new_empty(sinks_H.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.kernel, *tensors = inputs[:7]
-    ctx.numbers = inputs[7:]
-    q, k, v, sinks_H, inside, above = tensors
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sinks_H, *output, inside, above)
-
-
-def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    rest = (None,) * (2 + len(ctx.numbers))
-    if grad is None:
-        return (None,) * 5 + rest
-    saved = ctx.saved_tensors
-    dq, dk, dv, dsinks_H = _backward(ctx.kernel, grad, *saved, *ctx.numbers)
-    return None, dq, dk, dv, None if saved[3] is None else dsinks_H, *rest
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
+    dq, dk, dv = (x.to(q_THD.dtype) for x in sums)
+    return dq, dk, dv, dsinks_H  # each call returns the whole gradient of the sinks

@@ -1,7 +1,7 @@
 """Differentiable attention over cu_seqlens: `attend`.
 
-In eager mode, an autograd.Function calls `kernel.py` (a third of the cost of an operator). In
-a compiled graph, or under a dispatch mode (selective activation checkpointing), the same
+In eager mode, an autograd.Function calls `kernel.py`, or for trees `levels.py`, whose functions take
+the fields of `Levels` instead of cu_seqlens (a third of the cost of an operator). In a compiled graph, or under a dispatch mode (selective activation checkpointing), the same
 two functions run as `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, which have fake
 implementations, so that `fullgraph=True` works.
 
@@ -11,12 +11,14 @@ D = head_dim, N = document slots.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
+from flexvarlen.attention.backends.cu_seqlens import levels
 from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.launch_sizes import is_replayed
@@ -54,7 +56,12 @@ def attend(
         constants = _Constants(kernel, cu_seqlens_q, cu_seqlens_k, sizes, call)
         found = _apply_eagerly(*tensors[:4], constants)  # type: ignore[no-untyped-call]
         return found if call.return_lse else (found, None)
-    return kernels.forward(kernel, *tensors, sizes, call)
+    return _functions(call).forward(kernel, *tensors, sizes, call)
+
+
+def _functions(call: AttentionCall) -> ModuleType:
+    """The module whose `forward` and `backward` serve a call."""
+    return levels if call.spec.tree else kernels
 
 
 # ---- the operators, which take flat arguments ----
@@ -71,7 +78,7 @@ def settings_of(call: AttentionCall) -> tuple[Any, ...]:
     return call.spec.as_ints(), call.scale, call.softcap or 0.0, *flags
 
 
-def sizes_and_call(
+def _sizes_and_call(
     q: Tensor,
     k: Tensor,
     sinks_H: Tensor | None,
@@ -101,15 +108,18 @@ def sizes_and_call(
 
 def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sinks_H, cu_q, cu_k, *numbers = rest
-    both = sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
-    return kernels.forward(kernel, q, k, v, sinks_H, cu_q, cu_k, *both)
+    sizes, call = _sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
+    found: tuple[Tensor, Tensor] = _functions(call).forward(
+        kernel, q, k, v, sinks_H, cu_q, cu_k, sizes, call
+    )
+    return found
 
 
 def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, sinks_H, out, lse, cu_q, cu_k, *numbers = rest
-    both = sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
-    *grads, dsinks_H = kernels.backward(
-        kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, *both
+    sizes, call = _sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
+    *grads, dsinks_H = _functions(call).backward(
+        kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, sizes, call
     )
     return *grads, q.new_empty(0) if dsinks_H is None else dsinks_H  # type: ignore[return-value]
 
@@ -253,7 +263,7 @@ class _EagerAttention(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         kernel, cu_q, cu_k, sizes, call = constants
         tensors = (q_THD, k_THD, v_THD, sinks_H)
-        out_THD, lse_HT = kernels.forward(kernel, *tensors, cu_q, cu_k, sizes, call)
+        out_THD, lse_HT = _functions(call).forward(kernel, *tensors, cu_q, cu_k, sizes, call)
         ctx.kernel, ctx.numbers = kernel, (sizes, call)
         ctx.save_for_backward(*tensors, out_THD, lse_HT, cu_q, cu_k)
         if not call.return_lse:
@@ -264,7 +274,8 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor | None, *grad_lse: None) -> tuple[Tensor | None, ...]:
-        return *_differentiate(kernels.backward, ctx, grad_THD, *ctx.numbers), None
+        backward = _functions(ctx.numbers[1]).backward
+        return *_differentiate(backward, ctx, grad_THD, *ctx.numbers), None
 
 
 # Skip the Python wrapper of `apply`, which checks for setup_context and torch.func transforms and
