@@ -96,8 +96,7 @@ def _calls(
     call = call._replace(spec=_UNMASKED)
     queries, keys = above.unbind(1)
     return calls + [
-        _LevelCall(*each, sizes, call)
-        for each in zip(queries.unbind(), keys.unbind(), strict=True)
+        _LevelCall(*each, sizes, call) for each in zip(queries.unbind(), keys.unbind(), strict=True)
     ]
 
 

@@ -1,8 +1,9 @@
 """Differentiable attention over cu_seqlens: `attend`.
 
-In eager mode, an autograd.Function calls `kernel.py`, or for trees `levels.py`, whose functions take
-the fields of `Levels` instead of cu_seqlens (a third of the cost of an operator). In a compiled graph, or under a dispatch mode (selective activation checkpointing), the same
-two functions run as `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, which have fake
+In eager mode, an autograd.Function calls `kernel.py`, or of trees `levels.py`, whose functions take
+the fields of `Levels` in the place of cu_seqlens. That takes a third of the host time of an
+operator. In a compiled graph, or under a dispatch mode (selective activation checkpointing), the
+same functions run as `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, which have fake
 implementations, so that `fullgraph=True` works.
 
 Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
@@ -11,7 +12,7 @@ D = head_dim, N = document slots.
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +57,17 @@ def attend(
         constants = _Constants(kernel, cu_seqlens_q, cu_seqlens_k, sizes, call)
         found = _apply_eagerly(*tensors[:4], constants)  # type: ignore[no-untyped-call]
         return found if call.return_lse else (found, None)
-    return _functions(call).forward(kernel, *tensors, sizes, call)
+    return _forward_of(call)(kernel, *tensors, sizes, call)
 
 
-def _functions(call: AttentionCall) -> ModuleType:
-    """The module whose `forward` and `backward` serve a call."""
-    return levels if call.spec.tree else kernels
+def _forward_of(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
+    return levels.forward if call.spec.tree else kernels.forward
+
+
+def _backward_of(
+    call: AttentionCall,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    return levels.backward if call.spec.tree else kernels.backward
 
 
 # ---- the operators, which take flat arguments ----
@@ -109,16 +115,13 @@ def _sizes_and_call(
 def _forward(kernel: str, *rest: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sinks_H, cu_q, cu_k, *numbers = rest
     sizes, call = _sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
-    found: tuple[Tensor, Tensor] = _functions(call).forward(
-        kernel, q, k, v, sinks_H, cu_q, cu_k, sizes, call
-    )
-    return found
+    return _forward_of(call)(kernel, q, k, v, sinks_H, cu_q, cu_k, sizes, call)
 
 
 def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, sinks_H, out, lse, cu_q, cu_k, *numbers = rest
     sizes, call = _sizes_and_call(q, k, sinks_H, cu_q, tuple(numbers))
-    *grads, dsinks_H = _functions(call).backward(
+    *grads, dsinks_H = _backward_of(call)(
         kernel, grad_THD, q, k, v, sinks_H, out, lse, cu_q, cu_k, sizes, call
     )
     return *grads, q.new_empty(0) if dsinks_H is None else dsinks_H  # type: ignore[return-value]
@@ -263,7 +266,7 @@ class _EagerAttention(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         kernel, cu_q, cu_k, sizes, call = constants
         tensors = (q_THD, k_THD, v_THD, sinks_H)
-        out_THD, lse_HT = _functions(call).forward(kernel, *tensors, cu_q, cu_k, sizes, call)
+        out_THD, lse_HT = _forward_of(call)(kernel, *tensors, cu_q, cu_k, sizes, call)
         ctx.kernel, ctx.numbers = kernel, (sizes, call)
         ctx.save_for_backward(*tensors, out_THD, lse_HT, cu_q, cu_k)
         if not call.return_lse:
@@ -274,7 +277,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor | None, *grad_lse: None) -> tuple[Tensor | None, ...]:
-        backward = _functions(ctx.numbers[1]).backward
+        backward = _backward_of(ctx.numbers[1])
         return *_differentiate(backward, ctx, grad_THD, *ctx.numbers), None
 
 
