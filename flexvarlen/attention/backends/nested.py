@@ -87,7 +87,7 @@ class NestedBackend:
         )
         function: Any = nested_forward if torch.compiler.is_compiling() else _sdpa
         out_THD = function(q_THD, k_THD, v_THD, plan, *settings)
-        # The kernel leaves the rows past the last boundary unwritten.
+        # The kernel leaves the tokens past the last boundary unwritten.
         dead_T = torch.arange(q_THD.shape[0], device=q_THD.device) >= plan[-1]
         if mask.layout.padding is not None:
             dead_T = dead_T | mask.layout.padding

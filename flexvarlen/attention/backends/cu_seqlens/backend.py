@@ -151,7 +151,7 @@ class CuSeqlensBackend:
         mask: DocumentMask,
         plan: Boundaries | Levels,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the kernel once for all documents; of trees once for each level."""
+        """Call the kernel once for all documents; of trees as `levels.py` says."""
         compiling = torch.compiler.is_compiling()
         traced = is_traced()
         out_THD: Tensor

@@ -1,9 +1,9 @@
-"""Call a cu_seqlens kernel, zero the rows past the last boundary and apply attention sinks.
+"""Call a cu_seqlens kernel, zero the tokens past the last boundary and apply attention sinks.
 
 FlashAttention 2, 3 and 4 and torch's built-in kernels differ only in argument names. This module
 adds two things to each of them:
 
-- It zeroes the rows past the last boundary, which they leave unwritten in the output and in all
+- It zeroes the tokens past the last boundary, which they leave unwritten in the output and in all
   gradients, because garbage there would reach weight gradients.
 - It applies attention sinks. A sink scales the output by `sigmoid(lse - sink)`. The backward
   kernels make probabilities from the LSE and their gradient from the output, so they are exact if
@@ -33,7 +33,7 @@ class KernelSizes(NamedTuple):
         documents: number of slots in use.
         longest_q, longest_k: length of the longest document and of the longest key document.
         bound_q, bound_k: upper bounds on these for any row.
-        tail: 0 if there are no tokens past the last boundary.
+        tail: 1 if there may be tokens past the last boundary, else 0.
     """
 
     documents: int
@@ -96,7 +96,7 @@ def forward(
     sizes: KernelSizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE, with rows past the last boundary zeroed and sinks in the output."""
+    """Return output and LSE, with tokens past the last boundary zeroed and sinks in the output."""
     segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
     out_THD, lse_HT = KERNELS[kernel].forward(q, k, v, segments, call)
     if not out_THD.is_contiguous():
@@ -210,7 +210,7 @@ def _is_first(x: Tensor) -> bool:
 
 
 def _zero_tail(cu_seqlens: Tensor, *tensors: Tensor) -> None:
-    """Zero the rows past the last boundary in place, without a sync."""
+    """Zero the tokens past the last boundary in place, without a sync."""
     if cu_seqlens.device.type == "cpu":
         for x in tensors:
             x[int(cu_seqlens[-1]) :] = 0

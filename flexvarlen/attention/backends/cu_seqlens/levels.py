@@ -1,10 +1,10 @@
-"""Attention over trees by cu_seqlens kernels: one call for each level, merged by log-sum-exp.
+"""Attention over trees by cu_seqlens kernels: a call for the segments and one for each level.
 
-The tokens below a segment lie right behind it and see all of it. So one causal call attends inside
+The tokens below a segment follow it directly and see all of it. So one causal call attends inside
 each segment; then, for each level, one call without a mask attends from the tokens below the
-level's segments (queries) to these (keys). No key is copied. The calls' outputs are added up with
-weights exp(LSE of the call − LSE of all). A backward kernel recomputes probabilities from the LSE
-it is given; with the merged LSE and output, each call returns its part of the gradients.
+level's segments (queries) to these segments (keys). No key is copied. The calls' outputs are added
+up with weights exp(LSE of the call − LSE of all). A backward kernel recomputes probabilities from
+the LSE it is given; with the merged LSE and output, each call returns its part of the gradients.
 
 Shape legend: T = tokens of the row, H = num_heads, D = head_dim, S = segment slots, L = levels that
 may have segments below them, `max_depth - 1`.
@@ -31,8 +31,8 @@ class Levels(NamedTuple):
 
     Attributes:
         inside: int32 `[S + 1]`, the segments.
-        above: int32 `[L, 2, 2 * S + 1]`, for each level the boundaries of queries and of keys, and
-            spare slots, so that each row is 16-byte aligned.
+        above: int32 `[L, 2, R]`, for each level the boundaries of queries and of keys; R is
+            2 * S + 1, rounded up to a multiple of 4, so that each row is 16-byte aligned.
     """
 
     inside: Tensor
@@ -51,7 +51,7 @@ def _boundaries(table: Tensor, levels: int) -> Tensor:
     Two slots for each segment. The first: its tokens as queries, unless it lies below the level,
     and no keys. The second: its tokens as keys; as queries the tokens below it, if it is on the
     level. A prompt of 3 tokens with answers of 2 and 1 has one level, queries 0 3 6 6 6 6 6 and
-    keys 0 0 3 3 5 5 6: the tokens 3 to 6 attend to 0 to 3.
+    keys 0 0 3 3 5 5 6 (before they are rounded up): the tokens 3 to 6 attend to 0 to 3.
     """
     starts, ends, _, depths = (row[:-1] for row in table)
     stops, level = table[0, 1:], torch.arange(levels, device=table.device)[:, None]
@@ -76,6 +76,9 @@ def _(table: Tensor, levels: int) -> Tensor:
     return table.new_empty(levels, 2, _row_length(table))
 
 
+_UNMASKED = MaskSpec.of(causal=False, cross=True)
+
+
 class _LevelCall(NamedTuple):
     """The arguments of one call of a kernel, behind its tensors."""
 
@@ -88,7 +91,7 @@ class _LevelCall(NamedTuple):
 def _calls(
     inside: Tensor, above: Tensor, sizes: KernelSizes, call: AttentionCall
 ) -> list[_LevelCall]:
-    # `merge` takes +inf, FA2's LSE of a query that sees no key, but not the garbage of a tail.
+    # Past the last boundary the LSE is -inf if asked for, else unwritten.
     call = call._replace(return_lse=sizes.tail > 0)
     of_segments = sizes._replace(longest_q=sizes.longest_k)
     calls = [_LevelCall(inside, inside, of_segments, call._replace(spec=MaskSpec()))]
@@ -98,9 +101,6 @@ def _calls(
     return calls + [
         _LevelCall(*each, sizes, call) for each in zip(queries.unbind(), keys.unbind(), strict=True)
     ]
-
-
-_UNMASKED = MaskSpec.of(causal=False, cross=True)
 
 
 def forward(
@@ -135,7 +135,7 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, in `dtype`, and the LSE of the calls before and the next one together.
 
-    The next one's LSE may be +inf where it sees no key, as FA2's is.
+    Where a call sees nothing its LSE may be +inf, as FA2's is.
 
     Returns new tensors: several threads of a Triton program may hold the same token, so that an
     in-place store could be read back by a slower one.
@@ -144,11 +144,10 @@ def merge(
         from flexvarlen.attention.backends.cu_seqlens.triton.merge import merge_in_one_launch
 
         return merge_in_one_launch(out_THD, lse_HT, next_out_THD, next_lse_HT, dtype)
-    next_lse_HT = next_lse_HT.masked_fill(next_lse_HT == float("inf"), float("-inf"))
-    both_HT = torch.logaddexp(lse_HT, next_lse_HT)
+    each_HT = [x.masked_fill(x == float("inf"), float("-inf")) for x in (lse_HT, next_lse_HT)]
+    both_HT = torch.logaddexp(*each_HT)
     share, next_share = (  # 0 of what sees nothing; NaN stays
-        torch.where(x == float("-inf"), 0, (x - both_HT).exp()).T[..., None]
-        for x in (lse_HT, next_lse_HT)
+        torch.where(x == float("-inf"), 0, (x - both_HT).exp()).T[..., None] for x in each_HT
     )
     return (out_THD * share + next_out_THD * next_share).to(dtype), both_HT
 

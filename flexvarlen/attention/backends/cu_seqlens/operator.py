@@ -1,10 +1,10 @@
 """Differentiable attention over cu_seqlens: `attend`.
 
-In eager mode, an autograd.Function calls `kernel.py`, or of trees `levels.py`, whose functions take
-the fields of `Levels` in the place of cu_seqlens. That takes a third of the host time of an
-operator. In a compiled graph, or under a dispatch mode (selective activation checkpointing), the
-same functions run as `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, which have fake
-implementations, so that `fullgraph=True` works.
+In eager mode, an autograd.Function calls `kernel.py`, or `levels.py` for trees, in a third of the
+host time of an operator. For trees the fields of `Levels` take the place of cu_seqlens. In a
+compiled graph, or under a dispatch mode (selective activation checkpointing), the same functions
+run as `torch.ops.flexvarlen.cu_seqlens_forward` and `_backward`, which have fake implementations,
+so that `fullgraph=True` works.
 
 Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim, N = document slots.
@@ -46,7 +46,7 @@ def attend(
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     if traced:
-        out_THD, lse_HT = cu_seqlens_forward(kernel, *tensors, *sizes, *settings_of(call))
+        out_THD, lse_HT = cu_seqlens_forward(kernel, *tensors, *sizes, *_settings_of(call))
         return out_THD, lse_HT
     if call.needs_grad:
         if torch._C._are_functorch_transforms_active():
@@ -72,13 +72,13 @@ def _backward_of(
 
 # ---- the operators, which take flat arguments ----
 
-SETTINGS = (
+_SETTINGS = (
     "int[] spec, float scale, float softcap, bool deterministic, bool batch_invariant, "
     "bool return_lse"
 )
 
 
-def settings_of(call: AttentionCall) -> tuple[Any, ...]:
+def _settings_of(call: AttentionCall) -> tuple[Any, ...]:
     """Return the fields of the call that kernels need, as arguments of the operators."""
     flags = (call.deterministic, call.batch_invariant, call.return_lse)
     return call.spec.as_ints(), call.scale, call.softcap or 0.0, *flags
@@ -91,7 +91,7 @@ def _sizes_and_call(
     cu_seqlens_q: Tensor,
     numbers: tuple[Any, ...],
 ) -> tuple[KernelSizes, AttentionCall]:
-    """Rebuild both from an operator's arguments: `KernelSizes`, then the output of `settings_of`.
+    """Rebuild both from an operator's arguments: `KernelSizes`, then the output of `_settings_of`.
 
     The sizes are upper bounds if the operator is captured in a user's CUDA graph.
     """
@@ -128,28 +128,28 @@ def _backward(kernel: str, grad_THD: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 
 _library = torch.library.Library("flexvarlen", "FRAGMENT")
-QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
+_QKV = "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor? sinks_H"
 _CU_SEQLENS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-SIZES = ", ".join(f"SymInt {name}" for name in KernelSizes._fields)
+_SIZES = ", ".join(f"SymInt {name}" for name in KernelSizes._fields)
 
 
 def _operator(name: str, tensors: str, results: str, function: Any) -> Any:
     """Register a custom operator; `torch.library.custom_op` would take twice the host time."""
-    schema = f"{name}(str kernel, {tensors}, {SIZES}, {SETTINGS}) -> ({results})"
+    schema = f"{name}(str kernel, {tensors}, {_SIZES}, {_SETTINGS}) -> ({results})"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     return getattr(torch.ops.flexvarlen, name).default
 
 
 cu_seqlens_forward = _operator(
-    "cu_seqlens_forward", f"{QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
+    "cu_seqlens_forward", f"{_QKV}, {_CU_SEQLENS}", "Tensor, Tensor", _forward
 )
 """Attention as an operator. A selective activation checkpointing policy can save it by this name:
 `torch.ops.flexvarlen.cu_seqlens_forward.default`."""
 
 cu_seqlens_backward = _operator(
     "cu_seqlens_backward",
-    f"Tensor grad_THD, {QKV}, Tensor out_THD, Tensor lse_HT, {_CU_SEQLENS}",
+    f"Tensor grad_THD, {_QKV}, Tensor out_THD, Tensor lse_HT, {_CU_SEQLENS}",
     "Tensor, Tensor, Tensor, Tensor",
     _backward,
 )

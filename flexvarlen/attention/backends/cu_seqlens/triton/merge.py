@@ -34,6 +34,7 @@ def _merge(
     at = head.to(tl.int64) * total_tokens + tokens
     before = tl.load(lse + at, mask=in_row, other=float("-inf"))
     after = tl.load(next_lse + at, mask=in_row, other=float("-inf"))
+    before = tl.where(before == float("inf"), float("-inf"), before)
     after = tl.where(after == float("inf"), float("-inf"), after)
     sees = after != float("-inf")  # else nothing changes; NaN is passed on
     most = tl.where(sees, tl.maximum(before, after), 0.0)

@@ -1,4 +1,4 @@
-"""Zero the rows past the last boundary without a sync, at almost no cost if there are none."""
+"""Zero the tokens past the last boundary without a sync, at almost no cost if there are none."""
 
 from __future__ import annotations
 
