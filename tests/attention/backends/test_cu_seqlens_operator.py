@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from flexvarlen import DocumentMask
+from flexvarlen import DocumentMask, PackedLayout
 from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS
 from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.layout.launch_sizes import SHORT_ROW
@@ -148,11 +148,18 @@ def test_operators_pass_opcheck(backend):
         )
 
 
+ROWS = {
+    "documents": layout_of(DOCUMENTS["no_padding"]),
+    "trees": PackedLayout.from_groups([100, 56], [[30, 20, 10], [25, 15]]),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("keep", [True, False])
-def test_selective_checkpointing_keeps_attention_by_name(backend, keep):
+def test_selective_checkpointing_keeps_attention_by_name(backend, keep, row):
     """Eagerly a plain autograd.Function, of which a checkpoint's policy would see nothing."""
-    kernel = KERNELS["plain"]
-    run = attend(backend, layout_of(DOCUMENTS["no_padding"]))
+    kernel, calls = KERNELS["plain"], {"documents": 1, "trees": 2}[row]
+    run = attend(backend, ROWS[row])
     *qkv, grad = random_qkv(TOKENS, 6, 2, 16)
 
     def policy(context, op, *args, **kwargs):
@@ -173,15 +180,16 @@ def test_selective_checkpointing_keeps_attention_by_name(backend, keep):
     plainly = differentiate(block, qkv, grad)
     before = kernel.forwards
     saved = differentiate(checkpointed, qkv, grad)
-    assert kernel.forwards - before == (1 if keep else 2)
+    assert kernel.forwards - before == (calls if keep else 2 * calls)
     for mine, theirs in zip([saved[0], *saved[1]], [plainly[0], *plainly[1]], strict=True):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("watched", [False, True], ids=["plainly", "operators"])
-def test_gradient_of_the_gradient_is_refused(backend, watched):
+def test_gradient_of_the_gradient_is_refused(backend, watched, row):
     """Also where something watches operators: autograd would leave them out of it."""
-    run = attend(backend, layout_of(DOCUMENTS["no_padding"]))
+    run = attend(backend, ROWS[row])
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
     q.requires_grad_()
     with (
@@ -289,8 +297,9 @@ def test_gradient_at_the_tail_reaches_no_sink(backend):
         assert torch.equal(mine, theirs)
 
 
-def test_transforms_of_torch_func_are_refused(backend):
-    run = attend(backend, layout_of(DOCUMENTS["no_padding"]))
+@pytest.mark.parametrize("row", ROWS)
+def test_transforms_of_torch_func_are_refused(backend, row):
+    run = attend(backend, ROWS[row])
     *qkv, _ = random_qkv(TOKENS, 6, 2, 16)
     with pytest.raises(NotImplementedError, match=r"does not support torch\.func transforms"):
         torch.func.grad(lambda *x: run(*x)[0].sum())(*qkv)

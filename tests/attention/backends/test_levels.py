@@ -14,7 +14,7 @@ from flexvarlen.mask.spec import MaskSpec
 from tests.attention.backends.plain_kernel import backend, call_of  # noqa: F401
 from tests.attention.test_trees import by_path
 from tests.oracle import assert_as_accurate, differentiate, random_qkv
-from tests.trees import EXAMPLES, trees
+from tests.trees import EXAMPLES, Tree, trees
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
@@ -80,6 +80,17 @@ def test_sinks():
     found = of_sinks(lambda leaf: attention(tree, sinks=leaf))
     expected = of_sinks(lambda leaf: by_path(tree, sinks=leaf))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_segment_whose_scores_overflow():
+    """To -inf: the query sees only the prompt, and FA2's LSE of the segment is +inf."""
+    tree = Tree((4, 3), (-1, 0))
+    q, k, v, grad = random_qkv(tree.total_tokens, HEADS, KV_HEADS, HEAD_DIM)
+    q[5], k[4:] = 1e20, -1e20
+    out, grads = differentiate(attention(tree), [q, k, v], grad)
+    exact = by_path(tree, scale=0.25)(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out[5].double(), exact[5], atol=1e-5, rtol=1e-5)
+    assert all(x.isfinite().all() for x in grads)
 
 
 @pytest.mark.gpu
