@@ -25,8 +25,9 @@ TITLES = {
     "classification": "Trainer, classification of texts",
 }
 EXPLAINED = (
-    "Error: the largest of the loss and of every parameter's gradient against the padded run in "
-    "fp32, over what the acceptance rule allows beside `padded-sdpa`; at most 1 passes."
+    "Error ÷ allowed: the largest error of the loss and of any parameter's gradient, against the "
+    "padded run in fp32, over what the acceptance rule allows beside `padded-sdpa`; at most 1 "
+    "passes."
 )
 SAMPLES = {"dpo": "pairs", "grpo": "completions", "reward": "pairs", "classification": "texts"}
 

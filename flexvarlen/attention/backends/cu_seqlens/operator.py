@@ -41,8 +41,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output and, with `call.return_lse`, the LSE, which is not differentiable.
 
-    The LSE is that of the scores, without the sinks. `traced`: whether in a compiled graph or under
-    a dispatch mode.
+    The LSE is that of the scores, without the sinks. For trees `cu_seqlens_q` and `cu_seqlens_k`
+    are `Levels.inside` and `Levels.above`. `traced`: whether in a compiled graph or under a
+    dispatch mode.
     """
     tensors = (q_THD, k_THD, v_THD, sinks_H, cu_seqlens_q, cu_seqlens_k)
     if traced:
