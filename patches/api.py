@@ -152,7 +152,8 @@ def patch_model(
             ("flash_attention_2"), or "auto"; or a mapping from the model's layer
             types ("full_attention", "sliding_attention", as in `config.layer_types`; in vision
             towers "vision_attention") to such names. "auto" is resolved by kind of layer: mask,
-            heads, head_dim.
+            heads, head_dim; with `unpad` always as for training, so that a reference model rounds
+            as its policy does.
         deterministic, batch_invariant: as in `packed_attention`; None: use the environment
             variables FLEXVARLEN_DETERMINISTIC and FLEXVARLEN_BATCH_INVARIANT.
         capacity: document slots a row may hold when only a compiled graph sees them (position_ids

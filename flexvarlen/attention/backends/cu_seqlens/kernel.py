@@ -132,24 +132,39 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the sinks."""
     segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
-    may_have_tail = sizes.tail > 0
     if not grad_THD.is_contiguous():
         grad_THD = grad_THD.contiguous()
     dsinks_H = None
     if sinks_H is not None:
-        sinks_H1 = finite_sinks(sinks_H)
-        lse_HT = torch.logaddexp(lse_HT, sinks_H1)
-        grad_dot_out_HT = _row_dot(grad_THD, out_THD)
-        if may_have_tail:  # in the tail the output is 0, but grad_output can be anything
-            grad_dot_out_HT.masked_fill_(_tail(q, cu_seqlens_q), 0)
-        # A sink is an extra key with probability exp(sink - lse) and a value of 0.
-        dsinks_H = -((sinks_H1 - lse_HT).exp() * grad_dot_out_HT).sum(1).to(sinks_H.dtype)
+        lse_HT, dsinks_H = include_sinks(sinks_H, grad_THD, out_THD, lse_HT, cu_seqlens_q, sizes)
     grads = KERNELS[kernel].backward(grad_THD, q, k, v, out_THD, lse_HT, segments, call)
     dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in grads)
-    if may_have_tail:
+    if sizes.tail > 0:
         _zero_tail(cu_seqlens_q, dq)
         _zero_tail(cu_seqlens_k, dk, dv)
     return dq, dk, dv, dsinks_H
+
+
+def include_sinks(
+    sinks_H: Tensor,
+    grad_THD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    cu_seqlens_q: Tensor,
+    sizes: KernelSizes,
+) -> tuple[Tensor, Tensor]:
+    """Return the LSE with the sinks, for a backward without them, and their gradient.
+
+    `grad_THD` is contiguous.
+    """
+    sinks_H1 = finite_sinks(sinks_H)
+    lse_HT = torch.logaddexp(lse_HT, sinks_H1)
+    grad_dot_out_HT = _row_dot(grad_THD, out_THD)
+    if sizes.tail > 0:  # in the tail the output is 0, but grad_output can be anything
+        grad_dot_out_HT.masked_fill_(_tail(out_THD, cu_seqlens_q), 0)
+    # A sink is an extra key with probability exp(sink - lse) and a value of 0.
+    dsinks_H = -((sinks_H1 - lse_HT).exp() * grad_dot_out_HT).sum(1).to(sinks_H.dtype)
+    return lse_HT, dsinks_H
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

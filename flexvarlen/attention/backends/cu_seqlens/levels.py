@@ -167,15 +167,19 @@ def backward(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `kernel.backward`."""
-    tensors = (grad_THD, q_THD, k_THD, v_THD, sinks_H, out_THD, lse_HT)
+    if not grad_THD.is_contiguous():
+        grad_THD = grad_THD.contiguous()
+    dsinks_H = None
+    if sinks_H is not None:
+        lse_HT, dsinks_H = kernels.include_sinks(sinks_H, grad_THD, out_THD, lse_HT, inside, sizes)
+    tensors = (grad_THD, q_THD, k_THD, v_THD, None, out_THD, lse_HT)
     sums: list[Tensor] = []
-    dsinks_H: Tensor | None = None
     calls = _calls(inside, above, sizes, call)
     for each in calls:
-        *grads, dsinks_H = kernels.backward(kernel, *tensors, *each)
+        *grads, _ = kernels.backward(kernel, *tensors, *each)
         if not sums:
             sums = [x.float() for x in grads] if len(calls) > 2 else grads  # round once
         else:
             sums = [x.add_(y) for x, y in zip(sums, grads, strict=True)]
     dq, dk, dv = (x.to(q_THD.dtype) for x in sums)
-    return dq, dk, dv, dsinks_H  # each call returns the whole gradient of the sinks
+    return dq, dk, dv, dsinks_H
