@@ -19,9 +19,9 @@ from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
     kind_of_head,
-    mark_heads,
     refuse_prompt_learning,
     require_keywords,
+    require_patched_heads,
     unwrap_loss,
 )
 from flexvarlen.patches.forward.padding import check_unpad
@@ -110,8 +110,10 @@ def patch_model(
 
     A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
     num_labels]`, and takes labels `[num_docs]`; `config.pad_token_id` must be set. Its documents
-    are found outside of a compiled graph. Heads for question answering and multiple choice take
-    one document per row, or a padded batch with `unpad`.
+    are found outside of a compiled graph, and reach the head padded on the right, without ids on
+    the left. Heads for question answering and multiple choice take one document per row, or a
+    padded batch with `unpad`. A head of transformers refuses to run if its base model is patched
+    and it is not.
 
     Bidirectional encoders (BERT) keep all labels, which belong to their own tokens. Their
     pooler_output has a row for each document; in a compiled graph `[capacity]` rows, of which those
@@ -195,7 +197,7 @@ def patch_model(
             recurrent layers, `batch_invariant` or a backend without trees.
 
     A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
-    and left padding in an encoder that pools or classifies by a row's first token.
+    and left padding in an encoder's base model that has a pooler.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
     patched model or before it is patched; its result keeps its own guarantees and mapping, so to
@@ -300,7 +302,7 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
     tower = vision_tower(base)
     if tower is not None:
         patch_tower(tower, patch, vision_kinds_of(inner))
-    mark_heads(inner)
+    require_patched_heads(inner)
     patch_rotary(text_tower(base))
     register_model(inner)
 

@@ -84,7 +84,8 @@ class PackedForward:
         one_per_row: whether each row holds at most one document, for a forward that may fill a
             cache; a bool tensor in a compiled graph. None: it fills no cache.
         padded: the padded batch that this forward runs as a packed row, if there is one.
-        pools: whether the base model's pooler must pool by document, not by row.
+        pooled_tokens: int64; offsets among all B·S tokens of those that the base model's pooler
+            must read. None: the first of each row, which it reads by itself.
         packs: whether a row may hold several documents, or padding.
         in_base: whether the base model received this object from its head.
         recurrent: the documents for recurrent layers; None if the model has none.
@@ -112,7 +113,7 @@ class PackedForward:
         self.routes: dict[LayerKind, Route] = {}
         self.one_per_row: Tensor | bool | None = None
         self.padded: PaddedBatch | None = None
-        self.pools = False
+        self.pooled_tokens: Tensor | None = None
         self.packs, self.in_base = True, False
         self.recurrent = recurrent
         self.tree_loss: Callable[[Tensor], Tensor] | None = None

@@ -107,7 +107,8 @@ class PaddedBatch:
         """A head's arguments for the padded batch, from those for packed rows.
 
         Args:
-            inputs: without boundaries; tensors of all tokens are padded, any other is kept.
+            inputs: without boundaries; tensors of all tokens are padded, any other is kept, as
+                the labels are.
             pad_token_id: of the head's config, by which it finds a row's last token.
 
         Raises:
@@ -126,7 +127,9 @@ class PaddedBatch:
                 value.reshape(1, -1, *value.shape[2:]),
                 padding=(pad_token_id or 0) if name == "input_ids" else 0,
             )
-            if isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
+            if isinstance(value, Tensor)
+            and value.shape[:2] == tokens.shape[:2]
+            and name != "labels"  # of documents
             else value
             for name, value in inputs.items()
         }
@@ -277,6 +280,10 @@ def pad_documents(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
     """A batch with one row for each document of a packed layout, as heads that pool take it.
 
     Padding and empty documents have no row. Reads the device once.
+
+    Args:
+        pads_left: whether padding is on the left. transformers' heads find a row's last token by
+            its ids, padded on either side; without ids they read the row's last one.
 
     Raises:
         ValueError: no document has tokens.

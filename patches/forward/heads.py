@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -25,16 +25,14 @@ from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
 from flexvarlen.patches.models.layers import base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
-POOLING_HEAD = "flexvarlen_pools"
-"""The keyword that tells a patched base model the name of a head that pools its rows."""
-
-_POOLING_HEADS = (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+_NEED_A_PATCH = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,  # would not mask labels
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,  # would pool rows, not documents
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
 )
-
-_CAUSAL_HEADS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+"""transformers' heads that must be patched if their base model is."""
 
 _LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
 
@@ -45,8 +43,11 @@ PER_DOCUMENT = ("ForSequenceClassification", "ForReward")
 """Heads with one output per document."""
 
 _PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
-PER_ROW = ("ForQuestionAnswering", "ForMultipleChoice")
-"""Heads that cannot take packed rows; their base model refuses them."""
+CHOICES = "ForMultipleChoice"
+"""A head whose rows are `[B, choices, S]`."""
+
+PER_ROW = ("ForQuestionAnswering", CHOICES)
+"""Heads with one output per row, which refuse rows of several documents."""
 
 _HEADS = (*CAUSAL, *_PER_TOKEN, *PER_DOCUMENT, *PER_ROW)
 
@@ -132,63 +133,63 @@ class HeadReference:
         return HeadReference, ()
 
 
-def mark_heads(model: PreTrainedModel) -> None:
-    """Make the heads of a patched model's family account for a patched base model.
+def require_patched_heads(model: PreTrainedModel) -> None:
+    """Make transformers' heads for a base model that is patched alone refuse to run.
 
-    A user may patch only the base model and call a head. One that pools then passes `POOLING_HEAD`
-    to the base, and a causal one refuses labels, which it would not mask. This wraps the `forward`
-    of transformers' classes, once; without a patched base it changes nothing.
+    Wraps the `forward` of transformers' classes of this family, once per process. Heads over a base
+    model that is not patched, or that are patched themselves, run as before.
     """
-    wrappers = [(mapping, _passing_name) for mapping in _POOLING_HEADS]
-    if base_of(model) is model:
-        wrappers += [(mapping, _refusing_labels) for mapping in _CAUSAL_HEADS]
-    for mapping, wrap in wrappers:
+    if base_of(model) is not model:
+        return
+    for mapping in _NEED_A_PATCH:
         head: Any = mapping.get(type(model.config), None)
-        if head is not None and not hasattr(head.forward, POOLING_HEAD):
-            head.forward = wrap(head.forward)
-            setattr(head.forward, POOLING_HEAD, True)
+        if head is not None and not hasattr(head.forward, "_flexvarlen_requires_patch"):
+            head.forward = _requiring_patch(head.forward)
 
 
-def _passing_name(forward: Any) -> Any:
+def _requiring_patch(forward: Any) -> Any:
     @functools.wraps(forward)
-    def marked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if ATTRIBUTE in self.base_model.__dict__:
-            kwargs[POOLING_HEAD] = type(self).__name__
-        return forward(self, *args, **kwargs)
-
-    return marked
-
-
-def _refusing_labels(forward: Any) -> Any:
-    @functools.wraps(forward)
-    def marked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        is_base_alone = ATTRIBUTE in self.base_model.__dict__ and ATTRIBUTE not in self.__dict__
-        if is_base_alone and kwargs.get("labels") is not None:
+    def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if ATTRIBUTE in self.base_model.__dict__ and ATTRIBUTE not in self.__dict__:
             raise ValueError(
-                f"labels must go to a patched model, got an unpatched {type(self).__name__} around "
-                "a patched base model, whose labels would cross documents; call patch_model on the "
-                "whole model."
+                f"a head around a patched base model must be patched too, got {type(self).__name__}"
+                ", which is not: it would neither mask labels nor pool by document; call "
+                "patch_model on the whole model."
             )
         return forward(self, *args, **kwargs)
 
-    return marked
+    vars(checked)["_flexvarlen_requires_patch"] = True
+    return checked
 
 
-def refuse_pooling(head: str | None, layout: PackedLayout, batch: int) -> None:
-    """Refuse rows of several documents in a base model that a pooling head calls.
+def refuse_pooling(head: str, layout: PackedLayout, batch: int) -> None:
+    """Refuse rows of several documents under a head with one output per row.
 
     Args:
-        head: what the base model got as `POOLING_HEAD`.
+        head: the name of its class, for the message.
 
     Raises:
         ValueError: a row holds several. Inside a compiled graph the device asserts that none does.
     """
-    if head is not None:
-        raise_or_assert(
-            one_document_per_row(layout, batch),
-            f"{head} pools each row to one output, so a row must hold one document, got several; "
-            "pass one document per row, or call the base model and pool its last_hidden_state by "
-            "document.",
+    raise_or_assert(
+        one_document_per_row(layout, batch),
+        f"{head} pools each row to one output, so a row must hold one document, got several; pass "
+        "one document per row, or patch and call the base model, and pool its last_hidden_state by "
+        "document.",
+    )
+
+
+def check_document_labels(labels: Any, documents: int) -> None:
+    """Check that a head with one output per document got labels for these documents.
+
+    Raises:
+        ValueError: `labels` is not one label, or one vector of labels, for each.
+    """
+    if isinstance(labels, Tensor) and (labels.ndim == 0 or len(labels) != documents):
+        raise ValueError(
+            f"labels must be one for each of the {documents} documents, [{documents}] or "
+            f"[{documents}, num_labels], under a head that classifies documents, got shape "
+            f"{tuple(labels.shape)}; give each document its label, and no labels of tokens."
         )
 
 

@@ -174,16 +174,40 @@ def give_to_base(module: nn.Module, inputs: dict[str, Any], padded: PaddedBatch)
     return inputs | {CONTEXT: padded}
 
 
+def begin_rows_with_documents(inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """The arguments of an encoder's head that may read a row's first token.
+
+    Padding on the left of a row moves to its right, in every tensor that has a value per token.
+    Unchanged if the documents are given explicitly or no 2D mask shows padding. No sync; traces.
+    """
+    mask, shape = inputs.get("attention_mask"), tokens.shape[:2]
+    explicit = any(inputs.get(name) is not None for name in ("packed_layout", "cu_seq_lens_q"))
+    if explicit or not isinstance(mask, Tensor) or mask.shape != shape:
+        return inputs
+    columns = torch.arange(shape[1], device=mask.device)
+    index = (columns + (mask != 0).to(torch.uint8).argmax(1, keepdim=True)) % shape[1]
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.take_along_dim(x, index.view(*shape, *[1] * (x.ndim - 2)), dim=1)
+
+    of_tokens = (shape, (1, shape[1]))
+    return {
+        name: moved(x)
+        if isinstance(x, Tensor) and x.shape[:2] in of_tokens and name != "labels"
+        else x
+        for name, x in inputs.items()
+    }
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def layout_of_pooling_head(
-    find: Callable[[], PackedLayout], batch: int, *, causal: bool, is_explicit: bool
+    find: Callable[[], PackedLayout], batch: int, *, pads_left: bool, is_explicit: bool
 ) -> tuple[PackedLayout, PaddedBatch | None]:
     """The layout of a head with one output per document, and a batch with a row for each.
 
-    Causal heads read a row's last token, others the first, so padding is on the other side.
-
     Args:
         find: finds the layout of B rows.
+        pads_left: as in `pad_documents`.
         is_explicit: whether the documents are given explicitly, so that no mask shows padding.
 
     Returns:
@@ -194,51 +218,52 @@ def layout_of_pooling_head(
     layout = find()
     if not is_explicit and bool(one_document_per_row(layout, batch)):
         return layout, None
-    return layout, pad_documents(layout, pads_left=causal)
+    return layout, pad_documents(layout, pads_left=pads_left)
 
 
 def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, batch: int) -> None:
-    """Note whether a base model's pooler must pool by document, not by row.
+    """Note whether a base model's pooler reads the first token of a row, or of each document.
 
     Raises:
-        ValueError: it must, but `return_dict=False` asks for a tuple, or the rows of a padded batch
-            begin with padding.
+        ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced; or
+            rows of a padded batch that runs packed begin with padding, or hold no token.
     """
-    padded = packed.padded
+    padded, layout = packed.padded, packed.layout
     has_pooler = base._modules.get("pooler") is not None
-    packed.pools = has_pooler and (
-        padded is not None
-        or torch.compiler.is_compiling()
-        or not bool(one_document_per_row(packed.layout, batch))
-    )
-    if packed.pools and padded is not None:
-        check_pooled_rows(padded, reads_first=True)
+    if has_pooler and padded is not None:
+        refuse_empty_rows(padded)
+        if padded.pads_left:  # transformers counts positions from the padding
+            raise ValueError(
+                "attention_mask must not hide the first token of a row, which the model's pooler "
+                "reads, got padding on the left; pad on the right."
+            )
+    elif has_pooler and packed.packs:
+        if torch.compiler.is_compiling():  # a graph keeps the slots without a document
+            packed.pooled_tokens = layout.first_tokens()
+        elif bool(one_document_per_row(layout, batch)):
+            rows = layout.real_tokens().view(batch, -1).to(torch.uint8)
+            first = rows.argmax(dim=1)  # 0 in a row of padding alone
+            packed.pooled_tokens = first + rows.shape[1] * torch.arange(batch, device=rows.device)
+        else:
+            packed.pooled_tokens = layout.first_tokens()[layout.real_documents()]
     return_dict = inputs.get("return_dict")
     wants_dict = text_config_of(base.config).return_dict if return_dict is None else return_dict
-    if (packed.pools or padded is not None) and not wants_dict:
+    if (packed.pooled_tokens is not None or padded is not None) and not wants_dict:
         raise ValueError(
             "return_dict must stay True for packed or unpadded batches, got False; leave it out."
         )
 
 
-def check_pooled_rows(padded: PaddedBatch, *, reads_first: bool) -> None:
+def refuse_empty_rows(padded: PaddedBatch) -> None:
     """Refuse rows of which a pooler, or a head that pools, would read padding.
 
-    Args:
-        reads_first: whether it reads a row's first token.
-
     Raises:
-        ValueError: a row begins with padding and `reads_first`, or holds no token.
+        ValueError: a row holds no token.
     """
     if padded.has_empty_row:
         raise ValueError(
             "attention_mask must leave at least one token of each row where rows are pooled, got a "
             "row of padding alone; drop it from the batch."
-        )
-    if reads_first and padded.pads_left:
-        raise ValueError(
-            "attention_mask must not hide the first token of a row, which the model's pooler or "
-            "classifier reads, got padding on the left; pad on the right."
         )
 
 
@@ -249,11 +274,9 @@ def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:
         outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
         if outputs.get("hidden_states") is not None:
             outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))
-    if packed.pools:
-        hidden = outputs["last_hidden_state"]
-        if padded is None:
-            first = packed.layout.first_tokens()
-            if not torch.compiler.is_compiling():  # a graph keeps the slots without a document
-                first = first[packed.layout.real_documents()]
-            hidden = hidden.flatten(0, 1)[first][:, None]
-        outputs["pooler_output"] = base.pooler(hidden)
+    pooler = base._modules.get("pooler")
+    if pooler is not None and padded is not None:
+        outputs["pooler_output"] = pooler(outputs["last_hidden_state"])
+    elif packed.pooled_tokens is not None:
+        hidden = outputs["last_hidden_state"].flatten(0, 1)
+        outputs["pooler_output"] = base.pooler(hidden[packed.pooled_tokens][:, None])

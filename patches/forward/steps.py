@@ -43,22 +43,24 @@ from flexvarlen.patches.batch.unsupported_keywords import (
 )
 from flexvarlen.patches.forward.heads import (
     CAUSAL,
+    CHOICES,
     HEAD,
     PER_DOCUMENT,
     PER_ROW,
-    POOLING_HEAD,
     HeadReference,
+    check_document_labels,
     refuse_pooling,
     wrap_loss,
 )
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.padding import (
-    check_pooled_rows,
+    begin_rows_with_documents,
     give_to_base,
     layout_of_pooling_head,
     note_pooler,
     pad_and_pool,
     padded_batch,
+    refuse_empty_rows,
     share_prefixes,
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, head_drops_keywords
@@ -97,23 +99,37 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     if patch is None:
         return None
     is_head = base_of(module) is not module  # type: ignore[arg-type]
-    if is_head and patch.head in PER_ROW:
-        return None
+    if is_head and patch.head == CHOICES:
+        return _prepare_choices(module, patch, inputs)
+    return _prepare(module, patch, inputs, is_head=is_head)
+
+
+def _prepare(
+    module: nn.Module, patch: Patch, inputs: dict[str, Any], *, is_head: bool
+) -> dict[str, Any]:
     if not is_head:
         text_config = text_config_of(module.config)
         refuse_reentrant_checkpoints(text_config, text_tower(module))
         keep_all_queries(text_config, inputs)
-    pooling_head = inputs.pop(POOLING_HEAD, None)
     if isinstance(inputs.get("attention_mask"), PackedForward):  # see `head_drops_keywords`
         _pass_on(inputs, inputs["attention_mask"], patch)
     tokens, given = _tokens(inputs), inputs.get(CONTEXT)
     if tokens is None or isinstance(given, PackedForward | Unpacked):
         return _from_head(module, inputs)
     _refuse(module, patch, inputs)
+    pools = is_head and patch.head in (*PER_DOCUMENT, CHOICES)
+    if pools and not patch.causal:
+        inputs = begin_rows_with_documents(inputs, tokens)
+        tokens = _tokens(inputs)
+        assert tokens is not None
     padded = padded_batch(module, patch, inputs, tokens)
     if padded is not None and is_head:
         if patch.head in CAUSAL:
             mask_labels(module, inputs, padded.unpredicted_tokens())
+        if pools:
+            refuse_empty_rows(padded)
+        if patch.head in PER_DOCUMENT:
+            check_document_labels(inputs.get("labels"), padded.batch)
         return give_to_base(module, inputs, padded)
     came_from_head = padded is not None and padded is given
     if padded is not None:
@@ -122,7 +138,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         tokens = _tokens(inputs)
         assert tokens is not None
     forward = ForwardInputs(module, patch, inputs, tokens, padded)
-    if not came_from_head and patch.head not in PER_ROW:  # the wrapper of these does nothing
+    if not came_from_head:
         _refuse_head_without_documents(module, forward.is_explicit)
     if forward.group is not None:
         prepare_shard(module, inputs, forward.boundaries, tokens, forward.config, forward.group)
@@ -132,21 +148,20 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         layout, rows = layout_of_pooling_head(
             forward.find_layout,
             forward.batch,
-            causal=forward.causal,
+            pads_left=forward.causal and inputs.get("input_ids") is None,
             is_explicit=forward.is_explicit,
         )
+        documents = forward.batch if rows is None else rows.batch
+        check_document_labels(inputs.get("labels"), documents)
         if rows is not None:
             inputs = rows.inputs_of_batch(inputs, forward.config.pad_token_id)
             return give_to_base(module, inputs, rows)
     else:
         layout = forward.find_layout()
-    if padded is None:
-        refuse_pooling(pooling_head, layout, forward.batch)
-    elif pooling_head is not None and "QuestionAnswering" not in pooling_head:
-        check_pooled_rows(padded, reads_first=not forward.causal)
+    if is_head and patch.head in PER_ROW:
+        refuse_pooling(type(module).__name__, layout, forward.batch)
     if layout.segments is not None and padded is None:
-        pools = pooling_head is not None or (is_head and patch.head not in CAUSAL)
-        refuse_beside_tree(forward, pools=pools)
+        refuse_beside_tree(forward, pools=is_head and patch.head not in CAUSAL)
     _set_positions(forward, layout)
     # Other heads' labels belong to the tokens themselves, and so do a tree's.
     if patch.head in CAUSAL and layout.segments is None:
@@ -162,6 +177,23 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         note_pooler(module, inputs, packed, forward.batch)
     _set_attention_mask(forward, packed)
     return inputs
+
+
+def _prepare_choices(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Prepare the arguments of a multiple-choice head, whose rows are `[B, choices, S]`."""
+    tokens = _tokens(inputs)
+    if tokens is None:
+        return inputs
+    rows = tokens.shape[:2]
+    flat = {
+        name: x.flatten(0, 1) if isinstance(x, Tensor) and x.shape[:2] == rows else x
+        for name, x in inputs.items()
+    }
+    prepared = _prepare(module, patch, flat, is_head=True)
+    return {
+        name: x.unflatten(0, rows) if isinstance(x, Tensor) and len(x) == rows.numel() else x
+        for name, x in prepared.items()
+    }
 
 
 def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:

@@ -1,19 +1,23 @@
-"""A head that takes one output of a row: patched, or over a base model that is patched alone."""
+"""A head with one output per row or document: patched, or over a base that is patched alone."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import flexvarlen as fv
 from tests import forms
-from tests.oracle import assert_as_accurate
-from tests.tiny_models import config_of, documents, exact_and_peer, new_model, one_row, padded_rows
+from tests.tiny_models import config_of, documents, one_row, padded_rows
 
 BATCH = one_row()
 FORMS = {
@@ -23,84 +27,40 @@ FORMS = {
 HEADS = {
     "classifier": AutoModelForSequenceClassification,
     "questions": AutoModelForQuestionAnswering,
+    "choices": AutoModelForMultipleChoice,
 }
 
 
-def head_over_patched_base(kind, head="classifier"):
-    torch.manual_seed(0)
-    model = HEADS[head].from_config(config_of(kind)).eval()
-    fv.patch_model(model.base_model, "sdpa")
-    return model
+@pytest.mark.parametrize("family", [("llama", "qwen3"), ("bert", "modernbert"), ("mamba2",)])
+def test_head_over_a_base_that_is_patched_alone(family):
+    """It would neither mask labels nor pool by document, and Mamba-2's drops the documents."""
+    for kind in (*family, family[0]):  # the second of a class, and of another
+        heads = (AutoModelForCausalLM, *HEADS.values())
+        if kind in ("bert", "modernbert"):
+            heads = heads[1:]
+        for head in (x for x in heads if type(config_of(kind)) in x._model_mapping):
+            model = head.from_config(config_of(kind)).eval()
+            fv.patch_model(model.base_model, "sdpa")
+            for inputs in ({"labels": BATCH.ids}, *FORMS.values()):
+                with pytest.raises(ValueError, match=r"must be patched too.*on the whole model"):
+                    model(BATCH.ids, **inputs)
+            with pytest.raises(ValueError, match="must be patched too"):  # labels by position
+                model(BATCH.ids, None, BATCH.position_ids, None, None, BATCH.ids)
+            with torch.no_grad():  # the base model itself gives each token's hidden state
+                out = model.base_model(BATCH.ids, **FORMS["packed_layout"])
+                assert out.last_hidden_state.shape[1] == 256
+                fv.unpatch_model(model.base_model)
+                model(BATCH.ids[None] if head is HEADS["choices"] else BATCH.ids)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("kind", "head"),
-    [
-        ("llama", "classifier"),
-        ("qwen3", "classifier"),
-        ("qwen2", "questions"),
-        ("roberta", "classifier"),
-        ("modernbert", "classifier"),
-        ("bert", "questions"),
-    ],
-)
-def test_one_output_for_several_documents(kind, head, form):
-    model = head_over_patched_base(kind, head)
-    with pytest.raises(ValueError, match=r"pools each row.*got several; pass one document per row"):
-        model(BATCH.ids, **FORMS[form])
-    with torch.no_grad():  # the base model itself gives each token's hidden state
-        assert model.base_model(BATCH.ids, **FORMS[form]).last_hidden_state.shape[1] == 256
-
-
-def test_a_subclass_of_the_users_own():
-    parent = type(head_over_patched_base("llama"))
-
-    class Reward(parent):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs).logits
-
-    model = Reward(config_of("llama")).eval()
+def test_unpatched_head_of_a_patched_base_under_torch_compile():
+    model = classifier("llama")
     fv.patch_model(model.model, "sdpa")
-    with pytest.raises(ValueError, match="Reward pools each row"):
-        model(BATCH.ids, **FORMS["packed_layout"])
-
-
-def test_in_a_compiled_graph():
-    model = head_over_patched_base("llama")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
-    with pytest.raises(RuntimeError, match="pools each row"), torch.no_grad():
+    with pytest.raises(Exception, match="must be patched too"), torch.no_grad():
         compiled(BATCH.ids, **FORMS["position_ids"])
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(("kind", "left"), [("llama", False), ("llama", True), ("roberta", False)])
-def test_one_document_a_row_is_as_before(kind, left):
-    batch, model = padded_rows(left=left), head_over_patched_base(kind)
-    padding = batch.document_ids == 0
-    ids = batch.ids.masked_fill(padding, model.config.pad_token_id)
-    inputs = {"input_ids": ids, "attention_mask": (~padding).long()}
-    with torch.no_grad():
-        found = model(**inputs).logits
-        fv.unpatch_model(model.base_model)
-        expected = model(**inputs).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_labels_of_a_causal_head_over_a_patched_base():
-    """Its wrapper would mask them; without it they would cross documents."""
-    model = new_model("llama")
-    fv.patch_model(model.model, "sdpa")
-    with pytest.raises(ValueError, match=r"labels must go to a patched model.*the whole model"):
-        model(BATCH.ids, labels=BATCH.ids, **FORMS["position_ids"])
-    exact, peer = exact_and_peer("llama", BATCH.order)
-    with torch.no_grad():
-        logits = model(BATCH.ids, **FORMS["position_ids"]).logits[0]
-        assert_as_accurate(logits, exact.logits, peer.logits, 2)
-        fv.patch_model(model, "sdpa")
-        loss = model(BATCH.ids, labels=BATCH.ids, **FORMS["position_ids"]).loss
-    assert loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
 
 
 # ---- a patched head gives one output per document ----
@@ -191,6 +151,80 @@ def test_packed_embeddings(kind):
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_documents_of_the_padding_token(kind):
+    """An empty text with pad = eos: padding must not be on the side that the head then reads."""
+    model = classifier(kind, pad_token_id=2)
+    model.get_input_embeddings().weight.data.normal_()  # as in a checkpoint: not zero at padding
+    for lengths in ([3, 1, 2, 1], [1, 4, 1], [2]):
+        texts = [torch.full((n,), 2) if i % 2 else torch.arange(3, 3 + n) for i, n in
+                 enumerate(lengths, start=len(lengths) % 2)]  # fmt: skip
+        with torch.no_grad():
+            fv.unpatch_model(model)
+            alone = torch.cat([model(text[None]).logits for text in texts])
+            fv.patch_model(model, "sdpa")
+            layout = fv.PackedLayout.from_lengths(lengths)
+            logits = model(torch.cat(texts)[None], packed_layout=layout).logits
+        torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_subclass_that_pools_by_the_mask(kind):
+    """It reads `attention_mask.sum(1) - 1`: rows must begin with their documents."""
+    parent = type(classifier(kind))
+
+    class Reward(parent):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs)
+            last = attention_mask.sum(1) - 1
+            pooled = hidden.last_hidden_state[torch.arange(len(last)), last]
+            return SequenceClassifierOutput(logits=self.score(pooled))
+
+    torch.manual_seed(0)
+    model = Reward._from_config(config_of(kind)).eval()
+    with torch.no_grad():
+        alone = [model(x[None], torch.ones_like(x[None])).logits for x in documents()]
+        fv.patch_model(model, "sdpa")
+        for form in FORMS.values():
+            logits = model(BATCH.ids, **form).logits
+            expected = torch.cat([alone[i] for i, _ in BATCH.order])
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_labels_of_documents_by_name_and_count(kind, unpad):
+    """One label for all documents would be broadcast, and labels of tokens may fit by chance."""
+    model = fv.patch_model(classifier(kind, num_labels=1), "sdpa", unpad=unpad)
+    documents_of_row = {"packed_layout": fv.PackedLayout.from_lengths([3, 2, 4, 1])}
+    mask = (torch.arange(5) < torch.tensor([3, 2, 4, 1])[:, None]).long()
+    for ids, given in (
+        (torch.randint(3, 50, (1, 10)), documents_of_row),
+        (torch.randint(3, 50, (4, 5)), {"attention_mask": mask}),
+    ):
+        for wrong in (torch.tensor([0.5]), torch.tensor(0.5), torch.rand(1, 10), torch.rand(3, 1)):
+            with pytest.raises(ValueError, match="labels must be one for each of the 4 documents"):
+                model(ids, labels=wrong, **given)
+        assert model(ids, labels=torch.rand(4), **given).logits.shape == (4, 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_labels_whose_shape_is_that_of_the_tokens(kind):
+    for batch, lengths, count in ((2, [4, 2], 4), (1, [6], 6), (2, [2, 1], 2)):
+        model = classifier(kind, num_labels=count, problem_type="multi_label_classification")
+        documents = sum(n > 0 for n in lengths)
+        ids = torch.randint(3, 50, (batch, count))
+        labels = torch.arange(documents * count).view(documents, count) % 2.0
+        layout = fv.PackedLayout.from_lengths(lengths, total_tokens=ids.numel())
+        starts = layout.cu_seqlens.tolist()
+        with torch.no_grad():
+            tokens = [ids.view(1, -1)[:, a:b] for a, b in itertools.pairwise(starts) if a < b]
+            alone = torch.cat([model(x).logits for x in tokens[:documents]])
+            loss = fv.patch_model(model, "sdpa")(ids, packed_layout=layout, labels=labels).loss
+        expected = torch.nn.functional.binary_cross_entropy_with_logits(alone, labels)
+        torch.testing.assert_close(loss, expected)
+
+
 def test_a_row_of_padding_alone():
     model = fv.patch_model(classifier("llama"), "sdpa")
     layout = fv.PackedLayout.from_lengths([0, 0], total_tokens=256)
@@ -220,11 +254,43 @@ def test_a_classifier_without_a_padding_token():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_questions_to_packed_documents(form):
+@pytest.mark.parametrize("kind", ["qwen2", "bert"])
+def test_questions_to_packed_documents(kind, form):
+    """Also under a subclass with a forward of its own."""
+    parent = type(HEADS["questions"].from_config(config_of(kind)))
+
+    class Own(parent):
+        def forward(self, input_ids=None, attention_mask=None, start_positions=None, **kwargs):
+            return self.base_model(input_ids, attention_mask=attention_mask, **kwargs)[0]
+
+    for each in (parent, Own):
+        model = fv.patch_model(each._from_config(config_of(kind)), "sdpa")
+        with pytest.raises(ValueError, match=rf"{each.__name__} pools each row.*got several"):
+            model(BATCH.ids, **FORMS[form])
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+def test_choices_in_padded_rows(kind, unpad):
+    """Each choice is a row; where rows begin with padding the head must not read it."""
     torch.manual_seed(0)
-    model = fv.patch_model(AutoModelForQuestionAnswering.from_config(config_of("qwen2")), "sdpa")
-    with pytest.raises(ValueError, match=r"pools each row.*got several"):
-        model(BATCH.ids, **FORMS[form])
+    model = HEADS["choices"].from_config(config_of(kind)).eval()
+    rows = padded_rows(left=False), padded_rows(left=True)
+    alone = [model(documents()[i][None, None]).logits[0] for i, _ in rows[0].order]
+    fv.patch_model(model, "sdpa", unpad=unpad)
+    for batch in rows:
+        ids = batch.ids.masked_fill(batch.document_ids == 0, model.config.pad_token_id)
+        ids = ids.unflatten(0, (2, -1))  # [B, choices, S]
+        mask = (batch.document_ids != 0).long().view_as(ids)
+        for inputs in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+            if unpad and "inputs_embeds" in inputs:
+                continue  # refused
+            logits = model(**inputs, attention_mask=mask).logits
+            expected = torch.cat(alone).view_as(logits)
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    numbers = torch.arange(mask.shape[-1]) // 8 + 1
+    with pytest.raises(ValueError, match="MultipleChoice pools each row"):
+        model(ids, attention_mask=numbers.expand_as(ids))
 
 
 @pytest.mark.parametrize("form", FORMS)

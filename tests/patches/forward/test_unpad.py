@@ -171,11 +171,39 @@ def test_loss_of_an_encoder_that_pools(kind):
     assert shapes == [(1, sum(LENGTHS))]
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_a_pooler_or_classifier_that_would_read_padding(kind):
-    model = fv.patch_model(model_with("SequenceClassification", kind), unpad=True)
-    with pytest.raises(ValueError, match="must not hide the first token of a row"):
-        model(**padded("left", model.config.pad_token_id))
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("kind", [*ENCODERS, "modernbert mean"])
+def test_encoder_that_reads_the_first_token_of_left_padded_rows(kind, unpad):
+    """transformers reads padding there, the same in each row, and counts positions from it."""
+    kind, _, pooling = kind.partition(" ")
+    changes = {"classifier_pooling": pooling} if pooling else {}
+    model = model_with("SequenceClassification", kind, **changes).eval()
+    labels = torch.tensor([0, 1, 1, 0])
+    right, left = (padded(side, model.config.pad_token_id) for side in ("right", "left"))
+    out = model(**right, labels=labels)
+    fv.patch_model(model, "sdpa", unpad=unpad)
+    for inputs in (left, right, left):
+        found = model(**inputs, labels=labels)
+        torch.testing.assert_close(found.logits, out.logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.loss, out.loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_pooler_over_left_padded_rows(kind):
+    model = model_with("SequenceClassification", kind).eval()
+    base = type(new_model(kind).base_model)(model.config).eval()  # with a pooler
+    right, left = (padded(side, model.config.pad_token_id) for side in ("right", "left"))
+    with torch.no_grad():
+        pooled = base(**right).pooler_output
+        fv.patch_model(base, "sdpa")
+        torch.testing.assert_close(base(**left).pooler_output, pooled, rtol=1e-4, atol=1e-5)
+        left["attention_mask"][0] = 0
+        rest = base(**left).pooler_output  # a row without a token keeps its place
+        torch.testing.assert_close(rest[1:], pooled[1:], rtol=1e-4, atol=1e-5)
+        fv.patch_model(base, "sdpa", unpad=True)
+        left = padded("left", model.config.pad_token_id)
+        with pytest.raises(ValueError, match="must not hide the first token of a row"):
+            base(**left)
 
 
 @pytest.mark.parametrize("head", ["CausalLM", "SequenceClassification", "QuestionAnswering"])
