@@ -289,5 +289,23 @@ def _inductor_keeping_buffers(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(donated_buffer=False):
-        return compile_fx(graph, inputs, config_patches=options)
+    with config.patch(donated_buffer=False):  # also keeps such graphs apart in torch's caches
+        return compile_fx(
+            graph, inputs, inner_compile=_compile_without_donations, config_patches=options
+        )
+
+
+def _compile_without_donations(
+    graph: torch.fx.GraphModule, inputs: list[Any], **options: Any
+) -> Any:
+    """Compile a forward or backward graph, and record that it donates no buffer.
+
+    Under `donated_buffer=False` AOTAutograd leaves the list of donated buffers at None, which it
+    takes for a list that is not empty when the backward runs, where the setting is back to True.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
+    return compile_fx_inner(graph, inputs, **options)

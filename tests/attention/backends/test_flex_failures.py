@@ -17,30 +17,62 @@ def saves_a_buffer(x):
     return (y @ y.T).cos() @ y
 
 
-def test_two_backwards_of_one_forward():
-    """By default inductor's graphs reuse what they saved, and raise about donated buffers."""
-    x = torch.randn(8, 8, requires_grad=True)
+SIZES = {"one_size": (8, 8), "recompiled_for_any_size": (8, 9, 8)}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("twice", [(True, False), (False, True)])
+def test_two_backwards_of_one_forward(sizes, twice):
+    """By default inductor's graphs reuse what they saved, and raise about donated buffers.
+
+    The backward of a graph for any size is compiled with its forward, that of one size later.
+    """
+    torch._dynamo.reset()
     options = {"fullgraph": True, "backend": partial(_inductor_keeping_buffers, options=None)}
-    out = torch.compile(saves_a_buffer, **options)(x)
-    grads = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
-    expected = torch.autograd.grad(saves_a_buffer(x).sum(), x)[0]
-    for grad in grads:
-        torch.testing.assert_close(grad, expected)
+    compiled = torch.compile(saves_a_buffer, **options)
+    for again in twice:
+        for size in sizes:
+            x = torch.randn(size, 8, requires_grad=True)
+            out, expected = compiled(x), torch.autograd.grad(saves_a_buffer(x).sum(), x)[0]
+            for _ in range(1 + again):
+                grad = torch.autograd.grad(out.sum(), x, retain_graph=again)[0]
+                torch.testing.assert_close(grad, expected)
 
 
-@pytest.mark.parametrize("name", [gpu_param("flex"), gpu_param("flex_fa4")])
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_two_backwards_of_one_packed_forward(name, softcap):
-    layout = fv.PackedLayout.from_lengths([100, 1, 155], device="cuda")
-    leaves = [
-        torch.randn(256, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (4, 2, 2)
-    ]
-    out = fv.packed_attention(*leaves, layout, backend=name, softcap=softcap)
-    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-    second = torch.autograd.grad(out.sum(), leaves)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+LAYOUTS = ((100, 1, 155), (90, 33, 200, 5), (300,), (100, 1, 155))  # the second recompiles
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        gpu_param(name, options)
+        for name in ("flex", "flex_fa4")
+        for options in ({}, {"softcap": 20.0}, {"window": 30}, {"deterministic": True})
+        if name == "flex" or "deterministic" not in options  # flex_fa4 refuses it
+    ],
+)
+def test_two_backwards_of_packed_forwards(name, options):
+    """Also past the recompilation for any length, and for the first lengths again."""
+    torch._dynamo.reset()
+    seen = []
+    for lengths in LAYOUTS:
+        layout = fv.PackedLayout.from_lengths(lengths, device="cuda")
+        generator = torch.Generator("cuda").manual_seed(sum(lengths))
+        leaves = [
+            torch.randn(
+                sum(lengths), heads, 64, device="cuda", dtype=torch.bfloat16, generator=generator
+            ).requires_grad_()
+            for heads in (4, 2, 2)
+        ]
+        out = fv.packed_attention(*leaves, layout, backend=name, **options)
+        first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        second = torch.autograd.grad(out.sum(), leaves)
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        seen.append([out.detach(), *first])
+    if options.get("deterministic"):  # the order of sums is fixed for every compilation
+        for a, b in zip(seen[0], seen[-1], strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.gpu
