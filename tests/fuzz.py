@@ -1,11 +1,12 @@
-"""Random packed, padded and cached batches: patched models against unpatched ones.
+"""Random packed, padded and cached batches, and heads: patched models against unpatched ones.
 
     python -m tests.fuzz --minutes 1 --seed 0 --family llama
     python -m tests.fuzz --case 41
+    python -m tests.fuzz --minutes 2 --heads
 
 `make fuzz FUZZ_ARGS="--minutes 30"` runs it, too. A mismatch prints the command that runs its case
 again, and ends the run with exit status 1. So do a family, a form and a backend of which all cases
-were refused. `tests.fuzz_cases` says what a case is.
+were refused. `tests.fuzz_cases` says what a case is, and `tests.fuzz_heads` what every third is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from tests.fuzz_cases import BACKENDS, FAMILIES, FORMS, Case, Outcome, draw, run
+from tests import fuzz_cases, fuzz_heads
+from tests.fuzz_cases import BACKENDS, FAMILIES, FORMS, Case, Outcome
+from tests.fuzz_heads import HEADS, HeadCase, RefusedCase
 
 # Rounding, measured as `largest_error` does: at most 1.1e-5 in 4000 cases in fp32, and 0.22 in 1000
 # under autocast to bfloat16. Bugs gave 0.02 to 10.
@@ -36,6 +39,8 @@ REFUSALS = ("no softcap, no sinks", "no backward on the CPU", "returns no LSE on
 FEW = 5  # cases of a family, a form or a backend that may all be refused by chance
 PROGRESS_SECONDS = 10
 SEEDS = 1_000_000  # cases of each --seed
+
+AnyCase = Case | HeadCase
 
 
 @dataclass
@@ -65,14 +70,27 @@ class Tally:
             self.errors[name, autocast] = max(self.errors.get((name, autocast), 0.0), error)
 
 
-def check(case: Case, tally: Tally) -> str | None:
+def draw(seed: int, families: tuple[str, ...] = FAMILIES, *, heads: bool = False) -> AnyCase:
+    """The case of a seed; it is another one for other `families`, and with `heads` alone."""
+    if heads or (families == FAMILIES and seed % 3 == 2):
+        return fuzz_heads.draw(seed, families)
+    return fuzz_cases.draw(seed, families)
+
+
+def run(case: AnyCase) -> tuple[Outcome, list[Outcome]]:
+    """What the patched model gives; and what it should give, of which it must equal one."""
+    return fuzz_heads.run(case) if isinstance(case, HeadCase) else fuzz_cases.run(case)
+
+
+def check(case: AnyCase, tally: Tally) -> str | None:
     """Run a case, and say what is wrong with it: None if nothing is, or it was refused."""
-    names = (case.family, case.form, case.backend)
+    names = (case.family, case.form, case.head if isinstance(case, HeadCase) else case.backend)
     tally.drawn.update(names)
     try:
         found, expected = run(case)
     except Exception as raised:  # whatever it is, its seed reproduces it
-        if isinstance(raised, NotImplementedError) and any(x in str(raised) for x in REFUSALS):
+        limit = isinstance(raised, NotImplementedError) and any(x in str(raised) for x in REFUSALS)
+        if limit or isinstance(raised, RefusedCase):
             tally.refused.update(names)
             tally.refusals[re.sub(r"\d+", "N", str(raised))] += 1
             return None
@@ -110,6 +128,7 @@ def fuzz(
     seeds: Iterable[int],
     *,
     families: tuple[str, ...] = FAMILIES,
+    heads: bool = False,
     seconds: float = float("inf"),
     keep_going: bool = False,
 ) -> Tally:
@@ -117,11 +136,11 @@ def fuzz(
     tally = Tally()
     began = reported = time.monotonic()
     for count, seed in enumerate(seeds, 1):
-        case = draw(seed, families)
+        case = draw(seed, families, heads=heads)
         wrong = check(case, tally)
         if wrong is not None:
             tally.mismatches.append((seed, wrong))
-            _write(f"{wrong}\n{case}\nReproduce: {command(seed, families)}")
+            _write(f"{wrong}\n{case}\nReproduce: {command(seed, families, heads)}")
             if not keep_going:
                 break
         now = time.monotonic()
@@ -134,10 +153,10 @@ def fuzz(
     return tally
 
 
-def command(seed: int, families: tuple[str, ...]) -> str:
+def command(seed: int, families: tuple[str, ...], heads: bool) -> str:
     """What runs the case of a seed alone."""
     chosen = "" if families == FAMILIES else f" --family {','.join(families)}"
-    return f"python -m tests.fuzz --case {seed}{chosen}"
+    return f"python -m tests.fuzz --case {seed}{chosen}{' --heads' * heads}"
 
 
 def _write(line: str) -> None:
@@ -146,10 +165,16 @@ def _write(line: str) -> None:
 
 
 def report(tally: Tally) -> None:
-    """Print a table of families, forms and backends, then each refusal and each failure."""
+    """Print a table of families, forms, backends and heads, then each refusal and each failure."""
     console = Console()
     table = Table("", "cases", "refused", "largest error", "under autocast")
-    for names in (FAMILIES, FORMS, dict.fromkeys(BACKENDS)):
+    forms = dict.fromkeys((*FORMS, *fuzz_heads.FORMS))
+    for names in (
+        dict.fromkeys((*FAMILIES, *fuzz_heads.FAMILIES)),
+        forms,
+        dict.fromkeys(BACKENDS),
+        HEADS,
+    ):
         for name in names:
             errors = [tally.errors.get((name, autocast)) for autocast in (False, True)]
             cells = ["" if error is None else f"{error:.1e}" for error in errors]
@@ -175,23 +200,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="other seeds give other cases")
     parser.add_argument("--family", default=",".join(FAMILIES), help="one, or several with commas")
     parser.add_argument("--case", type=int, help="run this one alone")
+    parser.add_argument("--heads", action="store_true", help="cases of heads alone")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a mismatch")
     given = parser.parse_args()
     families = tuple(given.family.split(","))
-    if unknown := set(families) - set(FAMILIES):
-        parser.error(f"--family must be among {', '.join(FAMILIES)}, got {', '.join(unknown)}")
+    known = fuzz_heads.FAMILIES if given.heads else FAMILIES
+    if given.heads and families == FAMILIES:
+        families = known
+    if unknown := set(families) - set(known):
+        parser.error(f"--family must be among {', '.join(known)}, got {', '.join(unknown)}")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # the tensors are tiny
     if given.case is not None:
-        _write(str(draw(given.case, families)))
-        tally = fuzz([given.case], families=families)
+        _write(str(draw(given.case, families, heads=given.heads)))
+        tally = fuzz([given.case], families=families, heads=given.heads)
         errors = [f"error {error:.1e}" for error in tally.errors.values()]
         _write((errors or ["refused: " + "".join(tally.refusals)])[0])
     else:
         tally = fuzz(
             itertools.count(given.seed * SEEDS),
             families=families,
+            heads=given.heads,
             seconds=given.minutes * 60,
             keep_going=given.keep_going,
         )
