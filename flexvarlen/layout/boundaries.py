@@ -47,6 +47,25 @@ def round_up_to_power_of_two(n: int) -> int:
     return power
 
 
+def holds_integers(x: Tensor) -> bool:
+    """Whether the dtype is one of integers: bool is not."""
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
+
+
+def whole_numbers(name: str, numbers: Tensor) -> Tensor:
+    """int64 of a tensor of integers, as differences in a small dtype wrap around.
+
+    Raises:
+        ValueError: another dtype; bfloat16 has no integer between 256 and 258.
+    """
+    if not holds_integers(numbers):
+        raise ValueError(
+            f"{name} must be integers, got {numbers.dtype}; keep them in torch.int64 when a batch "
+            "is cast."
+        )
+    return numbers.to(torch.int64)
+
+
 def integers(name: str, values: Tensor | Iterable[int]) -> list[int]:
     """Integers of a tensor, of numpy or of Python, as a list.
 
@@ -289,6 +308,8 @@ def document_starts(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """bool `[B·S]`: True where a document, or a run of padding, begins. No sync; traces.
+
+    Positions are int64; a mask is int64 or bool.
 
     A document begins at each row's start, where `position_ids` do not increase by 1 (unless
     `cu_seqlens` is given, which wins over positions), and where a 2D mask (padding, or document

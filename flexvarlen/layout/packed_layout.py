@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flexvarlen.layout.boundaries import (
+    INT32_MAX,
     check_boundaries,
     check_copy,
     check_fit,
     check_sizes,
     default_capacity,
     document_starts,
+    holds_integers,
     host_int32,
     integers,
     is_traced,
@@ -335,7 +337,8 @@ max_seqlen_bound=6, device=cpu)
                     "total_tokens must be given where boundaries are not read back, got None; pass "
                     "the number of tokens in the row."
                 )
-            cu_seqlens = cu_seqlens.to(torch.int32)
+            if cu_seqlens.dtype == torch.int64:  # not wrapped around, to a boundary in the row
+                cu_seqlens = cu_seqlens.clamp(-1, INT32_MAX).to(torch.int32)
             return cls._from_device(cu_seqlens, total_tokens, capacity, max_seqlen_bound)
         return cls._from_host(
             cu_seqlens.tolist(), total_tokens, cu_seqlens.device, capacity, max_seqlen_bound
@@ -356,7 +359,7 @@ max_seqlen_bound=6, device=cpu)
         or cu_seqlens for such data.
 
         Args:
-            position_ids_BT: integer `[B, S]` (or `[S]`).
+            position_ids_BT: `[B, S]` (or `[S]`), of any integer dtype.
             capacity, max_seqlen_bound: as in `from_lengths`.
 
         Raises:
@@ -365,14 +368,17 @@ max_seqlen_bound=6, device=cpu)
         A device tensor is read back once (one sync).
         """
         positions = position_ids_BT[None] if position_ids_BT.ndim == 1 else position_ids_BT
-        if positions.ndim != 2 or positions.is_floating_point() or positions.dtype == torch.bool:
+        if positions.ndim != 2 or not holds_integers(positions):
             raise ValueError(
                 f"position_ids must be an integer tensor [B, S], got {positions.dtype} "
                 f"{tuple(position_ids_BT.shape)}; "
                 "for 3-row multimodal positions pass the text row."
             )
         starts = document_starts(
-            positions.shape[0], positions.shape[1], positions.device, position_ids_BT=positions
+            positions.shape[0],
+            positions.shape[1],
+            positions.device,
+            position_ids_BT=positions.to(torch.int64),
         )
         return cls.from_starts(starts, capacity=capacity, max_seqlen_bound=max_seqlen_bound)
 
@@ -384,6 +390,7 @@ max_seqlen_bound=6, device=cpu)
         padding_T: Tensor | None = None,
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
+        conditions: Sequence[tuple[Tensor, str]] = (),
     ) -> PackedLayout:
         """A layout from flags: a document (or a padding run) begins at each True.
 
@@ -392,20 +399,38 @@ max_seqlen_bound=6, device=cpu)
             padding_T: bool `[T]`, True at padding tokens; a run of them is a slot of its own.
             capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the defaults
                 are `default_capacity(T)` and T.
+            conditions: what must hold, bool 0-dim, each with the sentence to raise where it does
+                not; read together with the flags. A compiled graph asserts them on the device.
+
+        Raises:
+            ValueError: flags that are not bool, a condition that does not hold, or documents that
+                exceed the capacity or the bound.
 
         One sync if the flags are on a device; none inside a compiled graph.
         """
         total = starts_T.shape[0]
+        for each in (starts_T, padding_T):
+            if each is not None and (each.dtype != torch.bool or each.shape != (total,)):
+                raise ValueError(
+                    "starts and padding must be bool tensors [T], got "
+                    f"{each.dtype} {tuple(each.shape)}; compare each token with the one before it."
+                )
         if padding_T is not None:
             starts_T = starts_T | pad(padding_T[1:] != padding_T[:-1], (1, 0))
         if torch.compiler.is_compiling():
+            for holds, sentence in conditions:
+                torch._assert_async(holds, f"flexvarlen: {sentence}")
             slots = min(capacity or default_capacity(total), total)
             cu_seqlens = traced_boundaries(starts_T, slots)
             return cls._from_device(cu_seqlens, total, slots, max_seqlen_bound, padding_T)
-        flags = starts_T if padding_T is None else torch.stack([starts_T, padding_T])
-        on_host = flags.cpu()
-        starts = (on_host if padding_T is None else on_host[0]).nonzero()[:, 0].tolist()
-        if padding_T is not None and not on_host[1].any():
+        flags = [starts_T] if padding_T is None else [starts_T, padding_T]
+        read = torch.cat([*flags, *(holds[None] for holds, _ in conditions)]).cpu()
+        held = read[total * len(flags) :].tolist()
+        for (_, sentence), holds in zip(conditions, held, strict=True):
+            if not holds:
+                raise ValueError(sentence)
+        starts = read[:total].nonzero()[:, 0].tolist()
+        if padding_T is not None and not read[total : 2 * total].any():
             padding_T = None
         boundaries = [*starts, total] if starts and starts[0] == 0 else [0, *starts, total]
         return cls._from_host(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from flexvarlen.layout.boundaries import whole_numbers
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 
 
@@ -19,7 +20,7 @@ def tree_loss(
 
     Args:
         logits: `[T, V]` or `[1, T, V]`, computed in at least fp32.
-        shift_labels: int64 `[T]` or `[1, T]`, the next token of each token, -100 where there is
+        shift_labels: integer `[T]` or `[1, T]`, the next token of each token, -100 where there is
             none.
         sample_counts: integer `[T]` or `[1, T]`, how many samples each token stands for.
         num_items_in_batch: labels of all samples together, by which the sum is divided; None:
@@ -29,7 +30,7 @@ def tree_loss(
         0-d, fp32 or wider; NaN if no token has a label, as cross_entropy gives.
 
     Raises:
-        ValueError: other numbers of tokens.
+        ValueError: other numbers of tokens, or labels or counts that are not integers.
 
     Differentiable. No sync; traces under `fullgraph=True`.
 
@@ -37,7 +38,8 @@ def tree_loss(
     >>> tree_loss(logits, torch.tensor([1, 2, -100]), torch.tensor([2, 1, 1])).item()
     1.3862943649291992
     """
-    labels_T, counts_T = shift_labels.reshape(-1), sample_counts.reshape(-1)
+    labels_T = whole_numbers("shift_labels", shift_labels).reshape(-1)
+    counts_T = whole_numbers("sample_counts", sample_counts).reshape(-1)
     logits_TV = logits.flatten(0, -2)
     if not len(logits_TV) == len(labels_T) == len(counts_T):
         raise ValueError(

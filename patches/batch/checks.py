@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import holds_integers
 from flexvarlen.layout.packed_layout import PackedLayout
 
 
@@ -65,38 +66,59 @@ def seq_idx_changes(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.
         or seq_idx.shape[0] not in (1, batch)
         or seq_idx.shape[1] != row_tokens
         or seq_idx.device != device
-        or seq_idx.is_floating_point()
+        or not holds_integers(seq_idx)
     ):
         raise ValueError(
             f"seq_idx must be integers of shape {(batch, row_tokens)} on {device}, one for each "
             f"token, got {seq_idx.dtype} of shape {tuple(seq_idx.shape)} on {seq_idx.device}; "
             "number the documents of each row."
         )
-    differ = torch.nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
-    return differ.expand(batch, row_tokens).reshape(-1)
+    return changes_in_rows(seq_idx.to(torch.int64)).expand(batch, row_tokens).reshape(-1)
+
+
+def changes_in_rows(numbers_BS: Tensor) -> Tensor:
+    """bool `[B, S]`: True where a number is another than the one before it in its row."""
+    return torch.nn.functional.pad(numbers_BS[:, 1:] != numbers_BS[:, :-1], (1, 0))
+
+
+def inside_rows(real_BS: Tensor) -> Tensor:
+    """bool `[B·S]`: True at real tokens behind another one of their row."""
+    return (real_BS & torch.nn.functional.pad(real_BS[:, :-1], (1, 0))).reshape(-1)
+
+
+def numbers_documents(attention_mask: Tensor) -> Tensor:
+    """bool 0-dim: whether a mask holds other values than 0 and 1."""
+    return ((attention_mask != 0) & (attention_mask != 1)).any()
+
+
+def same_documents(
+    changes: Tensor, layout: PackedLayout, attention_mask: Tensor | None, shape: tuple[int, int]
+) -> Tensor:
+    """bool 0-dim: whether numbers change where documents of the layout begin, and nowhere else.
+
+    Padding and changes from one row to the next are ignored.
+    """
+    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
+    begins = flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1]
+    real = layout.real_tokens().view(shape)
+    if attention_mask is not None:
+        real = real & (attention_mask != 0)
+    return ((changes == begins) | ~inside_rows(real)).all()
 
 
 def check_same_documents(
     changes: Tensor,
     layout: PackedLayout,
     attention_mask: Tensor | None,
-    row_tokens: int,
+    shape: tuple[int, int],
     *,
     reads: bool,
 ) -> None:
-    """Raise unless `seq_idx` changes where documents of the layout begin, and nowhere else.
+    """Raise unless `seq_idx` describes the documents of the layout; see `same_documents`.
 
-    Padding and changes from one row to the next are ignored. If the device must not be read, it
-    asserts this instead.
+    If the device must not be read, it asserts this instead.
     """
-    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
-    begins = flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1]
-    real = layout.real_tokens()
-    if attention_mask is not None:
-        real = real & (attention_mask != 0).reshape(-1)
-    inside = real & torch.nn.functional.pad(real[:-1], (1, 0))
-    first_of_row = torch.arange(layout.total_tokens, device=layout.device) % row_tokens == 0
-    same = ((changes == begins) | ~inside | first_of_row).all()
+    same = same_documents(changes, layout, attention_mask, shape)
     message = (
         "seq_idx must change where the documents of packed_layout or cu_seq_lens_q begin, and "
         "nowhere else, got others; leave one of them out."
@@ -140,7 +162,7 @@ def check_cu_seq_lens(
     message = (
         "cu_seq_lens_k must equal cu_seq_lens_q in self-attention; pass the same tensor for both."
     )
-    if cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+    if (cu_seq_lens_k.shape, cu_seq_lens_k.dtype) != (cu_seq_lens_q.shape, torch.int32):
         raise ValueError(message)
     raise_or_assert((cu_seq_lens_k == cu_seq_lens_q).all(), message)
 

@@ -14,16 +14,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import default_capacity, document_starts
+from flexvarlen.layout.boundaries import (
+    default_capacity,
+    document_starts,
+    holds_integers,
+    whole_numbers,
+)
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import (
+    changes_in_rows,
     check_cu_seq_lens,
     check_packed_layout,
     check_positions,
     check_row_starts,
     check_same_documents,
     layout_from_cu_seq_lens,
+    numbers_documents,
     refuse_without_cu_seq_lens_q,
+    same_documents,
     seq_idx_changes,
 )
 
@@ -50,7 +58,8 @@ class GivenDocuments(NamedTuple):
         max_length_q, max_length_k: tokens of the longest document, if the caller gave it; checked
             eagerly.
         position_ids: integer `[B, S]` or `[1, S]`.
-        attention_mask: `[B, S]`, 0 at padding; other values may number documents.
+        attention_mask: `[B, S]`, 0 at padding; other values may number documents, in an integer
+            dtype. Beside other boundaries such a mask must agree with them.
         seq_idx: integer `[B, S]` or `[1, S]`, the index of each token's document; together with
             `packed_layout` or `cu_seq_lens_q` it must agree with them.
         capacity, max_seqlen_bound: as in `PackedLayout.from_lengths`; default: those of
@@ -92,11 +101,12 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
     `cu_seq_lens_q`. In a compiled graph it asserts the boundaries on the device instead.
     """
     _check_shapes(given)
+    given, conditions = _in_exact_numbers(given)
     changes = None
     if given.seq_idx is not None:
         changes = seq_idx_changes(given.seq_idx, given.batch, given.row_tokens, given.device)
     if not given.is_explicit:
-        return _from_values(given, changes)
+        return _from_values(given, changes, conditions)
     explicit = _explicit_layout(given)
     if given.batch > 1:
         check_row_starts(explicit, given.batch, given.row_tokens)
@@ -105,7 +115,7 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
             changes,
             explicit,
             given.attention_mask,
-            given.row_tokens,
+            (given.batch, given.row_tokens),
             reads=given.packed_layout is None,
         )
     if given.attention_mask is None:
@@ -115,7 +125,32 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
             "attention_mask must be left out with a packed_layout of trees, got one; pass "
             "total_tokens= to from_tree if the row ends in padding."
         )
-    return _with_padding(explicit, given)
+    return _with_padding(explicit, given, conditions)
+
+
+Conditions = tuple[tuple[Tensor, str], ...]
+"""Each a bool 0-dim that must hold, and the sentence to raise where it does not."""
+
+
+def _in_exact_numbers(given: GivenDocuments) -> tuple[GivenDocuments, Conditions]:
+    """Positions as int64 and the mask as int64 or bool, and on which condition.
+
+    Raises:
+        ValueError: positions that are not integers.
+    """
+    positions, mask = given.position_ids, given.attention_mask
+    conditions: Conditions = ()
+    if positions is not None:
+        positions = whole_numbers("position_ids", positions)
+    if mask is not None and holds_integers(mask):
+        mask = mask.to(torch.int64)
+    elif mask is not None and mask.dtype != torch.bool:
+        sentence = (
+            f"attention_mask must be 0 and 1 in {mask.dtype}, which rounds document numbers, got "
+            "other values; keep document numbers in torch.int64 when a batch is cast."
+        )
+        conditions, mask = ((~numbers_documents(mask), sentence),), mask != 0
+    return given._replace(position_ids=positions, attention_mask=mask), conditions
 
 
 def _check_shapes(given: GivenDocuments) -> None:
@@ -152,7 +187,9 @@ def _explicit_layout(given: GivenDocuments) -> PackedLayout:
     return layout
 
 
-def _from_values(given: GivenDocuments, changes: Tensor | None) -> PackedLayout:
+def _from_values(
+    given: GivenDocuments, changes: Tensor | None, conditions: Conditions
+) -> PackedLayout:
     """The layout from positions, mask and `seq_idx` combined, or else one document per row."""
     capacity, bound, mask = given.capacity, given.max_seqlen_bound, given.attention_mask
     shape = (given.batch, given.row_tokens)
@@ -163,34 +200,61 @@ def _from_values(given: GivenDocuments, changes: Tensor | None) -> PackedLayout:
     starts = document_starts(
         *shape, given.device, position_ids_BT=given.position_ids, attention_mask_BT=mask
     )
+    if given.position_ids is not None and mask is not None and mask.dtype != torch.bool:
+        restarts = (given.position_ids.diff(dim=-1) != 1) & (mask[:, 1:] == mask[:, :-1])
+        elsewhere = restarts & (mask[:, 1:] != 0)
+        sentence = (
+            "position_ids must restart only where the document numbers of attention_mask change, "
+            "got a restart elsewhere; leave one of them out."
+        )
+        conditions = (*conditions, (~(elsewhere.any() & numbers_documents(mask)), sentence))
     padding = None if mask is None else (mask == 0).reshape(-1)
     if changes is not None:  # seq_idx must not cut a run of padding
         starts = starts | (changes if padding is None else changes & ~padding)
     if padding is not None:
         starts = _cut_padding(starts, padding, bound)
     return PackedLayout.from_starts(
-        starts, padding_T=padding, capacity=capacity, max_seqlen_bound=bound
+        starts,
+        padding_T=padding,
+        capacity=capacity,
+        max_seqlen_bound=bound,
+        conditions=conditions,
     )
 
 
-def _with_padding(explicit: PackedLayout, given: GivenDocuments) -> PackedLayout:
+def _with_padding(
+    explicit: PackedLayout, given: GivenDocuments, conditions: Conditions
+) -> PackedLayout:
     """The documents of an explicit layout, without the padding given by a mask."""
-    assert given.attention_mask is not None
+    mask = given.attention_mask
+    assert mask is not None
     starts = document_starts(
         given.batch,
         given.row_tokens,
         given.device,
         cu_seqlens=explicit.cu_seqlens,
-        attention_mask_BT=given.attention_mask,
+        attention_mask_BT=mask,
     )
-    padding = (given.attention_mask == 0).reshape(-1) | ~explicit.real_tokens()
+    if mask.dtype != torch.bool:
+        changes = changes_in_rows(mask).reshape(-1)
+        same = same_documents(changes, explicit, mask, (given.batch, given.row_tokens))
+        sentence = (
+            "attention_mask must be 0 and 1, or number the documents of packed_layout or "
+            "cu_seq_lens_q, got other documents; leave one of them out."
+        )
+        conditions = (*conditions, (same | ~numbers_documents(mask), sentence))
+    padding = (mask == 0).reshape(-1) | ~explicit.real_tokens()
     bound = given.max_seqlen_bound
     bound = explicit.max_seqlen_bound if bound is None else bound
     starts = _cut_padding(starts, padding, bound)
 
     def layout(capacity: int | None) -> PackedLayout:
         return PackedLayout.from_starts(
-            starts, padding_T=padding, capacity=capacity, max_seqlen_bound=bound
+            starts,
+            padding_T=padding,
+            capacity=capacity,
+            max_seqlen_bound=bound,
+            conditions=conditions,
         )
 
     if given.capacity is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import whole_numbers
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
@@ -31,7 +32,7 @@ def text_positions(
             the forward is not packed.
 
     Raises:
-        ValueError: another shape, or 3 rows without any other source of documents.
+        ValueError: no integers, another shape, or 3 rows without any other source of documents.
     """
     if position_ids is None:
         return None
@@ -41,10 +42,10 @@ def text_positions(
             "pass torch.tensor(position_ids)."
         )
     if position_ids.ndim == 2:
-        return position_ids
+        return whole_numbers("position_ids", position_ids)
     rows = position_ids.shape[0] if has_axes and position_ids.ndim == 3 else None
     if rows in (1, _WITH_TEXT):
-        return position_ids[0]
+        return whole_numbers("position_ids", position_ids[0])
     if rows != 3:
         raise ValueError(
             f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text "

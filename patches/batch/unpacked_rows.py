@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import holds_integers, whole_numbers
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
@@ -86,6 +87,10 @@ def check_one_document(
         mask = next((x for x in mask.values() if isinstance(x, Tensor)), None)
     if not isinstance(mask, Tensor):
         mask = None
+    elif holds_integers(mask):
+        mask = mask.to(torch.int64)
+    if position_ids is not None:
+        position_ids = whole_numbers("position_ids", position_ids)
     wrong = []
     if mask is not None and mask.ndim == 2 and mask.dtype != torch.bool:
         wrong.append(((mask != 0) & (mask != mask.amax(dim=-1, keepdim=True))).any())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexvarlen.layout.boundaries import holds_integers
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
@@ -117,6 +118,7 @@ def _prepare(
     if tokens is None or isinstance(given, PackedForward | Unpacked):
         return _from_head(module, inputs)
     _refuse(module, patch, inputs)
+    _widen_numbers(inputs)
     pools = is_head and patch.head in (*PER_DOCUMENT, CHOICES)
     if pools and not patch.causal:
         inputs = begin_rows_with_documents(inputs, tokens)
@@ -289,6 +291,14 @@ def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
             f"{implementation!r}, set since; call unpatch_model before setting another, or "
             "patch_model again."
         )
+
+
+def _widen_numbers(inputs: dict[str, Any]) -> None:
+    """Make positions and a 2D mask int64 where they are integers, as sums and differences wrap."""
+    for name in ("position_ids", "attention_mask"):
+        given = inputs.get(name)
+        if isinstance(given, Tensor) and given.ndim < 4 and holds_integers(given):
+            inputs[name] = given.to(torch.int64)
 
 
 def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:

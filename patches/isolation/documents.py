@@ -10,16 +10,14 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
-from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.isolation.tokens import Unit
-
-_BOUNDARIES = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:
     """The documents of a batch, by the contract of `patch_model`, or the layout if one is given.
 
-    Also understood: `seq_idx` `[B, S]`, and `position_ids` `[n, B, S]`, of which the first counts.
+    Also understood: `position_ids` `[n, B, S]`, of which the first counts.
     A mask that is not 2D tells nothing.
 
     Raises:
@@ -31,9 +29,6 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
         known["attention_mask"] = None
     if isinstance(positions, Tensor) and positions.ndim == 3:
         known["position_ids"] = positions[0]
-    numbers = known.get("seq_idx")
-    if isinstance(numbers, Tensor) and known["attention_mask"] is None:
-        known["attention_mask"] = numbers - numbers.min() + 1
     found = layout_of(known) if layout is None else layout
     ids = known.get("input_ids")
     if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
@@ -57,9 +52,7 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
             f"{tuple(ids.shape) if isinstance(ids, Tensor) else ids!r}; pass what the model's "
             "forward takes."
         )
-    known: Any = {
-        name: batch.get(name) for name in (*_BOUNDARIES, "position_ids", "attention_mask")
-    }
+    known: Any = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
     return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
 
 

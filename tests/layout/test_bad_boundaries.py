@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import flexvarlen as fv
 from flexvarlen import PackedLayout
 from tests.sentences import (  # noqa: F401
     TOKENS,
@@ -227,6 +228,51 @@ def test_boundaries_may_be_a_list_or_int64(boundaries):
 
 def test_lengths_of_numpy_are_integers():
     assert PackedLayout.from_lengths(np.array([3, 1])).lengths == (3, 1)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int8, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64],
+    ids=str,
+)
+def test_integers_of_any_dtype(dtype):
+    """The sums are past the dtype: 100 + 100 in int8."""
+    made = torch.tensor([100, 100, 100], dtype=dtype)
+    assert PackedLayout.from_lengths(made).cu_seqlens.tolist() == [0, 100, 200, 300, 300]
+    parents = torch.tensor([-1, 0, 0]).to(dtype if dtype.is_signed else torch.int8)
+    assert PackedLayout.from_tree(made, parents).lengths == (300,)
+    counts = fv.tree_loss(torch.zeros(3, 4), torch.tensor([1, 2, -100]), made)
+    assert counts.item() == pytest.approx(np.log(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["lengths", "parents", "cu_seqlens", "sample_counts", "starts"])
+def test_no_integers(name, dtype):
+    """257 in bfloat16 is 256."""
+    bad, good = torch.tensor([257, 1]).to(dtype), torch.tensor([257, 1])
+    calls = {
+        "lengths": lambda: PackedLayout.from_lengths(bad),
+        "parents": lambda: PackedLayout.from_tree(good, bad - 1 if dtype.is_signed else bad),
+        "cu_seqlens": lambda: PackedLayout.from_cu_seqlens(bad),
+        "sample_counts": lambda: fv.tree_loss(torch.zeros(2, 4), good * 0, bad),
+        "starts": lambda: PackedLayout.from_starts(bad),
+    }
+    if name == "starts" and dtype == torch.bool:
+        assert calls[name]().lengths == (1, 1)
+        return
+    contract = {"cu_seqlens": "must be int32 or int64", "starts": "must be bool tensors"}
+    refused(ValueError, contract.get(name, f"{name} must be integers"), "", calls[name])
+
+
+def test_a_boundary_past_int32_is_not_wrapped_around_to_one_in_the_row():
+    """Nothing is read back in a graph: 2**32 + 4 was 4."""
+    boundaries = torch.tensor([0, 2**32 + 4])
+
+    def made(boundaries):
+        return PackedLayout.from_cu_seqlens(boundaries, total_tokens=8).cu_seqlens
+
+    with pytest.raises(RuntimeError, match="end at or before the row's last token"):
+        torch.compile(made, fullgraph=True, backend="eager")(boundaries)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

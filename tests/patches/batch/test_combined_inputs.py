@@ -281,6 +281,31 @@ HOW = {
 }
 
 
+@pytest.mark.parametrize("how", [*HOW, "unpad"])
+def test_positions_of_a_small_or_a_rounding_dtype(how):
+    """uint8 lost the document after position 255, and bfloat16 cut one at position 257."""
+    model = HOW.get(how, lambda kind: fv.patch_model(new_model(kind), "sdpa", unpad=True))("llama")
+    torch.manual_seed(0)
+    ids = torch.randint(50, (2, 260))
+    positions = torch.cat([torch.arange(256), torch.arange(4)])[None]
+    mask = torch.ones_like(ids)
+    if how == "unpad":
+        mask[1, 200:] = 0
+    given = {"attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, **given).logits
+        small = given | {"attention_mask": mask.to(torch.uint8)}
+        found = model(ids, position_ids=positions.to(torch.uint8), **small).logits
+        assert torch.equal(found, expected)
+        with pytest.raises(ValueError, match=r"position_ids must be integers, got torch\.bfloat16"):
+            model(ids, position_ids=positions.bfloat16(), **given)
+        if how == "patched":  # each row's cache keeps one document
+            cache = DynamicCache(config=model.config)
+            model(ids[:, :256], past_key_values=cache)
+            with pytest.raises(ValueError, match=r"got torch\.float16"):
+                model(ids[:, 256:], position_ids=positions[:, 256:].half(), past_key_values=cache)
+
+
 @pytest.mark.parametrize("name", OTHER_NAMES)
 @pytest.mark.parametrize("how", HOW)
 def test_documents_by_another_name(how, name):

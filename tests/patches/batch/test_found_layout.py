@@ -105,3 +105,128 @@ def test_in_a_graph_the_sizes_are_static_and_suffice(padding):
     assert counts == real_lengths(eager)
     assert sizes[0][0] >= 128
     assert sizes[0][1] == 100
+
+
+# ---- numbers of other dtypes, and numbers that contradict one another ----
+
+INTEGERS = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+HOW = {
+    "eager": find_layout,
+    "compiled": lambda given: torch.compile(
+        lambda: find_layout(given).document_ids(), fullgraph=True, backend="eager"
+    )(),
+}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_a_restart_at_the_end_of_a_small_dtype_begins_a_document(dtype):
+    """0 - 255 is 1 in uint8: two documents became one."""
+    last = min(torch.iinfo(dtype).max, 300)
+    positions = torch.cat([torch.arange(last + 1), torch.arange(4)])[None].to(dtype)
+    assert fv.PackedLayout.from_position_ids(positions).lengths == (last + 1, 4)
+    numbers = (torch.arange(last + 5)[None] > last).long().add(1).to(dtype)
+    for given in (
+        {"position_ids": positions},
+        {"position_ids": positions, "attention_mask": torch.ones_like(positions)},
+        {"position_ids": positions, "seq_idx": numbers, "attention_mask": numbers},
+        {"attention_mask": numbers},
+    ):
+        found = find_layout(GivenDocuments(1, last + 5, CPU, **given))
+        assert found.lengths == (last + 1, 4)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool, *FLOATS], ids=str)
+def test_a_mask_of_zeros_and_ones_in_any_dtype(dtype):
+    mask = (torch.arange(12)[None] < 9).to(dtype)
+    found = find_layout(GivenDocuments(1, 12, CPU, attention_mask=mask))
+    assert real_lengths(found) == [9]
+    explicit = fv.PackedLayout.from_lengths([5, 7])
+    found = find_layout(GivenDocuments(1, 12, CPU, packed_layout=explicit, attention_mask=mask))
+    assert real_lengths(found) == [5, 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        *((dtype, "eager") for dtype in (torch.bool, *FLOATS)),
+        *((dtype, "compiled") for dtype in (torch.bool, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_positions_and_numbers_that_rounding_merges(dtype, how):
+    """257 is 256 in bfloat16: documents merged, or one fell apart."""
+    torch._dynamo.reset()
+    positions, numbers = torch.arange(T)[None], (torch.arange(T) // 2 + 1)[None]
+    for name, given in (("position_ids", positions), ("seq_idx", numbers)):
+        with pytest.raises(Exception, match=rf"{name} must be integers.* got {dtype}"):
+            HOW[how](GivenDocuments(1, T, CPU, **{name: given.to(dtype)}))
+    if dtype != torch.bool:
+        with pytest.raises(Exception, match=f"attention_mask must be 0 and 1 in {dtype}, which"):
+            HOW[how](GivenDocuments(1, T, CPU, attention_mask=numbers.to(dtype)))
+        explicit = layout_of()
+        given = GivenDocuments(1, T, CPU, packed_layout=explicit, attention_mask=numbers.to(dtype))
+        with pytest.raises(Exception, match=f"attention_mask must be 0 and 1 in {dtype}, which"):
+            HOW[how](given)
+    k = torch.tensor([0, T]).to(dtype)
+    given = GivenDocuments(1, T, CPU, cu_seq_lens_q=k.int(), cu_seq_lens_k=k)
+    with pytest.raises(Exception, match="cu_seq_lens_k must equal"):
+        HOW[how](given)
+
+
+NUMBERS = torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3, 0, 0]])
+LENGTHS = {True: (3, 2, 3), False: (3, 3, 2)}
+RESTARTS = {
+    True: torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 0]]),
+    False: torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1, 0, 1]]),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("beside", ["packed_layout", "cu_seq_lens_q", "position_ids"])
+def test_a_mask_that_numbers_other_documents(beside, how):
+    """It was ignored, or cut documents, where seq_idx raised."""
+    torch._dynamo.reset()
+    for agrees in (True, False, True):
+        explicit = fv.PackedLayout.from_lengths(LENGTHS[agrees], total_tokens=10, capacity=3)
+        values = {
+            "packed_layout": explicit,
+            "cu_seq_lens_q": explicit.cu_seqlens,
+            "position_ids": RESTARTS[agrees],
+        }
+        given = GivenDocuments(1, 10, CPU, **{beside: values[beside]})
+        HOW[how](given._replace(attention_mask=(NUMBERS > 0).int()))
+        numbered = given._replace(attention_mask=NUMBERS, capacity=8)
+        if agrees:
+            assert real_lengths(find_layout(numbered)) == [3, 2, 3]
+            HOW[how](numbered)
+        else:
+            sentence = (
+                "must restart only where" if beside == "position_ids" else "must be 0 and 1, or"
+            )
+            with pytest.raises((ValueError, RuntimeError), match=sentence):
+                HOW[how](numbered)
+
+
+def test_positions_that_run_on_contradict_no_numbers():
+    positions = torch.arange(10)[None]
+    given = GivenDocuments(1, 10, CPU, position_ids=positions, attention_mask=NUMBERS)
+    assert real_lengths(find_layout(given)) == [3, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("beside", ["packed_layout", "position_ids"])
+def test_what_is_checked_is_read_with_the_flags(monkeypatch, beside, dtype):
+    values = {
+        "packed_layout": fv.PackedLayout.from_lengths([3, 2, 3], total_tokens=10),
+        "position_ids": RESTARTS[True],
+    }
+    mask = (NUMBERS > 0).to(dtype)
+    given = GivenDocuments(1, 10, CPU, **{beside: values[beside]}, attention_mask=mask)
+    reads, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: reads.append(x.shape) or cpu(x))
+    assert real_lengths(find_layout(given)) == [3, 2, 3]
+    assert len(reads) == 1

@@ -9,6 +9,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 import flexvarlen as fv
 from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+from flexvarlen.patches.isolation.documents import documents_of, layout_of, units_of
 from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, documents, exact_and_peer, new_model, one_row, two_rows
@@ -112,6 +113,15 @@ def test_padding_is_not_cut():
     explicit = fv.PackedLayout.from_lengths([3, 5], total_tokens=12)
     found = find_layout(GivenDocuments(1, 12, mask.device, seq_idx=seq_idx, packed_layout=explicit))
     assert found is explicit
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_compare_and_verify_find_the_same_documents(dtype):
+    """`compare` read no seq_idx, and `verify_isolation` added 1 to 255 in uint8: padding."""
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 255, 255]]).to(dtype)
+    batch = {"input_ids": torch.ones(1, 7, dtype=torch.long), "seq_idx": seq_idx}
+    for layout in (layout_of(batch), documents_of(batch, None)):
+        assert [unit.end - unit.start for unit in units_of(layout)] == [3, 2, 2]
 
 
 WRONG = {
