@@ -6,10 +6,11 @@ D = any feature size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flexvarlen.layout.launch_sizes import is_replayed
 
@@ -58,10 +59,36 @@ def pool(
         sums = sum_documents(x_TD.to(accumulation_dtype(x_TD)), cu_seqlens)
         pooled = (sums / cu_seqlens.diff().clamp(min=1)[:, None]).to(x.dtype)
     elif how == "max":
-        pooled = torch.segment_reduce(x_TD, "max", offsets=cu_seqlens, unsafe=True)
+        slots_T = layout.document_ids().clamp(max=cu_seqlens.shape[0] - 1)
+        pooled = _Maxima.apply(x_TD, cu_seqlens, slots_T)  # type: ignore[no-untyped-call]
     else:
         raise ValueError(f"how must be 'last', 'first', 'mean' or 'max', got {how!r}; choose one.")
     return torch.where(real_documents(layout)[:, None], pooled, 0)
+
+
+class _Maxima(torch.autograd.Function):
+    """The maxima `[N, D]` of each document's tokens.
+
+    The backward of `segment_reduce` gives each of several equal maxima all of a negative gradient.
+    `slots_T` is the document of each token, N where it has none.
+    """
+
+    @staticmethod
+    def forward(x_TD: Tensor, cu_seqlens: Tensor, slots_T: Tensor) -> Tensor:
+        return torch.segment_reduce(x_TD, "max", offsets=cu_seqlens, unsafe=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, cu_seqlens, slots_T, maxima_ND = ctx.saved_tensors
+        wide = accumulation_dtype(x_TD)
+        highest_TD = x_TD == pad(maxima_ND, (0, 0, 0, 1))[slots_T]
+        counts_ND = sum_documents(highest_TD.to(wide), cu_seqlens)
+        share_TD = pad(grad_ND.to(wide) / counts_ND, (0, 0, 0, 1))[slots_T]
+        return torch.where(highest_TD, share_TD, 0).to(x_TD.dtype), None, None
 
 
 def document_boundaries(layout: PackedLayout) -> Tensor:

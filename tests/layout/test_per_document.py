@@ -115,10 +115,30 @@ def test_mean_of_a_long_document_stops_growing_in_half_precision(dtype):
     assert torch.equal(found, x.double().mean(0, keepdim=True).to(dtype))
 
 
-def test_equal_maxima_share_the_gradient():
-    x = torch.ones(4, 1, requires_grad=True)
-    fv.pool(x, PackedLayout.from_lengths([2, 2]), "max").sum().backward()
-    assert x.grad.flatten().tolist() == [0.5] * 4
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_equal_maxima_share_the_gradient(dtype, compiled):
+    """As torch.amax; each got all of a gradient below 0. In rows with padding, and of others."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+
+    def pooled(x, layout):
+        return fv.pool(x, layout, "max")
+
+    pooled = torch.compile(pooled, fullgraph=True, backend="eager") if compiled else pooled
+    for runs in ((3, 1, 4, -2), (2, -2, 3, 3), (400, 300)):
+        layout = from_runs(*runs)
+        x = torch.randint(3, (layout.total_tokens, 5), generator=generator).to(dtype)
+        grad = torch.randn(layout.capacity, 5, generator=generator).to(dtype)
+        x, y = (each.clone().requires_grad_() for each in (x, x))
+        found = pooled(x, layout)
+        found.backward(grad[: len(found)])
+        for i, run in enumerate(layout.split(y)):
+            if runs[i] > 0:
+                run.amax(0).backward(grad[i], retain_graph=True)
+        expected = torch.zeros_like(y) if y.grad is None else y.grad
+        assert torch.equal(x.grad, expected)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (1, 6, 3), (2, 3, 3)])
