@@ -56,7 +56,7 @@ def packed_attention(
             in `DocumentMask.of`.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, one logit per head that is added to the softmax's denominator.
-        scale: factor on the scores; default `D ** -0.5`.
+        scale: factor on the scores, above 0; default `D ** -0.5`.
         backend: a name in `flexvarlen.BACKENDS`, or "auto": the fastest one for such calls, timed
             at the first of them (see `flexvarlen.explain`); on the CPU `sdpa`, or
             `reference` for what `sdpa` does not support.

@@ -9,14 +9,29 @@ from torch import Tensor
 from flexvarlen.mask.document_mask import DocumentMask
 
 
-def check_numbers(softcap: float | None, scale: float | None) -> None:
-    """Raise ValueError unless softcap is positive and finite and scale is finite."""
+def check_numbers(softcap: float | None, scale: float | None = None) -> None:
+    """Raise ValueError unless softcap and scale are positive and finite.
+
+    Kernels multiply masked scores of -inf, and a running maximum, by the scale.
+    """
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(
             f"softcap must be above 0 and finite, got {softcap}; pass None for no softcap."
         )
-    if scale is not None and not -math.inf < scale < math.inf:  # isfinite does not trace
-        raise ValueError(f"scale must be finite, got {scale}; pass None for head_dim ** -0.5.")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(
+            f"scale must be above 0 and finite, got {scale}; pass None for head_dim ** -0.5, or "
+            "scale q itself."
+        )
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless each KV head has the same number of query heads."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}; "
+            "check how the heads were split."
+        )
 
 
 def check_tensors(
@@ -76,11 +91,7 @@ def _raise_misfit(
             f"k and v must have shape [tokens, kv_heads, {q_THD.shape[2]}], got "
             f"{tuple(k_THD.shape)} and {tuple(v_THD.shape)}; head_dim must be q's."
         )
-    if k_THD.shape[1] == 0 or q_THD.shape[1] % k_THD.shape[1]:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, got {q_THD.shape[1]} and "
-            f"{k_THD.shape[1]}; check how the heads were split."
-        )
+    check_heads(q_THD.shape[1], k_THD.shape[1])
     if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != device):
         raise ValueError(
             f"sinks must have shape [{q_THD.shape[1]}] on {device}, got {tuple(sinks.shape)} on "

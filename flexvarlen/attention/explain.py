@@ -11,6 +11,7 @@ from flexvarlen.attention.auto.decoder_layer import Layer
 from flexvarlen.attention.auto.keys import describe, sizes
 from flexvarlen.attention.backends.registry import BACKENDS, refusal
 from flexvarlen.attention.call import AttentionCall, is_past_int32
+from flexvarlen.attention.check_arguments import check_heads, check_numbers
 from flexvarlen.attention.choose import decision_for
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -130,7 +131,7 @@ def explain(
         An `Explanation`: print it, or read its fields.
 
     Raises:
-        ValueError: a bad window.
+        ValueError: a bad window, chunk, softcap or number of heads.
         NotImplementedError: no backend can serve the call.
 
     The first call of a kind takes a second or two, plus the time to load and compile each
@@ -143,6 +144,8 @@ def explain(
     'sdpa'
     """
     mask = DocumentMask.of(layout, causal=causal, window=window, chunk=chunk)
+    check_numbers(softcap)
+    check_heads(num_heads, num_kv_heads)
     call = AttentionCall(
         device=layout.device,
         dtype=dtype,

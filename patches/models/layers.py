@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.attention.call import AttentionCall
+from flexvarlen.attention.check_arguments import check_numbers
 from flexvarlen.mask.spec import MaskSpec
 from flexvarlen.parallel import heads_per_rank
 
@@ -149,7 +150,12 @@ class LayerKind(NamedTuple):
         batch_invariant: bool = False,
         past_int32: bool = False,
     ) -> AttentionCall:
-        """The `AttentionCall` of such a layer."""
+        """The `AttentionCall` of such a layer.
+
+        Raises:
+            ValueError: a scale or softcap that is not positive and finite.
+        """
+        check_numbers(self.softcap, self.scale)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         numbers = (self.scale, self.softcap, self.sinks)
         guarantees = (deterministic, batch_invariant)

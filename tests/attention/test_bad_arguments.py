@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexvarlen import PackedLayout, document_block_mask, packed_attention
+from flexvarlen import BACKENDS, PackedLayout, document_block_mask, packed_attention
 from flexvarlen.mask.spec import MaskSpec
 from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
 
@@ -152,15 +152,20 @@ def test_tensors_that_do_not_fit(tensors, contract, remedy, backend):
     )
 
 
-@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
-def test_scale_that_is_no_number(scale):
-    layout = PackedLayout.from_lengths([TOKENS])
-    refused(
-        ValueError,
-        f"scale must be finite, got {scale}",
-        "None",
-        lambda: packed_attention(tensor(), tensor(), tensor(), layout, scale=scale),
-    )
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0, -0.0, -1.0, -float("inf")])
+def test_scale_that_is_not_above_zero_and_finite(scale, backend):
+    """sdpa gave NaN at 0 and below, of documents and of trees."""
+    plain = PackedLayout.from_lengths([TOKENS])
+    for layout in (plain, PackedLayout.from_tree([10, 4, 2], [-1, 0, 0])):
+        for options in ({}, {"softcap": 2.0}):
+            call = {"scale": scale, "backend": backend, **options}
+            refused(
+                ValueError,
+                f"scale must be above 0 and finite, got {scale}",
+                "None",
+                lambda layout=layout, call=call: packed_attention(*[tensor()] * 3, layout, **call),
+            )
 
 
 @pytest.mark.parametrize("softcap", [0.0, -3.0, float("inf"), float("nan")])

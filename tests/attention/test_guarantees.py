@@ -142,6 +142,24 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
                 assert torch.equal(x, y), f"{length} tokens, {which}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_a_document_behind_any_number_of_tokens_of_an_odd_head_dim(mask, heads, dtype):
+    """Its bits depended on where in memory it began: on the offset modulo a vector's width."""
+    options = {"batch_invariant": True, **MASKS[mask]}
+    for head_dim in (1, 33, 65):
+        for length in (13, 60):
+            expected = None
+            for before in (0, 1, 2, 3, 5, 8):
+                row = ((before,), 1, None)
+                made, layout, tokens = document_in(row, length, heads, head_dim, dtype, "cpu")
+                results = [x[tokens] for x in run("sdpa", made, layout, **options)]
+                expected = results if expected is None else expected
+                for x, y in zip(results, expected, strict=True):
+                    assert torch.equal(x, y), (head_dim, length, before)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_flex_is_deterministic_whatever_rows_were_between(head_dim):

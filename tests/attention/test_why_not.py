@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import flexvarlen as fv
+from flexvarlen.attention import api
 from flexvarlen.attention.auto import decide as auto
-from flexvarlen.attention.backends.registry import BACKENDS
+from flexvarlen.attention.backends import flex_fa4
+from flexvarlen.attention.backends.cu_seqlens import fa3
+from flexvarlen.attention.backends.registry import BACKENDS, get_backend, refusal
 from flexvarlen.attention.call import AttentionCall
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
@@ -83,6 +86,90 @@ def test_refused_and_run(name, device, dtype, needs_grad):
     cases = itertools.product(lengths, keys, ("bottom_right", "top_left"), MASKS)
     found = [disagreement(name, device, dtype, needs_grad, *case) for case in cases]
     assert [x for x in found if x is not None] == []
+
+
+WINDOWS = (None, 1, 3, (2, 0), (2, 2), (-1, 2), (-1, -1), 2**31)
+OPTIONS = (
+    {},
+    {"softcap": 5.0},
+    {"return_lse": True},
+    {"deterministic": True},
+    {"batch_invariant": True},
+)
+
+
+class Chosen(Exception):
+    """Instead of a kernel."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_question_is_the_calls(monkeypatch, name, dtype):
+    """As of a GPU with every package: what a call asks its backend, why_not asks too."""
+    backend = get_backend(name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(flex_fa4, "package_refusal", lambda *_: None)
+    monkeypatch.setattr(fa3, "_built_with_softcap", lambda *_: True)
+    if hasattr(type(backend), "why_missing"):
+        monkeypatch.setattr(type(backend), "why_missing", lambda *_: None)
+
+    def chosen(of, call, mask):
+        raise Chosen(of, call)
+
+    monkeypatch.setattr(api, "choose", chosen)
+    cuda = torch.device("cuda")
+    plain = fv.PackedLayout.from_lengths([3, 5])
+    tree = fv.PackedLayout.from_tree([4, 2, 2], [-1, 0, 0])
+    layouts = {"plain": (plain, None), "cross": (plain, plain), "tree": (tree, None)}
+    cases = itertools.product(
+        *(layouts, WINDOWS, (None, 4), (None, 2), (True, False), ("bottom_right", "top_left")),
+        OPTIONS,
+    )
+    served = 0
+    for form, window, chunk, prefix, causal, align, options in cases:
+        (layout, layout_k), mask = layouts[form], {"window": window, "chunk": chunk}
+        mask |= {"causal": causal, "align": align} | options
+        q, k = (torch.randn(8, heads, 64, dtype=dtype, requires_grad=True) for heads in (4, 2))
+        kind = HEADS | mask | {"device": cuda, "dtype": dtype, "prefix": prefix is not None}
+        kind |= {"cross": layout_k is not None, "tree": form == "tree"}
+        answers = (
+            answer(why_not_of, q, k, layout, layout_k, name, cuda, prefix=prefix, **mask),
+            answer(fv.why_not, name, **kind),
+        )
+        assert answers[0] == answers[1], (form, window, chunk, prefix, causal, align, options)
+        served += answers[0] is None
+    assert served > 0 or dtype == torch.float32 or name == "cudnn"  # which has no gradients
+
+
+def answer(ask, *args, **options):
+    """What `ask` returns, or the sentence that it raises."""
+    try:
+        return ask(*args, **options)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+
+
+def why_not_of(q, k, layout, layout_k, name, device, **options):
+    """What the backend answers to the call that packed_attention asks it about."""
+    try:
+        fv.packed_attention(q, k, k, layout, layout_k=layout_k, backend=name, **options)
+    except Chosen as caught:
+        _, call = caught.args
+        return refusal(name, call._replace(device=device))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"softcap": 0.0}, {"softcap": float("nan")}, {"num_kv_heads": 3}, {"num_kv_heads": 0}]
+)
+def test_what_the_call_refuses_as_wrong(bad):
+    """why_not said that the call runs, and explain named its backend."""
+    layout, wrong = fv.PackedLayout.from_lengths([3]), HEADS | bad
+    sentence = "softcap must be above 0|a multiple of num_kv_heads"
+    with pytest.raises(ValueError, match=sentence):
+        fv.why_not("reference", **wrong)
+    with pytest.raises(ValueError, match=sentence):
+        fv.explain(layout, dtype=torch.float32, **wrong)
 
 
 @pytest.mark.gpu

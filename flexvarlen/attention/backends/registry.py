@@ -12,6 +12,7 @@ import torch
 from flexvarlen.attention.backends import flex, flex_fa4, nested, reference, sdpa
 from flexvarlen.attention.backends.cu_seqlens import cudnn, fa2, fa3, fa4, varlen
 from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall, Backend
+from flexvarlen.attention.check_arguments import check_heads, check_numbers
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.mask.spec import Align, MaskSpec
 
@@ -111,6 +112,7 @@ def why_not(
     deterministic: bool | None = None,
     batch_invariant: bool | None = None,
     return_lse: bool = False,
+    tree: bool = False,
     total_tokens: int = 0,
 ) -> str | None:
     """Return why a backend cannot serve calls of this kind on this machine, or None if it can.
@@ -121,7 +123,8 @@ def why_not(
         name: one of `BACKENDS`, or transformers' name for the same kernel.
         device, dtype, num_heads, num_kv_heads, head_dim: properties of the tensors.
         causal, window, chunk, align: as in `packed_attention`.
-        prefix, cross: whether the call passes `prefix` and `layout_k`.
+        prefix, cross, tree: whether the call passes `prefix` and `layout_k`, and whether its
+            documents are trees.
         total_tokens: length of the longer of the query and key rows; 0: short enough for every
             kernel.
         softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; if
@@ -132,21 +135,25 @@ def why_not(
         A sentence that says why not and what to do instead, or None if the backend can.
 
     Raises:
-        ValueError: no backend has that name.
+        ValueError: no backend has that name, or a bad window, chunk, softcap or number of heads.
+        NotImplementedError: trees with a mask that no backend has.
 
     >>> why_not("sdpa") is None
     True
     >>> why_not("flash_attention_2") == why_not("fa2")
     True
     """
+    check_numbers(softcap)
+    check_heads(num_heads, num_kv_heads)
     kind = {"causal": causal, "window": window, "chunk": chunk}
+    spec = MaskSpec.of(**kind, prefix=prefix, cross=cross, align=align)  # type: ignore[arg-type]
     call = AttentionCall(
         device=torch.device(device),
         dtype=dtype,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        spec=MaskSpec.of(**kind, prefix=prefix, cross=cross, align=align),  # type: ignore[arg-type]
+        spec=spec.of_trees() if tree else spec,
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,

@@ -1,14 +1,14 @@
 """`sdpa`: torch's scaled_dot_product_attention, called once per document, on any device.
 
-The cost grows with the sum of squared lengths, not with T². Documents cannot affect each other, and
-results are batch invariant. Launch-bound on a GPU; meant for the CPU.
+The cost grows with the sum of squared lengths, not with T². Documents cannot affect each other.
+Launch-bound on a GPU; meant for the CPU.
 
 Shape legend: as in `call.py`; L, Lk = tokens of one document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -78,12 +78,13 @@ class SdpaBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """Run a differentiable loop over the documents in eager mode.
 
-        In a compiled graph, under a dispatch mode (selective activation checkpointing) and of
-        trees, call a custom operator that has a backward: it sums the gradients of shared keys in
-        fp32.
+        In a compiled graph, under a dispatch mode (selective activation checkpointing), of trees
+        and where results must be batch invariant, call a custom operator that has a backward. It
+        copies each document, as kernels sum in another order where a document's address is not a
+        multiple of their vectors, and sums the gradients of shared keys in fp32.
         """
         spec = mask.spec.as_ints()
-        if mask.spec.tree or is_traced():
+        if mask.spec.tree or call.batch_invariant or is_traced():
             return sdpa_forward(q_THD, k_THD, v_THD, plan, spec, call.scale), None
         return _loop(q_THD, k_THD, v_THD, plan, spec, call.scale), None
 
@@ -135,15 +136,22 @@ def _segments(table: Tensor, mask: MaskSpec, device: torch.device) -> Iterator[_
 
 
 def _loop(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    plan: Tensor,
+    spec: list[int],
+    scale: float,
+    take: Callable[[Tensor, slice | Tensor], Tensor] = Tensor.__getitem__,
 ) -> Tensor:
-    """Call SDPA once per document; the output is zero elsewhere."""
+    """Call SDPA once per document, whose tokens `take` gives; the output is zero elsewhere."""
     pieces = []
     done = 0
     with _without_cudnn():
         for rows, keys, prefix, own in _documents(plan, spec, q_THD.device):
             pieces.append(torch.zeros_like(q_THD[done : rows.start]))
-            pieces.append(_one_document(q_THD[rows], k_THD[keys], v_THD[keys], prefix, own, scale))
+            q, k, v = take(q_THD, rows), take(k_THD, keys), take(v_THD, keys)
+            pieces.append(_one_document(q, k, v, prefix, own, scale))
             done = rows.stop
     if not pieces:  # keep a row with only padding differentiable, with zero gradients
         pieces = [x[:0].reshape(0, *q_THD.shape[1:]) for x in (q_THD, k_THD, v_THD)]
@@ -214,7 +222,12 @@ def sdpa_forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
     """Run the loop as a single operator, for compiled graphs."""
-    return _loop(q_THD, k_THD, v_THD, plan, spec, scale).contiguous()
+    return _loop(q_THD, k_THD, v_THD, plan, spec, scale, _copied).contiguous()
+
+
+def _copied(x: Tensor, tokens: slice | Tensor) -> Tensor:
+    """The tokens in memory of their own, which torch aligns."""
+    return x[tokens].clone(memory_format=torch.contiguous_format)
 
 
 @sdpa_forward.register_fake
@@ -245,9 +258,9 @@ def sdpa_backward(
     if MaskSpec.from_ints(spec).tree:  # a key belongs to several paths
         dk, dv = dk.to(wide), dv.to(wide)
     for rows, keys, prefix, own in _documents(plan, spec, q_THD.device):
-        dq[rows], own_dk, own_dv = _gradients(
-            grad[rows], q_THD[rows], k_THD[keys], v_THD[keys], prefix, own, scale
-        )
+        grad_q, q = _copied(grad, rows), _copied(q_THD, rows)
+        k, v = _copied(k_THD, keys), _copied(v_THD, keys)
+        dq[rows], own_dk, own_dv = _gradients(grad_q, q, k, v, prefix, own, scale)
         dk[keys] += own_dk
         dv[keys] += own_dv
     return dq, dk.to(k_THD.dtype), dv.to(v_THD.dtype)
