@@ -31,7 +31,7 @@ from flexvarlen.patches.attention.without_patch import (
     refuse_by_name,
 )
 from flexvarlen.patches.batch.cache import set_apart
-from flexvarlen.patches.models.image_masks import has_overlay
+from flexvarlen.patches.models.image_masks import assert_causal, has_overlay
 from flexvarlen.patches.models.layers import LayerKind, chunk_of, layer_type_of
 from flexvarlen.patches.models.llama4 import own_temperature
 from flexvarlen.patches.state import (
@@ -239,6 +239,8 @@ def _mask_function(
         and not has_overlay(kwargs.get("mask_function"))
     )
     if whole_rows and (attention_mask is None or attention_mask.shape[-1] == kv_length):
+        if torch.compiler.is_compiling() and "allow_is_bidirectional_skip" not in kwargs:
+            assert_causal(kwargs.get("mask_function"), batch_size, q_length, kwargs.get("device"))
         return attention_mask
     if attention_mask is not None and attention_mask.ndim == 2 and q_length > 1:
         _check_mask_length(attention_mask.shape[-1], q_length, q_offset)
