@@ -27,10 +27,27 @@ ONE_DOCUMENT_PER_ROW = (
 )
 
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""A model's keyword for its cache: `cache` from transformers 5.24 on, which still takes the other
+two; before, `past_key_values`, or `cache_params` in Mamba-2."""
+
+
 def cache_of(inputs: dict[str, Any]) -> Any:
-    """The cache among a model's keyword arguments, or None."""
-    given = inputs.get("past_key_values")
-    return inputs.get("cache_params") if given is None else given
+    """The cache among a model's keyword arguments, or None.
+
+    Raises:
+        ValueError: it is no `transformers.Cache`, such as that of continuous batching.
+    """
+    for name in CACHE_NAMES:
+        cache = inputs.get(name)
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(
+                f"{name} must be a transformers.Cache, got {type(cache).__name__}; pass a "
+                "DynamicCache, or leave it out."
+            )
+        if cache is not None:
+            return cache
+    return None
 
 
 def tokens_seen(cache: Any) -> int:

@@ -33,7 +33,7 @@ class ForwardInputs:
         boundaries: the arguments that only mark documents, None where not given.
         config: of the text tower.
         causal: whether attention is causal.
-        cache: `past_key_values` (`cache_params` of Mamba-2), or None.
+        cache: under any of `CACHE_NAMES`, or None.
         why_unpacked: why the forward is not packed (a cache, a 4D mask), or None.
         positions: the position_ids whose restarts mark documents, or None.
         packs: whether a row may hold several documents, or padding.

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel import shard_tokens
+from flexvarlen.patches.batch.cache import CACHE_NAMES
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.models.layers import LayerKind, base_of, text_config_of, text_tower
 from flexvarlen.patches.models.qwen_vl import has_axes
@@ -59,7 +60,7 @@ def kinds_per_rank(
     return tuple(kind.per_rank(dist.get_world_size(group)) for kind in kinds)
 
 
-_OF_WHOLE_ROWS = ("attention_mask", "past_key_values", "use_cache", "logits_to_keep")
+_OF_WHOLE_ROWS = ("attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep")
 
 
 def prepare_shard(

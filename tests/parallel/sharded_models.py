@@ -167,7 +167,7 @@ REFUSED = {
     "seq_idx": f"seq_idx {OUT}",
     "cache": f"use_cache {OUT}",
     "logits_to_keep": f"logits_to_keep {OUT}",
-    "generate": f"past_key_values {OUT}",
+    "generate": (f"cache {OUT}", f"past_key_values {OUT}"),  # from transformers 5.24 on, before
     "positions of the row": "position_ids must be those of the shard",
     "labels not shifted": "labels of a shard must come with shift_labels",
     "mean of the shard": "labels of a shard must come with shift_labels",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
@@ -42,6 +43,39 @@ def refuses(model, cache):
     for _ in range(2):
         with torch.no_grad(), pytest.raises(ValueError, match=REFUSED):
             model(**TOKEN, past_key_values=cache)
+
+
+NAMES = ("cache", "past_key_values")
+# transformers 5.24 takes both; before, a layer refuses `cache`, which is that of paged attention.
+SERVED = NAMES if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else NAMES[1:]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_cache_under_each_of_its_names(name):
+    """A patched model that overlooks it takes the next token for one of a packed batch."""
+    model = shared_model("llama")
+    ids = IDS[:, :9]
+    with torch.no_grad():
+        expected = model(ids).logits
+        with fv.patched(model, "sdpa"):
+            cache = DynamicCache()
+            for part in ids.split([5, 1, 3], 1):
+                logits = model(part, **{name: cache}).logits
+            torch.testing.assert_close(logits, expected[:, 6:], atol=1e-5, rtol=1e-5)
+            packed = DynamicCache()
+            model(IDS, position_ids=POSITIONS, **{name: packed})
+            for _ in range(2):
+                with pytest.raises(ValueError, match=REFUSED):
+                    model(**TOKEN, **{name: packed})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_of_another_kind(name):
+    keys = torch.ones(1, 2, 4, 16)
+    with fv.patched(shared_model("llama"), "sdpa") as model:
+        for cache in (((keys, keys),), object()):
+            with pytest.raises(ValueError, match=f"{name} must be a transformers.Cache, got"):
+                model(IDS, **{name: cache})
 
 
 def _rebuilt(cache, change=lambda x: x):
