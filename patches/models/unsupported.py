@@ -5,8 +5,8 @@ so packed documents leak, which no attention function can prevent. Some of these
 take `seq_idx` or `cu_seq_lens_q` for kernels of other packages, which keep documents apart; none
 of that is verified here.
 
-They were identified on transformers 5.23 in two ways: changing the first document of a tiny model
-changed the later ones; or its modeling file runs such a layer over the sequence.
+They were identified on transformers 5.23 and 5.24 in two ways: changing the first document of a
+tiny model changed the later ones; or its modeling file runs such a layer over the sequence.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _TYPES_BY_STATE: dict[str, tuple[str, ...]] = {
         "minicpmv4_7",
         "minicpm_ocr",
         "jev",
+        "lara_mini",
     ),
     "a gated delta rule, a convolution and n-grams": ("qwen4_exp", "qwen4_exp_text"),
     _DELTA: ("bailing_hybrid", "glm5_next", "glm5_next_text"),
@@ -43,6 +44,8 @@ _TYPES_BY_STATE: dict[str, tuple[str, ...]] = {
         "inkling_text",
         "inkling2",
         "inkling2_text",
+        "inkling2_loop",
+        "inkling2_loop_text",
         "convbert",
         "canine",
     ),

@@ -31,7 +31,7 @@ CONFIGS = {
 }
 
 
-NEWEST = "lfm3"  # where this model type is, transformers has all that are named here
+NEWEST = "lara_mini"  # where this model type is, transformers has all that are named here
 
 
 def tiny(name):
