@@ -1,14 +1,15 @@
 """Register the `flexvarlen_*` attention implementations once transformers' models are imported.
 
 Importing transformers here would add seconds to every `import flexvarlen`. So if its modeling code
-has not been imported yet, an import hook registers them at the end of that import.
+has not been imported yet, an import hook registers them at the end of that import. `after_import`
+serves other packages that may be imported later.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,28 +19,35 @@ _MODELING = "transformers.modeling_utils"
 
 def register_with_transformers() -> None:
     """Register now, or as soon as transformers' modeling code has been imported."""
-    if _MODELING in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _AfterModeling) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterModeling())
+    after_import(_MODELING, _register)
 
 
-def _register() -> None:
+def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call `function` with a module: now, or at the end of its import."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    elif not any(isinstance(x, _AfterImport) and x.name == name for x in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+def _register(_: ModuleType) -> None:
     from flexvarlen.patches.attention.functions import register
 
     register()
 
 
-class _AfterModeling(MetaPathFinder):
-    """Finds transformers' modeling code as the other finders do, and registers after its import."""
+class _AfterImport(MetaPathFinder):
+    """Finds a module as the other finders do, and calls a function after its import."""
 
-    _searching = False  # True while the other finders search
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self.name, self._function = name, function
+        self._searching = False  # True while the other finders search
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for the modeling code, and None for all other modules."""
-        if fullname != _MODELING or self._searching:
+        """Return a spec for the module, and None for all others."""
+        if fullname != self.name or self._searching:
             return None
         self._searching = True
         try:
@@ -49,10 +57,10 @@ class _AfterModeling(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_register(module: ModuleType) -> None:
+            def execute_and_call(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
-                _register()
+                self._function(module)
 
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

@@ -15,11 +15,14 @@ from transformers import PreTrainedModel
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
+from flexvarlen.patches.forward.adapters import (
+    has_adapters_of_rows,
+    refuse_adapters_of_rows,
+)
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
     kind_of_head,
-    refuse_prompt_learning,
     require_keywords,
     require_patched_heads,
     unwrap_loss,
@@ -190,11 +193,12 @@ def patch_model(
             other outputs than those of each document alone; it keeps state that is not supported,
             or its recurrent layers do not call transformers' `causal_conv1d_fn`, or come from
             kernels of the hub (`use_kernels=True`); its head is of a kind whose labels are not
-            known, PEFT adds virtual tokens (prompt tuning and similar; not seen if added later), a
-            backend cannot run its layers on this machine, or the model is an encoder, takes
-            images, has longrope or recurrent layers, and a group is given; `unpad` with a
-            vision-language model, Mamba-2 or a group; `share_prefixes` with an encoder, longrope,
-            recurrent layers, `batch_invariant` or a backend without trees.
+            known, a PEFT adapter's effect depends on the row (prompt tuning, aLoRA and similar; one
+            that is added later makes each forward raise), a backend cannot run its layers on this
+            machine, or the model is an encoder, takes images, has longrope or recurrent layers, and
+            a group is given; `unpad` with a vision-language model, Mamba-2 or a group;
+            `share_prefixes` with an encoder, longrope, recurrent layers, `batch_invariant` or a
+            backend without trees.
 
     A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
     and left padding in an encoder's base model that has a pooler.
@@ -222,13 +226,14 @@ def patch_model(
     functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts,
     [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`).
     """
+    if isinstance(model, nn.Module):
+        refuse_adapters_of_rows(*model.modules())
     inner = _transformers_model(model)
     require_verified(inner.config.model_type, verify=verify)
     if verify:
         refuse_unverifiable(inner)
     else:
         require_own_code(inner)
-    refuse_prompt_learning(model)
     kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
     recurrent = recurrent_layers(text_tower(base_of(inner)))
     causal = bool(recurrent) or any(kind.causal for kind in kinds)
@@ -346,12 +351,15 @@ def unpatch_model(model: Model) -> Model:
 def is_patched(model: nn.Module) -> bool:
     """Whether the transformers model inside is patched.
 
-    False if a pickle dropped the wrapper or a library replaced `forward`: such a model
-    raises until `patch_model` is called on it again.
+    False if a pickle dropped the wrapper, a library replaced `forward`, or a PEFT adapter was added
+    whose effect depends on the row: such a model raises until that is undone or `patch_model` is
+    called on it again.
 
     Raises:
         ValueError: no transformers model inside, or several.
     """
+    if isinstance(model, nn.Module) and has_adapters_of_rows(model):
+        return False
     inner = _transformers_model(model)
     return ATTRIBUTE in inner.__dict__ and all(map(is_wrapped, wrapped_modules(inner)))
 

@@ -226,20 +226,3 @@ def unwrap_loss(model: nn.Module) -> None:
     loss = model.__dict__.get(_LOSS)
     if isinstance(loss, _UserLoss):
         model.__dict__[_LOSS] = loss.loss
-
-
-def refuse_prompt_learning(model: nn.Module) -> None:
-    """Refuse PEFT's prompt tuning and similar in any submodule.
-
-    Raises:
-        NotImplementedError: an adapter adds virtual tokens before a row.
-    """
-    for module in model.modules():
-        adapters = getattr(module, "peft_config", None)
-        for adapter in adapters.values() if isinstance(adapters, dict) else ():
-            if getattr(adapter, "is_prompt_learning", False):
-                raise NotImplementedError(
-                    "a PEFT adapter must not add virtual tokens, which are added once before a "
-                    f"row and not before each document, got {type(adapter).__name__}; use LoRA or "
-                    "another adapter of weights, or one document per row without patch_model."
-                )

@@ -42,6 +42,7 @@ from flexvarlen.patches.batch.unsupported_keywords import (
     refuse_mask_of_another_kind,
     refuse_other_names,
 )
+from flexvarlen.patches.forward.adapters import refuse_adapters_of_rows
 from flexvarlen.patches.forward.heads import (
     CAUSAL,
     CHOICES,
@@ -99,6 +100,8 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     patch: Patch | None = module.__dict__.get(ATTRIBUTE)
     if patch is None:
         return None
+    if "peft_config" in module.__dict__:
+        refuse_adapters_of_rows(module)
     is_head = base_of(module) is not module  # type: ignore[arg-type]
     if is_head and patch.head == CHOICES:
         return _prepare_choices(module, patch, inputs)

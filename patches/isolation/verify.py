@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.forward.adapters import refuse_adapters_of_rows
 from flexvarlen.patches.isolation.blame import Blame, layers_of
 from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
@@ -75,7 +76,8 @@ def verify_isolation(
     Raises:
         IsolationError: naming layer, module, its kind, the documents or segments, and the
             direction.
-        NotImplementedError: `gradients=True`, and the model gives none.
+        NotImplementedError: `gradients=True`, and the model gives none; a PEFT adapter whose effect
+            depends on the row.
         ValueError: fewer than two documents; no outputs by token; outputs or gradients that are not
             finite; outputs that do not change with the tokens, or that differ between two runs of
             the same batch.
@@ -89,6 +91,7 @@ def verify_isolation(
     No bit of 2 documents reached another in 2 layers and the outputs (4 forwards, eval mode); \
 gradients kept their bits too.
     """
+    refuse_adapters_of_rows(*model.modules())
     run = IsolationRun(model, batch, layout=layout, seed=seed)
     if len(run.units) < 2:
         raise ValueError(

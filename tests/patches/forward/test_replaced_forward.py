@@ -224,31 +224,3 @@ def test_a_loss_of_the_users_own_gets_what_it_got(when, compiled):
     fv.unpatch_model(model)
     assert model.loss_function is loss
     torch._dynamo.reset()
-
-
-# ---- PEFT ----
-
-PROMPTS = {
-    "prompt_tuning": peft.PromptTuningConfig,
-    "prefix_tuning": peft.PrefixTuningConfig,
-    "p_tuning": peft.PromptEncoderConfig,
-}
-
-
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_virtual_tokens_are_refused(kind):
-    """They stand in front of the first document alone, and shift what the collator counted."""
-    adapter = PROMPTS[kind](task_type="CAUSAL_LM", num_virtual_tokens=4)
-    tuned = peft.get_peft_model(new_model("llama"), adapter)
-    with pytest.raises(NotImplementedError, match=r"virtual tokens, .* use LoRA"):
-        fv.patch_model(tuned, "sdpa")
-    assert not hasattr(tuned.get_base_model(), "_flexvarlen_patch")
-
-
-@pytest.mark.parametrize("adapter", [peft.LoraConfig, peft.IA3Config, peft.LoHaConfig])
-def test_adapters_of_weights_are_not(adapter):
-    targets = {"target_modules": ["k_proj", "v_proj"]}
-    if adapter is peft.IA3Config:
-        targets["feedforward_modules"] = []
-    tuned = peft.get_peft_model(new_model("llama"), adapter(task_type="CAUSAL_LM", **targets))
-    check(fv.patch_model(tuned, "sdpa").eval())
