@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flexvarlen.patches.embed import embed
     from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
     from flexvarlen.patches.isolation.verify import verify_isolation
+    from flexvarlen.patches.lm_head import lm_head
     from flexvarlen.patches.trainers import patch_trainer
     from flexvarlen.verify.compare.compare import compare
 
@@ -58,6 +59,7 @@ __all__ = [
     "embed",
     "explain",
     "is_patched",
+    "lm_head",
     "pack",
     "packed_attention",
     "patch_model",
@@ -90,6 +92,7 @@ _HOMES = {
     "patches.embed": ("embed",),
     "patches.isolation.report": ("IsolationError", "IsolationReport"),
     "patches.isolation.verify": ("verify_isolation",),
+    "patches.lm_head": ("lm_head",),
     "patches.trainers": ("patch_trainer",),
     "patches.api": ("is_patched", "patch_model", "patched", "unpatch_model"),
 }

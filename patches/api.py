@@ -228,7 +228,7 @@ def patch_model(
     """
     if isinstance(model, nn.Module):
         refuse_adapters_of_rows(*model.modules())
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     require_verified(inner.config.model_type, verify=verify)
     if verify:
         refuse_unverifiable(inner)
@@ -327,7 +327,7 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         ValueError: no transformers model inside, or several.
     """
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
     if patch is None:
         return model
@@ -360,7 +360,7 @@ def is_patched(model: nn.Module) -> bool:
     """
     if isinstance(model, nn.Module) and has_adapters_of_rows(model):
         return False
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     return ATTRIBUTE in inner.__dict__ and all(map(is_wrapped, wrapped_modules(inner)))
 
 
@@ -405,7 +405,7 @@ def patched(
 
 def current_patch(model: nn.Module) -> Patch | None:
     """The patch of the transformers model inside, for `restore`."""
-    patch: Patch | None = _transformers_model(model).__dict__.get(ATTRIBUTE)
+    patch: Patch | None = transformers_model(model).__dict__.get(ATTRIBUTE)
     return patch
 
 
@@ -420,7 +420,7 @@ def restore(model: nn.Module, existing: Patch | None) -> None:
 # ---- what is inside a model ----
 
 
-def _transformers_model(model: nn.Module) -> PreTrainedModel:
+def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The outermost transformers model inside, which contains all the others (base, towers)."""
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     found = [(name, part) for name, part in named if isinstance(part, PreTrainedModel)]

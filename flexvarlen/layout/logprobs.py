@@ -73,8 +73,8 @@ def document_logprobs(
         labels: int64 `[B, S]` or `[T]`, aligned with the tokens as for transformers (not shifted);
             -100 does not count.
         layout: the documents.
-        head: maps hidden states `[C, H]` to logits `[C, V]`, such as `model.lm_head`. If the model
-            scales or caps its logits after that, so must `head`.
+        head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.
+            `model.lm_head` lacks the scaling or cap that some families apply after it.
         entropy: whether to compute `entropies` too.
         chunk_tokens: C, at least 1.
 
@@ -82,8 +82,8 @@ def document_logprobs(
         `DocumentLogprobs`.
 
     Raises:
-        ValueError: x or labels have the wrong shape, dtype or device, or `chunk_tokens` is not
-            positive.
+        ValueError: x or labels have the wrong shape, dtype or device, `head` is a whole model, or
+            `chunk_tokens` is not positive.
 
     Differentiable (once). No sync; traces under `fullgraph=True`.
 
@@ -108,6 +108,11 @@ def document_logprobs(
     if not is_int(chunk_tokens) or chunk_tokens < 1:
         raise ValueError(
             f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."
+        )
+    if hasattr(head, "base_model"):  # of transformers, or PEFT's around one
+        raise ValueError(
+            "head must map hidden states to logits, got a whole model, "
+            f"{type(head).__name__}; pass flexvarlen.lm_head(model)."
         )
     labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
     next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last

@@ -1,0 +1,98 @@
+"""`lm_head`: a model's head as a function of hidden states, with all that its family does there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from flexvarlen.patches.api import transformers_model
+from flexvarlen.patches.models.layers import base_of
+
+
+def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The function from a base model's last hidden states to the logits of the whole model.
+
+    `model.lm_head` alone leaves out what some families do after it: Granite and Cohere scale the
+    logits, Gemma 2 and 4 cap them. This runs the head's own forward around the given states, so it
+    needs no list of families. Made for `document_logprobs(hidden, ..., head=fv.lm_head(model))`.
+
+    Args:
+        model: a transformers model with a language-model head, patched or not, also inside PEFT or
+            torch.compile wrappers.
+
+    Returns:
+        A function of hidden states `[..., H]` that gives logits `[..., V]`. It uses the model's
+        own parameters, as they are when it is called, and is differentiable. No sync; traces under
+        `fullgraph=True`.
+
+    Raises:
+        ValueError: the model has no such head.
+
+    >>> import flexvarlen as fv
+    >>> from flexvarlen.verify.models import build_model
+    >>> model = build_model("llama")[0]
+    >>> fv.lm_head(model)(torch.zeros(5, model.config.hidden_size)).shape[0]
+    5
+    """
+    inner = transformers_model(model)
+    base = base_of(inner)
+    name = next((name for name, part in inner._modules.items() if part is base), None)
+    if name is None or inner.get_output_embeddings() is None:
+        raise ValueError(
+            "model must have a language-model head around its base model, got "
+            f"{type(inner).__name__}; pass a ...ForCausalLM, or call the head that you have."
+        )
+    return _Head(inner, name)
+
+
+class _Head:
+    """Calls the forward of a model's class, in which given states replace the base model.
+
+    Args:
+        model: the whole model.
+        base: the attribute that holds its base model.
+    """
+
+    def __init__(self, model: nn.Module, base: str) -> None:
+        self._head: Any = copy.copy(model)  # shares parameters; the model itself stays as it is
+        self._head._modules = {**model._modules, base: _GivenStates(model._modules[base])}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        states = hidden.reshape(1, -1, hidden.shape[-1])
+        # The class's forward: an instance's, such as patch_model's, is bound to the whole model.
+        out = type(self._head).forward(self._head, inputs_embeds=states)
+        logits: Tensor = out[0]
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+class _GivenStates(nn.Module):
+    """Stands for a base model: gives the states that it is called with.
+
+    It has the base's own numbers, as Falcon-H1's head multiplies by one of them.
+    """
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        own = vars(base).items()
+        self.__dict__.update({k: x for k, x in own if not k.startswith("_") and k != "forward"})
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Outputs:
+        """Return them as a base model's outputs."""
+        return _Outputs(inputs_embeds)
+
+
+class _Outputs:
+    """A base model's outputs that hold hidden states alone."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
