@@ -86,6 +86,7 @@ class PackedForward:
         padded: the padded batch that this forward runs as a packed row, if there is one.
         pooled_tokens: int64; offsets among all B·S tokens of those that the base model's pooler
             must read. None: the first of each row, which it reads by itself.
+        padded_row_tokens: S of the caller's rows, if each may hold one document; else None.
         packs: whether a row may hold several documents, or padding.
         in_base: whether the base model received this object from its head.
         recurrent: the documents for recurrent layers; None if the model has none.
@@ -114,6 +115,7 @@ class PackedForward:
         self.one_per_row: Tensor | bool | None = None
         self.padded: PaddedBatch | None = None
         self.pooled_tokens: Tensor | None = None
+        self.padded_row_tokens: int | None = None
         self.packs, self.in_base = True, False
         self.recurrent = recurrent
         self.tree_loss: Callable[[Tensor], Tensor] | None = None

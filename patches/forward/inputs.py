@@ -71,6 +71,13 @@ class ForwardInputs:
         """Whether the documents are given explicitly."""
         return any(self.boundaries[name] is not None for name in ("packed_layout", "cu_seq_lens_q"))
 
+    @property
+    def padded_row_tokens(self) -> int | None:
+        """S as the caller sees it, if each row may hold one document; else None."""
+        if self.padded is not None and self.patch.unpad:
+            return self.padded.row_tokens
+        return None if self.is_explicit else self.row_tokens
+
     def find_layout(self) -> PackedLayout:
         """Find the documents; with a group, those of the whole row."""
         layout: PackedLayout | None = self.boundaries["packed_layout"]

@@ -55,6 +55,7 @@ from flexvarlen.patches.forward.heads import (
     wrap_loss,
 )
 from flexvarlen.patches.forward.inputs import ForwardInputs
+from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import (
     begin_rows_with_documents,
     give_to_base,
@@ -102,6 +103,8 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         return None
     if "peft_config" in module.__dict__:
         refuse_adapters_of_rows(module)
+    if module.training:
+        scale_noise_by_document(module)
     is_head = base_of(module) is not module  # type: ignore[arg-type]
     if is_head and patch.head == CHOICES:
         return _prepare_choices(module, patch, inputs)
@@ -176,6 +179,7 @@ def _prepare(
     packed = packed_forward(module, patch, layout)
     _pass_on(inputs, packed, patch)
     packed.packs, packed.padded = forward.packs, padded
+    packed.padded_row_tokens = forward.padded_row_tokens
     packed.tree_loss = take_loss(module, inputs)
     _note_cache(forward, packed)
     if not is_head:

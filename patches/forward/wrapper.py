@@ -90,6 +90,11 @@ def arguments_of_running_call(module: nn.Module) -> dict[str, Any]:
     return next((given for called, given in reversed(_calls.open) if called is module), {})
 
 
+def arguments_of_innermost_call() -> dict[str, Any]:
+    """The arguments of the innermost eager call of a wrapped module in this thread, or {}."""
+    return _calls.open[-1][1] if _calls.open else {}
+
+
 def wrap_forward(
     module: nn.Module,
     before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None],
