@@ -31,8 +31,9 @@ def patch_trainer(
 
     Calls `patch_model(model, unpad=True)` on each model that gets padded batches: the policy, the
     reference model, and GRPO's reward models. Collators, losses and metrics stay as they are, so
-    losses and gradients are those of the padded run. With LoRA the policy without its adapter is
-    the reference, and is patched with it.
+    losses and gradients are those of the padded run, and so are metrics, except those that read
+    padding: CPO and ORPO log the mean of all logits, which are other ones at padding. With LoRA the
+    policy without its adapter is the reference, and is patched with it.
 
     With `share_prefixes` the trained and the reference model compute a prefix that rows of a batch
     share once: the prompt of DPO's chosen and rejected answers, and of GRPO's completions.

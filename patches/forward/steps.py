@@ -27,6 +27,7 @@ from flexvarlen.patches.batch.cache import (
     refuse_packed_documents,
     tokens_seen,
 )
+from flexvarlen.patches.batch.checks import refuse_next_token_after_padding
 from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import (
@@ -124,6 +125,8 @@ def _prepare(
     if tokens is None or isinstance(given, PackedForward | Unpacked):
         return _from_head(module, inputs)
     _refuse(module, patch, inputs)
+    keep = inputs.get("logits_to_keep")
+    refuse_next_token_after_padding(inputs.get("attention_mask"), tokens.shape[1], keep)
     _widen_numbers(inputs)
     pools = is_head and patch.head in (*PER_DOCUMENT, CHOICES)
     if pools and not patch.causal:

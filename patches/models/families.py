@@ -345,6 +345,8 @@ def require_verified_alone(model_type: str) -> None:
     require_verified(model_type)
     if not _VERIFIED[model_type].by_name_alone:
         raise NotImplementedError(
-            f"attn_implementation alone cannot pack for a {model_type} model, which needs the "
-            "documents outside its attention layers too; call flexvarlen.patch_model on the model."
+            f"a {model_type} model needs its documents outside the attention layers too, got one "
+            "with our attn_implementation that is not patched itself, as a trainer's reference "
+            "model, or one that shares a patched model's config; call flexvarlen.patch_model on "
+            "this model too, or patch_trainer on its trainer."
         )

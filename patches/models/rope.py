@@ -40,8 +40,10 @@ def refuse_unpatched_longrope(config: Any) -> None:
     """
     if has_longrope(config):
         raise NotImplementedError(
-            "rope_type 'longrope' takes its frequencies from the longest position in the batch; "
-            "call flexvarlen.patch_model on the model, which gives each document its own."
+            "rope_type 'longrope' takes its frequencies from the longest position in the batch, "
+            "got a model with our attn_implementation that is not patched itself, as a trainer's "
+            "reference model, or one that shares a patched model's config; call "
+            "flexvarlen.patch_model on this model too, or patch_trainer on its trainer."
         )
 
 
@@ -63,8 +65,9 @@ def refuse_dynamic_rope(config: Any, rotary: nn.Module | None = None) -> None:
     types = [x.get("rope_type") for x in by_type or [parameters]]
     if rotary is None and parameters.get("alpha"):
         raise NotImplementedError(
-            "rope_type 'dynamic' with a fixed alpha can only be checked on the whole model; call "
-            "flexvarlen.patch_model on it."
+            "rope_type 'dynamic' with a fixed alpha can only be checked on the whole model, got "
+            "one that is not patched itself, as a trainer's reference model; call "
+            "flexvarlen.patch_model on this model too, or patch_trainer on its trainer."
         )
     if "dynamic" in types or (by_type and "longrope" in types):
         raise NotImplementedError(

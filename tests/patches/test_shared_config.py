@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from transformers import LlamaForCausalLM
 
 import flexvarlen as fv
-from tests.tiny_models import config_of
+from tests.tiny_models import config_of, new_model
 
 IDS = torch.arange(3, 15)[None]
 POSITIONS = torch.tensor([[*range(5), *range(7)]])
@@ -128,3 +128,22 @@ def test_compiled_models_compile_once_while_others_come_and_go(models):
             right(second)
         right(compiled)
     assert counter.frame_count == compiled_so_far
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "phi3"])
+def test_one_of_two_is_patched_and_the_other_cannot_do_without(kind):
+    """The advice must hold for the model that was called, not for the one that was patched."""
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8}
+    longrope |= {"long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    changes = {"rope_parameters": longrope} if kind == "phi3" else {}
+    first = new_model(kind, **changes)
+    second = type(first)(first.config).eval()
+    fv.patch_model(first, "sdpa")
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"not patched itself.* this model too"):
+            second(IDS)
+        first(IDS)
+    fv.patch_model(second, "sdpa")
+    with torch.no_grad():
+        packed = second(IDS, position_ids=POSITIONS).logits[0, 5:]
+        torch.testing.assert_close(packed, second(IDS[:, 5:]).logits[0], rtol=0, atol=1e-4)

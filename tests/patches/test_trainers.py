@@ -66,16 +66,16 @@ def unpaired():
     return datasets.Dataset.from_dict(columns)
 
 
-def policy(seed=0):
+def policy(seed=0, kind="qwen3"):
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager")
+    return AutoModelForCausalLM.from_config(config_of(kind), attn_implementation="eager")
 
 
 @cache
-def saved_policy():
+def saved_policy(kind="qwen3"):
     """A folder: GRPOTrainer loads its reference model anew."""
     folder = tempfile.mkdtemp()
-    policy().save_pretrained(folder)
+    policy(kind=kind).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
@@ -297,6 +297,53 @@ def test_a_reward_model_of_grpo(tmp_path):
         logs.append(trainer.state.log_history[0]["reward"])
         assert {1} == set(rows) if patched else min(rows) > 1
     assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+def test_a_reference_model_that_has_the_name_alone(tmp_path):
+    """TRL loads it with the policy's attn_implementation; a hybrid needs the patch itself."""
+    logs = []
+    for patched in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(
+            saved_policy("lfm2"), attn_implementation="eager"
+        )
+        if patched:
+            fv.patch_model(model, "sdpa", unpad=True)
+        trainer = trl.DPOTrainer(
+            model=model,
+            args=trl.DPOConfig(**settings(tmp_path, **PLAIN, max_length=None, max_steps=1)),
+            train_dataset=preferences(),
+            processing_class=tokenizer(),
+        )
+        if patched:
+            with pytest.raises(NotImplementedError, match=r"reference model, .* patch_trainer"):
+                trainer.train()
+            fv.patch_trainer(trainer, "sdpa")
+        trainer.train()
+        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+CPO, ORPO = "trl.experimental.cpo", "trl.experimental.orpo"
+
+
+@pytest.mark.parametrize(("module", "name"), [(CPO, "CPO"), (ORPO, "ORPO")])
+def test_a_mean_over_padding_is_the_one_metric_that_changes(module, name, tmp_path):
+    found = pytest.importorskip(module)
+    logs = []
+    for patched in (False, True):
+        arguments = settings(tmp_path, **PLAIN, max_length=64)
+        trainer = getattr(found, f"{name}Trainer")(
+            model=policy(),
+            args=getattr(found, f"{name}Config")(**arguments),
+            train_dataset=preferences(),
+            processing_class=tokenizer(),
+        )
+        if patched:
+            fv.patch_trainer(trainer, "sdpa")
+        trainer.train()
+        logs += [{k: v for k, v in trainer.state.log_history[0].items() if isinstance(v, float)}]
+    differ = {k for k, v in logs[0].items() if logs[1][k] != pytest.approx(v, rel=1e-3, abs=1e-5)}
+    assert {x for x in differ if not x.endswith(_CLOCK)} == {"logits/chosen", "logits/rejected"}
 
 
 def test_a_router_loss(tmp_path):

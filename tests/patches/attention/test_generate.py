@@ -123,6 +123,27 @@ def test_generates_the_same_tokens(kind, backend, strategy):
     assert torch.equal(_generate(model, strategy), expected)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("unpad", [True, False])
+def test_a_prompt_that_ends_in_padding_raises(unpad, cached):
+    """Its next token would be read from padding, where hidden states are zero: always token 0."""
+    model = fv.patch_model(new_model("llama"), "sdpa", unpad=unpad)
+    settings = {"max_new_tokens": 2, "do_sample": False, "use_cache": cached, "pad_token_id": 0}
+    left = _prompts(3)
+    lengths = left["attention_mask"].sum(1)
+    right = {name: torch.zeros_like(x) for name, x in left.items()}
+    for row, length in enumerate(lengths):
+        for name, x in left.items():
+            right[name][row, :length] = x[row, 64 - length :]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"got padding on the right; set tokenizer\.padding"):
+            model.generate(**right, **settings)
+        expected = shared_model("llama").generate(**left, **settings)
+        assert torch.equal(model.generate(**left, **settings), expected)
+    whole = {name: x[1:2] for name, x in right.items()}  # without padding
+    assert model.generate(**whole, **settings).shape == (1, 66)
+
+
 def test_generates_after_packed_training():
     models = [new_model("qwen3_windows") for _ in range(2)]
     fv.patch_model(models[1], "sdpa")
