@@ -175,8 +175,8 @@ def patch_model(
         sequence_parallel_group: ranks over which each row is sharded (Ulysses), see below.
         verify: check the patched model on a small random batch, as `verify_isolation` does, which
             any other causal model of text may pass too; a kind of model that passed is not checked
-            again in the same process. Documents have up to 300 tokens, so a window or chunk that is
-            larger is not checked.
+            again in the same process. Documents have up to 300 tokens (or as many as the model has
+            positions), so a window or chunk that is larger is not checked.
 
     Returns:
         The same model. Patching again changes the arguments above, nothing else.

@@ -6,6 +6,7 @@ waiting for the device, which is read once every `_READ_EVERY` rows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,8 @@ from flexvarlen.layout.boundaries import is_int, round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
 from flexvarlen.packing import pack
-from flexvarlen.patches.api import is_patched, patched
+from flexvarlen.patches.api import is_patched, patched, transformers_model
+from flexvarlen.patches.models.layers import base_of, table_of_positions
 from flexvarlen.patches.sentence_transformers_files import (
     POOLINGS,
     EmbeddingSettings,
@@ -75,7 +77,8 @@ def embed(
         prompt_name: of a prompt in the model's config_sentence_transformers.json; default: the one
             named there as the default.
         max_length: tokens at which texts are cut, special tokens included; default:
-            `max_seq_length` of the folder, else the tokenizer's and the model's maximum.
+            `max_seq_length` of the folder, else the tokenizer's and the model's maximum; at most
+            the positions that the model has a table for.
         tokens_per_row: tokens of a row. A longer text gets a row of its own.
         progress: whether to show a progress bar.
 
@@ -96,7 +99,7 @@ def embed(
     _check(texts, pooling, tokens_per_row, max_length)
     settings = _settings(model, pooling, normalize)
     prompt = _prompt(settings, prompt, prompt_name)
-    longest = max_length or settings.max_length or _default_max_length(model, tokenizer)
+    longest = _max_length(model, tokenizer, max_length, settings.max_length)
     tokenize = _Tokenizer(tokenizer, prompt, longest)
     rows = _rows(texts, tokenize, tokens_per_row, longest)
     pooler = _Pooler(model, settings)
@@ -189,11 +192,25 @@ def _prompt(settings: EmbeddingSettings, prompt: str | None, name: str | None) -
     return prompt or ""
 
 
-def _default_max_length(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens at which sentence-transformers cuts texts if its files do not say."""
-    config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
-    return int(min(tokenizer.model_max_length, positions))
+def _max_length(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, given: int | None, of_folder: int | None
+) -> int:
+    """Tokens at which texts are cut: as given, else as sentence-transformers, within the positions.
+
+    Raises:
+        ValueError: more is given than the model has positions.
+    """
+    inner = transformers_model(model)
+    positions = table_of_positions(base_of(inner))
+    if given and positions and given > positions:
+        raise ValueError(
+            f"max_length must be at most {positions}, the positions that the model has, got "
+            f"{given}; pass less, or leave it out."
+        )
+    config = inner.config.get_text_config()
+    default: int = tokenizer.model_max_length
+    default = min(default, getattr(config, "max_position_embeddings", None) or default)
+    return int(min(given or of_folder or default, positions or sys.maxsize))
 
 
 # ---- rows ----

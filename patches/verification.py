@@ -23,10 +23,15 @@ from flexvarlen.patches.isolation.model_run import IsolationRun, device_of_input
 from flexvarlen.patches.isolation.tokens import special_tokens
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.patches.models.families import is_verified
-from flexvarlen.patches.models.layers import attention_layers, base_of, text_config_of
+from flexvarlen.patches.models.layers import (
+    attention_layers,
+    base_of,
+    table_of_positions,
+    text_config_of,
+)
 from flexvarlen.patches.state import Patch
 
-_LENGTHS = (5, 1, 300, 7)  # tokens of the documents; what differs only beyond them is not seen
+_LENGTHS = (5, 1, 300, 7)  # tokens of the documents, if the model has as many positions
 _SEED = 0
 _DOCUMENT_ALONE = "use the model's own attention, one document per row."
 
@@ -87,7 +92,8 @@ class Verification:
         self.model = base_of(inner) if patch.head in (*PER_DOCUMENT, *PER_ROW) else inner
         self.is_sharded = patch.sequence_parallel_group is not None
         self.key = _key(inner, patch)
-        self.ids = _random_tokens(inner)
+        self.lengths = _lengths_of_documents(inner)
+        self.ids = _random_tokens(inner, sum(self.lengths))
         self.alone: list[Tensor] = []
 
     @property
@@ -121,7 +127,7 @@ class Verification:
             NotImplementedError: attention layers that do not call ours, other outputs than those of
                 the documents alone, or no gradients.
         """
-        layout = PackedLayout.from_lengths(_LENGTHS)
+        layout = PackedLayout.from_lengths(self.lengths)
         batch = {"input_ids": self.ids, "packed_layout": layout}
         with training_mode(self.inner), _experts(self.inner):
             self.inner.eval()
@@ -142,7 +148,7 @@ class Verification:
         _passed.add(self.key)
 
     def _documents(self) -> list[Tensor]:
-        ends = torch.tensor((0, *_LENGTHS)).cumsum(0).tolist()
+        ends = torch.tensor((0, *self.lengths)).cumsum(0).tolist()
         return [self.ids[:, start:end] for start, end in pairwise(ends)]
 
     def _outputs(self, batch: dict[str, Any]) -> Tensor:
@@ -205,13 +211,21 @@ def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
     )
 
 
-def _random_tokens(inner: PreTrainedModel) -> Tensor:
+def _lengths_of_documents(inner: PreTrainedModel) -> list[int]:
+    """Tokens of each document; what differs only beyond them is not seen."""
+    base = base_of(inner)
+    declared = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    positions = table_of_positions(base) or declared or max(_LENGTHS)
+    return [min(length, positions) for length in _LENGTHS]
+
+
+def _random_tokens(inner: PreTrainedModel, count: int) -> Tensor:
     """int64 `[1, T]`, none of them special."""
     special = torch.tensor(sorted(special_tokens(inner.config)), dtype=torch.int64)
     words = torch.arange(inner.config.get_text_config().vocab_size)
     words = words[~torch.isin(words, special)]
     rng = torch.Generator().manual_seed(_SEED)
-    return words[torch.randint(len(words), (1, sum(_LENGTHS)), generator=rng)]
+    return words[torch.randint(len(words), (1, count), generator=rng)]
 
 
 @contextmanager

@@ -77,6 +77,7 @@ from flexvarlen.patches.models.layers import (
     base_of,
     chunk_size_of,
     dtype_of_queries,
+    first_position,
     is_compiled_by_layer,
     text_config_of,
     text_tower,
@@ -360,7 +361,7 @@ def _set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
     positions do, so that decoding continues from them. So it is in a padded batch.
     """
     inputs, base = forward.inputs, forward.base
-    if forward.padded is not None and forward.positions is None and not _first_position(base):
+    if forward.padded is not None and forward.positions is None and not first_position(base):
         forward.positions = inputs["position_ids"] = forward.padded.offsets_in_rows()
     if forward.positions is not None and has_longrope(forward.config):
         inputs["position_ids"] = positions_by_run(layout, forward.positions, forward.row_tokens)
@@ -370,7 +371,7 @@ def _set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
     if has_vision and has_images(inputs):
         inputs["position_ids"] = image_positions(base, layout, inputs)
     elif given is not None:
-        first = _first_position(base)
+        first = first_position(base)
         if first and given.ndim == 2:  # given from 0 on, as collators do: such a model has no 0
             inputs["position_ids"] = given + first * (given[:, :1] == 0)
     elif forward.packs or has_vision:  # a model of images would make them from our placeholder
@@ -378,15 +379,7 @@ def _set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
             inputs["position_ids"] = causal_positions(layout, forward.batch).view(shape)
         else:
             in_document = layout.position_ids() * layout.real_tokens()  # no table ends before 0
-            inputs["position_ids"] = (in_document + _first_position(base)).view(shape)
-
-
-def _first_position(base: nn.Module) -> int:
-    """The position of a document's first token: RoBERTa counts from padding_idx + 1."""
-    embeddings = base._modules.get("embeddings")
-    if hasattr(embeddings, "create_position_ids_from_input_ids"):
-        return int(embeddings.padding_idx) + 1  # type: ignore[union-attr, arg-type]
-    return 0
+            inputs["position_ids"] = (in_document + first_position(base)).view(shape)
 
 
 def _set_use_cache(forward: ForwardInputs, layout: PackedLayout) -> None:

@@ -80,6 +80,20 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if "is_causal" in layer.__dict__]
 
 
+def first_position(base: nn.Module) -> int:
+    """The position of a document's first token: RoBERTa counts from padding_idx + 1."""
+    embeddings = base._modules.get("embeddings")
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(embeddings.padding_idx) + 1  # type: ignore[union-attr, arg-type]
+    return 0
+
+
+def table_of_positions(base: nn.Module) -> int | None:
+    """Tokens of the longest document that an encoder's learned positions reach; None: no table."""
+    table: Any = getattr(base._modules.get("embeddings"), "position_embeddings", None)
+    return table.num_embeddings - first_position(base) if isinstance(table, nn.Embedding) else None
+
+
 _COMPUTED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -209,6 +209,30 @@ def test_wrong_arguments_are_refused(folders):
             fv.embed(model, arguments.pop("texts"), tokenizer, **arguments)
 
 
+@pytest.mark.parametrize(("kind", "positions"), [("roberta", 30), ("bert", 32)])
+def test_texts_are_cut_at_the_positions_that_the_model_has(kind, positions, tmp_path):
+    """RoBERTa's table has padding_idx + 1 rows that no token takes."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config_of(kind, max_position_embeddings=32)).eval()
+    model.save_pretrained(tmp_path)
+    inner = new_tokenizer()
+    inner.model_max_length = 10**30
+    save_modules(tmp_path, tmp_path, "mean", normalize=False)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 514}')
+    for text_model in (model, AutoModel.from_pretrained(tmp_path)):
+        given = {"pooling": "mean", "progress": False}
+        cut = fv.embed(text_model, [" ".join(["t5"] * (positions - 2))], inner, **given)
+        for more in (1, 100):
+            text = " ".join(["t5"] * (positions - 2 + more))
+            torch.testing.assert_close(fv.embed(text_model, [text], inner, **given), cut)
+        wanted = f"max_length must be at most {positions}, .* got {positions + 1}"
+        with pytest.raises(ValueError, match=wanted):
+            fv.embed(text_model, ["t5"], inner, max_length=positions + 1, **given)
+    for pad in (0, 3):  # the table itself is asked
+        other = AutoModel.from_config(config_of(kind, max_position_embeddings=32, pad_token_id=pad))
+        fv.embed(other, [" ".join(["t5"] * 100)], inner, **given)
+
+
 def test_a_head_is_refused(folders):
     model = AutoModelForMaskedLM.from_pretrained(folders["bert"])
     with pytest.raises(ValueError, match="must be a base model"):

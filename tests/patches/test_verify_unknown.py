@@ -129,6 +129,18 @@ def runs_packed(model):
     torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("positions", [4, 256])
+def test_a_model_with_fewer_positions_than_the_checks_documents(positions):
+    config = AutoConfig.for_model(
+        "gpt_bigcode", vocab_size=97, n_embd=48, n_layer=1, n_head=3, n_positions=positions
+    )
+    for model in (AutoModelForCausalLM.from_config(config), AutoModel.from_config(config)):
+        fv.patch_model(model.eval(), "sdpa", verify=True)
+        assert fv.is_patched(model)
+    encoder = config_of("roberta", max_position_embeddings=32)
+    assert fv.is_patched(fv.patch_model(AutoModel.from_config(encoder), "sdpa", verify=True))
+
+
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
 def test_base_models_and_classifiers_are_checked_too(auto_class, runs):
     model = fv.patch_model(unlisted("phi", auto_class), "sdpa", verify=True)
