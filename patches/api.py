@@ -21,6 +21,7 @@ from flexvarlen.patches.forward.adapters import (
 )
 from flexvarlen.patches.forward.heads import (
     HEAD,
+    PER_DOCUMENT,
     HeadReference,
     kind_of_head,
     require_keywords,
@@ -28,6 +29,7 @@ from flexvarlen.patches.forward.heads import (
     unwrap_loss,
 )
 from flexvarlen.patches.forward.padding import check_unpad
+from flexvarlen.patches.forward.predictions import guard_predictions
 from flexvarlen.patches.forward.recurrent_layers import (
     named_recurrent_layers,
     patch_recurrent,
@@ -308,6 +310,8 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
     if tower is not None:
         patch_tower(tower, patch, vision_kinds_of(inner))
     require_patched_heads(inner)
+    if patch.head in PER_DOCUMENT:
+        guard_predictions()
     patch_rotary(text_tower(base))
     register_model(inner)
 

@@ -10,13 +10,18 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import concatenate, send_to_device
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 
 import flexvarlen as fv
 from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
-from tests.tiny_models import new_model
+from tests.tiny_models import config_of, new_model
 
 
 @pytest.fixture(autouse=True)
@@ -424,6 +429,61 @@ def test_boundaries_that_accelerate_cuts_are_a_sentence(tmp_path):
         Trainer(args=TrainingArguments(**plain), **given).train()
     told = {"accelerator_config": {"dispatch_batches": False}}
     Trainer(args=TrainingArguments(**plain, **told), **given).train()
+
+
+LABELED = [{"input_ids": x, "labels": i % 3} for i, x in enumerate(documents()[:11])]
+ROWS = [LABELED[:1], LABELED[1:2], LABELED[2:4], LABELED[4:5], LABELED[5:]]
+
+
+def of_documents(examples):
+    """What a classifier gets; an example is a document, or a row of them."""
+    found = [x for each in examples for x in (each if isinstance(each, list) else [each])]
+    batch = fv.PackedCollator()([x["input_ids"] for x in found])
+    return {**batch, "labels": torch.tensor([x["labels"] for x in found])}
+
+
+def predictor(tmp_path, size):
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config_of("llama", num_labels=3))
+    arguments = settings(tmp_path, per_device_eval_batch_size=size, remove_unused_columns=False)
+    return Trainer(
+        model=fv.patch_model(model, "sdpa"),
+        args=TrainingArguments(**arguments),
+        data_collator=of_documents,
+    )
+
+
+def test_packed_rows_as_examples_lose_no_prediction(tmp_path):
+    """Trainer cuts the last batch to the examples that are left, but gets documents."""
+    expected = None
+    for size in (1, 4, 11):
+        trainer = predictor(tmp_path, size)
+        found = trainer.predict(LABELED)
+        expected = found.predictions if expected is None else expected
+        assert found.predictions == pytest.approx(expected, abs=1e-5)
+        assert len(found.label_ids) == len(found.predictions) == 11
+    assert len(predictor(tmp_path, 1).predict(ROWS).predictions) == 11  # of whole batches: not cut
+    for size, batch in ((2, "6 documents in a batch of 1"), (3, "7 documents in a batch of 2")):
+        trainer = predictor(tmp_path, size)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"an example must be one document .* got {batch}"):
+                trainer.predict(ROWS)
+            assert trainer.predict(LABELED).predictions == pytest.approx(expected, abs=1e-5)
+        trainer.args.prediction_loss_only = True
+        assert trainer.evaluate(ROWS)["eval_loss"] > 0
+
+
+def test_packed_rows_as_examples_on_two_ranks_do_not_wait_forever(tmp_path, monkeypatch):
+    """A rank with more predictions than another would, in the gather."""
+    trainer = predictor(tmp_path, 2)
+    seen, step = [], trainer.prediction_step
+    trainer.prediction_step = lambda *args, **kw: seen.append(step(*args, **kw)[1]) or (None,) * 3
+    cls = type(trainer.accelerator)
+    monkeypatch.setattr(cls, "num_processes", 2)
+    trainer.evaluation_loop(trainer.get_eval_dataloader(LABELED[:8]), "test", False)
+    assert [len(x) for x in seen] == [2, 2]  # of this rank
+    with pytest.raises(ValueError, match="got 3 documents in a batch of 2 examples"):
+        trainer.evaluation_loop(trainer.get_eval_dataloader(ROWS[1:5]), "test", False)
 
 
 def test_accelerate_moves_a_layout_and_joins_none():

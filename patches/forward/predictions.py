@@ -1,0 +1,72 @@
+"""Predictions of a packed classifier are of documents, where Trainer counts examples."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from flexvarlen._registration import after_import
+from flexvarlen.patches.forward.heads import PER_DOCUMENT
+from flexvarlen.patches.state import ATTRIBUTE
+
+
+@functools.cache
+def guard_predictions() -> None:
+    """Make Trainer raise where it would cut the predictions of a patched classifier.
+
+    Trainer gathers a batch's predictions from all ranks, which hangs where these have other
+    numbers, and cuts those of the last batch to the examples that the dataset has left.
+    """
+    after_import("transformers.trainer", _guard)
+
+
+def _guard(module: ModuleType) -> None:
+    trainer_class: Any = module.Trainer  # type: ignore[attr-defined]
+    prediction_step = trainer_class.prediction_step
+
+    @functools.wraps(prediction_step)
+    def guarded(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = prediction_step(self, model, inputs, *args, **kwargs)
+        logits = found[1][0] if isinstance(found[1], tuple) else found[1]
+        ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        if isinstance(logits, Tensor) and ids is not None and _gives_documents(model):
+            _check(self.accelerator, documents=len(logits), rows=len(ids))
+        return found
+
+    trainer_class.prediction_step = guarded
+
+
+def _gives_documents(model: nn.Module) -> bool:
+    patches = (module.__dict__.get(ATTRIBUTE) for module in model.modules())
+    return any(patch.head in PER_DOCUMENT for patch in patches if patch is not None)
+
+
+def _check(accelerator: Any, *, documents: int, rows: int) -> None:
+    """Compare the predictions of a batch on this rank with its examples.
+
+    Args:
+        accelerator: Trainer's.
+        documents: predictions.
+        rows: of the batch.
+
+    Raises:
+        ValueError: some would be cut, or a rank would wait for others forever.
+    """
+    state = accelerator.gradient_state
+    loader, ranks = state.active_dataloader, accelerator.num_processes
+    if documents == rows or loader is None:  # not packed
+        return
+    examples = documents
+    if ranks > 1:
+        examples = loader.total_batch_size // ranks
+    elif state.end_of_dataloader and state.remainder > 0:
+        examples = min(documents, state.remainder)
+    if documents != examples:
+        raise ValueError(
+            "an example must be one document where Trainer gathers a classifier's predictions, got "
+            f"{documents} documents in a batch of {examples} examples; make each example a "
+            "document, and let the collator pack them, or pass prediction_loss_only=True."
+        )
