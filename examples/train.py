@@ -127,7 +127,12 @@ def main(
     fv.patch_model(network, backend)
     if checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    collate = fv.PackedCollator(tokens, max(map(len, lengths)), max(map(max, lengths)), pad)
+    collate = fv.PackedCollator(
+        total_tokens=tokens,
+        capacity=max(map(len, lengths)),
+        max_seqlen_bound=max(map(max, lengths)),
+        pad_token_id=pad,
+    )
     sampler = fv.BalancedSampler(lengths, num_replicas=ranks, seed=seed)
     loader = DataLoader(rows, sampler=sampler, collate_fn=collate, pin_memory=on_gpu)
     weights = network.parameters()

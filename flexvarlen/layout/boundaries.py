@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,16 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def is_int(value: object) -> bool:
-    """Whether `value` is an integer and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def as_int(value: Any) -> int | None:
+    """`value` as an int if it is an integer, of Python, numpy or torch; None if not, or a bool."""
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    if isinstance(value, Tensor) and value.dtype == torch.bool:  # which has an __index__
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def round_up_to_power_of_two(n: int) -> int:
@@ -66,7 +73,11 @@ def whole_numbers(name: str, numbers: Tensor) -> Tensor:
     return numbers.to(torch.int64)
 
 
-def integers(name: str, values: Tensor | Iterable[int]) -> list[int]:
+def integers(
+    name: str,
+    values: Tensor | Iterable[int],
+    advice: str = "pass a number of tokens for each document",
+) -> list[int]:
     """Integers of a tensor, of numpy or of Python, as a list.
 
     Raises:
@@ -76,12 +87,10 @@ def integers(name: str, values: Tensor | Iterable[int]) -> list[int]:
     if not isinstance(values, Iterable) or getattr(values, "ndim", 1) != 1:
         raise ValueError(f"{name} must be a list or a 1D array of integers, got {values!r:.80}.")
     for i, value in enumerate(values.tolist() if isinstance(values, Tensor) else values):
-        if not is_int(value) and (isinstance(value, bool) or not hasattr(value, "__index__")):
-            raise ValueError(
-                f"{name} must be integers, got {value!r} at index {i}; pass a number of tokens "
-                "for each document."
-            )
-        found.append(value if is_int(value) else operator.index(value))
+        whole = value if type(value) is int else as_int(value)
+        if whole is None:
+            raise ValueError(f"{name} must be integers, got {value!r} at index {i}; {advice}.")
+        found.append(whole)
     return found
 
 
@@ -93,7 +102,7 @@ def require_device(device: torch.device | str) -> torch.device:
     """
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"device must be one of torch's, got {device!r}; pass 'cuda' or 'cpu'."
         ) from error
@@ -122,21 +131,31 @@ class BoundarySizes:
     max_seqlen_bound: int
 
 
-def check_sizes(
+def checked_sizes(
     total_tokens: int | None, capacity: int | None, max_seqlen_bound: int | None
-) -> None:
-    """Raise ValueError unless each size is None or a nonnegative integer that fits in int32."""
-    _check_size("total_tokens", total_tokens)
-    _check_size("capacity", capacity)
-    _check_size("max_seqlen_bound", max_seqlen_bound)
+) -> tuple[int | None, int | None, int | None]:
+    """The sizes as ints, None where not given.
+
+    Raises:
+        ValueError: one is no integer, negative, or does not fit in int32.
+    """
+    return (
+        _checked_size("total_tokens", total_tokens),
+        _checked_size("capacity", capacity),
+        _checked_size("max_seqlen_bound", max_seqlen_bound),
+    )
 
 
-def _check_size(name: str, value: int | None) -> None:
-    if value is not None and not (is_int(value) and 0 <= value <= INT32_MAX):
+def _checked_size(name: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    size = as_int(value)
+    if size is None or not 0 <= size <= INT32_MAX:
         raise ValueError(
             f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
             "tokens (documents, for capacity), and split the row if it is longer."
         )
+    return size
 
 
 def check_boundaries(
@@ -150,6 +169,9 @@ def check_boundaries(
     Raises:
         ValueError: they do not start at 0, decrease, end past the row, or do not fit the sizes.
     """
+    total_tokens, capacity, max_seqlen_bound = checked_sizes(
+        total_tokens, capacity, max_seqlen_bound
+    )
     total = boundaries[-1] if total_tokens is None else total_tokens
     if boundaries[0] != 0:
         raise ValueError(
@@ -183,7 +205,7 @@ def check_fit(
     Raises:
         ValueError: they do not fit the sizes.
     """
-    check_sizes(total, capacity, max_seqlen_bound)
+    _, capacity, max_seqlen_bound = checked_sizes(total, capacity, max_seqlen_bound)
     slots = round_up_to_power_of_two(num_docs) if capacity is None else capacity
     if slots < max(num_docs, 1):
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.layout.boundaries import is_int
+from flexvarlen.layout.boundaries import as_int
 from flexvarlen.layout.per_document import (
     accumulation_dtype,
     document_boundaries,
@@ -105,7 +105,8 @@ def document_logprobs(
             f"labels must be on the layout's device {layout.device}, got {labels.device}; call "
             "labels.to()."
         )
-    if not is_int(chunk_tokens) or chunk_tokens < 1:
+    chunk = as_int(chunk_tokens)
+    if chunk is None or chunk < 1:
         raise ValueError(
             f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."
         )
@@ -123,7 +124,7 @@ def document_logprobs(
 
     chunks = [
         checkpoint(score, x_CH, next_C, use_reentrant=False)
-        for x_CH, next_C in zip(x_TH.split(chunk_tokens), next_T.split(chunk_tokens), strict=True)
+        for x_CH, next_C in zip(x_TH.split(chunk), next_T.split(chunk), strict=True)
     ]
     # From the position that predicts to the token that it predicts.
     per_token, *rest = (torch.cat(parts).roll(1) for parts in zip(*chunks, strict=True))

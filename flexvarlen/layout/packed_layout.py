@@ -17,7 +17,7 @@ from flexvarlen.layout.boundaries import (
     check_boundaries,
     check_copy,
     check_fit,
-    check_sizes,
+    checked_sizes,
     default_capacity,
     document_starts,
     holds_integers,
@@ -180,8 +180,10 @@ class PackedLayout:
         """
         on = require_device(device)
         sizes = integers("lengths", lengths)
+        total_tokens, capacity, max_seqlen_bound = checked_sizes(
+            total_tokens, capacity, max_seqlen_bound
+        )
         slots = round_up_to_power_of_two(len(sizes)) if capacity is None else capacity
-        check_sizes(total_tokens, slots, max_seqlen_bound)
         if slots < max(len(sizes), 1):
             raise ValueError(
                 f"capacity must be at least the {len(sizes)} segments given, got {slots}; raise "
@@ -471,7 +473,7 @@ max_seqlen_bound=6, device=cpu)
         padding: Tensor | None = None,
     ) -> PackedLayout:
         """Nothing is read back: see `safe_boundaries`."""
-        check_sizes(total, capacity, max_seqlen_bound)
+        _, capacity, max_seqlen_bound = checked_sizes(total, capacity, max_seqlen_bound)
         bound = total if max_seqlen_bound is None else min(max_seqlen_bound, total)
         return cls(
             safe_boundaries(cu_seqlens, total, capacity, bound),

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, integers, is_int, is_traced
+from flexvarlen.layout.boundaries import HAS_TRITON, as_int, host_int32, integers, is_traced
 
 
 class Segments:
@@ -53,9 +53,10 @@ class Segments:
         sizes, above = integers("lengths", lengths), integers("parents", parents)
         depths = _depths(sizes, above)
         deepest = max(depths, default=0) + 1
-        if max_depth is not None and not is_int(max_depth):
+        most = deepest if max_depth is None else as_int(max_depth)
+        if most is None:
             raise ValueError(f"max_depth must be an integer, got {max_depth!r}; pass a number.")
-        if max_depth is not None and max_depth < deepest:
+        if most < deepest:
             raise ValueError(
                 f"max_depth must be at least the segments of the longest path, {deepest}, got "
                 f"{max_depth}; raise max_depth."
@@ -76,7 +77,7 @@ class Segments:
         rows = ((starts, token), (ends, token), (offsets, 0), (depths, -1))
         flat = host_int32([x for row, fill in rows for x in row + [fill] * spare], device)
         table = flat.view(4, -1).to(device, non_blocking=True)
-        return cls(table, tuple(sizes), tuple(above), max_depth or deepest)
+        return cls(table, tuple(sizes), tuple(above), most)
 
     def with_table(self, table: Tensor) -> Segments:
         """The same segments, their table on another device."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import host_int32, is_int
+from flexvarlen.layout.boundaries import as_int, host_int32, integers
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.spec import Align, MaskSpec
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables, block_pair, table_widths
@@ -128,7 +128,7 @@ class DocumentMask:
         [0, 0, 0, 1, 1]
         """
         _check_type("layout", layout)
-        if layout_k is None and prefix is None and (window is None or isinstance(window, int)):
+        if layout_k is None and prefix is None and not isinstance(window, tuple | list):
             spec = _plain_spec(causal, window, chunk, align)
             return cls(layout, spec if layout.segments is None else spec.of_trees())
         if layout_k is not None:
@@ -350,23 +350,21 @@ def _prefixes(prefix: Prefix, layout: PackedLayout) -> Tensor:
                 "move it."
             )
         return prefix.contiguous()
-    if isinstance(prefix, Sequence):
-        values = list(prefix)
-        if layout.num_docs is not None and len(values) != layout.num_docs:
-            raise ValueError(
-                f"prefix must have one value for each of the {layout.num_docs} documents, got "
-                f"{len(values)}; pass 0 for a document without one."
-            )
-    else:
-        values = [prefix]
+    one = as_int(prefix)
+    values = integers("prefix", prefix) if one is None else [one]  # type: ignore[arg-type]
+    if one is None and layout.num_docs is not None and len(values) != layout.num_docs:
+        raise ValueError(
+            f"prefix must have one value for each of the {layout.num_docs} documents, got "
+            f"{len(values)}; pass 0 for a document without one."
+        )
     for value in values:
-        if not is_int(value) or not 0 <= value < 2**31:
+        if not 0 <= value < 2**31:
             raise ValueError(
                 f"prefix must be integers from 0 to 2**31 - 1, got {value!r}; pass the number of "
                 "tokens that all queries of the document see."
             )
-    if isinstance(prefix, int):
-        return torch.full((layout.capacity,), prefix, dtype=torch.int32, device=layout.device)
+    if one is not None:
+        return torch.full((layout.capacity,), one, dtype=torch.int32, device=layout.device)
     spare = layout.capacity - len(values)
     if spare < 0:
         raise ValueError(

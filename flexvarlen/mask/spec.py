@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexvarlen.layout.boundaries import is_int
+from flexvarlen.layout.boundaries import as_int
 
 UNLIMITED = -1
 
@@ -95,7 +95,8 @@ class MaskSpec:
         if not isinstance(causal, bool):
             raise ValueError(f"causal must be True or False, got {causal!r}; choose one.")
         left, right = _sides(window)
-        if chunk is not None and (not is_int(chunk) or chunk < 1):
+        tokens = 0 if chunk is None else as_int(chunk)
+        if tokens is None or (chunk is not None and tokens < 1):
             raise ValueError(
                 f"chunk must be an integer of at least 1 token, got {chunk!r}; pass None for none."
             )
@@ -117,7 +118,7 @@ class MaskSpec:
             causal=causal,
             left=left,
             right=right,
-            chunk=min(chunk or 0, _LONGEST_SIDE),
+            chunk=min(tokens, _LONGEST_SIDE),
             prefix=prefix,
             cross=cross,
             top_left=cross and align == "top_left",
@@ -171,13 +172,15 @@ def _sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
     """`(left, right)` of a window, -1 for no limit."""
     if window is None:
         return UNLIMITED, UNLIMITED
-    if isinstance(window, int) and not isinstance(window, bool):
-        if window < 1:
+    width = None if isinstance(window, tuple | list) else as_int(window)
+    if width is not None:
+        if width < 1:
             raise ValueError(f"window must be at least 1, got {window}; pass None for no window.")
-        sides: Sequence[int] = (window - 1, window - 1)
+        sides = [width - 1, width - 1]
     else:
-        sides = window if isinstance(window, tuple | list) else ()
-        if [is_int(side) for side in sides] != [True, True] or min(sides) < UNLIMITED:
+        given = map(as_int, window) if isinstance(window, tuple | list) else ()
+        sides = [side for side in given if side is not None and side >= UNLIMITED]
+        if len(sides) != 2 or len(window) != 2:  # type: ignore[arg-type]
             raise ValueError(
                 f"window must be an integer or (left, right), each at least -1, got {window}; pass "
                 "None for no window, -1 for no limit on a side."

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import is_int
+from flexvarlen.layout.boundaries import as_int
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
 DEFAULT_BLOCK_SIZE = 128
@@ -92,8 +92,9 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: `block_size` is not one or two integers of at least 1.
     """
-    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    if len(pair) != 2 or not all(is_int(n) and n >= 1 for n in pair):
+    given = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    pair = [n for n in map(as_int, given) if n is not None and n >= 1]
+    if len(pair) != 2 or len(given) != 2:
         raise ValueError(
             "block_size must be at least 1 token, or a pair (query, key) of such, got "
             f"{block_size}; FlexAttention's default is 128."

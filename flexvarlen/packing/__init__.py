@@ -5,6 +5,7 @@
 | `pack.py` | `pack` decides which documents share a row; `split_long`; `efficiency` |
 | `stream.py` | `StreamPacker` packs a stream of documents |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
+| `columns.py` | the columns that it takes, as rows of arrays |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
 | `loader_pass.py` | the state of accelerate's data loader that the sampler needs |
 """

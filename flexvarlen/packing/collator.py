@@ -5,27 +5,57 @@ Shapes: T = total_tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from flexvarlen.layout.boundaries import as_int, checked_sizes
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.columns import (
+    BOUNDARIES,
+    IGNORED,
+    KNOWN,
+    LOSS_MASKS,
+    check_size,
+    differ,
+    ends_of,
+    features_of,
+    require_no_loss_after,
+    rows_of,
+)
+from flexvarlen.packing.loader_pass import is_dispatched
 
-IGNORED = -100
-"""The label that torch's cross_entropy and transformers ignore."""
+_GIVEN = "labels as given"  # of a document, where the collator did not make them
 
-_KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
-_CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
-_BOUNDARIES = (*_CUMULATIVE, "max_length_q", "max_length_k")
-_NO_COLUMNS = ("max_length_q", "max_length_k", "use_cache")
-_TELLING = ("position_ids", "seq_lengths", "seq_idx", "attention_mask", *_CUMULATIVE)
-_LOSS_MASKS = ("completion_mask", "assistant_masks")
+
+def pad_token_id_of(tokenizer: Any, pad_token_id: int | None) -> int:
+    """The token of padding: the one given, else the tokenizer's, else 0. No document sees it.
+
+    Raises:
+        ValueError: another object instead of a tokenizer, or no token id.
+    """
+    if tokenizer is not None and not hasattr(tokenizer, "pad_token_id"):
+        raise ValueError(
+            f"tokenizer must be one of transformers, got {tokenizer!r:.80}; pass the model's, and "
+            "all else by name, such as total_tokens=4096."
+        )
+    if pad_token_id is None:
+        pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    return 0 if pad_token_id is None else _not_negative("pad_token_id", pad_token_id)
+
+
+def _not_negative(name: str, value: Any) -> int:
+    number = as_int(value)
+    if number is None or number < 0:
+        raise ValueError(
+            f"{name} must be an integer of at least 0, got {value!r}; leave it out for 0."
+        )
+    return number
 
 
 @dataclass
@@ -35,8 +65,8 @@ class PackedCollator:
     Called on the examples of a dataset, it returns a batch for a patched model:
 
         input_ids     int64 `[1, T]`, `pad_token_id` after the last document
-        labels        int64 `[1, T]`; -100 at padding and at each document's first token (which no
-                      preceding token may predict)
+        labels        int64 `[1, T]`; -100 at padding and, of next-token labels, at each document's
+                      first token (which no preceding token may predict)
         position_ids  int64 `[1, T]`, from `position_ids_start` in each document; in padding they
                       repeat, and never exceed those of the longest document
         packed_layout the `PackedLayout`, with boundaries and maximum length on the host, so no
@@ -63,43 +93,70 @@ class PackedCollator:
     detected. A mapping with `input_ids` `[1, T]` and none of these columns is rejected, because
     `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
+    Labels are next-token labels if the collator makes them, of the input_ids. Given ones belong to
+    their own tokens (token classification, masked LM) and all stay, if one of the batch is another
+    than its token; else they are next-token labels, as a causal model takes them, unshifted. Where
+    that does not tell, as not all tokens have a label but a document's first does, say which.
+
     Args:
+        tokenizer: the model's, or None; padding gets its pad token.
         total_tokens: T; the rest of the row is padding. None: as many as the documents have, so
             the shape differs between batches.
         capacity: document slots; None: the number of documents, rounded up to a power of two.
         max_seqlen_bound: upper bound on document length; None: the maximum, rounded up likewise.
-        pad_token_id: token id for padding.
+        pad_token_id: token id for padding, which no document sees; None: the tokenizer's, else 0.
         boundaries: how to return the document boundaries, "packed_layout" or "cu_seq_lens".
         position_ids_start: position of a document's first token; RoBERTa and similar count from
             `padding_idx + 1`.
         extra: additional columns with one value per token, as a mapping of name to padding value; a
             feature with any other column raises.
+        next_token_labels: whether given labels are next-token labels; None: see above.
+
+    All but the tokenizer are keyword arguments. A wrong one raises where the collator is made.
 
     Raises, when called:
         ValueError: there are more than `total_tokens` tokens or `capacity` documents, or one is
             longer than `max_seqlen_bound`; a column is missing, unknown, of another length or not
             integer; the boundaries contradict one another, or leave tokens out; a batch of one row
-            has no boundaries.
+            has no boundaries; labels do not tell whether they are next-token labels.
 
     A `DataLoader(pin_memory=True)` pins the layout too.
     """
 
+    tokenizer: Any = None
+    _: KW_ONLY
     total_tokens: int | None = None
     capacity: int | None = None
     max_seqlen_bound: int | None = None
-    pad_token_id: int = 0
+    pad_token_id: int | None = None
     boundaries: str = "packed_layout"
     position_ids_start: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    next_token_labels: bool | None = None
 
     def __post_init__(self) -> None:
+        self.total_tokens, self.capacity, self.max_seqlen_bound = checked_sizes(
+            self.total_tokens, self.capacity, self.max_seqlen_bound
+        )
+        self.pad_token_id = pad_token_id_of(self.tokenizer, self.pad_token_id)
+        self.position_ids_start = _not_negative("position_ids_start", self.position_ids_start)
         if self.boundaries not in ("packed_layout", "cu_seq_lens"):
             raise ValueError(
                 "boundaries must be packed_layout or cu_seq_lens, got "
                 f"{self.boundaries!r}; choose one."
             )
+        if not isinstance(self.next_token_labels, bool | None):
+            raise ValueError(
+                "next_token_labels must be True, False or None, got "
+                f"{self.next_token_labels!r}; leave it out for None."
+            )
+        if not isinstance(self.extra, Mapping):
+            raise ValueError(
+                "extra must map names of columns to their padding values, got "
+                f"{self.extra!r:.80}; pass a dict."
+            )
         for name in self.extra:
-            if name in (*_KNOWN, *_BOUNDARIES, *_LOSS_MASKS):
+            if name in (*KNOWN, *BOUNDARIES, *LOSS_MASKS):
                 raise ValueError(
                     f"extra must name columns of your own, got {name!r}; leave it out."
                 )
@@ -108,13 +165,14 @@ class PackedCollator:
         """Collate documents into one batch; see the class."""
         documents = [
             document
-            for feature in _features(features)
-            for row in _rows(feature)
+            for feature in features_of(features)
+            for row in rows_of(feature, self.extra)
             for document in self._documents(row)
         ]
         if not documents:
             raise ValueError("features must hold a document at least, got none; pass some.")
         layout = self._layout([len(document["input_ids"]) for document in documents])
+        self._mask_first_labels(documents)
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, **self.extra}
         batch: dict[str, Any] = {}
         for name, fill in fills.items():
@@ -126,6 +184,14 @@ class PackedCollator:
         # A position embedding table may have only max_seqlen_bound entries.
         positions = layout.position_ids()[None] % layout.max_seqlen_bound
         batch["position_ids"] = positions + self.position_ids_start
+        if is_dispatched():  # the documents are then found by position_ids
+            if self.total_tokens is None:
+                raise ValueError(
+                    "total_tokens must be given where one process loads the batches of all, got "
+                    "None; pass it, or set dispatch_batches=False (in Trainer "
+                    'accelerator_config={"dispatch_batches": False}).'
+                )
+            return batch
         batch["use_cache"] = False
         if self.boundaries == "packed_layout":
             return batch | {"packed_layout": layout}
@@ -136,6 +202,28 @@ class PackedCollator:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+    def _mask_first_labels(self, documents: list[dict[str, NDArray[Any]]]) -> None:
+        """Set first labels to -100 where labels are next-token labels.
+
+        Trainer counts the labels of a batch, by which the loss is divided, before the model masks
+        them.
+        """
+        given = [each for each in documents if _GIVEN in each]
+        next_token = self.next_token_labels
+        if next_token is None:
+            next_token = not any(differ(each[_GIVEN], each["input_ids"]) for each in given)
+            for each in given if next_token else ():
+                if each["labels"][0] != IGNORED and (each[_GIVEN] == IGNORED).any():
+                    raise ValueError(
+                        "labels must tell whether they are next-token labels, got one at the first "
+                        "token of a document that has none at others; pass next_token_labels=True "
+                        "for a causal model (the first label is then masked), or False if labels "
+                        "belong to their own tokens (masked LM)."
+                    )
+        for each in documents:
+            if next_token or _GIVEN not in each:
+                each["labels"][0] = IGNORED
 
     def _layout(self, lengths: list[int]) -> PackedLayout:
         if self.total_tokens is not None and sum(lengths) > self.total_tokens:
@@ -159,14 +247,7 @@ class PackedCollator:
 
     def _documents(self, row: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
         """Yield the documents of one row, without padding; labels default to the input_ids."""
-        names = (*_KNOWN, *_BOUNDARIES, *_LOSS_MASKS, *self.extra)
-        for name in row:
-            if name not in names:
-                raise ValueError(
-                    f"features must hold columns of {', '.join(names)}, got {name!r}; drop it, or "
-                    f"pass extra={{{name!r}: padding value}} if it has one value per token."
-                )
-        for name in ("input_ids", *self.extra):
+        for name in self.extra:
             if name not in row:
                 raise ValueError(
                     f"features must hold {name}, got {', '.join(row)}; add the column."
@@ -176,159 +257,30 @@ class PackedCollator:
                 raise ValueError(
                     f"{name} must be integers, got {values.dtype}; convert the column."
                 )
-            if name not in ("seq_lengths", *_BOUNDARIES):
-                _check_size(name, values, row["input_ids"])
+            if name not in ("seq_lengths", *BOUNDARIES):
+                check_size(name, values, row["input_ids"])
         tokens = row["input_ids"]
+        if tokens.size and tokens.min() < 0:
+            raise ValueError(
+                f"input_ids must be at least 0, got {tokens.min()}; fix the document (labels are "
+                "what is -100 where nothing is learned)."
+            )
         columns = {name: row[name] for name in ("labels", "input_ids", *self.extra) if name in row}
+        if "labels" in row:
+            columns[_GIVEN] = row["labels"]
         columns = {"labels": tokens, **columns}
-        for name in _LOSS_MASKS:
+        for name in LOSS_MASKS:
             if name in row:
                 columns["labels"] = np.where(row[name] != 0, columns["labels"], IGNORED)
         kept = row.get("attention_mask", np.ones_like(tokens)) != 0
-        ends = _ends(row, kept)
-        _require_no_loss_after(ends[-1], kept, row)
+        ends = ends_of(row, kept)
+        require_no_loss_after(ends[-1], kept, row)
         for start, stop in pairwise(ends):
             inside = kept[start:stop]
             if not inside.any():
                 continue  # a run of padding
             document = {name: values[start:stop][inside] for name, values in columns.items()}
-            labels = document["labels"].astype(np.int64)
-            labels[0] = IGNORED
             yield document | {
                 "input_ids": document["input_ids"].astype(np.int64),
-                "labels": labels,
+                "labels": document["labels"].astype(np.int64),
             }
-
-
-def _features(given: Any) -> Iterator[Any]:
-    """Flatten documents, or lists of documents as yielded by a dataset of packed rows."""
-    if isinstance(given, Mapping):
-        yield given
-        return
-    for feature in given:
-        first = feature[0] if isinstance(feature, list | tuple) and feature else 0
-        nested = not isinstance(first, int | np.integer) and not (
-            isinstance(first, Tensor | np.ndarray) and first.ndim == 0
-        )
-        yield from _features(feature) if nested else (feature,)
-
-
-def _rows(feature: Any) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield the rows of a feature as one-dimensional arrays; a batch may have several rows."""
-    alone = not isinstance(feature, Mapping)
-    if alone:
-        if not isinstance(feature, Sequence | np.ndarray | Tensor) or isinstance(feature, str):
-            raise ValueError(
-                f"features must be mappings with input_ids, got {type(feature).__name__}; pass "
-                "examples of a tokenized dataset."
-            )
-        feature = {"input_ids": feature}  # the tokens alone
-    arrays = {
-        name: _array(name, value)
-        for name, value in feature.items()
-        if value is not None and name not in _NO_COLUMNS
-    }
-    tokens = arrays.get("input_ids")
-    if tokens is None or tokens.ndim == 1:
-        yield arrays
-        return
-    if tokens.ndim != 2 or (len(tokens) > 1 and any(name in arrays for name in _BOUNDARIES)):
-        raise ValueError(
-            "input_ids must be one row, or rows without cu_seq_lens_q, got shape "
-            f"{list(tokens.shape)}; pass the rows one by one."
-        )
-    if len(tokens) == 1 and not alone and not any(name in arrays for name in _TELLING):
-        raise ValueError(
-            f"input_ids [1, T] must be given with one of {', '.join(_TELLING)}, got "
-            f"{', '.join(arrays)}; make the collator that built the row return the boundaries "
-            "(return_position_ids=True), or pass one document's tokens as [T]."
-        )
-    for name, values in arrays.items():
-        shared = name == "position_ids" and len(values) == 1
-        if name not in _BOUNDARIES and len(values) != len(tokens) and not shared:
-            raise ValueError(
-                f"{name} must have a row for each of {len(tokens)}, got {len(values)}; fix that "
-                "column."
-            )
-    for index in range(len(tokens)):
-        yield {
-            name: values if name in _BOUNDARIES else values[index if len(values) > 1 else 0]
-            for name, values in arrays.items()
-        }
-
-
-def _array(name: str, value: Any) -> NDArray[Any]:
-    if isinstance(value, PackedLayout) and value.segments is not None:
-        raise ValueError(
-            "packed_layout must be of plain documents in PackedCollator, got trees; make the batch "
-            "with TreeCollator."
-        )
-    if isinstance(value, PackedLayout):  # the batch was made by this collator
-        value = value.cu_seqlens.tolist()
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = value.float() if value.dtype == torch.bfloat16 else value
-    try:
-        found = np.asarray(value)
-    except ValueError as error:
-        raise ValueError(
-            f"{name} must have rows of equal length, got ragged rows; pass them one by one."
-        ) from error
-    return found[0] if name in _BOUNDARIES and found.ndim == 2 and len(found) == 1 else found
-
-
-def _ends(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[int]:
-    """Return the boundaries of a row: the start of each document and the end of the last one."""
-    tokens = row["input_ids"].size
-    starts = np.zeros(tokens, bool)
-    for name in ("position_ids", "seq_idx", "attention_mask"):
-        steps = np.diff(row.get(name, starts[:0]).astype(np.int64))
-        if name == "attention_mask" and not (row.get(name, starts) > 1).any():
-            continue  # a mask of zeros and ones holds no document ids
-        starts[1 : 1 + steps.size] |= steps != 1 if name == "position_ids" else steps != 0
-    given_boundaries = [row[name].tolist() for name in _CUMULATIVE if name in row]
-    if "seq_lengths" in row:
-        given_boundaries.append([0, *np.cumsum(row["seq_lengths"]).tolist()])
-        if given_boundaries[-1][-1] != tokens:
-            raise ValueError(
-                f"seq_lengths must sum to the row's {tokens} tokens, got "
-                f"{given_boundaries[-1][-1]}; fix them."
-            )
-    if not given_boundaries:
-        return [0, *np.flatnonzero(starts).tolist(), tokens]
-    for ends in given_boundaries:
-        if ends[0] != 0 or ends[-1] > tokens or any(b < a for a, b in pairwise(ends)):
-            raise ValueError(
-                f"boundaries must rise from 0 to the row's {tokens} tokens, got {ends[:8]}; make "
-                "seq_lengths or cu_seq_lens_q again."
-            )
-    first: list[int] = given_boundaries[0]
-    inside = np.setdiff1d(np.flatnonzero(starts & kept), first)
-    inside = inside[inside < first[-1]]
-    if inside.size or any(set(other) != set(first) for other in given_boundaries):
-        where = int(inside[0]) if inside.size else given_boundaries[1][:8]
-        raise ValueError(
-            "position_ids, seq_idx, attention_mask, seq_lengths and cu_seq_lens must describe the "
-            f"same documents, got another boundary at {where}; drop the wrong one."
-        )
-    return first
-
-
-def _require_no_loss_after(
-    end: int, kept: NDArray[np.bool_], row: Mapping[str, NDArray[Any]]
-) -> None:
-    """Raise unless all tokens past the last boundary are padding, as they would be dropped."""
-    labels = row.get("labels", row["input_ids"])
-    if (kept[end:] & (labels[end:] != IGNORED)).any():
-        raise ValueError(
-            f"boundaries must cover the row's tokens, got {end} of {kept.size}; end them at the "
-            "last token, or mask the tokens after it (attention_mask 0 or labels -100)."
-        )
-
-
-def _check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:
-    if values.shape != tokens.shape:
-        raise ValueError(
-            f"{name} must have a value for each of {tokens.size} tokens, got "
-            f"{list(values.shape)}; fix that column."
-        )

@@ -73,6 +73,14 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     return None
 
 
+def is_dispatched() -> bool:
+    """Whether accelerate loads batches here for other processes too, which get tensors alone."""
+    if (state := sys.modules.get("accelerate.state")) is None:
+        return False
+    loaders = state.GradientState().dataloader_references
+    return any(hasattr(x, "slice_fn") and x.state.num_processes > 1 for x in loaders)
+
+
 def _batch_samplers(loader: Any, sampler: object) -> list[Any]:
     """Return the chain of batch samplers from the loader to `sampler`; empty if there is none."""
     chain = []

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flexvarlen.layout.boundaries import as_int
 from flexvarlen.packing.first_fit import first_fit
 
 Strategy = Literal["best_fit_decreasing", "first_fit", "in_order"]
@@ -122,7 +123,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArray[np.int64]:
-    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
+    if (as_int(capacity) or 0) < 1:
         raise ValueError(
             f"capacity must be an integer of at least 1, got {capacity!r}; pass the tokens per row."
         )

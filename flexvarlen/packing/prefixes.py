@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import integers, is_int
+from flexvarlen.layout.boundaries import as_int, checked_sizes, integers
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
+from flexvarlen.packing.collator import pad_token_id_of
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
+_IDS = "tokenize it, and pass token ids"
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,10 @@ class SharedPrefixes:
 
 
 def share_prefixes(
-    samples: Sequence[Sample],
+    samples: Iterable[Sample],
     *,
     total_tokens: int | None = None,
-    pad_token_id: int = 0,
+    pad_token_id: int | None = None,
     device: torch.device | str = "cpu",
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
@@ -86,7 +88,7 @@ def share_prefixes(
         samples: token ids, or mappings with `input_ids` and perhaps `labels`, aligned with the
             input_ids as in transformers, not shifted; -100 where nothing is learned.
         total_tokens: T; default: the tokens of the trees. The rest is padding.
-        pad_token_id: what padding holds.
+        pad_token_id: what padding holds, which no sample sees; None: 0.
         device: where the tensors go.
         capacity, max_seqlen_bound: as in `PackedLayout.from_tree`.
         max_depth: segments on a path at most; below, samples share nothing. Default: no bound.
@@ -102,10 +104,16 @@ def share_prefixes(
     >>> shared.unfold(shared.input_ids)[1]
     tensor([5, 6, 7, 9])
     """
+    if isinstance(samples, str | Mapping) or not isinstance(samples, Iterable):
+        raise ValueError(
+            f"samples must be a list of samples, got {type(samples).__name__}; put a single one in "
+            "a list."
+        )
+    samples = list(samples)
     if len(samples) == 0:
         raise ValueError("samples must hold at least one sample, got none; pass some.")
-    if not (is_int(min_tokens) and min_tokens >= 1):
-        raise ValueError(f"min_tokens must be an integer of at least 1, got {min_tokens!r}.")
+    min_tokens, max_depth = _checked(min_tokens, max_depth)
+    pad_token_id = pad_token_id_of(None, pad_token_id)
     pairs = [_with_labels(index, sample) for index, sample in enumerate(samples)]
     tree = PrefixTree.from_rows(pairs, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
@@ -136,8 +144,15 @@ def _with_labels(index: int, sample: Sample) -> Tensor:
             f"{', '.join(given)} at index {index}; set labels to -100 where nothing is learned, "
             "and drop the others."
         )
-    ids = integers("input_ids", given["input_ids"])
-    labels = integers("labels", given["labels"]) if given.get("labels") is not None else ids
+    ids = integers(f"input_ids of sample {index}", given["input_ids"], _IDS)
+    labels = ids
+    if given.get("labels") is not None:
+        labels = integers(f"labels of sample {index}", given["labels"], _IDS)
+    if min(ids, default=0) < 0:
+        raise ValueError(
+            f"input_ids of sample {index} must be at least 0, got {min(ids)}; fix it (labels are "
+            "what is -100 where nothing is learned)."
+        )
     if not ids or len(labels) != len(ids):
         raise ValueError(
             "a sample must have tokens, and as many labels, got "
@@ -146,39 +161,73 @@ def _with_labels(index: int, sample: Sample) -> Tensor:
     return torch.tensor([ids, [*labels[1:], IGNORE_INDEX]]).T.contiguous()
 
 
-@dataclass(frozen=True, kw_only=True)
+def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
+    """Both as ints.
+
+    Raises:
+        ValueError: one is no integer, or below 1.
+    """
+    found: list[int | None] = []
+    for name, value in (("min_tokens", min_tokens), ("max_depth", max_depth)):
+        number = as_int(value)
+        if not (name == "max_depth" and value is None) and (number is None or number < 1):
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}; fix it.")
+        found.append(number)
+    return found[0] or 1, found[1]
+
+
+@dataclass(frozen=True)
 class TreeCollator:
     """Makes a batch of samples one row of trees, for a patched model.
 
     The model's loss is then `tree_loss`: that of the samples computed one by one. Batches of equal
     total_tokens, capacity, max_seqlen_bound and max_depth share one compiled graph.
 
-    Args: as in `share_prefixes`.
+    Args:
+        tokenizer: the model's, or None; padding gets its pad token if `pad_token_id` is None.
+        total_tokens and all others: as in `share_prefixes`; keyword arguments. A wrong one raises
+            where the collator is made.
     """
 
+    tokenizer: Any = None
+    _: KW_ONLY
     total_tokens: int | None = None
-    pad_token_id: int = 0
+    pad_token_id: int | None = None
     capacity: int | None = None
     max_seqlen_bound: int | None = None
     max_depth: int | None = None
     min_tokens: int = 1
 
+    def __post_init__(self) -> None:
+        checked_sizes(self.total_tokens, self.capacity, self.max_seqlen_bound)
+        _checked(self.min_tokens, self.max_depth)
+        pad_token_id_of(self.tokenizer, self.pad_token_id)
+
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """The keyword arguments of the model.
 
         Args:
-            features: samples, or nested lists of them (groups, and rows of groups).
+            features: samples, or nested lists or iterators of them (groups, and rows of groups).
 
         Raises:
             ValueError: as `share_prefixes`.
         """
-        return share_prefixes(list(_samples(features)), **vars(self)).batch()
+        options = {name: value for name, value in vars(self).items() if name != "tokenizer"}
+        options["pad_token_id"] = pad_token_id_of(self.tokenizer, self.pad_token_id)
+        return share_prefixes(_samples(features), **options).batch()
 
 
-def _samples(features: Sequence[Any]) -> Iterator[Sample]:
+def _samples(features: Any) -> Iterator[Any]:
+    if not isinstance(features, Iterable):
+        raise ValueError(
+            f"features must be samples, or lists of them, got {type(features).__name__}; pass "
+            "token ids or mappings with input_ids."
+        )
     for each in features:
-        if isinstance(each, Mapping | Tensor | str) or not isinstance(
-            next(iter(each), 0), Iterable
+        if isinstance(each, Iterator):  # which can be read once
+            each = list(each)
+        if isinstance(each, Mapping | Tensor | str) or (
+            isinstance(each, Iterable) and not isinstance(next(iter(each), 0), Iterable)
         ):
             yield each
         else:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from flexvarlen.layout.boundaries import as_int, integers
 from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 
 
@@ -52,26 +53,24 @@ class BalancedSampler(Sampler[int]):
         window: int = 64,
         drop_last: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("num_replicas", num_replicas, 1),
-            ("window", window, 1),
-            ("seed", seed, 0),
-            ("rank", rank or 0, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{name} must be an integer of at least {least}, got {value!r}; fix it."
-                )
+        num_replicas = _at_least("num_replicas", num_replicas, 1)
+        window, seed = _at_least("window", window, 1), _at_least("seed", seed, 0)
+        rank = None if rank is None else _at_least("rank", rank, 0)
         if rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(
                 f"rank must be None or from 0 to {num_replicas - 1}, got {rank}; pass the "
                 "process's own."
             )
+        if isinstance(rows, str) or not isinstance(rows, Collection):
+            raise ValueError(
+                f"rows must be a list of rows, got {rows!r:.80}; give each row's document lengths."
+            )
         if len(rows) < (num_replicas if drop_last else 1):
             raise ValueError(
                 f"rows must fill a step of {num_replicas} ranks, got {len(rows)}; pass more rows."
             )
-        self.costs = np.array([sum(int(n) ** 2 for n in row) for row in rows], np.float64)
+        lengths = (integers(f"rows[{i}]", row) for i, row in enumerate(rows))
+        self.costs = np.array([sum(n**2 for n in row) for row in lengths], np.float64)
         self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         self.window, self.drop_last = window, drop_last
         # The epoch, the rows yielded so far, and where this pass and the next one begin.
@@ -236,3 +235,15 @@ class BalancedSampler(Sampler[int]):
 
     def _own(self, step: Sequence[int]) -> Sequence[int]:
         return step if self.rank is None else [step[self.rank]]
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        ValueError: it is no integer, or below `least`.
+    """
+    number = as_int(value)
+    if number is None or number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}; fix it.")
+    return number

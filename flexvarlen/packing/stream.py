@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import get_worker_info
 
+from flexvarlen.layout.boundaries import as_int
 from flexvarlen.packing.pack import pack
 
 Document = TypeVar("Document")
@@ -36,13 +37,18 @@ class StreamPacker(Generic[Document]):
     def __init__(
         self, capacity: int, *, buffer: int = 8192, length: Callable[[Document], int]
     ) -> None:
-        if isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1:
+        if (as_int(buffer) or 0) < 1:
             raise ValueError(
                 f"buffer must be an integer of at least 1, got {buffer!r}; pass the number of "
                 "documents to buffer."
             )
         pack([], capacity)  # validates capacity
-        self.capacity, self.buffer, self._length = capacity, buffer, length
+        if not callable(length):
+            raise ValueError(
+                f"length must be a function that returns a document's tokens, got {length!r:.80}; "
+                "pass len, or one of your own."
+            )
+        self.capacity, self.buffer, self._length = int(capacity), int(buffer), length
         self.num_given = 0
         self._waiting: list[Document] = []  # the oldest first
         self._ready: list[list[Document]] = []  # rows to yield next

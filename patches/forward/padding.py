@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.boundaries import is_int
+from flexvarlen.layout.boundaries import as_int
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.cache import cache_of
@@ -69,7 +69,7 @@ def check_unpad(
             "share_prefixes=True finds what the rows of a padded batch share and needs unpad=True, "
             "got unpad=False; pass both, or make trees with fv.share_prefixes."
         )
-    if multiple_of is not None and not (unpad and is_int(multiple_of) and multiple_of > 0):
+    if multiple_of is not None and not (unpad and (as_int(multiple_of) or 0) > 0):
         raise ValueError(
             "unpad_to_multiple_of must be a positive number of tokens and needs unpad=True, got "
             f"{multiple_of!r} and unpad={unpad}; leave it out, or pass both."

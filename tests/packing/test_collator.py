@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -191,8 +193,40 @@ def test_a_hole_in_a_document_makes_no_other(collate):
 def test_labels_of_ones_own(collate):
     batch = collate([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 7, 8]}])
     assert batch["labels"][0, :5].tolist() == [-100, -100, 7, 8, -100]
-    first = collate([{"input_ids": [1, 2], "labels": [5, 6]}])
-    assert first["labels"][0, :2].tolist() == [-100, 6]  # nothing before it may predict it
+    own = [{"input_ids": [1, 2], "labels": [5, 6]}, {"input_ids": [3], "labels": [3]}]
+    assert collate(own)["labels"][0, :3].tolist() == [5, 6, 3]
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["documents", "its_own_batch"])
+def test_first_labels_of_tokens_of_their_own(seen):
+    """Token classification and masked LM: the loss was another, or NaN."""
+    encoder, tags = new_model("bert").double(), [[5, 6, 7], [8], [9, -100, 3, 2]]
+    features = [{"input_ids": x, "labels": y} for x, y in zip(DOCUMENTS, tags, strict=True)]
+    batch = fv.PackedCollator()(features)
+    batch = fv.PackedCollator()(batch) if seen else batch
+    assert batch["labels"].tolist() == [[5, 6, 7, 8, 9, -100, 3, 2]]
+    with torch.no_grad():
+        losses = [
+            encoder(torch.tensor([x]), labels=torch.tensor([y])).loss * sum(n != -100 for n in y)
+            for x, y in zip(DOCUMENTS, tags, strict=True)
+        ]
+        found = fv.patch_model(encoder, "sdpa")(**batch).loss
+    torch.testing.assert_close(found, torch.stack(losses).sum() / 7)
+
+
+@pytest.mark.parametrize("of", [list, np.array, torch.tensor])
+def test_next_token_labels_of_ones_own(of):
+    """What Trainer counts must be what a causal model learns."""
+    features = [{"input_ids": of(x), "labels": of(x)} for x in DOCUMENTS]
+    assert torch.equal(
+        fv.PackedCollator()(features)["labels"], fv.PackedCollator()(FEATURES)["labels"]
+    )
+    some = [{"input_ids": of([1, 2, 3]), "labels": of([1, -100, 3])}]
+    with pytest.raises(ValueError, match=r"labels must tell .* pass next_token_labels=True"):
+        fv.PackedCollator()(features + some)  # or of masked LM, with these tokens kept
+    for next_token, first in ((True, -100), (False, 1)):
+        labels = fv.PackedCollator(next_token_labels=next_token)(some)["labels"]
+        assert labels.tolist() == [[first, -100, 3]]
 
 
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
@@ -218,7 +252,18 @@ def test_positions_of_roberta():
         ([], "features must hold a document at least, got none"),
         ([{"input_ids": []}], "features must hold a document at least"),
         ([{"labels": [1]}], "features must hold input_ids, got labels"),
-        ([{"input_ids": [1], "text": "a"}], "got 'text'; drop it, or pass extra="),
+        ([{"input_ids": [1], "text": "a"}], "got 'text'; drop it, as it is not tokenized"),
+        ([{"input_ids": [1], "w": [0.5]}], "got 'w'; drop it, or pass extra={'w': padding value}"),
+        ([{"input_ids": [1], "label": 1}], r"got 'label'; .* give a classifier batch\['labels'\]"),
+        ([{"messages": [{"role": "user"}]}], "hold input_ids, got messages; tokenize the dataset"),
+        ([{"input_ids": [1, 2], "labels": 1}], "labels .* got one for the document; for a class"),
+        ([{"input_ids": [[1, 2]] * 2, "labels": 1}], "labels must have a row for each of 2, got 0"),
+        ([[1.0, 2.5]], "input_ids must be integers, got float64"),
+        ([[-1, 2]], "input_ids must be at least 0, got -1"),
+        ([[None]], "features must be mappings with input_ids, got NoneType"),
+        (3, "features must be mappings with input_ids, got int"),
+        ({"input_ids": [1, 2], "seq_lengths": 2}, "seq_lengths must be a list of integers"),
+        ({"input_ids": [1, 2], "cu_seq_lens_q": []}, "cu_seq_lens_q must be a list of integers"),
         ([{"input_ids": [1, 2], "labels": [1]}], "labels must have a value for each of 2 tokens"),
         ([{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths must sum to the row's 2 tokens"),
         ([{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "boundaries must rise from 0"),
@@ -271,9 +316,39 @@ def test_fills_keep_their_kind():
     assert batch["w"][0, :2].tolist() == [3.0, 0.5]
 
 
-def test_an_unknown_kind_of_boundaries_is_a_sentence():
-    with pytest.raises(ValueError, match="boundaries must be packed_layout or cu_seq_lens"):
-        fv.PackedCollator(boundaries="position_ids")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("boundaries", "position_ids"),
+        ("tokenizer", 4096),
+        ("total_tokens", "8k"),
+        ("capacity", 2.0),
+        ("max_seqlen_bound", True),
+        ("pad_token_id", "<pad>"),
+        ("position_ids_start", -1),
+        ("extra", "weights"),
+        ("next_token_labels", "yes"),
+    ],
+)
+@pytest.mark.parametrize("kind", [fv.PackedCollator, fv.TreeCollator])
+def test_a_wrong_argument_raises_where_it_is_given(kind, name, value):
+    if hasattr(kind(), name):
+        with pytest.raises(ValueError, match=f"{name} must"):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize("kind", [fv.PackedCollator, fv.TreeCollator])
+def test_the_pad_token_of_a_tokenizer(kind):
+    """As collators of transformers take it; None, as of GPT-2, is any token."""
+    tokenizer = SimpleNamespace(pad_token_id=7)
+    for collate, pad in (
+        (kind(tokenizer, total_tokens=np.int64(4)), 7),
+        (kind(tokenizer=tokenizer, total_tokens=4, pad_token_id=5), 5),
+        (kind(SimpleNamespace(pad_token_id=None), total_tokens=4), 0),
+        (kind(total_tokens=torch.tensor(4), pad_token_id=None), 0),
+    ):
+        for _ in range(2):
+            assert collate([[1, 2, 3]])["input_ids"].tolist() == [[1, 2, 3, pad]]
 
 
 @pytest.mark.parametrize("boundaries", ["packed_layout", "cu_seq_lens"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -124,6 +127,20 @@ def test_rows_of_whole_groups():
         assert torch.equal(batch["sample_counts"], flat["sample_counts"])
 
 
+@pytest.mark.parametrize("once", [iter, lambda group: map(list, group), lambda x: (y for y in x)])
+def test_groups_that_can_be_read_once(once):
+    """Their first samples were dropped."""
+    group, collate = [[5, 6, 7], [5, 6, 8], [5, 9]], fv.TreeCollator()
+    for features in ([once(group)], once([once(group)]), [once(group), [[1, 2]]]):
+        made, whole = collate(features), collate([group, [[1, 2]]])
+        tokens = made["input_ids"].shape[1]
+        for name in ("input_ids", "sample_counts"):
+            assert torch.equal(made[name], whole[name][:, :tokens])
+        assert tokens in (7, 9)
+    made = fv.share_prefixes(once(group))
+    assert torch.equal(made.input_ids, collate([group])["input_ids"])
+
+
 @pytest.mark.parametrize("features", [[torch.tensor([1, 2])], [{"input_ids": [1, 2]}], [[1, 2]]])
 def test_samples_of_each_kind(features):
     assert fv.TreeCollator()(features)["input_ids"].tolist() == [[1, 2]]
@@ -135,5 +152,22 @@ def test_what_raises():
         fv.share_prefixes([])
     with pytest.raises(ValueError, match="min_tokens must be an integer of at least 1"):
         fv.share_prefixes([[1, 2]], min_tokens=0)
+    for samples, words in (
+        ([[None]], "input_ids of sample 0 must be integers, got None"),
+        ([[1], [2, -1]], "input_ids of sample 1 must be at least 0, got -1"),
+        ([1, 2], "input_ids of sample 0 must be a list"),
+        ("ab", "samples must be a list of samples, got str"),
+        (5, "samples must be a list of samples, got int"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fv.share_prefixes(samples)
+    for features in (5, [5], [[5, None]]):
+        with pytest.raises(ValueError, match="must be"):
+            fv.TreeCollator()(features)
+    for name in ("max_depth", "min_tokens", "capacity", "total_tokens"):
+        for call in (partial(fv.share_prefixes, [[1]]), fv.TreeCollator):
+            with pytest.raises(ValueError, match=f"{name} must be an integer"):
+                call(**{name: "8"})
+            call(**{name: np.int64(8)})
     with pytest.raises(ValueError, match="x must have the row's 2 tokens"):
         fv.share_prefixes([[1, 2]]).unfold(torch.zeros(3))

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 import flexvarlen as fv
-from flexvarlen.packing import collator as collator_module
+from flexvarlen.packing import columns as columns_of_collator
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.models.families import FAMILIES
 from tests.contract_oracle import check_step
@@ -120,8 +120,8 @@ def test_a_column_that_reaches_the_model(column, tmp_path):
 
 
 def test_the_columns_are_those_of_the_collator():
-    module = collator_module
-    read = {*module._KNOWN, *module._BOUNDARIES, *module._LOSS_MASKS}
+    module = columns_of_collator
+    read = {*module.KNOWN, *module.BOUNDARIES, *module.LOSS_MASKS}
     model = fv.patch_model(new_model("qwen3"), "sdpa")
     shown = inspect.signature(model.forward).parameters
     assert read <= set(shown)

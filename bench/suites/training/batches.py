@@ -23,7 +23,9 @@ Collate = Callable[[Sequence[Document]], Inputs]
 def pack(tokens: int, rows: Sequence[Sequence[Document]]) -> Collate:
     """`PackedCollator` for rows of `tokens`; its shapes are those of all `rows`."""
     longest = max(len(ids) for row in rows for ids in row)
-    collator = fv.PackedCollator(tokens, max(map(len, rows)), longest)
+    collator = fv.PackedCollator(
+        total_tokens=tokens, capacity=max(map(len, rows)), max_seqlen_bound=longest
+    )
     return lambda documents: collator([{"input_ids": ids} for ids in documents])
 
 
