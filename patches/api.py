@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
+from flexvarlen.layout.boundaries import checked_sizes
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.adapters import (
@@ -42,7 +43,11 @@ from flexvarlen.patches.forward.steps import after_forward, before_forward
 from flexvarlen.patches.forward.trees import why_no_trees
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
-from flexvarlen.patches.models.families import require_own_code, require_verified
+from flexvarlen.patches.models.families import (
+    refuse_encoder_decoder,
+    require_own_code,
+    require_verified,
+)
 from flexvarlen.patches.models.gemma4 import refuse_windows_both_ways
 from flexvarlen.patches.models.layers import (
     attention_layers,
@@ -231,7 +236,9 @@ def patch_model(
     if isinstance(model, nn.Module):
         refuse_adapters_of_rows(*model.modules())
     inner = transformers_model(model)
+    refuse_encoder_decoder(inner)
     require_verified(inner.config.model_type, verify=verify)
+    checked_sizes(None, capacity, max_seqlen_bound)
     if verify:
         refuse_unverifiable(inner)
     else:

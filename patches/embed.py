@@ -96,6 +96,12 @@ def embed(
     >>> import flexvarlen as fv
     >>> vectors = fv.embed(model, ["a text", "another"], tokenizer)  # doctest: +SKIP
     """
+    is_patched(model)  # raises if there is no model inside
+    if not (callable(tokenizer) and hasattr(tokenizer, "model_max_length")):
+        raise ValueError(
+            f"tokenizer must be the model's, got {tokenizer!r:.80}; load it with "
+            "AutoTokenizer.from_pretrained."
+        )
     _check(texts, pooling, tokens_per_row, max_length)
     settings = _settings(model, pooling, normalize)
     prompt = _prompt(settings, prompt, prompt_name)
@@ -139,11 +145,12 @@ class _Row:
 
 
 def _check(texts: Any, pooling: Any, tokens_per_row: Any, max_length: Any) -> None:
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+    listed = hasattr(texts, "__len__") and not isinstance(texts, str)
+    if not listed or not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"texts must be a list of strings, got {texts!r:.80}; put a single text in a list."
         )
-    if pooling is not None and pooling not in POOLINGS:
+    if pooling is not None and not (isinstance(pooling, str) and pooling in POOLINGS):
         raise ValueError(
             f"pooling must be 'cls', 'first', 'mean', 'last' or 'max', got {pooling!r}; choose one."
         )

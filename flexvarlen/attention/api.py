@@ -18,6 +18,7 @@ from flexvarlen.attention.call import AttentionCall, is_past_int32
 from flexvarlen.attention.check_arguments import check_numbers, check_tensors
 from flexvarlen.attention.choose import choose
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
+from flexvarlen.layout.boundaries import require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
@@ -94,6 +95,10 @@ def packed_attention(
         layout_k=layout_k,
         align=align,
     )
+    for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
+        require_tensor(name, x)
+    if sinks is not None:
+        require_tensor("sinks", sinks)
     own_shape, v_shape = q_THD.shape, v_THD.shape
     if v_shape != k_THD.shape and v_shape[:-1] == k_THD.shape[:-1]:
         q_THD, k_THD, v_THD = to_one_head_dim(q_THD, k_THD, v_THD)

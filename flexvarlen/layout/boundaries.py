@@ -41,6 +41,23 @@ def as_int(value: Any) -> int | None:
         return None
 
 
+def require_tensor(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} must be a tensor, got {type(value).__name__}; make one with torch.tensor()."
+        )
+
+
+def require_layout(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a `PackedLayout`."""
+    if not hasattr(value, "cu_seqlens_host"):  # its module imports this one
+        raise ValueError(
+            f"{name} must be a PackedLayout, got {type(value).__name__}; make one with "
+            "PackedLayout.from_lengths()."
+        )
+
+
 def round_up_to_power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n` (and at least 1).
 
@@ -284,6 +301,7 @@ def traced_boundaries(starts_T: Tensor, slots: int) -> Tensor:
 
 def check_copy(to: PackedLayout, other: PackedLayout) -> None:
     """Check that the documents of `other` fit the tensors of `to`; see `PackedLayout.copy_`."""
+    require_layout("other", other)
     if (other.total_tokens, other.capacity) != (to.total_tokens, to.capacity):
         raise ValueError(
             f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and "

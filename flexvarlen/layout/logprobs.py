@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.layout.boundaries import as_int
+from flexvarlen.layout.boundaries import as_int, require_tensor
 from flexvarlen.layout.per_document import (
     accumulation_dtype,
     document_boundaries,
@@ -95,6 +95,11 @@ def document_logprobs(
     (tensor([-1.3863,  0.0000]), tensor([2, 0]))
     """
     x_TH = flat_tokens(x, layout)
+    require_tensor("labels", labels)
+    if head is not None and not callable(head):
+        raise ValueError(
+            f"head must be callable, got {type(head).__name__}; pass a module of the model's."
+        )
     if labels.numel() != layout.total_tokens or labels.dtype != torch.int64:
         raise ValueError(
             f"labels must be int64 with one label for each of {layout.total_tokens} tokens, got "

@@ -25,6 +25,7 @@ from flexvarlen.layout.boundaries import (
     integers,
     is_traced,
     require_device,
+    require_tensor,
     round_up_to_power_of_two,
     safe_boundaries,
     traced_boundaries,
@@ -266,7 +267,7 @@ max_seqlen_bound=6, device=cpu)
         Does not sync; traces under `fullgraph=True`, also with dynamic B and S.
         """
         if not torch.compiler.is_compiling():
-            lengths = [row_tokens] * batch
+            lengths = integers("row_tokens", [row_tokens]) * integers("batch", [batch])[0]
             return cls.from_lengths(
                 lengths, device=device, capacity=capacity, max_seqlen_bound=max_seqlen_bound
             )
@@ -369,6 +370,7 @@ max_seqlen_bound=6, device=cpu)
 
         A device tensor is read back once (one sync).
         """
+        require_tensor("position_ids", position_ids_BT)
         positions = position_ids_BT[None] if position_ids_BT.ndim == 1 else position_ids_BT
         if positions.ndim != 2 or not holds_integers(positions):
             raise ValueError(
@@ -410,6 +412,9 @@ max_seqlen_bound=6, device=cpu)
 
         One sync if the flags are on a device; none inside a compiled graph.
         """
+        for name, x in (("starts_T", starts_T), ("padding_T", padding_T)):
+            if x is not None or name == "starts_T":
+                require_tensor(name, x)
         total = starts_T.shape[0]
         for each in (starts_T, padding_T):
             if each is not None and (each.dtype != torch.bool or each.shape != (total,)):
@@ -587,6 +592,7 @@ max_seqlen_bound=6, device=cpu)
         """
         if self.segments is None:
             return self.split(x)
+        require_tensor("x", x)
         x_T = x[0] if x.shape[:2] == (1, self.total_tokens) else x
         if x_T.shape[:1] != (self.total_tokens,):
             raise ValueError(
@@ -635,6 +641,7 @@ max_seqlen_bound=6, device=cpu)
 
         `non_blocking` is as for `Tensor.to`: copies from pinned memory do not block the host.
         """
+        device = require_device(device)
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         if cu_seqlens is self.cu_seqlens:
             return self

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexvarlen.layout.boundaries import require_layout, require_tensor
 from flexvarlen.layout.launch_sizes import is_replayed
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def split_documents(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
             "only the device knows; call it outside torch.compile with a layout made from lengths, "
             'or with checks="host", or use pool() or document_ids().'
         )
+    require_tensor("x", x)
     total = layout.total_tokens
     x_T = x[0] if x.shape[:2] == (1, total) else x
     if x_T.shape[:1] != (total,):
@@ -150,6 +152,8 @@ def flat_tokens(x: Tensor, layout: PackedLayout) -> Tensor:
     Raises:
         ValueError: another shape, dtype or device.
     """
+    require_tensor("x", x)
+    require_layout("layout", layout)
     tokens = x.flatten(0, 1) if x.ndim == 3 else x
     if tokens.ndim != 2 or tokens.shape[0] != layout.total_tokens or not x.is_floating_point():
         raise ValueError(

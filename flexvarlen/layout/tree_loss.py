@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from flexvarlen.layout.boundaries import whole_numbers
+from flexvarlen.layout.boundaries import require_tensor, whole_numbers
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 
 
@@ -38,6 +38,13 @@ def tree_loss(
     >>> tree_loss(logits, torch.tensor([1, 2, -100]), torch.tensor([2, 1, 1])).item()
     1.3862943649291992
     """
+    for name, x in (("shift_labels", shift_labels), ("sample_counts", sample_counts)):
+        require_tensor(name, x)
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
+        raise ValueError(
+            f"logits must be a tensor [T, V] or [1, T, V], got {getattr(logits, 'shape', logits)}; "
+            "pass the model's."
+        )
     labels_T = whole_numbers("shift_labels", shift_labels).reshape(-1)
     counts_T = whole_numbers("sample_counts", sample_counts).reshape(-1)
     logits_TV = logits.flatten(0, -2)

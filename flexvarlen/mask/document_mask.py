@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import as_int, host_int32, integers
+from flexvarlen.layout.boundaries import as_int, host_int32, integers, require_layout
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.spec import Align, MaskSpec
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables, block_pair, table_widths
@@ -127,12 +127,12 @@ class DocumentMask:
         >>> mask.to_dense().int().tolist()[4]
         [0, 0, 0, 1, 1]
         """
-        _check_type("layout", layout)
+        require_layout("layout", layout)
         if layout_k is None and prefix is None and not isinstance(window, tuple | list):
             spec = _plain_spec(causal, window, chunk, align)
             return cls(layout, spec if layout.segments is None else spec.of_trees())
         if layout_k is not None:
-            _check_type("layout_k", layout_k)
+            require_layout("layout_k", layout_k)
         spec = MaskSpec.of(
             causal=causal,
             window=window,
@@ -306,14 +306,6 @@ def _plain_spec(causal: bool, window: int | None, chunk: int | None, align: Alig
 @lru_cache(maxsize=256, typed=True)
 def _remembered_spec(causal: bool, window: int | None, chunk: int | None, align: Align) -> MaskSpec:
     return MaskSpec.of(causal=causal, window=window, chunk=chunk, align=align)
-
-
-def _check_type(name: str, layout: object) -> None:
-    if not isinstance(layout, PackedLayout):
-        raise ValueError(
-            f"{name} must be a PackedLayout, got {type(layout).__name__}; make one with "
-            "PackedLayout.from_lengths()."
-        )
 
 
 def _check_pair(layout: PackedLayout, layout_k: PackedLayout) -> None:

@@ -64,7 +64,7 @@ def pack(
         "first_fit": first_fit,
         "in_order": _in_order,
     }
-    if strategy not in strategies:
+    if not isinstance(strategy, str) or strategy not in strategies:
         raise ValueError(
             f"strategy must be one of {', '.join(strategies)}, got {strategy!r}; choose one."
         )
@@ -123,20 +123,24 @@ def _no_collection() -> Iterator[None]:
 
 
 def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArray[np.int64]:
-    if (as_int(capacity) or 0) < 1:
+    most = as_int(capacity) or 0
+    if most < 1:
         raise ValueError(
             f"capacity must be an integer of at least 1, got {capacity!r}; pass the tokens per row."
         )
-    values = np.asarray(lengths)
+    try:
+        values = np.asarray(lengths)
+    except ValueError:  # documents of several lengths
+        values = np.asarray(lengths, object)[:, None]
     if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
         raise ValueError(
-            "lengths must be one integer per document, got "
-            f"{values.dtype} of shape {list(values.shape)}; pass the tokens of each document."
+            f"lengths must be one integer per document, got {values.dtype} of shape "
+            f"{list(values.shape)}; pass numbers of tokens: [len(doc) for doc in docs]."
         )
     found = values.astype(np.int64)
     for wrong, contract, advice in (
         (found < 1, "at least 1", "drop empty documents"),
-        (found > capacity, f"at most capacity, {capacity}", "cut long documents with split_long"),
+        (found > most, f"at most capacity, {most}", "cut long documents with split_long"),
     )[: 2 if bounded else 1]:
         if wrong.any():
             i = int(wrong.argmax())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import as_int, checked_sizes, integers
+from flexvarlen.layout.boundaries import as_int, checked_sizes, integers, require_tensor
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
@@ -58,8 +58,9 @@ class SharedPrefixes:
         Raises:
             ValueError: another number of tokens.
         """
+        require_tensor("x", x)
         x_T = x[0] if x.shape[:2] == self.input_ids.shape else x
-        if len(x_T) != self.layout.total_tokens:
+        if x_T.shape[:1] != (self.layout.total_tokens,):
             raise ValueError(
                 f"x must have the row's {self.layout.total_tokens} tokens, got shape "
                 f"{tuple(x.shape)}; pass what the model returned for batch()."

@@ -24,10 +24,17 @@ def check_packed_layout(
     if not torch.compiler.is_compiling():  # DDP and FSDP move only the tensors of a batch
         packed_layout = packed_layout.to(device)
     if packed_layout.total_tokens != total_tokens or packed_layout.device != device:
+        advice = "move it there with layout.to(device)"
+        if packed_layout.total_tokens > total_tokens:
+            advice = "make it of the documents of this batch"
+        elif packed_layout.total_tokens < total_tokens:
+            advice = (
+                "make it with total_tokens= if the row ends in padding, and leave it out of "
+                "generate(), which takes one document per row"
+            )
         raise ValueError(
             f"packed_layout must cover the batch's {total_tokens} tokens on {device}, got "
-            f"{packed_layout.total_tokens} on {packed_layout.device}; pass total_tokens= and "
-            "device= when you make it."
+            f"{packed_layout.total_tokens} on {packed_layout.device}; {advice}."
         )
     return packed_layout
 

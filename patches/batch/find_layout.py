@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import (
+    as_int,
     default_capacity,
     document_starts,
     holds_integers,
@@ -178,7 +179,7 @@ def _explicit_layout(given: GivenDocuments) -> PackedLayout:
     if layout.max_seqlen is None:  # in a graph, comparing the lengths would add guards
         return layout
     for longest in (given.max_length_q, given.max_length_k):
-        if longest is not None and longest < layout.max_seqlen:
+        if longest is not None and (as_int(longest) or 0) < layout.max_seqlen:
             raise ValueError(
                 "max_length_q and max_length_k must be at least the longest document, "
                 f"{layout.max_seqlen} tokens, got {longest}; pass the largest difference of "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flexvarlen.layout.boundaries import require_tensor
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.parallel import shard_tokens
 
@@ -43,6 +44,12 @@ def mask_labels(
     """
     given = {name: inputs[name] for name in _LABELS if inputs.get(name) is not None}
     for name, labels in given.items():
+        require_tensor(name, labels)
+        if group is None and labels.numel() != len(first):
+            raise ValueError(
+                f"{name} must have one label for each of {len(first)} tokens, got shape "
+                f"{tuple(labels.shape)}; pass them as the input_ids, -100 where none is learned."
+            )
         inputs[name] = _masked(labels, first, group, shifted=name == "shift_labels")
     counted = packs and inputs.get("num_items_in_batch") is not None
     if given and counted and not torch.compiler.is_compiling():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.boundaries import holds_integers
+from flexvarlen.layout.boundaries import holds_integers, require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
@@ -441,5 +441,13 @@ def _placeholder(device: torch.device) -> Tensor:
 
 def _tokens(inputs: dict[str, Any]) -> Tensor | None:
     """The forward's `[B, S]` ids or `[B, S, hidden]` embeddings."""
-    input_ids: Tensor | None = inputs.get("input_ids")
-    return inputs.get("inputs_embeds") if input_ids is None else input_ids
+    name = "inputs_embeds" if inputs.get("input_ids") is None else "input_ids"
+    tokens: Tensor | None = inputs.get(name)
+    if tokens is not None:
+        require_tensor(name, tokens)
+        if tokens.ndim < 2:
+            raise ValueError(
+                f"{name} must have a dimension of rows, got shape {tuple(tokens.shape)}; pass "
+                "x[None] for one row."
+            )
+    return tokens

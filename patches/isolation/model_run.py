@@ -92,6 +92,11 @@ class IsolationRun:
                 f"model must have one stack of layers, got {type(self.inner).__name__}, an encoder "
                 "with a decoder; pass model.get_encoder()."
             )
+        if not isinstance(batch, Mapping) and not hasattr(batch, "inputs"):
+            raise ValueError(
+                f"batch must be a mapping of a model's arguments, got {type(batch).__name__}; pass "
+                "what PackedCollator returns."
+            )
         inputs = dict(batch if isinstance(batch, Mapping) else batch.inputs())
         self.device = device_of_inputs(self.inner)
         self.inputs: dict[str, Any] = {

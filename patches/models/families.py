@@ -329,10 +329,23 @@ def require_verified(model_type: str, *, verify: bool = False) -> None:
     refuse_unsupported(model_type)
     if not (verify or model_type in _VERIFIED):
         raise NotImplementedError(
-            f"model_type must be one of the verified {', '.join(BY_TYPE)}, got {model_type!r}; "
-            "packed documents could leak into one another there: call patch_model(model, "
-            "verify=True), which checks that they do not, or use the model's own attention, one "
-            "document per row."
+            f"model_type must be of a verified family, got {model_type!r}, in which packed "
+            "documents could leak into one another; call patch_model(model, verify=True), which "
+            "checks that they do not in a causal model of text, or use the model's own attention, "
+            "one document per row (flexvarlen.patches.models.families.BY_TYPE names the families)."
+        )
+
+
+def refuse_encoder_decoder(model: Any) -> None:
+    """Refuse a model of two stacks of layers, such as T5.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(
+            f"model must have one stack of layers, got {type(model).__name__}, an encoder with a "
+            "decoder, which is not supported; use its own attention, one document per row."
         )
 
 

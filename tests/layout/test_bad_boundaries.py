@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -288,3 +290,64 @@ def test_a_missing_gpu_is_a_sentence():
 def test_print_shows_the_lengths():
     assert "2 documents of 5, 4 tokens" in str(PackedLayout.from_lengths([5, 4]))
     assert "... (longest 9) tokens" in str(PackedLayout.from_lengths([5] * 20 + [9]))
+
+
+LAYOUT = fv.PackedLayout.from_lengths([3, 2])
+TREE = fv.PackedLayout.from_tree([3, 1, 1], parents=[-1, 0, 0])
+SHARED = fv.share_prefixes([[1, 2], [1, 3]])
+
+
+@pytest.mark.parametrize("value", [None, "5", 5, [5.0], np.zeros(5)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("x", LAYOUT.split),
+        ("x", TREE.unfold),
+        ("x", SHARED.unfold),
+        ("x", lambda x: fv.pool(x, LAYOUT)),
+        ("layout", lambda x: fv.pool(torch.zeros(5, 2), x)),
+        ("layout", fv.document_block_mask),
+        ("other", LAYOUT.copy_),
+        ("device", LAYOUT.to),
+        ("device", lambda x: fv.PackedLayout.from_lengths([1], device=x)),
+        ("position_ids", fv.PackedLayout.from_position_ids),
+        ("starts_T", fv.PackedLayout.from_starts),
+        ("x", lambda x: fv.document_logprobs(x, torch.zeros(1, 5).long(), LAYOUT)),
+        ("labels", lambda x: fv.document_logprobs(torch.zeros(5, 2), x, LAYOUT)),
+        ("logits", lambda x: fv.tree_loss(x, torch.zeros(5), torch.zeros(5))),
+        ("sample_counts", lambda x: fv.tree_loss(torch.zeros(5, 2), torch.zeros(5), x)),
+        ("q", lambda x: fv.packed_attention(x, torch.zeros(5, 1, 8), torch.zeros(5, 1, 8), LAYOUT)),
+    ],
+)
+def test_what_is_no_tensor_or_layout_is_named(name, call, value):
+    """An AttributeError of torch or numpy named neither the argument nor what it takes."""
+    if name == "device" and isinstance(value, int):  # 5 is the sixth GPU
+        value = -1
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        call(value)
+
+
+@pytest.mark.parametrize("of", [np.int32, np.int64, np.uint8, torch.tensor], ids=str)
+def test_integers_of_numpy_and_torch(of):
+    """They were refused, where a length is one of an array."""
+    sizes = {"total_tokens": of(9), "capacity": of(4), "max_seqlen_bound": of(8)}
+    for make in (fv.PackedLayout.from_lengths, partial(fv.PackedLayout.from_tree, parents=[-1, 0])):
+        layout = make([3, 2], **sizes)
+        for name in sizes:
+            assert type(getattr(layout, name)) is int
+    assert layout.total_tokens == fv.PackedCollator(**sizes)([[1]])["packed_layout"].total_tokens
+    assert layout.segments.max_depth == 2
+    tree = fv.PackedLayout.from_tree([3], parents=[-1], max_depth=of(3))
+    assert type(tree.segments.max_depth) is int
+    mask = fv.DocumentMask.of(LAYOUT, window=of(2), prefix=np.int64(1))
+    assert mask.spec == fv.DocumentMask.of(LAYOUT, window=2, prefix=1).spec
+    pair = fv.DocumentMask.of(LAYOUT, window=(of(2), of(0)), chunk=of(2))
+    assert pair.spec == fv.DocumentMask.of(LAYOUT, window=(2, 0), chunk=2).spec
+    sampler = fv.BalancedSampler([[4], [of(4)]], num_replicas=of(2), rank=of(1), window=of(3))
+    assert len(list(sampler)) == len(list(sampler)) == 1
+    packer = fv.StreamPacker(of(8), buffer=of(2), length=len)
+    assert len(list(packer.pack(["ab", "cd", "ef"]))) == 2
+    labels = torch.zeros(1, 5).long()
+    fv.document_logprobs(torch.zeros(5, 2), labels, LAYOUT, chunk_tokens=of(2))
+    with pytest.raises(ValueError, match="must be an integer"):
+        fv.PackedCollator(total_tokens=torch.tensor(True))

@@ -195,6 +195,13 @@ def test_pieces_can_be_packed():
         ([3, -2], 8, "lengths must be at least 1, got -2 at index 1"),
         ([9, 3], 8, "lengths must be at most capacity, 8, got 9 at index 0; cut long documents"),
         ([1.5], 8, "lengths must be one integer per document"),
+        (["ab", "c"], 8, "lengths must be one integer per document"),
+        (
+            [[1, 2], [3]],
+            8,
+            "lengths must be .* pass numbers of tokens: .len",
+        ),
+        (None, 8, "lengths must be one integer per document"),
         ([[1, 2]], 8, "lengths must be one integer per document"),
         ([1], 0, "capacity must be an integer of at least 1, got 0"),
         ([1], 2.5, "capacity must be an integer of at least 1, got 2.5"),

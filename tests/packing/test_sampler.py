@@ -139,6 +139,9 @@ def test_long_rows_of_small_integers_cost_most():
     [
         ({"num_replicas": 2, "seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"num_replicas": 2, "rank": 0.5}, "rank must be an integer"),
+        ({"num_replicas": 2, "rows": [3, 4, 5]}, r"rows\[0\] must be a list or a 1D array"),
+        ({"num_replicas": 2, "rows": [[3], ["4"]]}, r"rows\[1\] must be integers, got '4'"),
+        ({"num_replicas": 2, "rows": 5}, "rows must be a list of rows, got 5"),
         ({"num_replicas": 0}, "num_replicas must be an integer of at least 1"),
         ({"num_replicas": 2, "window": 0}, "window must be an integer of at least 1"),
         ({"num_replicas": 2, "rank": 2}, "rank must be None or from 0 to 1, got 2"),
@@ -147,4 +150,4 @@ def test_long_rows_of_small_integers_cost_most():
 )
 def test_mistake_is_a_sentence(options, words):
     with pytest.raises(ValueError, match=words):
-        fv.BalancedSampler([[1], [2], [3]], **options)
+        fv.BalancedSampler(**{"rows": [[1], [2], [3]], **options})

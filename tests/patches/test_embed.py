@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -207,6 +208,15 @@ def test_wrong_arguments_are_refused(folders):
         arguments = {"texts": ["t4"], "pooling": "mean", "progress": False, **change}
         with pytest.raises(ValueError, match=message):
             fv.embed(model, arguments.pop("texts"), tokenizer, **arguments)
+    for message, given in {
+        "tokenizer must be the model's, got 'name'": (model, ["t4"], "name"),
+        "model must be, or wrap": ("name", ["t4"], tokenizer),
+        "texts must be a list": (model, 4, tokenizer),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            fv.embed(*given, pooling="mean", progress=False)
+    vector = fv.embed(model, ["t4"], tokenizer, pooling="mean", tokens_per_row=np.int64(8))
+    assert vector.shape[0] == 1
 
 
 @pytest.mark.parametrize(("kind", "positions"), [("roberta", 30), ("bert", 32)])

@@ -47,6 +47,11 @@ def our_name(name: str) -> str:
     >>> our_name("flash_attention_2"), our_name("sdpa"), our_name("auto")
     ('fa2', 'sdpa', 'auto')
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"backend must be the name of one, got {name!r:.80}; choose one of "
+            f"{', '.join(BACKENDS)} or auto."
+        )
     return _TRANSFORMERS_NAMES.get(name, name)
 
 

@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
     StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -187,6 +189,26 @@ def test_bad_input(model, case):
     refused(error, words, model, input_ids=batch.ids, **inputs)
 
 
+LONGER = fv.PackedLayout.from_lengths([100, 157])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"input_ids": ROW.ids.tolist()}, "input_ids must be a tensor, got list; "),
+        ({"input_ids": None, "inputs_embeds": [[0.5]]}, "inputs_embeds must be a tensor"),
+        ({"input_ids": ROW.ids[0]}, "input_ids must have a dimension of rows"),
+        ({"labels": [[1, 2]]}, "labels must be a tensor, got list"),
+        ({"labels": torch.ones(2).long()}, "labels must have one label for each of 256 tokens"),
+        ({"cu_seq_lens_q": _cu(0, 100, 256), "max_length_q": "156"}, "longest document, 156"),
+        ({"packed_layout": LONGER}, "got 257 on cpu; make it of the documents of this batch"),
+    ],
+)
+def test_what_torch_would_raise_of(model, inputs, words):
+    for _ in range(2):
+        refused(ValueError, words, model, **{"input_ids": ROW.ids, **inputs})
+
+
 def test_more_documents_or_longer_ones_than_asked_for():
     model = shared_model("llama")
     for sizes, words in (({"capacity": 4}, "capacity"), ({"max_seqlen_bound": 64}, "bound")):
@@ -227,11 +249,27 @@ def test_attention_dropout_in_training():
 
 @pytest.mark.parametrize("model_type", OTHER_TYPES)
 def test_an_unverified_model_type(model_type):
-    words = f"verified.*{model_type}"
+    words = f"of a verified family, got '{model_type}', in which"
     with pytest.raises(NotImplementedError, match=words):
         fv.patch_model(other_model(model_type), "sdpa")
     model = other_model(model_type, "flexvarlen_doc")
     refused(NotImplementedError, words, model, input_ids=ROW.ids, position_ids=ROW.position_ids)
+
+
+def test_an_encoder_with_a_decoder():
+    """The advice was verify=True, which refuses it too."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=99, **sizes))
+    for verify in (False, True):
+        with pytest.raises(NotImplementedError, match=r"one stack of layers, got T5For.* its own"):
+            fv.patch_model(model, "sdpa", verify=verify)
+
+
+def test_sizes_of_a_patch_are_integers():
+    for sizes in ({"capacity": "8"}, {"max_seqlen_bound": 2.5}):
+        with pytest.raises(ValueError, match="must be an integer"):
+            fv.patch_model(shared_model("llama"), "sdpa", **sizes)
+    assert not fv.is_patched(shared_model("llama"))
 
 
 def test_no_transformers_model():
