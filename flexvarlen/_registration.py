@@ -1,8 +1,7 @@
-"""Register the `flexvarlen_*` attention implementations once transformers' models are imported.
+"""Register what other packages need to know, once their modules are imported.
 
-Importing transformers here would add seconds to every `import flexvarlen`. So if its modeling code
-has not been imported yet, an import hook registers them at the end of that import. `after_import`
-serves other packages that may be imported later.
+Importing transformers here would add seconds to every `import flexvarlen`. So for a module that has
+not been imported yet, an import hook registers at the end of its import.
 """
 
 from __future__ import annotations
@@ -14,12 +13,23 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_MODELING = "transformers.modeling_utils"
-
 
 def register_with_transformers() -> None:
-    """Register now, or as soon as transformers' modeling code has been imported."""
-    after_import(_MODELING, _register)
+    """Register the `flexvarlen_*` attention implementations, and a callback with Trainer."""
+    after_import("transformers.modeling_utils", _register_attention)
+    after_import("transformers.trainer", _register_callback)
+
+
+def _register_attention(_: ModuleType) -> None:
+    from flexvarlen.patches.attention.functions import register
+
+    register()
+
+
+def _register_callback(_: ModuleType) -> None:
+    from flexvarlen.patches.trainer_callback import register_callback
+
+    register_callback()
 
 
 def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
@@ -28,12 +38,6 @@ def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
         function(sys.modules[name])
     elif not any(isinstance(x, _AfterImport) and x.name == name for x in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(name, function))
-
-
-def _register(_: ModuleType) -> None:
-    from flexvarlen.patches.attention.functions import register
-
-    register()
 
 
 class _AfterImport(MetaPathFinder):

@@ -173,7 +173,9 @@ def test_import_brings_nothing_that_takes_long():
 
 REGISTERED = (
     "from transformers import AttentionInterface\n"
-    "assert 'flexvarlen_flex' in AttentionInterface._global_mapping"
+    "assert 'flexvarlen_flex' in AttentionInterface._global_mapping\n"
+    "from transformers import trainer\n"
+    "assert [x.__name__ for x in trainer.DEFAULT_CALLBACKS].count('CollatorCallback') == 1"
 )
 
 
@@ -183,6 +185,8 @@ REGISTERED = (
         "import flexvarlen",
         "import transformers.modeling_utils, flexvarlen",
         "import flexvarlen, transformers.models.auto.modeling_auto",
+        "import transformers.trainer, flexvarlen",
+        "import flexvarlen, transformers.trainer",
         "import flexvarlen; from transformers.models.qwen3 import modeling_qwen3",
         "from flexvarlen.patches.models import layers",
         "from flexvarlen import patch_model",

@@ -28,7 +28,7 @@ from flexvarlen.packing.columns import (
     require_no_loss_after,
     rows_of,
 )
-from flexvarlen.packing.loader_pass import is_dispatched
+from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
 
 _GIVEN = "labels as given"  # of a document, where the collator did not make them
 
@@ -120,7 +120,9 @@ class PackedCollator:
             integer; the boundaries contradict one another, or leave tokens out; a batch of one row
             has no boundaries; labels do not tell whether they are next-token labels.
 
-    A `DataLoader(pin_memory=True)` pins the layout too.
+    A `DataLoader(pin_memory=True)` pins the layout too. Where accelerate loads the batches of all
+    processes in one (`dispatch_batches`, its default for an `IterableDataset`), which can send
+    tensors alone, the batch has `input_ids`, `labels`, `position_ids` and the extra columns.
     """
 
     tokenizer: Any = None
@@ -184,14 +186,9 @@ class PackedCollator:
         # A position embedding table may have only max_seqlen_bound entries.
         positions = layout.position_ids()[None] % layout.max_seqlen_bound
         batch["position_ids"] = positions + self.position_ids_start
-        if is_dispatched():  # the documents are then found by position_ids
-            if self.total_tokens is None:
-                raise ValueError(
-                    "total_tokens must be given where one process loads the batches of all, got "
-                    "None; pass it, or set dispatch_batches=False (in Trainer "
-                    'accelerator_config={"dispatch_batches": False}).'
-                )
-            return batch
+        if is_dispatched():
+            self.check_dispatched()
+            return batch  # the model finds the documents by position_ids
         batch["use_cache"] = False
         if self.boundaries == "packed_layout":
             return batch | {"packed_layout": layout}
@@ -202,6 +199,14 @@ class PackedCollator:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+    def check_dispatched(self) -> None:
+        """Raise unless rows of several processes can be joined."""
+        if self.total_tokens is None:
+            raise ValueError(
+                "total_tokens must be given where accelerate loads the batches of all processes in "
+                f"one, got None; pass it, or {DISPATCH_NOTHING}."
+            )
 
     def _mask_first_labels(self, documents: list[dict[str, NDArray[Any]]]) -> None:
         """Set first labels to -100 where labels are next-token labels.

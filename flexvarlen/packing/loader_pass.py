@@ -8,8 +8,14 @@ batch. The state is read from accelerate's list of active loaders, without impor
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+DISPATCH_NOTHING = (
+    'set dispatch_batches=False (in Trainer accelerator_config={"dispatch_batches": False})'
+)
+"""What to do where a batch cannot be sent to other processes."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,16 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     return None
 
 
-def is_dispatched() -> bool:
-    """Whether accelerate loads batches here for other processes too, which get tensors alone."""
-    if (state := sys.modules.get("accelerate.state")) is None:
-        return False
-    loaders = state.GradientState().dataloader_references
+def is_dispatched(loaders: Sequence[Any] | None = None) -> bool:
+    """Whether accelerate loads batches in one process for all, which get tensors alone.
+
+    Args:
+        loaders: accelerate's; None: those of unfinished passes.
+    """
+    if loaders is None:
+        if (state := sys.modules.get("accelerate.state")) is None:
+            return False
+        loaders = state.GradientState().dataloader_references
     return any(hasattr(x, "slice_fn") and x.state.num_processes > 1 for x in loaders)
 
 

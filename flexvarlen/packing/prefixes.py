@@ -14,6 +14,7 @@ from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
+from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
 _IDS = "tokenize it, and pass token ids"
@@ -213,9 +214,18 @@ class TreeCollator:
         Raises:
             ValueError: as `share_prefixes`.
         """
+        if is_dispatched():
+            self.check_dispatched()
         options = {name: value for name, value in vars(self).items() if name != "tokenizer"}
         options["pad_token_id"] = pad_token_id_of(self.tokenizer, self.pad_token_id)
         return share_prefixes(_samples(features), **options).batch()
+
+    def check_dispatched(self) -> None:
+        """Raise: trees cannot be sent to other processes."""
+        raise ValueError(
+            "TreeCollator must run in each process, got accelerate's loader that loads the batches "
+            f"of all processes in one; {DISPATCH_NOTHING}."
+        )
 
 
 def _samples(features: Any) -> Iterator[Any]:

@@ -271,6 +271,6 @@ def _loop_over_documents(
 def _warn_of_loop(why: str) -> None:
     warnings.warn(
         "flexvarlen: recurrent layers run one document after another in plain torch, which is "
-        f"correct but slow: {why}; on a GPU pip install 'flexvarlen[linear]' brings fast kernels.",
+        f"correct but slow: {why}.",
         stacklevel=2,
     )

@@ -31,6 +31,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import flexvarlen as fv
@@ -414,6 +415,54 @@ def trainer() -> dict[str, Any]:
     return {"steps": steps}
 
 
+class Rows(IterableDataset):
+    """Packed rows, of which accelerate loads those of both processes in the first."""
+
+    def __iter__(self):
+        documents = many_documents()
+        for row in fv.pack([len(document) for document in documents], 64, strategy="in_order"):
+            yield [documents[i] for i in row]
+
+
+def dispatched(collate: Any) -> dict[str, Any]:
+    """Two steps of Trainer, by its default for such a data set."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    folder = f"/tmp/flexvarlen-contract-{os.getpid()}"
+    made, recorder = recorded(
+        Trainer,
+        model=fv.patch_model(model_of(), "sdpa"),
+        args=TrainingArguments(**settings(folder, per_device_train_batch_size=1)),
+        train_dataset=Rows(),
+        data_collator=collate,
+    )
+    made.train()
+    rows, steps = list(Rows()), []
+    for number, one in enumerate(recorder.steps):
+        weights = {name.removeprefix("module."): x for name, x in one.weights.items()}
+        gradients = {name.removeprefix("module."): x for name, x in one.gradients.items()}
+        steps.append(
+            {
+                "weights": weights,
+                "loss": mean(one.loss),
+                "gradients": gradients,
+                "documents": rows[2 * number] + rows[2 * number + 1],
+            }
+        )
+    return {"steps": steps}
+
+
+def trainer_dispatched() -> dict[str, Any]:
+    return dispatched(fv.PackedCollator(total_tokens=64, capacity=16, max_seqlen_bound=64))
+
+
+def trainer_dispatched_without_a_size() -> dict[str, Any]:
+    return dispatched(fv.PackedCollator())
+
+
+def trainer_dispatched_trees() -> dict[str, Any]:
+    return dispatched(fv.TreeCollator(total_tokens=64))
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
@@ -450,6 +499,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         accelerate_prepare_then_patch,
         accelerate_bf16,
         trainer,
+        trainer_dispatched,
+        trainer_dispatched_without_a_size,
+        trainer_dispatched_trees,
     )
 }
 

@@ -47,7 +47,10 @@ def step_of(made, case: str) -> Step:
     return Step(weights, first["loss"], gradients)
 
 
-@pytest.mark.parametrize("case", [x for x in CASES if x not in {*LOW, "trainer", "ddp_unpatched"}])
+OTHERS = {*LOW, "ddp_unpatched", *(name for name in CASES if name.startswith("trainer"))}
+
+
+@pytest.mark.parametrize("case", [x for x in CASES if x not in OTHERS])
 def test_gradients_are_those_of_one_process(made, case):
     check_step(step_of(made, case), plain_model(case), samples() if "trees" in case else DOCUMENTS)
 
@@ -83,11 +86,19 @@ def test_decoding_and_unpatching_of_sharded_weights(made):
         torch.testing.assert_close(rank["logits"], logits, rtol=1e-5, atol=1e-5)
 
 
-def test_trainer_on_two_processes(made):
-    for rank in made["trainer"]:
+@pytest.mark.parametrize("case", ["trainer", "trainer_dispatched"])
+def test_trainer_on_two_processes(made, case):
+    """`dispatch_batches` raised on the first rank, and the other waited for ever."""
+    for rank in made[case]:
         assert "failed" not in rank, rank["failed"]
         assert len(rank["steps"]) == 2
-    for step in made["trainer"][0]["steps"]:
+    for step in made[case][0]["steps"]:
         documents = step.pop("documents")
-        assert len(documents) == 8
+        assert len(documents) >= 5
         check_step(Step(**step), new_model("qwen3"), documents)
+
+
+@pytest.mark.parametrize("case", ["without_a_size", "trees"])
+def test_batches_that_cannot_be_sent_raise_on_both_processes(made, case):
+    for rank in made[f"trainer_dispatched_{case}"]:
+        assert 'accelerator_config={"dispatch_batches": False}' in rank["failed"]

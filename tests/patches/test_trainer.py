@@ -486,6 +486,28 @@ def test_packed_rows_as_examples_on_two_ranks_do_not_wait_forever(tmp_path, monk
         trainer.evaluation_loop(trainer.get_eval_dataloader(ROWS[1:5]), "test", False)
 
 
+@pytest.mark.parametrize("kind", ["bert", "qwen3_5_text", "qwen3"])
+@pytest.mark.parametrize("collator", [fv.PackedCollator, fv.TreeCollator])
+def test_an_unpatched_model_that_would_mix_documents(kind, collator, tmp_path):
+    """It trained across documents without a word; a dense causal one finds them itself."""
+    given = {
+        "args": TrainingArguments(**settings(tmp_path, max_steps=1)),
+        "train_dataset": [{"input_ids": x} for x in documents()],
+        "data_collator": collator(),
+    }
+    model = new_model(kind)
+    given["eval_dataset"] = given["train_dataset"]
+    finds = kind == "qwen3" and collator is fv.PackedCollator
+    for run in (Trainer.train, Trainer.evaluate, Trainer.train):
+        if finds:
+            run(Trainer(model, **given))
+        else:
+            with pytest.raises(ValueError, match=r"must be patched .* flexvarlen.patch_model"):
+                run(Trainer(model, **given))
+    if collator is fv.PackedCollator:
+        Trainer(fv.patch_model(model, "sdpa"), **given).train()
+
+
 def test_accelerate_moves_a_layout_and_joins_none():
     """Nothing is lost in silence where it puts the batches of processes together."""
     batch = fv.PackedCollator(**SIZES)(rows()[:1])

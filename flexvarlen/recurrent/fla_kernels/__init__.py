@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-_INSTALL = "pip install '.[linear]'"
+_INSTALL = "pip install 'flexvarlen[linear]'"
 
 
 def why_not(x: Tensor) -> str | None:
