@@ -182,8 +182,9 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
         out: Annotated[
             Path,
             typer.Option(
+                "--out",
                 help="File of records (.jsonl), or a folder for SUITE-GPU.jsonl; what it holds is "
-                "not measured again."
+                "not measured again.",
             ),
         ] = Path("build/bench"),
         quick: Annotated[
@@ -192,16 +193,20 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
         cases: Annotated[
             str | None,
             typer.Option(
-                metavar="REGEX", help="Only cases whose name this finds.", show_default=False
+                "--cases",
+                metavar="REGEX",
+                help="Only cases whose name this finds.",
+                show_default=False,
             ),
         ] = None,
         variants: Annotated[
             str | None,
-            typer.Option(help="Only these, with commas between.", show_default=False),
+            typer.Option("--variants", help="Only these, with commas between.", show_default=False),
         ] = None,
         seconds: Annotated[
             float | None,
             typer.Option(
+                "--seconds",
                 min=0.0,
                 help="Approximate seconds spent timing each case. [default: 3, 0.1 with --quick]",
                 show_default=False,
@@ -210,7 +215,11 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
         until: Annotated[
             float | None,
             typer.Option(
-                min=0.0, metavar="S", help="Begin no case after S seconds.", show_default=False
+                "--until",
+                min=0.0,
+                metavar="S",
+                help="Begin no case after S seconds.",
+                show_default=False,
             ),
         ] = None,
         again: Annotated[
@@ -223,7 +232,11 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
         device: Device = None,
         commit: Annotated[
             str | None,
-            typer.Option(help="Commit to record when git cannot determine it.", show_default=False),
+            typer.Option(
+                "--commit",
+                help="Commit to record when git cannot determine it.",
+                show_default=False,
+            ),
         ] = None,
     ) -> None:
         asked = _Asked(out, quick, cases, variants, seconds, until, again, text, device, commit)
@@ -245,12 +258,13 @@ def report(
     page: Annotated[
         list[Path] | None,
         typer.Option(
+            "--page",
             help="A Markdown file whose marked sections are replaced. Repeatable.",
             show_default=False,
         ),
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(help="Folder for the PNGs.", show_default=False)
+        Path | None, typer.Option("--figures", help="Folder for the PNGs.", show_default=False)
     ] = None,
 ) -> None:
     """Tables and figures, from records alone."""
@@ -265,7 +279,7 @@ def diff(
     before: Annotated[Path, typer.Argument(help="JSON lines.")],
     after: Annotated[Path, typer.Argument(help="The same cases, measured later.")],
     threshold: Annotated[
-        float, typer.Option(min=0.0, help="Share by which medians must differ.")
+        float, typer.Option("--threshold", min=0.0, help="Share by which medians must differ.")
     ] = 0.02,
 ) -> None:
     """Faster, slower or unchanged, case by case; exit code 1 if one is slower."""

@@ -30,6 +30,7 @@ def compare(
     model: Annotated[
         list[str] | None,
         typer.Option(
+            "--model",
             help="llama, qwen2, qwen3 or qwen3_5_text (tiny, random weights), a geometry such as "
             "qwen3:1.7b or qwen3:1.7b@14 (14 layers), a folder, or a hub name. Repeatable. "
             "[default: llama, qwen3 and qwen3_5_text]",
@@ -37,7 +38,10 @@ def compare(
         ),
     ] = None,
     backends: Annotated[
-        str, typer.Option(help="all, or names with commas between; see flexvarlen doctor.")
+        str,
+        typer.Option(
+            "--backends", help="all, or names with commas between; see flexvarlen doctor."
+        ),
     ] = "all",
     tokens: RowTokens = None,
     text: Text = None,
@@ -48,7 +52,7 @@ def compare(
     train: Train = True,
     seed: Seed = 0,
     out: Annotated[
-        Path, typer.Option(help="Folder for records.jsonl, table.md and compare.png.")
+        Path, typer.Option("--out", help="Folder for records.jsonl, table.md and compare.png.")
     ] = Path("compare"),
     device: Device = None,
 ) -> None:

@@ -48,6 +48,7 @@ def parse_tokens(text: str | int) -> int:
 Dtype = Annotated[
     str | None,
     typer.Option(
+        "--dtype",
         help="float32, bfloat16 or float16; or fp32, bf16, fp16. [default: float32, bfloat16 on a "
         "GPU]",
         show_default=False,
@@ -55,11 +56,14 @@ Dtype = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda or cuda:1. [default: cuda if there is one]", show_default=False),
+    typer.Option(
+        "--device", help="cpu, cuda or cuda:1. [default: cuda if there is one]", show_default=False
+    ),
 ]
 Text = Annotated[
     list[Path] | None,
     typer.Option(
+        "--text",
         help="A text file of documents, form feeds between them. Repeatable. [default: Python's "
         "help topics]",
         show_default=False,
@@ -68,10 +72,11 @@ Text = Annotated[
 Train = Annotated[
     bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
 ]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
 RowTokens = Annotated[
     int | None,
     typer.Option(
+        "--tokens",
         parser=parse_tokens,
         metavar="TOKENS",
         help="Length of the packed row, e.g. 8192 or 8k. [default: 1024, 8192 on a GPU]",

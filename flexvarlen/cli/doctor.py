@@ -26,6 +26,7 @@ def doctor(
     tokens: Annotated[
         int | None,
         typer.Option(
+            "--tokens",
             parser=parse_tokens,
             metavar="TOKENS",
             help="With --explain: tokens of the row. [default: 8k and 32k]",
@@ -35,13 +36,16 @@ def doctor(
     mean: Annotated[
         int | None,
         typer.Option(
+            "--mean",
             min=1,
             help="With --explain: mean tokens of a document. [default: 512 and 2048]",
             show_default=False,
         ),
     ] = None,
-    heads: Annotated[str, typer.Option(help="With --explain: query heads/KV heads.")] = "32/8",
-    head_dim: Annotated[int, typer.Option(min=1, help="With --explain.")] = 128,
+    heads: Annotated[
+        str, typer.Option("--heads", help="With --explain: query heads/KV heads.")
+    ] = "32/8",
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="With --explain.")] = 128,
 ) -> None:
     """Say what auto takes on this machine, what every backend can do, and what to install."""
     with one_line_errors(doctor):

@@ -50,12 +50,16 @@ Dtypes = Annotated[
 ]
 Backends = Annotated[
     str,
-    typer.Option(help="all, or names with commas between. On a CPU all leaves out slow compilers."),
+    typer.Option(
+        "--backends",
+        help="all, or names with commas between. On a CPU all leaves out slow compilers.",
+    ),
 ]
-Out = Annotated[Path, typer.Option(help="Folder for records.jsonl and report.md.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for records.jsonl and report.md.")]
 FailAbove = Annotated[
     list[str] | None,
     typer.Option(
+        "--fail-above",
         metavar="MEASURE=VALUE",
         help="End with exit code 1 if a measure is larger in any record; MEASURE is a name as in "
         "the records, or the end of several (relative, max_abs). Repeatable.",
@@ -65,7 +69,9 @@ FailAbove = Annotated[
 Again = Annotated[bool, typer.Option("--again", help="Re-measure cases that are already recorded.")]
 Commit = Annotated[
     str | None,
-    typer.Option(help="Commit to record when git cannot determine it.", show_default=False),
+    typer.Option(
+        "--commit", help="Commit to record when git cannot determine it.", show_default=False
+    ),
 ]
 
 
@@ -73,23 +79,30 @@ Commit = Annotated[
 def op(
     suite: Annotated[
         str | None,
-        typer.Option(help="varlen-study, gqa or cpu. [default: cpu, varlen-study on a GPU]"),
+        typer.Option(
+            "--suite", help="varlen-study, gqa or cpu. [default: cpu, varlen-study on a GPU]"
+        ),
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(help='Own cases instead: tokens of each document, as in "256; 320,320".'),
+        typer.Option(
+            "--lengths", help='Own cases instead: tokens of each document, as in "256; 320,320".'
+        ),
     ] = None,
-    heads: Annotated[str, typer.Option(help="With --lengths: query heads/KV heads.")] = "24/24",
-    head_dim: Annotated[int, typer.Option(min=1, help="With --lengths.")] = 128,
+    heads: Annotated[
+        str, typer.Option("--heads", help="With --lengths: query heads/KV heads.")
+    ] = "24/24",
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="With --lengths.")] = 128,
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="With --lengths.")] = True,
     window: Annotated[
-        int | None, typer.Option(min=1, help="With --lengths: keys that a query sees.")
+        int | None, typer.Option("--window", min=1, help="With --lengths: keys that a query sees.")
     ] = None,
     backends: Backends = "all",
     comparisons: Annotated[
         str,
         typer.Option(
-            help="all, or of exact, batch-serial, run-run, eager-compiled, backend-backend."
+            "--comparisons",
+            help="all, or of exact, batch-serial, run-run, eager-compiled, backend-backend.",
         ),
     ] = "all",
     dtype: Dtypes = None,
@@ -130,16 +143,21 @@ def op(
 def model_command(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="llama, qwen3:1.7b@14, a folder, a hub name. [default: qwen3]"),
+        typer.Option(
+            "--model", help="llama, qwen3:1.7b@14, a folder, a hub name. [default: qwen3]"
+        ),
     ] = None,
     text: Text = None,
     tokens: RowTokens = None,
     backends: Backends = "all",
-    baseline: Annotated[str, typer.Option(help="The other backend of backend-backend.")] = "sdpa",
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="The other backend of backend-backend.")
+    ] = "sdpa",
     comparisons: Annotated[
         str,
         typer.Option(
-            help="all, or of packed-alone, packed-padded, backend-backend, eager-compiled, dtype."
+            "--comparisons",
+            help="all, or of packed-alone, packed-padded, backend-backend, eager-compiled, dtype.",
         ),
     ] = "all",
     dtype: Dtypes = None,
@@ -177,12 +195,14 @@ def model_command(
 @drift.command(name="train")
 def train_command(
     model: Annotated[
-        str, typer.Option(help="As in compare; a checkpoint starts from its own parameters.")
+        str,
+        typer.Option("--model", help="As in compare; a checkpoint starts from its own parameters."),
     ] = CPU_MODELS[1],
     text: Text = None,
     tokens: Annotated[
         int | None,
         typer.Option(
+            "--tokens",
             parser=parse_tokens,
             metavar="TOKENS",
             help="Length of each step's row, e.g. 256 or 8k. [default: 256, 8192 on a GPU]",
@@ -192,15 +212,19 @@ def train_command(
     baseline: Annotated[
         str,
         typer.Option(
+            "--baseline",
             help="What the others are compared with: unpacked (each document in its own row), or a "
-            "backend."
+            "backend.",
         ),
     ] = "unpacked",
-    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps.")] = 20,
+    steps: Annotated[int, typer.Option("--steps", min=4, help="Optimizer steps.")] = 20,
     seeds: Annotated[
-        int, typer.Option(min=3, help="Seeds of the baseline; other backends run the first only.")
+        int,
+        typer.Option(
+            "--seeds", min=3, help="Seeds of the baseline; other backends run the first only."
+        ),
     ] = 3,
-    lr: Annotated[float, typer.Option(help="Learning rate, constant.")] = 1e-3,
+    lr: Annotated[float, typer.Option("--lr", help="Learning rate, constant.")] = 1e-3,
     dtype: Dtypes = None,
     device: Device = None,
     out: Out = Path("drift"),

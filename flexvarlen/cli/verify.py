@@ -25,31 +25,40 @@ def verify(
     model: Annotated[
         list[str] | None,
         typer.Option(
+            "--model",
             help="As in compare: llama, qwen3:1.7b@14, a folder, a hub name. Repeatable. "
             "[default: llama, qwen3 and qwen3_5_text]",
             show_default=False,
         ),
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend to patch the model with.")] = "auto",
+    backend: Annotated[
+        str, typer.Option("--backend", help="Backend to patch the model with.")
+    ] = "auto",
     unpatched: Annotated[
         bool, typer.Option("--unpatched", help="Leave the model to transformers' own attention.")
     ] = False,
     attn_implementation: Annotated[
-        str, typer.Option(help="With --unpatched: sdpa, eager, flash_attention_2, ...")
+        str,
+        typer.Option(
+            "--attn-implementation", help="With --unpatched: sdpa, eager, flash_attention_2, ..."
+        ),
     ] = "sdpa",
     form: Annotated[
         str,
         typer.Option(
+            "--form",
             help="How the batch marks document boundaries: position_ids, packed_layout, "
-            "document_ids (a 2D attention_mask that numbers them), cu_seq_lens (with position_ids)."
+            "document_ids (a 2D attention_mask that numbers them), or cu_seq_lens (with "
+            "position_ids).",
         ),
     ] = "position_ids",
     lengths: Annotated[
-        str, typer.Option(help="Tokens of each document, with commas between.")
+        str, typer.Option("--lengths", help="Tokens of each document, with commas between.")
     ] = "5,70,98,1,30,52",
     documents: Annotated[
         int | None,
         typer.Option(
+            "--documents",
             min=1,
             help="Replace this many documents, chosen by the seed. [default: all]",
             show_default=False,

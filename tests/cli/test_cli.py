@@ -1,12 +1,17 @@
 """The command line: exit codes, sentences, what it writes."""
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
+from flexvarlen import cli
 from flexvarlen._version import __version__
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app, console
@@ -24,6 +29,26 @@ def run(tmp_path):
         )
 
     return run
+
+
+def test_every_option_has_a_name_of_its_own_that_no_release_of_typer_changes():
+    """typer 0.27 named options with a parser after their metavar: --TOKENS."""
+    found, commands = [], [get_command(app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        options = [x for x in command.params if x.param_type_name == "option"]
+        found += [name for x in options for name in (*x.opts, *x.secondary_opts)]
+    assert {"--tokens", "--no-train", "--cases", "--fail-above"} <= {*found}
+    assert [name for name in found if not re.fullmatch(r"--[a-z][a-z-]*", name)] == []
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(cli.__file__).parent.glob("*.py")), ids=lambda x: x.stem
+)
+def test_every_option_is_named_where_it_is_declared(file):
+    calls = [x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Call)]
+    options = [x for x in calls if ast.unparse(x.func) == "typer.Option"]
+    assert [ast.unparse(x) for x in options if not x.args] == []
 
 
 def test_compare_prints_a_verdict_and_writes_three_files(run, tmp_path):
