@@ -64,14 +64,14 @@ def test_a_bit_of_another_document(name):
 
 def test_kernels_of_other_packages(monkeypatch):
     """What causal-conv1d and mamba-ssm would get, with stub kernels."""
+    calls, docs = [], documents()  # before tensors claim to be on a GPU, where Triton makes them
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    calls = []
 
     def kernel(x, *args, seq_idx, **kwargs):
         calls.append((x.shape, x.stride(1), seq_idx))
         return x
 
-    theirs, docs = TransformersFunction(kernel, None), documents()
+    theirs = TransformersFunction(kernel, None)
     x = randn(1, T, 6).float()
     out = convolve(theirs, docs, x.transpose(1, 2), randn(6, 4), activation="silu")
     assert torch.equal(out[..., :140], x.transpose(1, 2)[..., :140])
