@@ -202,13 +202,19 @@ def _from_values(
         *shape, given.device, position_ids_BT=given.position_ids, attention_mask_BT=mask
     )
     if given.position_ids is not None and mask is not None and mask.dtype != torch.bool:
-        restarts = (given.position_ids.diff(dim=-1) != 1) & (mask[:, 1:] == mask[:, :-1])
-        elsewhere = restarts & (mask[:, 1:] != 0)
-        sentence = (
-            "position_ids must restart only where the document numbers of attention_mask change, "
-            "got a restart elsewhere; leave one of them out."
+        # Each may leave out boundaries that the other has, but not both.
+        restarts, changes_BS = given.position_ids.diff(dim=-1) != 1, mask.diff(dim=-1) != 0
+        inside = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+        contradict = (
+            numbers_documents(mask)
+            & (restarts & ~changes_BS & inside).any()
+            & (changes_BS & ~restarts & inside).any()
         )
-        conditions = (*conditions, (~(elsewhere.any() & numbers_documents(mask)), sentence))
+        sentence = (
+            "position_ids must restart where the document numbers of attention_mask change, got "
+            "restarts elsewhere and changes without one; leave one of them out."
+        )
+        conditions = (*conditions, (~contradict, sentence))
     padding = None if mask is None else (mask == 0).reshape(-1)
     if changes is not None:  # seq_idx must not cut a run of padding
         starts = starts | (changes if padding is None else changes & ~padding)

@@ -205,7 +205,9 @@ def test_a_mask_that_numbers_other_documents(beside, how):
             HOW[how](numbered)
         else:
             sentence = (
-                "must restart only where" if beside == "position_ids" else "must be 0 and 1, or"
+                "must restart where the document"
+                if beside == "position_ids"
+                else "must be 0 and 1, or"
             )
             with pytest.raises((ValueError, RuntimeError), match=sentence):
                 HOW[how](numbered)
