@@ -8,6 +8,17 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 # Tests marked "slow" repeat in breadth what the others check once; `make test-all` runs them too.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 EVIDENCE := tests/bench tests/verify/drift tests/docs/test_notebooks.py
+# What test-newest runs: each mechanism that touches another package, in a few minutes.
+CORE := $(addprefix tests/patches/,test_patch_undo.py test_accelerate.py test_trainer.py \
+	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py \
+	attention/test_routing.py attention/test_generate.py batch/test_found_layout.py \
+	batch/test_keywords.py forward/test_pooling_heads.py forward/test_recurrent_layers.py \
+	forward/test_unpad.py forward/test_context_parallel.py models/test_gemma4.py \
+	models/test_image_masks.py models/test_vision_towers.py \
+	forward/test_compile_regions.py::test_the_model_that_regions_were_made_of_is_left_as_it_was) \
+	tests/parallel/test_ulysses.py tests/packing/test_sampler_accelerate.py \
+	tests/packing/test_trainer_columns.py tests/attention/test_traceable_operators.py
+SLOW_OF_CORE := bf16 recompilations compiled two_processes mixed_backends
 PYTEST_GPU_ARGS ?=
 COMPARE_ARGS ?=
 BENCH_ARGS ?=
@@ -21,11 +32,22 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 INSTALLED := .venv/.installed
 DEV := .venv/.dev
+# An environment over .venv, whose torch it uses: what is installed into it comes first.
+OVER := import pathlib, sysconfig, sys; pathlib.Path(sysconfig.get_path("purelib"), "base.pth") \
+	.write_text(f"import site; site.addsitedir({sys.argv[1]!r})")
+define over_venv
+	@test -x $(1)/bin/python || .venv/bin/python -m venv --without-pip $(1)
+	@$(1)/bin/python -c '$(OVER)' $$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+endef
+NEWEST := .venv-newest$(if $(TORCH),-torch-$(TORCH))
+RELEASES := transformers accelerate trl peft sentence-transformers
+OLDEST := einops markdown-it-py matplotlib packaging rich typer
+
 # The checkout first, then whatever the caller put there (FlashAttention unpacked in a folder, say).
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-evidence test-all test-gpu test-external fuzz lint notebooks bench clean
+.PHONY: help demo test test-evidence test-all test-newest test-oldest test-gpu test-external fuzz lint notebooks bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +70,27 @@ test-evidence: $(DEV) ## Run the tests of the benchmarks, drift and the notebook
 test-all: $(DEV) ## Run all tests that need no GPU, the slow ones too
 	.venv/bin/python -m pytest --slow $(PYTEST_ARGS)
 
+# With TORCH=2.15.0 that torch too, with its CUDA libraries: gigabytes, into a folder of its own. Where
+# pip's configuration caps torch, put PIP_CONFIG_FILE=/dev/null before it.
+test-newest: $(DEV) ## Run the core tests with the newest transformers, accelerate, TRL, PEFT (TORCH=2.15.0)
+	$(call over_venv,$(NEWEST))
+	@$(NEWEST)/bin/python -m pip install -qq --upgrade \
+		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) $(RELEASES)
+	@$(NEWEST)/bin/python -m pip install -qq --upgrade --no-deps --target $(NEWEST)/fla \
+		fla-core flash-linear-attention
+	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E "^(torch|$(subst $() ,|,$(RELEASES))) "
+	PYTHONPATH=.:$(NEWEST)/fla $(NEWEST)/bin/python -m pytest -q tests/test_private_names.py
+	PYTHONPATH=. $(NEWEST)/bin/python -m pytest $(CORE) \
+		-k "not $(subst $() , and not ,$(SLOW_OF_CORE))" $(PYTEST_ARGS)
+
+test-oldest: $(DEV) ## Run the tests of the commands and figures with the oldest packages allowed
+	$(call over_venv,.venv-oldest)
+	@.venv-oldest/bin/python -m pip install -qq $(foreach name,$(OLDEST),\
+		$(shell sed -n 's/^  "\($(name)\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml))
+	@.venv-oldest/bin/python -m pip list 2>/dev/null | grep -E "^($(subst $() ,|,$(OLDEST))|click) "
+	PYTHONPATH=. .venv-oldest/bin/python -m pytest tests/cli tests/report tests/mask/test_mask_picture.py \
+		$(PYTEST_ARGS)
+
 test-gpu: ## Run the tests that need CUDA, with PYTHON; installs nothing
 	$(WITH_CHECKOUT) $(PYTHON) -m pytest -m gpu --slow $(PYTEST_GPU_ARGS)
 
@@ -68,6 +111,6 @@ notebooks: $(DEV) ## Run the notebooks of examples/, and write their .ipynb anew
 bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="list" lists the suites; default: all)
 	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen bench $(or $(BENCH_ARGS),all)
 
-clean: ## Remove what was built; .venv stays
+clean: ## Remove what was built; .venv and its like stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
