@@ -10,14 +10,16 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 EVIDENCE := tests/bench tests/verify/drift tests/docs/test_notebooks.py
 # What test-newest runs: each mechanism that touches another package, in a few minutes.
 CORE := $(addprefix tests/patches/,test_patch_undo.py test_accelerate.py test_trainer.py \
-	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py \
+	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py test_embed.py \
 	attention/test_routing.py attention/test_generate.py batch/test_found_layout.py \
-	batch/test_keywords.py forward/test_pooling_heads.py forward/test_recurrent_layers.py \
-	forward/test_unpad.py forward/test_context_parallel.py models/test_gemma4.py \
+	batch/test_keywords.py batch/test_packed_caches.py forward/test_pooling_heads.py \
+	forward/test_recurrent_layers.py forward/test_unpad.py forward/test_context_parallel.py \
+	forward/test_liger.py forward/test_replaced_forward.py models/test_gemma4.py \
 	models/test_image_masks.py models/test_vision_towers.py \
 	forward/test_compile_regions.py::test_the_model_that_regions_were_made_of_is_left_as_it_was) \
 	tests/parallel/test_ulysses.py tests/packing/test_sampler_accelerate.py \
-	tests/packing/test_trainer_columns.py tests/attention/test_traceable_operators.py
+	tests/packing/test_trainer_columns.py tests/attention/test_traceable_operators.py \
+	tests/verify/isolation/test_isolation_trainer.py
 SLOW_OF_CORE := bf16 recompilations compiled two_processes mixed_backends
 PYTEST_GPU_ARGS ?=
 COMPARE_ARGS ?=
