@@ -325,7 +325,6 @@ def _inputs(
         "attention_mask": lambda: numbers + 1,
         "seq_idx": lambda: numbers,
     }[case.form]()
-    return {
-        "input_ids": ids,
-        case.form: value.to(case.dtype) if case.form in TYPED else value,
-    }, real
+    if case.form in TYPED and (case.dtype in FLOATS or value.max() <= torch.iinfo(case.dtype).max):
+        value = value.to(case.dtype)
+    return {"input_ids": ids, case.form: value}, real
