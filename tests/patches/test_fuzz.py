@@ -14,7 +14,7 @@ from tests.fuzz_heads import HEADS
 
 
 def test_no_mismatch():
-    tally = fuzz.fuzz(range(60))
+    tally = fuzz.fuzz(range(90))
     assert not tally.mismatches
     assert sum(tally.refused[name] for name in set(BACKENDS)) <= 2  # heads refuse many
     assert tally.drawn.keys() >= FORMS.keys()
