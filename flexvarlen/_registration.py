@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -36,16 +37,17 @@ def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
     """Call `function` with a module: now, or at the end of its import."""
     if name in sys.modules:
         function(sys.modules[name])
-    elif not any(isinstance(x, _AfterImport) and x.name == name for x in sys.meta_path):
+    elif _AfterImport(name, function) not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport(name, function))
 
 
+@dataclass
 class _AfterImport(MetaPathFinder):
     """Finds a module as the other finders do, and calls a function after its import."""
 
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self.name, self._function = name, function
-        self._searching = False  # True while the other finders search
+    name: str
+    function: Callable[[ModuleType], None]
+    _searching: bool = field(default=False, compare=False)  # True while the other finders search
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -64,7 +66,7 @@ class _AfterImport(MetaPathFinder):
             def execute_and_call(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
-                self._function(module)
+                self.function(module)
 
             spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

@@ -98,8 +98,11 @@ TORCH = (
     Name(
         "torch._inductor.compile_fx.compile_fx",
         f"{_FLEX} verify/variants.py",
-        takes="config_patches",
+        takes="inner_compile config_patches",
     ),
+    Name("torch._inductor.compile_fx.compile_fx_inner", _FLEX),
+    Name("torch._guards.TracingContext.fw_metadata", _FLEX),
+    Name("torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs", _FLEX),
     Name("torch._inductor.cudagraph_trees.CUDAGraphNode._record", "layout/launch_sizes.py"),
     Name("torch._inductor.utils.fresh_cache", "verify/compare/check.py"),
     Name(
@@ -331,11 +334,11 @@ TRANSFORMERS = (
     Name(
         "transformers.models.roberta.modeling_roberta.RobertaEmbeddings"
         ".create_position_ids_from_input_ids",
-        "patches/forward/steps.py",
+        _LAYERS,
     ),
     Name(
         "transformers.models.roberta.modeling_roberta.RobertaEmbeddings.padding_idx",
-        "patches/forward/steps.py",
+        _LAYERS,
     ),
     Name("transformers.models.bert.modeling_bert.BertModel.pooler", "patches/forward/padding.py"),
     Name("transformers.models.bert.modeling_bert.BertModel.encoder", _LAYERS),
@@ -469,6 +472,13 @@ TRANSFORMERS = (
     # Trainer
     Name("transformers.Trainer.model_init", _TRAINERS),
     Name("transformers.Trainer._prepare_inputs", _TRAINERS),
+    Name("transformers.Trainer.prediction_step", "patches/forward/predictions.py"),
+    Name("transformers.trainer.DEFAULT_CALLBACKS", "patches/trainer_callback.py"),
+    Name(
+        "transformers.integrations.neftune.neftune_post_forward_hook",
+        "patches/forward/neftune.py",
+        says="neftune_noise_alpha training",
+    ),
     Name(
         "transformers.Trainer._set_signature_columns_if_needed",
         "patches/forward/wrapper.py",
@@ -499,6 +509,10 @@ ACCELERATE = (
         "patches/attention/context_parallel.py",
     ),
     Name("accelerate.state.GradientState.dataloader_references", _PASS),
+    *(
+        Name(f"accelerate.state.GradientState.{name}", "patches/forward/predictions.py")
+        for name in ("active_dataloader", "end_of_dataloader", "remainder")
+    ),
     *(
         Name(f"accelerate.data_loader.{name}", _PASS)
         for name in (
@@ -558,14 +572,14 @@ TRL = (
     ),
 )
 
+_ADAPTERS = "patches/forward/adapters.py"
+
 PEFT = (
-    Name("peft.PeftModel.peft_config", "patches/forward/heads.py"),
-    Name("peft.tuners.tuners_utils.BaseTuner.peft_config", "patches/forward/heads.py"),
-    Name(
-        "peft.PeftConfig.is_prompt_learning",
-        "patches/forward/heads.py",
-        holds=behaviour.prompt_tuning_is_prompt_learning,
-    ),
+    Name("peft.PeftModel.peft_config", _ADAPTERS),
+    Name("peft.PeftModel.get_prompt", _ADAPTERS),
+    Name("peft.tuners.tuners_utils.BaseTuner.peft_config", _ADAPTERS),
+    Name("peft.PeftConfig.peft_type", _ADAPTERS),
+    Name("peft.LoraConfig.alora_invocation_tokens", _ADAPTERS),
 )
 
 _BOUNDARIES = "cu_seqlens chunk_indices"

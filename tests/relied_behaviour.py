@@ -188,10 +188,3 @@ def compile_regions_keeps_attributes_and_wraps_layers():
     compiled = compile_regions(model, backend="eager")
     assert compiled.tested_attribute == 1
     assert compiled.base_model.layers[0]._modules["_orig_mod"] is model.base_model.layers[0]
-
-
-def prompt_tuning_is_prompt_learning():
-    from peft import LoraConfig, PromptTuningConfig
-
-    assert PromptTuningConfig(num_virtual_tokens=1, task_type="CAUSAL_LM").is_prompt_learning
-    assert not LoraConfig().is_prompt_learning

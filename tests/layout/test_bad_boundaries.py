@@ -327,7 +327,7 @@ def test_what_is_no_tensor_or_layout_is_named(name, call, value):
         call(value)
 
 
-@pytest.mark.parametrize("of", [np.int32, np.int64, np.uint8, torch.tensor], ids=str)
+@pytest.mark.parametrize("of", [np.int32, np.int64, np.uint8, torch.tensor])
 def test_integers_of_numpy_and_torch(of):
     """They were refused, where a length is one of an array."""
     sizes = {"total_tokens": of(9), "capacity": of(4), "max_seqlen_bound": of(8)}
