@@ -85,10 +85,11 @@ test-newest: $(DEV) ## Run the core tests with the newest transformers, accelera
 	PYTHONPATH=. $(NEWEST)/bin/python -m pytest $(CORE) \
 		-k "not $(subst $() , and not ,$(SLOW_OF_CORE))" $(PYTEST_ARGS)
 
+# click is typer's: the oldest that its oldest allows.
 test-oldest: $(DEV) ## Run the tests of the commands and figures with the oldest packages allowed
 	$(call over_venv,.venv-oldest)
 	@.venv-oldest/bin/python -m pip install -qq $(foreach name,$(OLDEST),\
-		$(shell sed -n 's/^  "\($(name)\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml))
+		$(shell sed -n 's/^  "\($(name)\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml)) click==8.0
 	@.venv-oldest/bin/python -m pip list 2>/dev/null | grep -E "^($(subst $() ,|,$(OLDEST))|click) "
 	PYTHONPATH=. .venv-oldest/bin/python -m pytest tests/cli tests/report tests/mask/test_mask_picture.py \
 		$(PYTEST_ARGS)
