@@ -1,6 +1,6 @@
 """Each name of another package that we rely on is there: the first thing to run on a new release.
 
-`tests/private_names.py` is the list. A name that only moved gets an alternative there ("a | b").
+`tests/private_names/` is the list. A name that only moved gets an alternative there ("a | b").
 """
 
 import ast
@@ -130,7 +130,7 @@ def test_list_holds_every_private_name_that_the_code_uses():
                 used.setdefault(private, file.relative_to(ROOT).as_posix())
     known = listed | ours
     missing = {x: file for x, file in used.items() if x not in known}
-    assert missing == {}, "add them to tests/private_names.py"
+    assert missing == {}, "add them to tests/private_names/"
 
 
 def test_list_names_files_that_use_the_name():

@@ -1,0 +1,166 @@
+"""Of accelerate, TRL, PEFT and fla."""
+
+from __future__ import annotations
+
+from tests import relied_behaviour as behaviour
+from tests.private_names.name import Name
+
+_DELTA = "recurrent/fla_kernels/delta_rules.py"
+_SCAN = "recurrent/fla_kernels/decayed_scan.py"
+_CONV = "recurrent/fla_kernels/convolution.py"
+_TRAINERS = "patches/trainers.py"
+_PASS = "packing/loader_pass.py"
+
+ACCELERATE = (
+    Name(
+        "accelerate.state.AcceleratorState._shared_state",
+        "patches/attention/context_parallel.py",
+    ),
+    Name(
+        "accelerate.state.AcceleratorState.parallelism_config",
+        "patches/attention/context_parallel.py",
+    ),
+    Name(
+        "accelerate.parallelism_config.ParallelismConfig.cp_enabled",
+        "patches/attention/context_parallel.py",
+    ),
+    Name(
+        "accelerate.parallelism_config.ParallelismConfig.sp_enabled",
+        "patches/attention/context_parallel.py",
+    ),
+    Name("accelerate.state.GradientState.dataloader_references", _PASS),
+    *(
+        Name(f"accelerate.state.GradientState.{name}", "patches/forward/predictions.py")
+        for name in ("active_dataloader", "end_of_dataloader", "remainder")
+    ),
+    *(
+        Name(f"accelerate.data_loader.{name}", _PASS)
+        for name in (
+            "DataLoaderShard.iteration",
+            "DataLoaderShard.end_of_dataloader",
+            "DataLoaderDispatcher.iteration",
+            "DataLoaderDispatcher.slice_fn",
+            "DataLoaderDispatcher.split_batches",
+            "DataLoaderDispatcher.state",
+            "BatchSamplerShard.batch_sampler",
+            "BatchSamplerShard.num_processes",
+            "BatchSamplerShard.split_batches",
+            "SkipBatchSampler.batch_sampler",
+            "SkipBatchSampler.skip_batches",
+        )
+    ),
+    Name(
+        "accelerate.utils.compile_regions",
+        "patches/forward/wrapper.py",
+        holds=behaviour.compile_regions_keeps_attributes_and_wraps_layers,
+    ),
+    Name(
+        "accelerate.utils.extract_model_from_parallel",
+        "patches/forward/wrapper.py",
+        says="__wrapped__",
+    ),
+    Name(
+        "accelerate.hooks.add_hook_to_module",
+        "patches/models/rope.py patches/isolation/model_run.py",
+        says="_hf_hook _old_forward",
+    ),
+    Name("accelerate.hooks.AlignDevicesHook.execution_device", "patches/isolation/model_run.py"),
+    Name("accelerate.hooks.SequentialHook.hooks", "patches/isolation/model_run.py"),
+)
+
+TRL = (
+    *(
+        Name(f"trl.{name}", _TRAINERS)
+        for name in (
+            "DPOTrainer.ref_model",
+            "DPOTrainer.aux_loss_enabled",
+            "KTOTrainer.ref_model",
+            "KTOTrainer.aux_loss_enabled",
+            "GRPOTrainer.ref_model",
+            "GRPOTrainer.aux_loss_enabled",
+            "GRPOTrainer.reward_funcs",
+            "GRPOTrainer.num_generations",
+        )
+    ),
+    Name("trl.GRPOTrainer._prepare_inputs", _TRAINERS, says="shuffle_sequence_dict"),
+    Name("trl.trainer.grpo_trainer.shuffle_sequence_dict", _TRAINERS),
+    Name(
+        "trl.trainer.utils.add_fused_lm_head | trl.models.utils.add_fused_lm_head"
+        " | trl.trainer.grpo_trainer.add_fused_lm_head",
+        "patches/forward/wrapper.py",
+        says="fused_lm_head:",
+    ),
+)
+
+_ADAPTERS = "patches/forward/adapters.py"
+
+PEFT = (
+    Name("peft.PeftModel.peft_config", _ADAPTERS),
+    Name("peft.PeftModel.get_prompt", _ADAPTERS),
+    Name("peft.tuners.tuners_utils.BaseTuner.peft_config", _ADAPTERS),
+    Name("peft.PeftConfig.peft_type", _ADAPTERS),
+    Name("peft.LoraConfig.alora_invocation_tokens", _ADAPTERS),
+)
+
+_BOUNDARIES = "cu_seqlens chunk_indices"
+_STATES = "initial_state output_final_state"
+_FLA_PASSES = {
+    "ops.gated_delta_rule.chunk.chunk_gated_delta_rule_fwd": (
+        _DELTA,
+        f"q k v g beta scale {_STATES}",
+    ),
+    "ops.gated_delta_rule.chunk.chunk_gated_delta_rule_bwd": (
+        _DELTA,
+        "q k v g beta A scale initial_state do dht",
+    ),
+    "ops.kda.chunk_fwd.chunk_kda_fwd": (_DELTA, f"q k v g beta scale {_STATES} chunk_size"),
+    "ops.kda.chunk_bwd.chunk_kda_bwd": (
+        _DELTA,
+        "q k v g beta Aqk Akk scale initial_state do dht chunk_size",
+    ),
+    "ops.simple_gla.chunk.chunk_simple_gla_fwd": (_SCAN, "q k v g scale"),
+    "ops.simple_gla.chunk.chunk_simple_gla_bwd": (
+        _SCAN,
+        "q k v g g_gamma initial_state do dht scale",
+    ),
+    "modules.causal_conv1d.ops.causal_conv1d_fwd": (
+        _CONV,
+        "x weight bias residual activation chunk_size",
+    ),
+    "modules.causal_conv1d.ops.causal_conv1d_bwd": (
+        _CONV,
+        "x dy dht weight bias activation chunk_size",
+    ),
+}
+
+FLA = (
+    *(
+        Name(f"fla.{name}", used_by, takes=f"{takes} {_BOUNDARIES}")
+        for name, (used_by, takes) in _FLA_PASSES.items()
+    ),
+    Name(
+        "fla.ops.common.chunk_o.chunk_bwd_dqkwg",
+        "recurrent/fla_kernels/hopper.py",
+        takes=f"q k v do h dh g g_gamma scale dv w state_v_first chunk_size {_BOUNDARIES}",
+    ),
+    Name("fla.modules.norm.l2norm.l2norm_fwd", _DELTA),
+    Name("fla.modules.norm.l2norm.l2norm_bwd", _DELTA),
+    Name("fla.ops.utils.chunk_local_cumsum", _SCAN),
+    Name(
+        "fla.ops.utils.cumsum.chunk_local_cumsum",
+        _SCAN,
+        takes=f"chunk_size reverse scale {_BOUNDARIES}",
+    ),
+    Name("fla.ops.utils.constant.RCP_LN2", _SCAN),
+    Name("fla.ops.utils.index.prepare_chunk_offsets", "recurrent/fla_kernels/arguments.py"),
+    *(
+        Name(f"fla.{name}", "recurrent/fla_kernels/hopper.py")
+        for name in (
+            "backends.BaseBackend",
+            "backends.register",
+            "utils.IS_NVIDIA_HOPPER",
+            "utils.TRITON_ABOVE_3_4_0",
+            "utils.TRITON_ABOVE_3_7_1",
+        )
+    ),
+)
