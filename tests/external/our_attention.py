@@ -144,11 +144,11 @@ class OurAttention:
     def _patch(self, inner: PreTrainedModel) -> None:
         if inner.config._attn_implementation == "eager":
             return
-        if type(inner).__name__.endswith(("Model", "ForCausalLM")):
+        try:
             fv.patch_model(inner, self.backend)
-        else:
-            with pytest.raises(NotImplementedError, match="patch its base model"):
-                fv.patch_model(inner, self.backend)
+        except NotImplementedError as refusal:  # a head whose labels are not known
+            if "patch its base model" not in str(refusal):
+                raise
             fv.patch_model(inner.base_model, self.backend)
 
 
