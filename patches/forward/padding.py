@@ -8,7 +8,6 @@ Shapes: B rows of S tokens, T = B·S.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +36,8 @@ from flexvarlen.patches.state import CONTEXT, Patch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from flexvarlen.patches.forward.inputs import ForwardInputs
 
 COMPILED_MULTIPLE = 1024
 """Default `unpad_to_multiple_of` of compiled models; docs/benchmarks/preference.md compares it."""
@@ -200,25 +201,22 @@ def begin_rows_with_documents(inputs: dict[str, Any], tokens: Tensor) -> dict[st
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def layout_of_pooling_head(
-    find: Callable[[], PackedLayout], batch: int, *, pads_left: bool, is_explicit: bool
-) -> tuple[PackedLayout, PaddedBatch | None]:
+def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, PaddedBatch | None]:
     """The layout of a head with one output per document, and a batch with a row for each.
 
-    Args:
-        find: finds the layout of B rows.
-        pads_left: as in `pad_documents`.
-        is_explicit: whether the documents are given explicitly, so that no mask shows padding.
+    Padding is on the right, as in the batches that heads are trained with. A causal head without
+    ids reads the last token of each row.
 
     Returns:
-        No batch if each row holds one document already.
+        No batch if a mask shows that each row holds one document already.
 
     Reads the device, and breaks a compiled graph.
     """
-    layout = find()
-    if not is_explicit and bool(one_document_per_row(layout, batch)):
+    layout = forward.find_layout()
+    if not forward.is_explicit and bool(one_document_per_row(layout, forward.batch)):
         return layout, None
-    return layout, pad_documents(layout, pads_left=pads_left)
+    without_ids = forward.inputs.get("input_ids") is None
+    return layout, pad_documents(layout, pads_left=forward.causal and without_ids)
 
 
 def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, batch: int) -> None:

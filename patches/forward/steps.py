@@ -20,14 +20,12 @@ from flexvarlen.layout.boundaries import holds_integers, require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
-from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.cache import (
     mark_cache,
     note_documents,
     refuse_packed_documents,
     tokens_seen,
 )
-from flexvarlen.patches.batch.checks import refuse_next_token_after_padding
 from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.positions import (
@@ -39,18 +37,12 @@ from flexvarlen.patches.batch.unpacked_rows import (
     one_document_per_row,
     refuse_boundaries,
 )
-from flexvarlen.patches.batch.unsupported_keywords import (
-    refuse_mask_of_another_kind,
-    refuse_other_names,
-)
 from flexvarlen.patches.forward.adapters import refuse_adapters_of_rows
 from flexvarlen.patches.forward.heads import (
     CAUSAL,
     CHOICES,
-    HEAD,
     PER_DOCUMENT,
     PER_ROW,
-    HeadReference,
     check_document_labels,
     refuse_pooling,
     wrap_loss,
@@ -68,11 +60,14 @@ from flexvarlen.patches.forward.padding import (
     share_prefixes,
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, head_drops_keywords
+from flexvarlen.patches.forward.refusals import (
+    KEPT_BY_HEAD,
+    refuse_head_without_documents,
+    refuse_inputs,
+)
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.trees import refuse_beside_tree, take_loss
-from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.gemma4 import keep_all_queries, refuse_reentrant_checkpoints
-from flexvarlen.patches.models.image_masks import refuse_images
 from flexvarlen.patches.models.layers import (
     base_of,
     chunk_size_of,
@@ -86,7 +81,7 @@ from flexvarlen.patches.models.layers import (
 from flexvarlen.patches.models.llama4 import has_temperature
 from flexvarlen.patches.models.qwen_vl import has_images, image_positions
 from flexvarlen.patches.models.rope import has_longrope
-from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, IMPLEMENTATIONS, Patch
+from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, Patch
 from flexvarlen.recurrent.documents import RecurrentDocuments
 
 
@@ -125,44 +120,27 @@ def _prepare(
     tokens, given = _tokens(inputs), inputs.get(CONTEXT)
     if tokens is None or isinstance(given, PackedForward | Unpacked):
         return _from_head(module, inputs)
-    _refuse(module, patch, inputs)
-    keep = inputs.get("logits_to_keep")
-    refuse_next_token_after_padding(inputs.get("attention_mask"), tokens.shape[1], keep)
+    refuse_inputs(module, patch, inputs, tokens)
     _widen_numbers(inputs)
-    pools = is_head and patch.head in (*PER_DOCUMENT, CHOICES)
-    if pools and not patch.causal:
+    head = patch.head if is_head else ""
+    if head in (*PER_DOCUMENT, CHOICES) and not patch.causal:
         inputs = begin_rows_with_documents(inputs, tokens)
-        tokens = _tokens(inputs)
-        assert tokens is not None
     padded = padded_batch(module, patch, inputs, tokens)
     if padded is not None and is_head:
-        if patch.head in CAUSAL:
-            mask_labels(module, inputs, padded.unpredicted_tokens())
-        if pools:
-            refuse_empty_rows(padded)
-        if patch.head in PER_DOCUMENT:
-            check_document_labels(inputs.get("labels"), padded.batch)
-        return give_to_base(module, inputs, padded)
+        return _padded_head(module, head, inputs, padded)
     came_from_head = padded is not None and padded is given
     if padded is not None:
         padded = share_prefixes(module, patch, inputs, padded)
-        inputs = padded.inputs_of_row(inputs)
-        tokens = _tokens(inputs)
-        assert tokens is not None
+        inputs, tokens = padded.inputs_of_row(inputs), padded.to_row(tokens)
     forward = ForwardInputs(module, patch, inputs, tokens, padded)
     if not came_from_head:
-        _refuse_head_without_documents(module, forward.is_explicit)
+        refuse_head_without_documents(module, forward.is_explicit)
     if forward.group is not None:
         prepare_shard(module, inputs, forward.boundaries, tokens, forward.config, forward.group)
     if forward.why_unpacked is not None:
         return _unpacked(forward, forward.why_unpacked)
-    if is_head and patch.head in PER_DOCUMENT:
-        layout, rows = layout_of_pooling_head(
-            forward.find_layout,
-            forward.batch,
-            pads_left=forward.causal and inputs.get("input_ids") is None,
-            is_explicit=forward.is_explicit,
-        )
+    if head in PER_DOCUMENT:
+        layout, rows = layout_of_pooling_head(forward)
         documents = forward.batch if rows is None else rows.batch
         check_document_labels(inputs.get("labels"), documents)
         if rows is not None:
@@ -170,10 +148,34 @@ def _prepare(
             return give_to_base(module, inputs, rows)
     else:
         layout = forward.find_layout()
-    if is_head and patch.head in PER_ROW:
+    return _packed_row(forward, layout, head)
+
+
+def _padded_head(
+    module: nn.Module, head: str, inputs: dict[str, Any], padded: PaddedBatch
+) -> dict[str, Any]:
+    """The arguments of a head whose base model runs its padded batch as a packed row."""
+    if head in CAUSAL:
+        mask_labels(module, inputs, padded.unpredicted_tokens())
+    if head in (*PER_DOCUMENT, CHOICES):
+        refuse_empty_rows(padded)
+    if head in PER_DOCUMENT:
+        check_document_labels(inputs.get("labels"), padded.batch)
+    return give_to_base(module, inputs, padded)
+
+
+def _packed_row(forward: ForwardInputs, layout: PackedLayout, head: str) -> dict[str, Any]:
+    """The arguments of a model that runs rows of documents.
+
+    Args:
+        head: as in `Patch`; "" where the base model is called.
+    """
+    module, inputs, patch = forward.module, forward.inputs, forward.patch
+    is_base = forward.base is module
+    if head in PER_ROW:
         refuse_pooling(type(module).__name__, layout, forward.batch)
-    if layout.segments is not None and padded is None:
-        refuse_beside_tree(forward, pools=is_head and patch.head not in CAUSAL)
+    if layout.segments is not None and forward.padded is None:
+        refuse_beside_tree(forward, pools=not is_base and head not in CAUSAL)
     _set_positions(forward, layout)
     # Other heads' labels belong to the tokens themselves, and so do a tree's.
     if patch.head in CAUSAL and layout.segments is None:
@@ -182,11 +184,11 @@ def _prepare(
     _set_use_cache(forward, layout)
     packed = packed_forward(module, patch, layout)
     _pass_on(inputs, packed, patch)
-    packed.packs, packed.padded = forward.packs, padded
+    packed.packs, packed.padded = forward.packs, forward.padded
     packed.padded_row_tokens = forward.padded_row_tokens
     packed.tree_loss = take_loss(module, inputs)
     _note_cache(forward, packed)
-    if not is_head:
+    if is_base:
         note_pooler(module, inputs, packed, forward.batch)
     _set_attention_mask(forward, packed)
     return inputs
@@ -221,20 +223,13 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
     base = base_of(module)  # type: ignore[arg-type]
     is_head = base is not module and ATTRIBUTE in base.__dict__
     if is_head and packed.packs and not packed.reached_base:
-        raise ValueError(_KEPT_BY_HEAD)
+        raise ValueError(KEPT_BY_HEAD)
     if packed.tree_loss is not None and base is not module:
         outputs["loss"] = packed.tree_loss(outputs.logits)
     if packed.one_per_row is not None:
         mark_cache(outputs, packed.one_per_row)
     if base is module:
         pad_and_pool(base, packed, outputs)
-
-
-_KEPT_BY_HEAD = (
-    "a patched head's forward must pass its **kwargs on to its base model, as they carry the "
-    "documents to the layers, got one that did not: its outputs may mix documents; call the base "
-    "model with **kwargs, and patch_model again if another forward was set on it since."
-)
 
 
 def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
@@ -289,52 +284,12 @@ def _pass_on(inputs: dict[str, Any], context: PackedForward | Unpacked, patch: P
         inputs[DOCUMENTS] = context  # the only keyword that every recurrent layer gets
 
 
-def _refuse(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
-    """Refuse inputs that would be ignored or misread."""
-    refuse_context_parallel()
-    refuse_other_names(inputs, type(module))
-    refuse_mask_of_another_kind(inputs.get("attention_mask"))
-    refuse_images(module.config, inputs)
-    implementation: Any = text_config_of(module.config)._attn_implementation
-    if IMPLEMENTATIONS.get(implementation) not in patch.backends:
-        raise ValueError(
-            "a patched model's attn_implementation must stay its own, got "
-            f"{implementation!r}, set since; call unpatch_model before setting another, or "
-            "patch_model again."
-        )
-
-
 def _widen_numbers(inputs: dict[str, Any]) -> None:
     """Make positions and a 2D mask int64 where they are integers, as sums and differences wrap."""
     for name in ("position_ids", "attention_mask"):
         given = inputs.get(name)
         if isinstance(given, Tensor) and given.ndim < 4 and holds_integers(given):
             inputs[name] = given.to(torch.int64)
-
-
-def _refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
-    """Raise if a base model gets no documents although its head is running with some.
-
-    A head whose wrapper is gone did not mask its labels either. A head that calls its base model
-    with another batch must pass that batch's documents explicitly.
-    """
-    reference: HeadReference | None = base.__dict__.get(HEAD)
-    if reference is None:
-        return
-    if reference.is_unwrapped():
-        raise ValueError(
-            "a patched model's forward must stay the one that patch_model wrapped, got another "
-            "that was set since (by a library, or by taking hooks off), under which labels cross "
-            "documents; call patch_model again, after all else that changes forward, or, as "
-            "Trainer's use_liger_kernel changes it when training starts, apply Liger to the model "
-            "before patch_model and leave use_liger_kernel out."
-        )
-    if torch.compiler.is_compiling() or reference.module is None:
-        return
-    of_head = arguments_of_running_call(reference.module).get(CONTEXT)
-    packs = isinstance(of_head, PackedForward) and of_head.packs and not is_explicit
-    if packs or isinstance(of_head, PaddedBatch):
-        raise ValueError(_KEPT_BY_HEAD)
 
 
 def _unpacked(forward: ForwardInputs, why: str) -> dict[str, Any]:

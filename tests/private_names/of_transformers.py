@@ -89,7 +89,7 @@ TRANSFORMERS = (
     *(
         Name(f"transformers.PreTrainedConfig.{name}", used_by)
         for name, used_by in {
-            "_attn_implementation": "patches/state.py patches/forward/steps.py",
+            "_attn_implementation": "patches/state.py patches/forward/refusals.py",
             "_attn_implementation_internal": _TOWER,
             "sub_configs": "patches/state.py",
             "get_text_config": "patches/embed.py",
