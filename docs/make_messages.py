@@ -4,8 +4,8 @@
     python docs/make_messages.py --check     # exit code 1 if it would change
 
 Nothing is imported: the sources are parsed. A text is what an exception is made with, what
-`warnings.warn` and `torch._assert_async` are given, and what a check of a backend returns. The page
-is sorted by text, so moving a file does not change it.
+`warnings.warn`, `torch._assert_async` and a `Condition` are given, and what a check of a backend
+returns. The page is sorted by text, so moving a file does not change it.
 """
 
 from __future__ import annotations
@@ -194,6 +194,8 @@ def _direct(file: _File, exceptions: set[str]) -> Iterator[tuple[str, ast.expr]]
             name = _name(node.func)
             if name in exceptions and node.args and not isinstance(node.args[0], ast.Starred):
                 yield name, node.args[0]
+            elif name == "Condition" and len(node.args) > 1:
+                yield "ValueError", node.args[1]
             elif name == "warn" and node.args:
                 yield "warning", node.args[0]
             elif name == "_assert_async" and len(node.args) > 1:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,18 @@ def round_up_to_power_of_two(n: int) -> int:
     while power < n:  # bit_length() would specialize n
         power *= 2
     return power
+
+
+class Condition(NamedTuple):
+    """What must hold of values on a device, read together with other values.
+
+    Attributes:
+        holds: bool 0-dim.
+        sentence: what to raise where it does not.
+    """
+
+    holds: Tensor
+    sentence: str
 
 
 def holds_integers(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from flexvarlen.layout.boundaries import (
     INT32_MAX,
+    Condition,
     check_boundaries,
     check_copy,
     check_fit,
@@ -394,7 +395,7 @@ max_seqlen_bound=6, device=cpu)
         padding_T: Tensor | None = None,
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
-        conditions: Sequence[tuple[Tensor, str]] = (),
+        conditions: Sequence[Condition] = (),
     ) -> PackedLayout:
         """A layout from flags: a document (or a padding run) begins at each True.
 
@@ -403,8 +404,7 @@ max_seqlen_bound=6, device=cpu)
             padding_T: bool `[T]`, True at padding tokens; a run of them is a slot of its own.
             capacity, max_seqlen_bound: as in `from_lengths`; inside a compiled graph the defaults
                 are `default_capacity(T)` and T.
-            conditions: what must hold, bool 0-dim, each with the sentence to raise where it does
-                not; read together with the flags. A compiled graph asserts them on the device.
+            conditions: read together with the flags. A compiled graph asserts them on the device.
 
         Raises:
             ValueError: flags that are not bool, a condition that does not hold, or documents that

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import (
+    Condition,
     as_int,
     default_capacity,
     document_starts,
@@ -129,8 +130,7 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
     return _with_padding(explicit, given, conditions)
 
 
-Conditions = tuple[tuple[Tensor, str], ...]
-"""Each a bool 0-dim that must hold, and the sentence to raise where it does not."""
+Conditions = tuple[Condition, ...]
 
 
 def _in_exact_numbers(given: GivenDocuments) -> tuple[GivenDocuments, Conditions]:
@@ -146,11 +146,12 @@ def _in_exact_numbers(given: GivenDocuments) -> tuple[GivenDocuments, Conditions
     if mask is not None and holds_integers(mask):
         mask = mask.to(torch.int64)
     elif mask is not None and mask.dtype != torch.bool:
-        sentence = (
+        binary = Condition(
+            ~numbers_documents(mask),
             f"attention_mask must be 0 and 1 in {mask.dtype}, which rounds document numbers, got "
-            "other values; keep document numbers in torch.int64 when a batch is cast."
+            "other values; keep document numbers in torch.int64 when a batch is cast.",
         )
-        conditions, mask = ((~numbers_documents(mask), sentence),), mask != 0
+        conditions, mask = (binary,), mask != 0
     return given._replace(position_ids=positions, attention_mask=mask), conditions
 
 
@@ -210,11 +211,12 @@ def _from_values(
             & (restarts & ~changes_BS & inside).any()
             & (changes_BS & ~restarts & inside).any()
         )
-        sentence = (
+        agree = Condition(
+            ~contradict,
             "position_ids must restart where the document numbers of attention_mask change, got "
-            "restarts elsewhere and changes without one; leave one of them out."
+            "restarts elsewhere and changes without one; leave one of them out.",
         )
-        conditions = (*conditions, (~contradict, sentence))
+        conditions = (*conditions, agree)
     padding = None if mask is None else (mask == 0).reshape(-1)
     if changes is not None:  # seq_idx must not cut a run of padding
         starts = starts | (changes if padding is None else changes & ~padding)
@@ -245,11 +247,12 @@ def _with_padding(
     if mask.dtype != torch.bool:
         changes = changes_in_rows(mask).reshape(-1)
         same = same_documents(changes, explicit, mask, (given.batch, given.row_tokens))
-        sentence = (
+        agree = Condition(
+            same | ~numbers_documents(mask),
             "attention_mask must be 0 and 1, or number the documents of packed_layout or "
-            "cu_seq_lens_q, got other documents; leave one of them out."
+            "cu_seq_lens_q, got other documents; leave one of them out.",
         )
-        conditions = (*conditions, (same | ~numbers_documents(mask), sentence))
+        conditions = (*conditions, agree)
     padding = (mask == 0).reshape(-1) | ~explicit.real_tokens()
     bound = given.max_seqlen_bound
     bound = explicit.max_seqlen_bound if bound is None else bound
