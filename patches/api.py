@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
-from flexvarlen.layout.boundaries import checked_sizes
+from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.adapters import (

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize as to_unit_length
 from transformers import PreTrainedTokenizerBase
 
-from flexvarlen.layout.boundaries import as_int, round_up_to_power_of_two
+from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
 from flexvarlen.packing import pack

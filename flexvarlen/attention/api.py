@@ -18,7 +18,7 @@ from flexvarlen.attention.call import AttentionCall, is_past_int32
 from flexvarlen.attention.check_arguments import check_numbers, check_tensors
 from flexvarlen.attention.choose import choose
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
-from flexvarlen.layout.boundaries import require_tensor
+from flexvarlen.layout.arguments import require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align

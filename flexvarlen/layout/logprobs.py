@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.layout.boundaries import as_int, require_tensor
+from flexvarlen.layout.arguments import as_int, require_tensor
 from flexvarlen.layout.per_document import (
     accumulation_dtype,
     document_boundaries,

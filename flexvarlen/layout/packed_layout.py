@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexvarlen.layout.boundaries import (
+from flexvarlen.layout.arguments import (
     INT32_MAX,
+    checked_sizes,
+    holds_integers,
+    integers,
+    require_device,
+    require_tensor,
+)
+from flexvarlen.layout.boundaries import (
     Condition,
     check_boundaries,
     check_copy,
     check_fit,
-    checked_sizes,
     default_capacity,
     document_starts,
-    holds_integers,
     host_int32,
-    integers,
     is_traced,
-    require_device,
-    require_tensor,
     round_up_to_power_of_two,
     safe_boundaries,
     traced_boundaries,

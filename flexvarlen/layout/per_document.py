@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexvarlen.layout.boundaries import require_layout, require_tensor
+from flexvarlen.layout.arguments import require_layout, require_tensor
 from flexvarlen.layout.launch_sizes import is_replayed
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import HAS_TRITON, as_int, host_int32, integers, is_traced
+from flexvarlen.layout.arguments import as_int, integers
+from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, is_traced
 
 
 class Segments:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from flexvarlen.layout.boundaries import require_tensor, whole_numbers
+from flexvarlen.layout.arguments import require_tensor, whole_numbers
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 
 

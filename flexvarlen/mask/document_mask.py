@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import as_int, host_int32, integers, require_layout
+from flexvarlen.layout.arguments import as_int, integers, require_layout
+from flexvarlen.layout.boundaries import host_int32
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.spec import Align, MaskSpec
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables, block_pair, table_widths

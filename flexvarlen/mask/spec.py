@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexvarlen.layout.boundaries import as_int
+from flexvarlen.layout.arguments import as_int
 
 UNLIMITED = -1
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import as_int
+from flexvarlen.layout.arguments import as_int
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
 DEFAULT_BLOCK_SIZE = 128

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexvarlen.layout.boundaries import as_int, checked_sizes
+from flexvarlen.layout.arguments import as_int, checked_sizes
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.columns import (
     BOUNDARIES,

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexvarlen.layout.boundaries import as_int
+from flexvarlen.layout.arguments import as_int
 from flexvarlen.packing.first_fit import first_fit
 
 Strategy = Literal["best_fit_decreasing", "first_fit", "in_order"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import as_int, checked_sizes, integers, require_tensor
+from flexvarlen.layout.arguments import as_int, checked_sizes, integers, require_tensor
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from flexvarlen.layout.boundaries import as_int, integers
+from flexvarlen.layout.arguments import as_int, integers
 from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from flexvarlen.layout.boundaries import as_int
+from flexvarlen.layout.arguments import as_int
 from flexvarlen.packing.pack import pack
 
 Document = TypeVar("Document")

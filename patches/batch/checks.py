@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import holds_integers
+from flexvarlen.layout.arguments import holds_integers
 from flexvarlen.layout.packed_layout import PackedLayout
 
 

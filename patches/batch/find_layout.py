@@ -14,14 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import (
-    Condition,
-    as_int,
-    default_capacity,
-    document_starts,
-    holds_integers,
-    whole_numbers,
-)
+from flexvarlen.layout.arguments import as_int, holds_integers, whole_numbers
+from flexvarlen.layout.boundaries import Condition, default_capacity, document_starts
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import (
     changes_in_rows,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.boundaries import require_tensor
+from flexvarlen.layout.arguments import require_tensor
 from flexvarlen.layout.logprobs import IGNORE_INDEX
 from flexvarlen.parallel import shard_tokens
 

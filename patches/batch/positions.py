@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import whole_numbers
+from flexvarlen.layout.arguments import whole_numbers
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import holds_integers, whole_numbers
+from flexvarlen.layout.arguments import holds_integers, whole_numbers
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.find_layout import BOUNDARIES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.boundaries import as_int
+from flexvarlen.layout.arguments import as_int
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.cache import cache_of

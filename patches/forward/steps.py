@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.boundaries import holds_integers, require_tensor
+from flexvarlen.layout.arguments import holds_integers, require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
