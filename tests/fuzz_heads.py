@@ -196,6 +196,8 @@ def run(case: HeadCase) -> tuple[Outcome, list[Outcome]]:
             if any(sentence in str(refusal) for sentence in _may_refuse(case)):
                 raise RefusedCase(str(refusal)) from refusal
             raise
+    if case.base_alone and case.head not in ("tokens", "masked"):
+        raise AssertionError("a head over a base model that is patched alone has run")
     if case.labels == "wrong" and len(texts) > 1:
         raise AssertionError("labels that are not those of the documents were accepted")
     return found, [expected]
@@ -204,15 +206,14 @@ def run(case: HeadCase) -> tuple[Outcome, list[Outcome]]:
 def _may_refuse(case: HeadCase) -> list[str]:
     sentences = []
     if case.base_alone:
-        sentences += ["must be patched too", "must pass its **kwargs on"]
+        sentences.append("a head around a patched base model must be patched too")
     if "questions" in case.head and case.form in PACKED:
-        sentences.append("pools each row")
+        sentences.append("pools each row to one output, so a row must hold one document")
     if case.labels == "wrong":
-        sentences.append("labels must be one for each")
-    if "classifier" in case.head and case.form == "collator":
-        sentences.append("labels")
-    if case.dtype not in (torch.int64, torch.int32):
-        sentences += ["position_ids must", "attention_mask must", "seq_idx must"]
+        sentences.append("labels must be one for each of the")
+    if case.dtype in FLOATS:
+        sentences += ["position_ids must be integers", "attention_mask must be 0 and 1 in"]
+        sentences.append("seq_idx must be integers")
     return sentences
 
 

@@ -188,3 +188,10 @@ def compile_regions_keeps_attributes_and_wraps_layers():
     compiled = compile_regions(model, backend="eager")
     assert compiled.tested_attribute == 1
     assert compiled.base_model.layers[0]._modules["_orig_mod"] is model.base_model.layers[0]
+
+
+def intersection_of_masks_closes_over_them():
+    from transformers.masking_utils import and_masks, causal_mask_function
+
+    both = (causal_mask_function, causal_mask_function)
+    assert and_masks(*both).__closure__[0].cell_contents == both

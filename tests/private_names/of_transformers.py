@@ -42,6 +42,11 @@ TRANSFORMERS = (
     ),
     Name("transformers.masking_utils.causal_mask_function", "patches/models/image_masks.py"),
     Name(
+        "transformers.masking_utils.and_masks",
+        "patches/models/image_masks.py",
+        holds=behaviour.intersection_of_masks_closes_over_them,
+    ),
+    Name(
         "transformers.integrations.sdpa_attention.sdpa_attention_forward",
         "patches/attention/decoding.py",
         takes="scaling is_causal",
@@ -332,6 +337,10 @@ TRANSFORMERS = (
     Name("transformers.Trainer._prepare_inputs", _TRAINERS),
     Name("transformers.Trainer.prediction_step", "patches/forward/predictions.py"),
     Name("transformers.trainer.DEFAULT_CALLBACKS", "patches/trainer_callback.py"),
+    Name(
+        "transformers.trainer_utils.RemoveColumnsCollator.data_collator",
+        "patches/trainer_callback.py",
+    ),
     Name(
         "transformers.integrations.neftune.neftune_post_forward_hook",
         "patches/forward/neftune.py",
