@@ -31,7 +31,7 @@ def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     Raises:
         ValueError: the model has no such head.
 
-    >>> import flexvarlen as fv
+    >>> import torch, flexvarlen as fv
     >>> from flexvarlen.verify.models import build_model
     >>> model = build_model("llama")[0]
     >>> fv.lm_head(model)(torch.zeros(5, model.config.hidden_size)).shape[0]

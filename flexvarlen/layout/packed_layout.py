@@ -638,12 +638,13 @@ max_seqlen_bound=6, device=cpu)
         """
         return real_documents(self)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedLayout:
+    def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> PackedLayout:
         """Return the layout with its tensors on `device`, or `self` if they are already there.
 
-        `non_blocking` is as for `Tensor.to`: copies from pinned memory do not block the host.
+        As for `Tensor.to`, None is where they are (accelerate's hooks pass it), and with
+        `non_blocking` copies from pinned memory do not block the host.
         """
-        device = require_device(device)
+        device = self.device if device is None else require_device(device)
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         if cu_seqlens is self.cu_seqlens:
             return self

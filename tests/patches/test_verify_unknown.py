@@ -178,7 +178,7 @@ def test_layers_that_do_not_pass_the_documents_on_are_refused():
     ("model_type", "reason"),
     [
         ("electra", "not causal"),
-        ("t5", "an encoder and a decoder"),
+        ("t5", "an encoder with a decoder"),
         ("mamba", "state-space scan"),
     ],
 )

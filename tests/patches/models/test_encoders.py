@@ -165,7 +165,7 @@ def test_by_the_plugin_name_alone(name):
     batch = one_row()
     model = new_model(name, implementation="flexvarlen_doc")
     for form in ("cu_seq_lens_alone", "packed_layout", "seq_idx", "position_ids"):
-        with pytest.raises(NotImplementedError, match=r"outside its attention layers.*patch_model"):
+        with pytest.raises(NotImplementedError, match=r"outside the attention layers.*patch_model"):
             model(batch.ids, **given_to(name, form, batch))
 
 

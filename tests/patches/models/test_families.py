@@ -80,7 +80,7 @@ def test_packed_equals_one_by_one_in_bf16(name, backend, form):
 
 
 PATCHED_ONLY = {"phi3": "longrope"} | {
-    name: "outside its attention layers"
+    name: "outside the attention layers"
     for name, family in BY_TYPE.items()
     if not family.by_name_alone
 }
