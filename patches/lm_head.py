@@ -25,8 +25,9 @@ def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     Returns:
         A function of hidden states `[..., H]` that gives logits `[..., V]`. It uses the model's
-        own parameters, as they are when it is called, and is differentiable. No sync; traces under
-        `fullgraph=True`.
+        own modules, with their parameters as they are when it is called: make it anew after a
+        module was replaced (LoRA on the head, resized embeddings). Differentiable. No sync; traces
+        under `fullgraph=True`.
 
     Raises:
         ValueError: the model has no such head.

@@ -211,6 +211,8 @@ def _may_refuse(case: HeadCase) -> list[str]:
         sentences.append("pools each row to one output, so a row must hold one document")
     if case.labels == "wrong":
         sentences.append("labels must be one for each of the")
+    if case.head == "classifier" and case.form == "padded left" and case.family in ENCODERS:
+        sentences.append("attention_mask must not hide the first token of a row")
     if case.dtype in FLOATS:
         sentences += ["position_ids must be integers", "attention_mask must be 0 and 1 in"]
         sentences.append("seq_idx must be integers")

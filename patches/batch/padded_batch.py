@@ -124,11 +124,11 @@ class PaddedBatch:
             )
         batch = {
             name: self.to_batch(
-                value.reshape(1, -1, *value.shape[2:]),
+                value.expand(len(tokens), *value.shape[1:]).reshape(1, -1, *value.shape[2:]),
                 padding=(pad_token_id or 0) if name == "input_ids" else 0,
             )
             if isinstance(value, Tensor)
-            and value.shape[:2] == tokens.shape[:2]
+            and value.shape[:2] in (tokens.shape[:2], (1, tokens.shape[1]))
             and name != "labels"  # of documents
             else value
             for name, value in inputs.items()

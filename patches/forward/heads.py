@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
@@ -134,13 +135,11 @@ class HeadReference:
 
 
 def require_patched_heads(model: PreTrainedModel) -> None:
-    """Make transformers' heads for a base model that is patched alone refuse to run.
+    """Make transformers' heads around a patched base model refuse to run unless patched too.
 
     Wraps the `forward` of transformers' classes of this family, once per process. Heads over a base
     model that is not patched, or that are patched themselves, run as before.
     """
-    if base_of(model) is not model:
-        return
     for mapping in _NEED_A_PATCH:
         head: Any = mapping.get(type(model.config), None)
         if head is not None and not hasattr(head.forward, "_flexvarlen_requires_patch"):
@@ -189,7 +188,8 @@ def check_document_labels(labels: Any, documents: int) -> None:
         raise ValueError(
             f"labels must be one for each of the {documents} documents, [{documents}] or "
             f"[{documents}, num_labels], under a head that classifies documents, got shape "
-            f"{tuple(labels.shape)}; give each document its label, and no labels of tokens."
+            f"{tuple(labels.shape)}; give each document its label, and no labels of tokens, and "
+            f"where an IterableDataset is loaded {DISPATCH_NOTHING}."
         )
 
 

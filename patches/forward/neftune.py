@@ -25,7 +25,7 @@ def scale_noise_by_document(model: Any) -> None:
     keeps its handle; without documents it does what transformers' does.
 
     Raises:
-        NotImplementedError: inside a compiled graph.
+        NotImplementedError: under `fullgraph=True`; other compiled graphs break here.
     """
     embeddings: nn.Module | None = model.get_input_embeddings()
     if embeddings is None or "neftune_noise_alpha" not in embeddings.__dict__:

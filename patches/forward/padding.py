@@ -17,6 +17,7 @@ from flexvarlen.layout.arguments import as_int
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.cache import cache_of
+from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
@@ -32,7 +33,7 @@ from flexvarlen.patches.models.layers import (
     text_config_of,
     vision_tower,
 )
-from flexvarlen.patches.state import CONTEXT, Patch
+from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, Patch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -175,31 +176,6 @@ def give_to_base(module: nn.Module, inputs: dict[str, Any], padded: PaddedBatch)
     return inputs | {CONTEXT: padded}
 
 
-def begin_rows_with_documents(inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-    """The arguments of an encoder's head that may read a row's first token.
-
-    Padding on the left of a row moves to its right, in every tensor that has a value per token.
-    Unchanged if the documents are given explicitly or no 2D mask shows padding. No sync; traces.
-    """
-    mask, shape = inputs.get("attention_mask"), tokens.shape[:2]
-    explicit = any(inputs.get(name) is not None for name in ("packed_layout", "cu_seq_lens_q"))
-    if explicit or not isinstance(mask, Tensor) or mask.shape != shape:
-        return inputs
-    columns = torch.arange(shape[1], device=mask.device)
-    index = (columns + (mask != 0).to(torch.uint8).argmax(1, keepdim=True)) % shape[1]
-
-    def moved(x: Tensor) -> Tensor:
-        return torch.take_along_dim(x, index.view(*shape, *[1] * (x.ndim - 2)), dim=1)
-
-    of_tokens = (shape, (1, shape[1]))
-    return {
-        name: moved(x)
-        if isinstance(x, Tensor) and x.shape[:2] in of_tokens and name != "labels"
-        else x
-        for name, x in inputs.items()
-    }
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, PaddedBatch | None]:
     """The layout of a head with one output per document, and a batch with a row for each.
@@ -214,6 +190,8 @@ def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, Padded
     """
     layout = forward.find_layout()
     if not forward.is_explicit and bool(one_document_per_row(layout, forward.batch)):
+        if forward.packs and reads_first_token(forward.module):
+            refuse_hidden_first_token(layout, forward.batch)
         return layout, None
     without_ids = forward.inputs.get("input_ids") is None
     return layout, pad_documents(layout, pads_left=forward.causal and without_ids)
@@ -231,10 +209,7 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
     if has_pooler and padded is not None:
         refuse_empty_rows(padded)
         if padded.pads_left:  # transformers counts positions from the padding
-            raise ValueError(
-                "attention_mask must not hide the first token of a row, which the model's pooler "
-                "reads, got padding on the left; pad on the right."
-            )
+            raise ValueError(HIDDEN_FIRST_TOKEN)
     elif has_pooler and packed.packs:
         if torch.compiler.is_compiling():  # a graph keeps the slots without a document
             packed.pooled_tokens = layout.first_tokens()
@@ -250,6 +225,25 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
         raise ValueError(
             "return_dict must stay True for packed or unpadded batches, got False; leave it out."
         )
+
+
+HIDDEN_FIRST_TOKEN = (
+    "attention_mask must not hide the first token of a row, which the model's pooler or classifier "
+    "reads, got padding on the left; pad on the right."
+)
+"""Raised where a model would read padding."""
+
+
+def reads_first_token(head: Any) -> bool:
+    """Whether an encoder's head takes the first token of a row; ModernBERT's may take the mean."""
+    is_causal = head.__dict__[ATTRIBUTE].causal
+    return not is_causal and getattr(head.config, "classifier_pooling", "cls") == "cls"
+
+
+def refuse_hidden_first_token(layout: PackedLayout, batch: int) -> None:
+    """Refuse rows of padded documents that begin with padding. Reads the device."""
+    real = layout.real_tokens().view(batch, -1)
+    raise_or_assert((real[:, 0] | ~real.any(dim=1)).all(), HIDDEN_FIRST_TOKEN)
 
 
 def refuse_empty_rows(padded: PaddedBatch) -> None:

@@ -30,10 +30,11 @@ def _guard(module: ModuleType) -> None:
     @functools.wraps(prediction_step)
     def guarded(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = prediction_step(self, model, inputs, *args, **kwargs)
-        logits = found[1][0] if isinstance(found[1], tuple) else found[1]
-        ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
-        if isinstance(logits, Tensor) and ids is not None and _gives_documents(model):
-            _check(self.accelerator, documents=len(logits), rows=len(ids))
+        if _gives_documents(model):
+            logits = next(iter(found[1]), None) if isinstance(found[1], tuple) else found[1]
+            ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
+            if isinstance(logits, Tensor) and ids is not None:
+                _check(self.accelerator, documents=len(logits), rows=len(ids))
         return found
 
     trainer_class.prediction_step = guarded

@@ -50,13 +50,15 @@ from flexvarlen.patches.forward.heads import (
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import (
-    begin_rows_with_documents,
+    HIDDEN_FIRST_TOKEN,
     give_to_base,
     layout_of_pooling_head,
     note_pooler,
     pad_and_pool,
     padded_batch,
+    reads_first_token,
     refuse_empty_rows,
+    refuse_hidden_first_token,
     share_prefixes,
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, head_drops_keywords
@@ -123,8 +125,6 @@ def _prepare(
     refuse_inputs(module, patch, inputs, tokens)
     _widen_numbers(inputs)
     head = patch.head if is_head else ""
-    if head in (*PER_DOCUMENT, CHOICES) and not patch.causal:
-        inputs = begin_rows_with_documents(inputs, tokens)
     padded = padded_batch(module, patch, inputs, tokens)
     if padded is not None and is_head:
         return _padded_head(module, head, inputs, padded)
@@ -159,6 +159,8 @@ def _padded_head(
         mask_labels(module, inputs, padded.unpredicted_tokens())
     if head in (*PER_DOCUMENT, CHOICES):
         refuse_empty_rows(padded)
+        if padded.pads_left and reads_first_token(module):
+            raise ValueError(HIDDEN_FIRST_TOKEN)
     if head in PER_DOCUMENT:
         check_document_labels(inputs.get("labels"), padded.batch)
     return give_to_base(module, inputs, padded)
@@ -174,6 +176,8 @@ def _packed_row(forward: ForwardInputs, layout: PackedLayout, head: str) -> dict
     is_base = forward.base is module
     if head in PER_ROW:
         refuse_pooling(type(module).__name__, layout, forward.batch)
+    if head == CHOICES and forward.packs and reads_first_token(module):
+        refuse_hidden_first_token(layout, forward.batch)
     if layout.segments is not None and forward.padded is None:
         refuse_beside_tree(forward, pools=not is_base and head not in CAUSAL)
     _set_positions(forward, layout)
@@ -200,15 +204,17 @@ def _prepare_choices(module: nn.Module, patch: Patch, inputs: dict[str, Any]) ->
     if tokens is None:
         return inputs
     rows = tokens.shape[:2]
-    flat = {
-        name: x.flatten(0, 1) if isinstance(x, Tensor) and x.shape[:2] == rows else x
+    of_tokens = [
+        name
         for name, x in inputs.items()
-    }
+        if isinstance(x, Tensor) and x.ndim > 2 and x.shape[:2] == rows
+    ]
+    flat = inputs | {name: inputs[name].flatten(0, 1) for name in of_tokens}
     prepared = _prepare(module, patch, flat, is_head=True)
-    return {
-        name: x.unflatten(0, rows) if isinstance(x, Tensor) and len(x) == rows.numel() else x
-        for name, x in prepared.items()
-    }
+    for name in {*of_tokens, "position_ids", "attention_mask"}:  # some are made from documents
+        if isinstance(prepared.get(name), Tensor):
+            prepared[name] = prepared[name].unflatten(0, rows)
+    return prepared
 
 
 def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:

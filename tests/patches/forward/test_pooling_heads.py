@@ -53,6 +53,31 @@ def test_head_over_a_base_that_is_patched_alone(family):
                 model(BATCH.ids[None] if head is HEADS["choices"] else BATCH.ids)
 
 
+def test_heads_that_share_a_patched_base():
+    """One head is patched with the base, another is not."""
+    for kind, head in (("llama", "classifier"), ("bert", "questions"), ("qwen3", "classifier")):
+        torch.manual_seed(0)
+        first = HEADS[head].from_config(config_of(kind)).eval()
+        second = HEADS[head].from_config(config_of(kind)).eval()
+        setattr(second, second.base_model_prefix, first.base_model)
+        fv.patch_model(first, "sdpa")
+        with pytest.raises(ValueError, match="must be patched too"):
+            second(BATCH.ids, position_ids=BATCH.position_ids)
+
+
+def test_positions_of_one_row_for_all():
+    """`position_ids` [1, S] of several rows, in each of which two documents lie."""
+    for kind in ("llama", "bert"):
+        model = classifier(kind)
+        ids = torch.randint(3, 50, (2, 7))
+        with torch.no_grad():
+            alone = torch.cat([model(x).logits for row in ids for x in row[None].split([3, 4], 1)])
+            fv.patch_model(model, "sdpa")
+            positions = torch.cat([torch.arange(3), torch.arange(4)])[None]
+            found = model(ids, position_ids=positions).logits
+        torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+
+
 def test_unpatched_head_of_a_patched_base_under_torch_compile():
     model = classifier("llama")
     fv.patch_model(model.model, "sdpa")
@@ -272,7 +297,7 @@ def test_questions_to_packed_documents(kind, form):
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
 def test_choices_in_padded_rows(kind, unpad):
-    """Each choice is a row; where rows begin with padding the head must not read it."""
+    """Each choice is a row, in which the head must not read padding; Trainer counts the items."""
     torch.manual_seed(0)
     model = HEADS["choices"].from_config(config_of(kind)).eval()
     rows = padded_rows(left=False), padded_rows(left=True)
@@ -280,14 +305,27 @@ def test_choices_in_padded_rows(kind, unpad):
     fv.patch_model(model, "sdpa", unpad=unpad)
     for batch in rows:
         ids = batch.ids.masked_fill(batch.document_ids == 0, model.config.pad_token_id)
-        ids = ids.unflatten(0, (2, -1))  # [B, choices, S]
-        mask = (batch.document_ids != 0).long().view_as(ids)
-        for inputs in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
-            if unpad and "inputs_embeds" in inputs:
-                continue  # refused
-            logits = model(**inputs, attention_mask=mask).logits
-            expected = torch.cat(alone).view_as(logits)
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        for choices in (1, 2):
+            own = ids.unflatten(0, (-1, choices))  # [B, choices, S]
+            mask = (batch.document_ids != 0).long().view_as(own)
+            given = {"attention_mask": mask, "num_items_in_batch": torch.tensor(4)}
+            labels = torch.zeros(len(own), dtype=torch.long)
+            if batch is rows[1]:
+                with pytest.raises(ValueError, match="must not hide the first token of a row"):
+                    model(own, labels=labels, **given)
+                continue
+            for inputs in (
+                {"input_ids": own},
+                {"inputs_embeds": model.get_input_embeddings()(own)},
+            ):
+                if unpad and "inputs_embeds" in inputs:
+                    continue  # refused
+                out = model(**inputs, labels=labels, **given)
+                expected = torch.cat(alone).view_as(out.logits)
+                torch.testing.assert_close(out.logits, expected, atol=1e-4, rtol=1e-4)
+                loss = torch.nn.functional.cross_entropy(expected, labels)
+                torch.testing.assert_close(out.loss, loss, atol=1e-4, rtol=1e-4)
+    ids = own
     numbers = torch.arange(mask.shape[-1]) // 8 + 1
     with pytest.raises(ValueError, match="MultipleChoice pools each row"):
         model(ids, attention_mask=numbers.expand_as(ids))

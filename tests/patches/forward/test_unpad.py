@@ -174,7 +174,7 @@ def test_loss_of_an_encoder_that_pools(kind):
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("kind", [*ENCODERS, "modernbert mean"])
 def test_encoder_that_reads_the_first_token_of_left_padded_rows(kind, unpad):
-    """transformers reads padding there, the same in each row, and counts positions from it."""
+    """It would read padding, the same in each row; the mean of a row's tokens is right."""
     kind, _, pooling = kind.partition(" ")
     changes = {"classifier_pooling": pooling} if pooling else {}
     model = model_with("SequenceClassification", kind, **changes).eval()
@@ -183,6 +183,10 @@ def test_encoder_that_reads_the_first_token_of_left_padded_rows(kind, unpad):
     out = model(**right, labels=labels)
     fv.patch_model(model, "sdpa", unpad=unpad)
     for inputs in (left, right, left):
+        if inputs is left and pooling != "mean":
+            with pytest.raises(ValueError, match=r"must not hide the first token of a row"):
+                model(**inputs, labels=labels)
+            continue
         found = model(**inputs, labels=labels)
         torch.testing.assert_close(found.logits, out.logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.loss, out.loss, rtol=1e-4, atol=1e-5)
