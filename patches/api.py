@@ -120,10 +120,10 @@ def patch_model(
 
     A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
     num_labels]`, and takes labels `[num_docs]`; `config.pad_token_id` must be set. Its documents
-    are found outside of a compiled graph, and reach the head padded on the right, without ids on
-    the left. Heads for question answering and multiple choice take one document per row, or a
-    padded batch with `unpad`. A head of transformers refuses to run if its base model is patched
-    and it is not.
+    are found outside of a compiled graph. The head gets them padded on the right, or, if it is
+    causal and gets inputs_embeds, on the left. Heads for question answering and multiple choice
+    take one document per row, or a padded batch with `unpad`. A head of transformers refuses to run
+    if its base model is patched and it is not.
 
     Bidirectional encoders (BERT) keep all labels, which belong to their own tokens. Their
     pooler_output has a row for each document; in a compiled graph `[capacity]` rows, of which those
@@ -363,8 +363,8 @@ def is_patched(model: nn.Module) -> bool:
     """Whether the transformers model inside is patched.
 
     False if a pickle dropped the wrapper, a library replaced `forward`, or a PEFT adapter was added
-    whose effect depends on the row: such a model raises until that is undone or `patch_model` is
-    called on it again.
+    whose effect depends on the row: such a model raises until the adapter is deleted, or
+    `patch_model` is called again.
 
     Raises:
         ValueError: no transformers model inside, or several.

@@ -62,8 +62,8 @@ def embed(
     size. Pooling, dense layers, normalization, prompts and the maximum length are read from the
     files that sentence-transformers saved with the model, if there are any; arguments take
     precedence. sentence-transformers need not be installed. Of a model on the Hub they are read
-    from its main revision (with transformers before 5.23: from the one that was loaded), so of
-    another load a folder.
+    from its main revision (with transformers before 5.23: from the one that was loaded). For
+    another revision, pass a local folder.
 
     Rows have equal sizes, except for the last and for texts that are longer than a row, so
     a model under torch.compile is compiled once for all of them.

@@ -14,7 +14,7 @@ from flexvarlen.patches.state import ATTRIBUTE
 
 
 def register_callback() -> None:
-    """Give it to every Trainer made from now on. Safe to call twice."""
+    """Add CollatorCallback to Trainer's defaults. Safe to call twice."""
     from transformers import trainer
 
     if CollatorCallback not in trainer.DEFAULT_CALLBACKS:

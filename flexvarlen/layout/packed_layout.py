@@ -421,8 +421,9 @@ max_seqlen_bound=6, device=cpu)
         for each in (starts_T, padding_T):
             if each is not None and (each.dtype != torch.bool or each.shape != (total,)):
                 raise ValueError(
-                    "starts and padding must be bool tensors [T], got "
-                    f"{each.dtype} {tuple(each.shape)}; compare each token with the one before it."
+                    "starts_T and padding_T must be bool [T], got "
+                    f"{each.dtype} {tuple(each.shape)}; pass True where a document begins, or at "
+                    "padding."
                 )
         if padding_T is not None:
             starts_T = starts_T | pad(padding_T[1:] != padding_T[:-1], (1, 0))

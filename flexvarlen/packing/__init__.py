@@ -7,7 +7,7 @@
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
 | `columns.py` | the columns that it takes, as rows of arrays |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
-| `loader_pass.py` | the state of accelerate's data loader that the sampler needs |
+| `loader_pass.py` | the state of accelerate's data loader that the sampler and the collators need |
 """
 
 from flexvarlen.packing.collator import PackedCollator

@@ -52,9 +52,7 @@ def pad_token_id_of(tokenizer: Any, pad_token_id: int | None) -> int:
 def _not_negative(name: str, value: Any) -> int:
     number = as_int(value)
     if number is None or number < 0:
-        raise ValueError(
-            f"{name} must be an integer of at least 0, got {value!r}; leave it out for 0."
-        )
+        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}; pass 0 or more.")
     return number
 
 
@@ -94,8 +92,8 @@ class PackedCollator:
     `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
     Labels are next-token labels if the collator makes them, of the input_ids. Given ones belong to
-    their own tokens (token classification, masked LM) and all stay, if one of the batch is another
-    than its token; else they are next-token labels, as a causal model takes them, unshifted. Where
+    their own tokens (token classification, masked LM) and all stay, if one of the batch differs
+    from its token; else they are next-token labels, as a causal model takes them, unshifted. Where
     that does not tell, as not all tokens have a label but a document's first does, say which.
 
     Args:
@@ -150,7 +148,7 @@ class PackedCollator:
         if not isinstance(self.next_token_labels, bool | None):
             raise ValueError(
                 "next_token_labels must be True, False or None, got "
-                f"{self.next_token_labels!r}; leave it out for None."
+                f"{self.next_token_labels!r}; choose one."
             )
         if not isinstance(self.extra, Mapping):
             raise ValueError(
@@ -221,10 +219,9 @@ class PackedCollator:
             for each in given if next_token else ():
                 if each["labels"][0] != IGNORED and (each[_GIVEN] == IGNORED).any():
                     raise ValueError(
-                        "labels must tell whether they are next-token labels, got one at the first "
-                        "token of a document that has none at others; pass next_token_labels=True "
-                        "for a causal model (the first label is then masked), or False if labels "
-                        "belong to their own tokens (masked LM)."
+                        "next_token_labels must be given if labels do not show it, got a label at "
+                        "a document's first token and -100 later; pass True (causal model) or "
+                        "False (masked LM)."
                     )
         for each in documents:
             if next_token or _GIVEN not in each:

@@ -1,8 +1,9 @@
-"""The state of accelerate's data loader (also used by `Trainer`) that the sampler needs.
+"""The state of accelerate's data loader that the sampler and the collators need.
 
-The loader's iteration counter is the epoch, but on several processes a loader that skips batches
-(`skip_first_batches`, a resumed `Trainer`) does not forward it. The loader also prefetches one
-batch. The state is read from accelerate's list of active loaders, without importing accelerate.
+`Trainer` uses it too. The loader's iteration counter is the epoch, but on several processes one
+that skips batches (`skip_first_batches`, a resumed `Trainer`) does not forward it. The loader also
+prefetches one batch. The state is read from accelerate's list of active loaders, without importing
+accelerate.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def seq_idx_changes(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.
 
 
 def changes_in_rows(numbers_BS: Tensor) -> Tensor:
-    """bool `[B, S]`: True where a number is another than the one before it in its row."""
+    """bool `[B, S]`: True where a number differs from the one before it in its row."""
     return torch.nn.functional.pad(numbers_BS[:, 1:] != numbers_BS[:, :-1], (1, 0))
 
 

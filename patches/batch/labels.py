@@ -48,7 +48,8 @@ def mask_labels(
         if group is None and labels.numel() != len(first):
             raise ValueError(
                 f"{name} must have one label for each of {len(first)} tokens, got shape "
-                f"{tuple(labels.shape)}; pass them as the input_ids, -100 where none is learned."
+                f"{tuple(labels.shape)}; pass labels shaped like input_ids, -100 where "
+                "nothing is learned."
             )
         inputs[name] = _masked(labels, first, group, shifted=name == "shift_labels")
     counted = packs and inputs.get("num_items_in_batch") is not None

@@ -58,9 +58,9 @@ def refuse_adapters_of_rows(*modules: nn.Module) -> None:
         why = why_adapters_depend_on_rows(getattr(module, "peft_config", None))
         if why is not None:
             raise NotImplementedError(
-                "a PEFT adapter must act on each token alone, as LoRA does, and not on a row, "
-                f"whose documents would share its effect, got {why}; use LoRA or another adapter "
-                "of weights, or one document per row without patch_model."
+                "a PEFT adapter must be known to act on each token alone, as LoRA does, and not on "
+                f"a row, whose documents would share its effect, got {why}; use LoRA or another "
+                "adapter of weights, or one document per row without patch_model."
             )
 
 

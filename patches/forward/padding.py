@@ -78,8 +78,8 @@ def check_unpad(
         )
     if unpad and vision_tower(base_of(model)) is not None:  # type: ignore[arg-type]
         raise NotImplementedError(
-            "unpad=True must not be used with a vision-language model, whose images have places in "
-            "the padded batch; pack its batches, or leave unpad out."
+            "unpad=True must not be used with a vision-language model, whose images have "
+            "positions in the padded batch; pack its batches, or leave unpad out."
         )
     if unpad and _returns_router_logits(model, {}):
         raise NotImplementedError(_ROUTER_LOGITS)
@@ -209,7 +209,11 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
     if has_pooler and padded is not None:
         refuse_empty_rows(padded)
         if padded.pads_left:  # transformers counts positions from the padding
-            raise ValueError(HIDDEN_FIRST_TOKEN)
+            raise ValueError(
+                "attention_mask must not hide the first token of a row, which the model's pooler "
+                "reads, got padding on the left; pad on the right, or call "
+                "patch_model without unpad=True."
+            )
     elif has_pooler and packed.packs:
         if torch.compiler.is_compiling():  # a graph keeps the slots without a document
             packed.pooled_tokens = layout.first_tokens()
@@ -228,8 +232,8 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
 
 
 HIDDEN_FIRST_TOKEN = (
-    "attention_mask must not hide the first token of a row, which the model's pooler or classifier "
-    "reads, got padding on the left; pad on the right."
+    "attention_mask must not hide the first token of a row, which the model's classifier reads, got "
+    "padding on the left; pad on the right."
 )
 """Raised where a model would read padding."""
 

@@ -17,7 +17,7 @@ from flexvarlen.patches.state import ATTRIBUTE
 def guard_predictions() -> None:
     """Make Trainer raise where it would cut the predictions of a patched classifier.
 
-    Trainer gathers a batch's predictions from all ranks, which hangs where these have other
+    Trainer gathers a batch's predictions from all ranks, which hangs if they have different
     numbers, and cuts those of the last batch to the examples that the dataset has left.
     """
     after_import("transformers.trainer", _guard)
@@ -51,7 +51,7 @@ def _check(accelerator: Any, *, documents: int, rows: int) -> None:
     Args:
         accelerator: Trainer's.
         documents: predictions.
-        rows: of the batch.
+        rows: rows of the batch's input_ids.
 
     Raises:
         ValueError: some would be cut, or a rank would wait for others forever.

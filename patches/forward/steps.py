@@ -408,7 +408,7 @@ def _tokens(inputs: dict[str, Any]) -> Tensor | None:
         require_tensor(name, tokens)
         if tokens.ndim < 2:
             raise ValueError(
-                f"{name} must have a dimension of rows, got shape {tuple(tokens.shape)}; pass "
-                "x[None] for one row."
+                f"{name} must have shape [B, S], or [B, S, hidden] of embeddings, got "
+                f"{tuple(tokens.shape)}; pass {name}[None] for one row."
             )
     return tokens

@@ -28,6 +28,12 @@ _TEXT_ALONE = "text alone: batches with images or mm_token_type_ids are refused"
 _ENCODER = "bidirectional attention"
 _OWN_LABELS = "no label is masked; poolers and classifiers give a row for each document"
 
+NOT_PATCHED = (
+    "got an unpatched model with our attn_implementation (perhaps a reference model); call "
+    "flexvarlen.patch_model on this model too, or patch_trainer on its trainer."
+)
+"""How refusals end where layers run without `patch_model`."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -311,8 +317,9 @@ def require_own_code(model: Any) -> None:
         raise NotImplementedError(
             f"model must be of a class of transformers for the verified {model.config.model_type}, "
             f"got {type(model).__name__} of {type(model).__module__}, in which packed documents "
-            "could leak into one another; call patch_model(model, verify=True), which checks that "
-            "they do not, or load it with transformers' own class, without trust_remote_code."
+            "could leak into one another; call patch_model(model, verify=True), which checks a "
+            "causal text model for leaks, or load it with transformers' own class, without "
+            "trust_remote_code."
         )
 
 
@@ -331,8 +338,8 @@ def require_verified(model_type: str, *, verify: bool = False) -> None:
         raise NotImplementedError(
             f"model_type must be of a verified family, got {model_type!r}, in which packed "
             "documents could leak into one another; call patch_model(model, verify=True), which "
-            "checks that they do not in a causal model of text, or use the model's own attention, "
-            "one document per row (flexvarlen.patches.models.families.BY_TYPE names the families)."
+            "checks a causal text model for leaks, or use the model's own attention, one document "
+            "per row (flexvarlen.patches.models.families.BY_TYPE names the families)."
         )
 
 
@@ -358,8 +365,6 @@ def require_verified_alone(model_type: str) -> None:
     require_verified(model_type)
     if not _VERIFIED[model_type].by_name_alone:
         raise NotImplementedError(
-            f"a {model_type} model needs its documents outside the attention layers too, got one "
-            "with our attn_implementation that is not patched itself, as a trainer's reference "
-            "model, or one that shares a patched model's config; call flexvarlen.patch_model on "
-            "this model too, or patch_trainer on its trainer."
+            f"a {model_type} model needs its documents outside the attention layers too, "
+            f"{NOT_PATCHED}"
         )

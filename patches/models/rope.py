@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.patches.models.families import NOT_PATCHED
 
 
 @torch.library.custom_op("flexvarlen::materialize", mutates_args=())
@@ -41,9 +42,7 @@ def refuse_unpatched_longrope(config: Any) -> None:
     if has_longrope(config):
         raise NotImplementedError(
             "rope_type 'longrope' takes its frequencies from the longest position in the batch, "
-            "got a model with our attn_implementation that is not patched itself, as a trainer's "
-            "reference model, or one that shares a patched model's config; call "
-            "flexvarlen.patch_model on this model too, or patch_trainer on its trainer."
+            f"{NOT_PATCHED}"
         )
 
 
@@ -65,9 +64,8 @@ def refuse_dynamic_rope(config: Any, rotary: nn.Module | None = None) -> None:
     types = [x.get("rope_type") for x in by_type or [parameters]]
     if rotary is None and parameters.get("alpha"):
         raise NotImplementedError(
-            "rope_type 'dynamic' with a fixed alpha can only be checked on the whole model, got "
-            "one that is not patched itself, as a trainer's reference model; call "
-            "flexvarlen.patch_model on this model too, or patch_trainer on its trainer."
+            "rope_type 'dynamic' with a fixed alpha can only be checked on the whole model, "
+            f"{NOT_PATCHED}"
         )
     if "dynamic" in types or (by_type and "longrope" in types):
         raise NotImplementedError(

@@ -262,12 +262,15 @@ def test_no_integers(name, dtype):
     if name == "starts" and dtype == torch.bool:
         assert calls[name]().lengths == (1, 1)
         return
-    contract = {"cu_seqlens": "must be int32 or int64", "starts": "must be bool tensors"}
+    contract = {
+        "cu_seqlens": "must be int32 or int64",
+        "starts": "starts_T and padding_T must",
+    }
     refused(ValueError, contract.get(name, f"{name} must be integers"), "", calls[name])
 
 
 def test_a_boundary_past_int32_is_not_wrapped_around_to_one_in_the_row():
-    """Nothing is read back in a graph: 2**32 + 4 was 4."""
+    """Nothing is read back in a graph: without a check, 2**32 + 4 would wrap around to 4."""
     boundaries = torch.tensor([0, 2**32 + 4])
 
     def made(boundaries):
@@ -320,7 +323,7 @@ SHARED = fv.share_prefixes([[1, 2], [1, 3]])
     ],
 )
 def test_what_is_no_tensor_or_layout_is_named(name, call, value):
-    """An AttributeError of torch or numpy named neither the argument nor what it takes."""
+    """Without a check, an AttributeError would name neither the argument nor what it takes."""
     if name == "device" and isinstance(value, int):  # 5 is the sixth GPU
         value = -1
     with pytest.raises(ValueError, match=f"{name} must be"):
@@ -329,7 +332,7 @@ def test_what_is_no_tensor_or_layout_is_named(name, call, value):
 
 @pytest.mark.parametrize("of", [np.int32, np.int64, np.uint8, torch.tensor])
 def test_integers_of_numpy_and_torch(of):
-    """They were refused, where a length is one of an array."""
+    """Without a conversion, a length taken from an array would be refused."""
     sizes = {"total_tokens": of(9), "capacity": of(4), "max_seqlen_bound": of(8)}
     for make in (fv.PackedLayout.from_lengths, partial(fv.PackedLayout.from_tree, parents=[-1, 0])):
         layout = make([3, 2], **sizes)

@@ -199,7 +199,7 @@ def test_labels_of_ones_own(collate):
 
 @pytest.mark.parametrize("seen", [False, True], ids=["documents", "its_own_batch"])
 def test_first_labels_of_tokens_of_their_own(seen):
-    """Token classification and masked LM: the loss was another, or NaN."""
+    """Token classification and masked LM: without first labels the loss would differ, or be NaN."""
     encoder, tags = new_model("bert").double(), [[5, 6, 7], [8], [9, -100, 3, 2]]
     features = [{"input_ids": x, "labels": y} for x, y in zip(DOCUMENTS, tags, strict=True)]
     batch = fv.PackedCollator()(features)
@@ -222,7 +222,7 @@ def test_next_token_labels_of_ones_own(of):
         fv.PackedCollator()(features)["labels"], fv.PackedCollator()(FEATURES)["labels"]
     )
     some = [{"input_ids": of([1, 2, 3]), "labels": of([1, -100, 3])}]
-    with pytest.raises(ValueError, match=r"labels must tell .* pass next_token_labels=True"):
+    with pytest.raises(ValueError, match=r"next_token_labels must be given .* pass True"):
         fv.PackedCollator()(features + some)  # or of masked LM, with these tokens kept
     for next_token, first in ((True, -100), (False, 1)):
         labels = fv.PackedCollator(next_token_labels=next_token)(some)["labels"]

@@ -140,7 +140,7 @@ def test_one_of_two_is_patched_and_the_other_cannot_do_without(kind):
     second = type(first)(first.config).eval()
     fv.patch_model(first, "sdpa")
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=r"not patched itself.* this model too"):
+        with pytest.raises(NotImplementedError, match=r"an unpatched model.* this model too"):
             second(IDS)
         first(IDS)
     fv.patch_model(second, "sdpa")

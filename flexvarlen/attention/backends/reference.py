@@ -1,6 +1,6 @@
 """`reference`: dense attention in plain torch, with T x Tk scores, in any floating-point dtype.
 
-Unseen keys count with a probability of 0, so a NaN or an infinity of one document reaches others.
+Masked keys are multiplied by 0, so a NaN or an infinity of one document reaches others.
 Half-precision inputs are computed in fp32 and rounded at the end, as fp16 scores could overflow.
 """
 

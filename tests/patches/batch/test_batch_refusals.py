@@ -197,14 +197,14 @@ LONGER = fv.PackedLayout.from_lengths([100, 157])
     [
         ({"input_ids": ROW.ids.tolist()}, "input_ids must be a tensor, got list; "),
         ({"input_ids": None, "inputs_embeds": [[0.5]]}, "inputs_embeds must be a tensor"),
-        ({"input_ids": ROW.ids[0]}, "input_ids must have a dimension of rows"),
+        ({"input_ids": ROW.ids[0]}, "input_ids must have shape \\[B, S\\]"),
         ({"labels": [[1, 2]]}, "labels must be a tensor, got list"),
         ({"labels": torch.ones(2).long()}, "labels must have one label for each of 256 tokens"),
         ({"cu_seq_lens_q": _cu(0, 100, 256), "max_length_q": "156"}, "longest document, 156"),
         ({"packed_layout": LONGER}, "got 257 on cpu; make it of the documents of this batch"),
     ],
 )
-def test_what_torch_would_raise_of(model, inputs, words):
+def test_malformed_inputs(model, inputs, words):
     for _ in range(2):
         refused(ValueError, words, model, **{"input_ids": ROW.ids, **inputs})
 
@@ -257,7 +257,7 @@ def test_an_unverified_model_type(model_type):
 
 
 def test_an_encoder_with_a_decoder():
-    """The advice was verify=True, which refuses it too."""
+    """The advice must not be verify=True, which refuses it too."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
     model = T5ForConditionalGeneration(T5Config(vocab_size=99, **sizes))
     for verify in (False, True):
