@@ -6,7 +6,8 @@
 
 `make fuzz FUZZ_ARGS="--minutes 30"` runs it, too. A mismatch prints the command that runs its case
 again, and ends the run with exit status 1. So do a family, a form and a backend of which all cases
-were refused. `tests.fuzz_cases` says what a case is, and `tests.fuzz_heads` what every third is.
+were refused. `tests.fuzz_cases` says what a case is, and every third case is one of
+`tests.fuzz_heads`.
 """
 
 from __future__ import annotations

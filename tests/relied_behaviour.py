@@ -1,4 +1,4 @@
-"""What we rely on that a name alone does not show: each function raises where it no longer holds.
+"""Behaviour of other packages that we rely on: each function raises where it no longer holds.
 
 For `tests/private_names/`; each imports what it looks at, so that other names are looked up
 where a package is missing.

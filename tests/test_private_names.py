@@ -26,8 +26,8 @@ def test_name_is_there(name):
     package = name.dotted.partition(".")[0]
     if package == "fla" and find_spec("fla") is None:
         pytest.skip("fla-core is not installed")
-    places = name.dotted.split(" | ")
-    found = [x for x in map(_in_source if name in FLA else _imported, places) if x is not None]
+    candidates = name.dotted.split(" | ")
+    found = [x for x in map(_in_source if name in FLA else _imported, candidates) if x is not None]
     where = f"{package} {version({'fla': 'fla-core'}.get(package, package))}"
     needs = f"on which flexvarlen/{name.used_by.replace(' ', ', flexvarlen/')} depends"
     assert found, f"{where} has no {name.dotted}, {needs}"

@@ -155,7 +155,7 @@ def test_tensors_that_do_not_fit(tensors, contract, remedy, backend):
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0, -0.0, -1.0, -float("inf")])
 def test_scale_that_is_not_above_zero_and_finite(scale, backend):
-    """sdpa gave NaN at 0 and below, of documents and of trees."""
+    """Without a check, sdpa would give NaN at 0 and below, of documents and of trees."""
     plain = PackedLayout.from_lengths([TOKENS])
     for layout in (plain, PackedLayout.from_tree([10, 4, 2], [-1, 0, 0])):
         for options in ({}, {"softcap": 2.0}):

@@ -146,7 +146,7 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "window"])
 def test_a_document_behind_any_number_of_tokens_of_an_odd_head_dim(mask, heads, dtype):
-    """Its bits depended on where in memory it began: on the offset modulo a vector's width."""
+    """Without a copy, its bits would depend on its offset modulo a vector's width."""
     options = {"batch_invariant": True, **MASKS[mask]}
     for head_dim in (1, 33, 65):
         for length in (13, 60):

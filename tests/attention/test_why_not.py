@@ -104,7 +104,7 @@ class Chosen(Exception):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_the_question_is_the_calls(monkeypatch, name, dtype):
+def test_why_not_equals_the_call(monkeypatch, name, dtype):
     """As of a GPU with every package: what a call asks its backend, why_not asks too."""
     backend = get_backend(name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -163,7 +163,7 @@ def why_not_of(q, k, layout, layout_k, name, device, **options):
     "bad", [{"softcap": 0.0}, {"softcap": float("nan")}, {"num_kv_heads": 3}, {"num_kv_heads": 0}]
 )
 def test_what_the_call_refuses_as_wrong(bad):
-    """why_not said that the call runs, and explain named its backend."""
+    """Without these checks, why_not would say that it runs, and explain would name a backend."""
     layout, wrong = fv.PackedLayout.from_lengths([3]), HEADS | bad
     sentence = "softcap must be above 0|a multiple of num_kv_heads"
     with pytest.raises(ValueError, match=sentence):

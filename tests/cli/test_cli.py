@@ -32,7 +32,7 @@ def run(tmp_path):
 
 
 def test_every_option_has_a_name_of_its_own_that_no_release_of_typer_changes():
-    """typer 0.27 named options with a parser after their metavar: --TOKENS."""
+    """Without a name, typer 0.27 names an option with a parser after its metavar: --TOKENS."""
     found, commands = [], [get_command(app)]
     for command in commands:
         commands += getattr(command, "commands", {}).values()

@@ -118,7 +118,7 @@ def test_mean_of_a_long_document_stops_growing_in_half_precision(dtype):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_equal_maxima_share_the_gradient(dtype, compiled):
-    """As torch.amax; each got all of a gradient below 0. In rows with padding, and of others."""
+    """As in torch.amax, a gradient below 0 too; in rows with padding, and without."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
 

@@ -129,7 +129,7 @@ def test_rows_of_whole_groups():
 
 @pytest.mark.parametrize("once", [iter, lambda group: map(list, group), lambda x: (y for y in x)])
 def test_groups_that_can_be_read_once(once):
-    """Their first samples were dropped."""
+    """Without a list of each, their first samples would be dropped."""
     group, collate = [[5, 6, 7], [5, 6, 8], [5, 9]], fv.TreeCollator()
     for features in ([once(group)], once([once(group)]), [once(group), [[1, 2]]]):
         made, whole = collate(features), collate([group, [[1, 2]]])

@@ -489,7 +489,7 @@ def test_packed_rows_as_examples_on_two_ranks_do_not_wait_forever(tmp_path, monk
 @pytest.mark.parametrize("kind", ["bert", "qwen3_5_text", "qwen3"])
 @pytest.mark.parametrize("collator", [fv.PackedCollator, fv.TreeCollator])
 def test_an_unpatched_model_that_would_mix_documents(kind, collator, tmp_path):
-    """It trained across documents without a word; a dense causal one finds them itself."""
+    """Without a check, it would train across documents; a dense causal one finds them itself."""
     given = {
         "args": TrainingArguments(**settings(tmp_path, max_steps=1)),
         "train_dataset": [{"input_ids": x} for x in documents()],

@@ -283,7 +283,7 @@ HOW = {
 
 @pytest.mark.parametrize("how", [*HOW, "unpad"])
 def test_positions_of_a_small_or_a_rounding_dtype(how):
-    """uint8 lost the document after position 255, and bfloat16 cut one at position 257."""
+    """uint8 would lose the document after position 255, and bfloat16 would cut one at 257."""
     model = HOW.get(how, lambda kind: fv.patch_model(new_model(kind), "sdpa", unpad=True))("llama")
     torch.manual_seed(0)
     ids = torch.randint(50, (2, 260))

@@ -158,7 +158,7 @@ def test_a_mask_of_zeros_and_ones_in_any_dtype(dtype):
     ids=str,
 )
 def test_positions_and_numbers_that_rounding_merges(dtype, how):
-    """257 is 256 in bfloat16: documents merged, or one fell apart."""
+    """257 is 256 in bfloat16: documents would merge, or one would fall apart."""
     torch._dynamo.reset()
     positions, numbers = torch.arange(T)[None], (torch.arange(T) // 2 + 1)[None]
     for name, given in (("position_ids", positions), ("seq_idx", numbers)):
@@ -188,7 +188,7 @@ RESTARTS = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("beside", ["packed_layout", "cu_seq_lens_q", "position_ids"])
 def test_a_mask_that_numbers_other_documents(beside, how):
-    """It was ignored, or cut documents, where seq_idx raised."""
+    """Without a check, it would be ignored, or would cut documents."""
     torch._dynamo.reset()
     for agrees in (True, False, True):
         explicit = fv.PackedLayout.from_lengths(LENGTHS[agrees], total_tokens=10, capacity=3)
@@ -221,7 +221,7 @@ def test_positions_that_run_on_contradict_no_numbers():
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 @pytest.mark.parametrize("beside", ["packed_layout", "position_ids"])
-def test_what_is_checked_is_read_with_the_flags(monkeypatch, beside, dtype):
+def test_one_read_of_the_device(monkeypatch, beside, dtype):
     values = {
         "packed_layout": fv.PackedLayout.from_lengths([3, 2, 3], total_tokens=10),
         "position_ids": RESTARTS[True],

@@ -94,8 +94,8 @@ OF_ROWS = [
 
 @pytest.mark.parametrize("adapter", OF_ROWS)
 @torch.no_grad()
-def test_an_adapter_of_rows(adapter):
-    """Added before or after, packed or padded; whoever asks about the model is told."""
+def test_row_adapters_are_refused(adapter):
+    """Added before or after, packed or padded; every public function refuses it."""
     adapter = config(adapter) if isinstance(adapter, str) else adapter
     refused = pytest.raises(NotImplementedError, match=f"on a row, .* got {type(adapter).__name__}")
     before = tuned(adapter)
@@ -126,7 +126,7 @@ def test_an_adapter_of_rows(adapter):
             )
 
 
-def test_an_adapter_of_rows_beside_another_one():
+def test_a_row_adapter_beside_another_one():
     """Added to the adapters of a patched model, and deleted again."""
     model = fv.patch_model(tuned(config("LORA")), "sdpa")
     batch = fv.PackedCollator()(DOCUMENTS)

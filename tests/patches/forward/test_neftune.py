@@ -39,7 +39,7 @@ def noises(model, run):
 
 
 def check(model, run, tokens):
-    """That the bound is that of rows or documents of so many tokens."""
+    """That the bound is that of rows or documents of N tokens each."""
     count = 0
     for found in noises(model, run):
         for noise, n in zip(found, tokens, strict=True):

@@ -202,7 +202,7 @@ def test_pooler_over_left_padded_rows(kind):
         fv.patch_model(base, "sdpa")
         torch.testing.assert_close(base(**left).pooler_output, pooled, rtol=1e-4, atol=1e-5)
         left["attention_mask"][0] = 0
-        rest = base(**left).pooler_output  # a row without a token keeps its place
+        rest = base(**left).pooler_output  # a row without a token keeps its index
         torch.testing.assert_close(rest[1:], pooled[1:], rtol=1e-4, atol=1e-5)
         fv.patch_model(base, "sdpa", unpad=True)
         left = padded("left", model.config.pad_token_id)
