@@ -100,7 +100,7 @@ test-gpu: ## Run the tests that need CUDA, with PYTHON; installs nothing
 test-external: $(DEV) ## Run transformers' own tests with our attention (minutes; pip fetches them once)
 	.venv/bin/python -m tests.external $(EXTERNAL_ARGS)
 
-fuzz: $(DEV) ## Run random batches, patched against unpatched (FUZZ_ARGS="--minutes 30"; default 1)
+fuzz: $(DEV) ## Run random batches, patched against unpatched (FUZZ_ARGS="--minutes 30"; default 1; with --heads only heads)
 	.venv/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: $(DEV) ## Run ruff and mypy
@@ -114,6 +114,6 @@ notebooks: $(DEV) ## Run the notebooks of examples/, and write their .ipynb anew
 bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="list" lists the suites; default: all)
 	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen bench $(or $(BENCH_ARGS),all)
 
-clean: ## Remove what was built; .venv and its like stay
+clean: ## Remove what was built; the .venv folders stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
