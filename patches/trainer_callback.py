@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
@@ -10,6 +12,7 @@ from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.loader_pass import is_dispatched
 from flexvarlen.packing.prefixes import TreeCollator
 from flexvarlen.patches.models.families import BY_TYPE
+from flexvarlen.patches.models.unsupported import STATEFUL
 from flexvarlen.patches.state import ATTRIBUTE
 
 
@@ -43,10 +46,22 @@ def _check(model: Any, loader: Any) -> None:
     found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not found or any(ATTRIBUTE in part.__dict__ for part in found):
         return
-    family = BY_TYPE.get(found[0].config.model_type)
-    if isinstance(collator, TreeCollator) or family is None or not family.by_name_alone:
+    model_type, unpatched = found[0].config.model_type, type(found[0]).__name__
+    family = BY_TYPE.get(model_type)
+    if family is None and model_type not in STATEFUL and isinstance(collator, PackedCollator):
+        _warn_of_unknown(unpatched)
+    elif family is None or isinstance(collator, TreeCollator) or not family.by_name_alone:
         raise ValueError(
             f"model must be patched for the batches of {type(collator).__name__}, got an unpatched "
-            f"{type(found[0]).__name__}, in which documents of a row see one another; call "
+            f"{unpatched}, in which documents of a row see one another; call "
             "flexvarlen.patch_model on it before it is trained or evaluated, or pad."
         )
+
+
+@functools.cache
+def _warn_of_unknown(model_class: str) -> None:
+    warnings.warn(
+        f"flexvarlen: documents of a row may see one another in an unpatched {model_class}, which "
+        "is not among the verified families; flexvarlen.patch_model(model, verify=True) finds out.",
+        stacklevel=2,
+    )

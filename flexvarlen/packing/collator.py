@@ -22,7 +22,6 @@ from flexvarlen.packing.columns import (
     KNOWN,
     LOSS_MASKS,
     check_size,
-    differ,
     ends_of,
     features_of,
     require_no_loss_after,
@@ -91,10 +90,10 @@ class PackedCollator:
     detected. A mapping with `input_ids` `[1, T]` and none of these columns is rejected, because
     `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
-    Labels are next-token labels if the collator makes them, of the input_ids. Given ones belong to
-    their own tokens (token classification, masked LM) and all stay, if one of the batch differs
-    from its token; else they are next-token labels, as a causal model takes them, unshifted. Where
-    that does not tell, as not all tokens have a label but a document's first does, say which.
+    Labels that the collator makes, of the input_ids, are next-token labels. Given ones are, too, if
+    all of a batch are copies of the input_ids; others stay as they are, as they may belong to their
+    own tokens (token classification, masked LM). A patched causal model ignores first labels in any
+    case; with `next_token_labels=True` Trainer does not count them either.
 
     Args:
         tokenizer: the model's, or None; padding gets its pad token.
@@ -108,7 +107,7 @@ class PackedCollator:
             `padding_idx + 1`.
         extra: additional columns with one value per token, as a mapping of name to padding value; a
             feature with any other column raises.
-        next_token_labels: whether given labels are next-token labels; None: see above.
+        next_token_labels: whether given labels are next-token labels; None: if they are copies.
 
     All but the tokenizer are keyword arguments. A wrong one raises where the collator is made.
 
@@ -116,7 +115,7 @@ class PackedCollator:
         ValueError: there are more than `total_tokens` tokens or `capacity` documents, or one is
             longer than `max_seqlen_bound`; a column is missing, unknown, of another length or not
             integer; the boundaries contradict one another, or leave tokens out; a batch of one row
-            has no boundaries; labels do not tell whether they are next-token labels.
+            has no boundaries.
 
     A `DataLoader(pin_memory=True)` pins the layout too. Where accelerate loads the batches of all
     processes in one (`dispatch_batches`, its default for an `IterableDataset`), which can send
@@ -185,7 +184,6 @@ class PackedCollator:
         positions = layout.position_ids()[None] % layout.max_seqlen_bound
         batch["position_ids"] = positions + self.position_ids_start
         if is_dispatched():
-            self.check_dispatched()
             return batch  # the model finds the documents by position_ids
         batch["use_cache"] = False
         if self.boundaries == "packed_layout":
@@ -213,16 +211,8 @@ class PackedCollator:
         them.
         """
         given = [each for each in documents if _GIVEN in each]
-        next_token = self.next_token_labels
-        if next_token is None:
-            next_token = not any(differ(each[_GIVEN], each["input_ids"]) for each in given)
-            for each in given if next_token else ():
-                if each["labels"][0] != IGNORED and (each[_GIVEN] == IGNORED).any():
-                    raise ValueError(
-                        "next_token_labels must be given if labels do not show it, got a label at "
-                        "a document's first token and -100 later; pass True (causal model) or "
-                        "False (masked LM)."
-                    )
+        copies = all(np.array_equal(each[_GIVEN], each["input_ids"]) for each in given)
+        next_token = copies if self.next_token_labels is None else self.next_token_labels
         for each in documents:
             if next_token or _GIVEN not in each:
                 each["labels"][0] = IGNORED

@@ -71,11 +71,6 @@ def _check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
         )
 
 
-def differ(labels: NDArray[Any], tokens: NDArray[Any]) -> bool:
-    """Whether a token has a label other than itself."""
-    return bool(((labels != IGNORED) & (labels != tokens)).any())
-
-
 def rows_of(feature: Any, extra: Iterable[str]) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield the rows of a feature as one-dimensional arrays; a batch may have several rows."""
     alone = not isinstance(feature, Mapping)

@@ -232,8 +232,8 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
 
 
 HIDDEN_FIRST_TOKEN = (
-    "attention_mask must not hide the first token of a row, which the model's classifier reads, got "
-    "padding on the left; pad on the right."
+    "attention_mask must not hide the first token of a row, which the model's classifier reads, "
+    "got padding on the left; pad on the right."
 )
 """Raised where a model would read padding."""
 

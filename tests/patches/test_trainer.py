@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import peft
@@ -11,8 +12,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import concatenate, send_to_device
 from torch.utils.data import IterableDataset
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DataCollatorWithFlattening,
+    PhiConfig,
     Trainer,
     TrainingArguments,
 )
@@ -506,6 +509,34 @@ def test_an_unpatched_model_that_would_mix_documents(kind, collator, tmp_path):
                 run(Trainer(model, **given))
     if collator is fv.PackedCollator:
         Trainer(fv.patch_model(model, "sdpa"), **given).train()
+
+
+def test_an_unpatched_model_of_an_unknown_type(tmp_path):
+    """It may be right, as dense causal ones are: a warning, once."""
+    config = PhiConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    given = {
+        "args": TrainingArguments(**settings(tmp_path, max_steps=1)),
+        "train_dataset": [{"input_ids": x} for x in documents()],
+        "data_collator": fv.PackedCollator(),
+    }
+    with pytest.warns(UserWarning, match="may see one another in an unpatched PhiForCausalLM"):
+        Trainer(AutoModelForCausalLM.from_config(config), **given).train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*may see one another")
+        Trainer(AutoModelForCausalLM.from_config(config), **given).train()
+
+
+def test_predictions_of_a_model_that_is_not_patched(tmp_path):
+    """After a classifier was patched, Trainer's step is guarded for all models."""
+    fv.patch_model(AutoModelForSequenceClassification.from_config(config_of("llama")), "sdpa")
+    model = AutoModelForSequenceClassification.from_config(config_of("llama", num_labels=3))
+    trainer = Trainer(model, TrainingArguments(**settings(tmp_path)))
+    data = [{"input_ids": x, "labels": 1} for x in documents()[:1] * 3]
+    assert trainer.predict(data).predictions.shape == (3, 3)
+    assert not trainer.predict(data, ignore_keys=["logits"]).predictions
 
 
 def test_accelerate_moves_a_layout_and_joins_none():
