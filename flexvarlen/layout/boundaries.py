@@ -223,6 +223,17 @@ def check_copy(to: PackedLayout, other: PackedLayout) -> None:
         )
 
 
+def slots_of(boundaries: Tensor, indices: Tensor) -> Tensor:
+    """int32: for each index the slot whose boundaries hold it, N behind the last. No sync; traces.
+
+    Args:
+        boundaries: int32 `[N + 1]`, from 0.
+        indices: int32, at least 0.
+    """
+    # Not among boundaries[1:]: torch 2.11's Inductor on CUDA reads such a view from its base.
+    return torch.searchsorted(boundaries, indices, right=True, out_int32=True) - 1
+
+
 def default_capacity(total_tokens: int) -> int:
     """Default number of document slots where boundaries are known only inside a compiled graph.
 

@@ -31,6 +31,7 @@ from flexvarlen.layout.boundaries import (
     is_traced,
     round_up_to_power_of_two,
     safe_boundaries,
+    slots_of,
     traced_boundaries,
 )
 from flexvarlen.layout.launch_sizes import LaunchSizes
@@ -518,7 +519,7 @@ max_seqlen_bound=6, device=cpu)
         No sync; traces.
         """
         tokens = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
-        return torch.searchsorted(self.cu_seqlens[1:], tokens, right=True, out_int32=True)
+        return slots_of(self.cu_seqlens, tokens)
 
     def position_ids(self) -> Tensor:
         """int64 `[T]`: each token's position in its document, from 0; in a tree along its path.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.boundaries import HAS_TRITON
+from flexvarlen.layout.boundaries import HAS_TRITON, slots_of
 
 
 def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
@@ -15,8 +15,7 @@ def compute_position_ids(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
 
         return position_ids(cu_seqlens.contiguous(), total_tokens)
     tokens = torch.arange(total_tokens, device=cu_seqlens.device)
-    slot = torch.searchsorted(cu_seqlens[1:], tokens.to(torch.int32), right=True)
-    return tokens - cu_seqlens[slot]
+    return tokens - cu_seqlens[slots_of(cu_seqlens, tokens.to(torch.int32))]
 
 
 # A custom operator: Inductor would otherwise repeat the search at every use of the positions.

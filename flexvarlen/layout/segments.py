@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.arguments import as_int, integers
-from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, is_traced
+from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, is_traced, slots_of
 
 
 class Segments:
@@ -170,7 +170,7 @@ def _token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
         return write_token_bounds(table, total_tokens)
     starts, ends, offsets, _ = table
     tokens = torch.arange(total_tokens, device=table.device, dtype=torch.int32)
-    segment = torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
+    segment = slots_of(starts, tokens)
     return ends[segment], offsets[segment] + tokens - starts[segment]
 
 

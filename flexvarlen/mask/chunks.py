@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import slots_of
+
 
 def chunk_boundaries(cu_seqlens: Tensor, chunk: int, total_tokens: int) -> Tensor:
     """cu_seqlens of the chunks of every document, each counted from its document's start.
@@ -34,7 +36,7 @@ def _chunk_boundaries(cu_seqlens: Tensor, chunk: int, total_tokens: int) -> Tens
     chunks_before = torch.nn.functional.pad(chunks.cumsum(0), (1, 0)).to(torch.int32)
     slots = ends.shape[0] + total_tokens // chunk  # a document has at most L // chunk + 1
     slot = torch.arange(slots + 1, device=cu_seqlens.device, dtype=torch.int32)
-    document = torch.searchsorted(chunks_before[1:], slot, right=True).clamp(max=ends.shape[0] - 1)
+    document = slots_of(chunks_before, slot).clamp(max=ends.shape[0] - 1)
     number = torch.minimum(slot - chunks_before[document], chunks[document])  # no overflow behind
     start = cu_seqlens[document] + number * chunk
     return torch.minimum(start, ends[document]).contiguous()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.boundaries import slots_of
 from flexvarlen.layout.segments import token_bounds
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
@@ -129,7 +130,7 @@ def _locate(
     other_total: int,
 ) -> _TokenLocations:
     tokens = torch.arange(own_total, device=own.device, dtype=torch.int32)
-    slot = torch.searchsorted(own[1:], tokens, right=True, out_int32=True)
+    slot = slots_of(own, tokens)
     # One slot more: the padding after the last document.
     own_ends = torch.cat([own, own.new_full((1,), own_total)])
     other_ends = torch.cat([other, other.new_full((1,), other_total)])

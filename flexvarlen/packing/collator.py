@@ -21,6 +21,7 @@ from flexvarlen.packing.columns import (
     IGNORED,
     KNOWN,
     LOSS_MASKS,
+    are_of_own_tokens,
     check_size,
     ends_of,
     features_of,
@@ -90,10 +91,11 @@ class PackedCollator:
     detected. A mapping with `input_ids` `[1, T]` and none of these columns is rejected, because
     `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
-    Labels that the collator makes, of the input_ids, are next-token labels. Given ones are, too, if
-    all of a batch are copies of the input_ids; others stay as they are, as they may belong to their
-    own tokens (token classification, masked LM). A patched causal model ignores first labels in any
-    case; with `next_token_labels=True` Trainer does not count them either.
+    Labels that the collator makes, of the input_ids, are next-token labels. Given ones belong to
+    their own tokens (token classification, masked LM), and all of a batch stay, if one differs from
+    its token, or a document's first token has one though others have none; else they are next-token
+    labels. A patched causal model ignores first labels in any case; with `next_token_labels=True`
+    Trainer does not count them either.
 
     Args:
         tokenizer: the model's, or None; padding gets its pad token.
@@ -107,7 +109,7 @@ class PackedCollator:
             `padding_idx + 1`.
         extra: additional columns with one value per token, as a mapping of name to padding value; a
             feature with any other column raises.
-        next_token_labels: whether given labels are next-token labels; None: if they are copies.
+        next_token_labels: whether given labels are next-token labels; None: see above.
 
     All but the tokenizer are keyword arguments. A wrong one raises where the collator is made.
 
@@ -210,9 +212,10 @@ class PackedCollator:
         Trainer counts the labels of a batch, by which the loss is divided, before the model masks
         them.
         """
-        given = [each for each in documents if _GIVEN in each]
-        copies = all(np.array_equal(each[_GIVEN], each["input_ids"]) for each in given)
-        next_token = copies if self.next_token_labels is None else self.next_token_labels
+        next_token = self.next_token_labels
+        if next_token is None:
+            given = [(each[_GIVEN], each["input_ids"]) for each in documents if _GIVEN in each]
+            next_token = not any(are_of_own_tokens(labels, tokens) for labels, tokens in given)
         for each in documents:
             if next_token or _GIVEN not in each:
                 each["labels"][0] = IGNORED

@@ -71,6 +71,12 @@ def _check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
         )
 
 
+def are_of_own_tokens(labels: NDArray[Any], tokens: NDArray[Any]) -> bool:
+    """Whether a document's labels cannot be those of a causal model, which predicts next tokens."""
+    ignored = labels == IGNORED
+    return bool((~ignored & (labels != tokens)).any() or (not ignored[0] and ignored.any()))
+
+
 def rows_of(feature: Any, extra: Iterable[str]) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield the rows of a feature as one-dimensional arrays; a batch may have several rows."""
     alone = not isinstance(feature, Mapping)

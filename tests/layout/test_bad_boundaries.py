@@ -311,7 +311,7 @@ SHARED = fv.share_prefixes([[1, 2], [1, 3]])
         ("layout", lambda x: fv.pool(torch.zeros(5, 2), x)),
         ("layout", fv.document_block_mask),
         ("other", LAYOUT.copy_),
-        ("device", LAYOUT.to),
+        ("device", lambda x: LAYOUT.to([] if x is None else x)),  # None: as Tensor.to
         ("device", lambda x: fv.PackedLayout.from_lengths([1], device=x)),
         ("position_ids", fv.PackedLayout.from_position_ids),
         ("starts_T", fv.PackedLayout.from_starts),

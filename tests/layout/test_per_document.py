@@ -268,6 +268,24 @@ def test_other_documents_compile_pool_again():
     check_compiled("cpu", "aot_eager")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_ids_and_positions_in_a_graph(device, backend):
+    """Inductor's search of torch 2.11 reads boundaries that are a view from their base."""
+    torch._dynamo.reset()
+    ids = torch.compile(
+        lambda layout: (layout.document_ids(), layout.position_ids(), layout.real_tokens()),
+        backend=backend,
+        fullgraph=True,
+    )
+    for lengths in ([3, 0, 2, 7], [4, 5], [12], [1, 2, 3], [0, 1]):
+        layout = documents(lengths, device)
+        expected = layout.document_ids(), layout.position_ids(), layout.real_tokens()
+        by_hand = [i for i, n in enumerate(lengths) for _ in range(n)]
+        assert expected[0].tolist() == by_hand + [4] * (12 - len(by_hand))
+        assert all(map(torch.equal, ids(layout), expected))
+
+
 @pytest.mark.gpu
 def test_other_documents_compile_pool_again_on_a_gpu():
     check_compiled("cuda", "inductor")

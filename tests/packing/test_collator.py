@@ -227,6 +227,9 @@ def test_next_token_labels_of_ones_own(of):
         labels = fv.PackedCollator(next_token_labels=next_token)(some + features)["labels"]
         assert labels[0, :3].tolist() == [first, -100, 3]
         assert labels[0, 3] == (-100 if next_token else DOCUMENTS[0][0])
+    prompts = [{"input_ids": of([1, 2, 3]), "labels": of([-100, 2, 3])}]
+    labels = fv.PackedCollator()(prompts + features)["labels"]
+    assert labels[0, :4].tolist() == [-100, 2, 3, -100]
 
 
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])

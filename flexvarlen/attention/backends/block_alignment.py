@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexvarlen.layout.boundaries import slots_of
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
@@ -82,7 +83,7 @@ def _align(
     blocks = (lengths + block - 1).div(block, rounding_mode="floor")
     starts = torch.nn.functional.pad(blocks.cumsum(0) * block, (1, 0)).to(torch.int32)
     tokens = torch.arange(total_tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    document = slots_of(cu_seqlens, tokens.to(torch.int32))
     own = document.clamp(max=slots - 1)
     target_T = torch.where(document < slots, starts[own] + tokens - cu_seqlens[own], aligned_tokens)
     source = torch.full((aligned_tokens + 1,), total_tokens, device=cu_seqlens.device)
