@@ -205,7 +205,7 @@ MUTATIONS = (
     Mutation(
         "heads: one that drops the documents is believed",
         "patches/forward/steps.py",
-        "if isinstance(packed, PackedForward) and packed.packs:",
+        "if is_head and packed.packs and not packed.reached_base:",
         "if False:",
         "tests/patches/batch/test_batch_refusals.py",
     ),
@@ -226,8 +226,8 @@ MUTATIONS = (
     Mutation(
         "unpad: a packed row under a mask is taken for one document",
         "patches/batch/padded_batch.py",
-        "| _restarts(real, position_ids)",
-        "",
+        "several = several | (jumps & real[:, 1:] & real[:, :-1]).any()",
+        "pass",
         "tests/patches/forward/test_unpad.py",
     ),
     Mutation(
@@ -282,8 +282,8 @@ MUTATIONS = (
     Mutation(
         "packing: labels at first tokens are learned",
         "flexvarlen/packing/collator.py",
-        "            labels[0] = IGNORED",
-        "            pass",
+        """each["labels"][0] = IGNORED""",
+        "pass",
         "tests/packing/test_collator.py",
     ),
     Mutation(
