@@ -208,7 +208,8 @@ def patch_model(
             backend without trees.
 
     A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
-    and left padding in an encoder's base model that has a pooler.
+    and left padding in an encoder's base model that has a pooler; any forward raises for left
+    padding in an encoder that classifies by a row's first token.
 
     Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
     patched model or before it is patched; its result keeps its own guarantees and mapping, so to

@@ -44,6 +44,7 @@ PER_DOCUMENT = ("ForSequenceClassification", "ForReward")
 """Heads with one output per document."""
 
 _PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
+
 CHOICES = "ForMultipleChoice"
 """A head whose rows are `[B, choices, S]`."""
 
