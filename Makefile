@@ -11,6 +11,7 @@ EVIDENCE := tests/bench tests/verify/drift tests/docs/test_notebooks.py
 # What test-newest runs: each mechanism that touches another package, in a few minutes.
 CORE := $(addprefix tests/patches/,test_patch_undo.py test_accelerate.py test_trainer.py \
 	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py test_embed.py \
+	test_lm_head.py forward/test_adapters.py forward/test_neftune.py \
 	attention/test_routing.py attention/test_generate.py batch/test_found_layout.py \
 	batch/test_keywords.py batch/test_packed_caches.py forward/test_pooling_heads.py \
 	forward/test_recurrent_layers.py forward/test_unpad.py forward/test_context_parallel.py \
