@@ -268,7 +268,7 @@ def test_the_tables_hold_the_rates_and_the_reasons(records):
     for r in records:
         if r.status == "ok":
             assert f"{r.measures['tokens_per_s']:,.0f} (" in text
-    assert text.count("(1.00)") == len(SUITE.cases(QUICK))
+    assert text.count("(1.00)") >= len(SUITE.cases(QUICK))  # another variant's may round to it
     assert "FlashAttention2" in text
 
 
