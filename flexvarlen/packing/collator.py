@@ -21,10 +21,11 @@ from flexvarlen.packing.columns import (
     IGNORED,
     KNOWN,
     LOSS_MASKS,
-    are_of_own_tokens,
     check_size,
+    differ,
     ends_of,
     features_of,
+    require_a_kind,
     require_no_loss_after,
     rows_of,
 )
@@ -93,9 +94,8 @@ class PackedCollator:
 
     Labels that the collator makes, of the input_ids, are next-token labels. Given ones belong to
     their own tokens (token classification, masked LM), and all of a batch stay, if one differs from
-    its token, or a document's first token has one though others have none; else they are next-token
-    labels. A patched causal model ignores first labels in any case; with `next_token_labels=True`
-    Trainer does not count them either.
+    its token; else they are next-token labels. Where a document's first token has one though others
+    have none, they may be either: say which.
 
     Args:
         tokenizer: the model's, or None; padding gets its pad token.
@@ -117,7 +117,7 @@ class PackedCollator:
         ValueError: there are more than `total_tokens` tokens or `capacity` documents, or one is
             longer than `max_seqlen_bound`; a column is missing, unknown, of another length or not
             integer; the boundaries contradict one another, or leave tokens out; a batch of one row
-            has no boundaries.
+            has no boundaries; labels do not show whether they are next-token labels.
 
     A `DataLoader(pin_memory=True)` pins the layout too. Where accelerate loads the batches of all
     processes in one (`dispatch_batches`, its default for an `IterableDataset`), which can send
@@ -215,7 +215,9 @@ class PackedCollator:
         next_token = self.next_token_labels
         if next_token is None:
             given = [(each[_GIVEN], each["input_ids"]) for each in documents if _GIVEN in each]
-            next_token = not any(are_of_own_tokens(labels, tokens) for labels, tokens in given)
+            next_token = not any(differ(labels, tokens) for labels, tokens in given)
+            for labels, _ in given if next_token else ():
+                require_a_kind(labels)
         for each in documents:
             if next_token or _GIVEN not in each:
                 each["labels"][0] = IGNORED

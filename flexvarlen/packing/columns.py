@@ -71,10 +71,18 @@ def _check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
         )
 
 
-def are_of_own_tokens(labels: NDArray[Any], tokens: NDArray[Any]) -> bool:
-    """Whether a document's labels cannot be those of a causal model, which predicts next tokens."""
-    ignored = labels == IGNORED
-    return bool((~ignored & (labels != tokens)).any() or (not ignored[0] and ignored.any()))
+def differ(labels: NDArray[Any], tokens: NDArray[Any]) -> bool:
+    """Whether a token has a label other than itself."""
+    return bool(((labels != IGNORED) & (labels != tokens)).any())
+
+
+def require_a_kind(labels: NDArray[Any]) -> None:
+    """Raise if labels that equal their tokens may be of next tokens or of the tokens themselves."""
+    if labels[0] != IGNORED and (labels == IGNORED).any():
+        raise ValueError(
+            "next_token_labels must be given if labels do not show it, got a label at a document's "
+            "first token and -100 later; pass True (causal model) or False (masked LM)."
+        )
 
 
 def rows_of(feature: Any, extra: Iterable[str]) -> Iterator[dict[str, NDArray[Any]]]:

@@ -150,7 +150,8 @@ def require_patched_heads(model: PreTrainedModel) -> None:
 def _requiring_patch(forward: Any) -> Any:
     @functools.wraps(forward)
     def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if ATTRIBUTE in self.base_model.__dict__ and ATTRIBUTE not in self.__dict__:
+        # getattr, as PEFT, torch.compile and FSDP wrap a base model and pass on its attributes
+        if ATTRIBUTE not in self.__dict__ and getattr(self.base_model, ATTRIBUTE, None) is not None:
             raise ValueError(
                 f"a head around a patched base model must be patched too, got {type(self).__name__}"
                 ", which is not: it would neither mask labels nor pool by document; call "

@@ -212,8 +212,9 @@ def _prepare_choices(module: nn.Module, patch: Patch, inputs: dict[str, Any]) ->
     flat = inputs | {name: inputs[name].flatten(0, 1) for name in of_tokens}
     prepared = _prepare(module, patch, flat, is_head=True)
     for name in {*of_tokens, "position_ids", "attention_mask"}:  # some are made from documents
-        if isinstance(prepared.get(name), Tensor):
-            prepared[name] = prepared[name].unflatten(0, rows)
+        x = prepared.get(name)
+        if isinstance(x, Tensor) and len(x) == rows.numel():
+            prepared[name] = x.unflatten(0, rows)
     return prepared
 
 

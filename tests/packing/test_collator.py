@@ -223,7 +223,10 @@ def test_next_token_labels_of_ones_own(of):
         fv.PackedCollator()(features)["labels"], fv.PackedCollator()(FEATURES)["labels"]
     )
     some = [{"input_ids": of([1, 2, 3]), "labels": of([1, -100, 3])}]
-    for next_token, first in ((True, -100), (False, 1), (None, 1)):  # perhaps of masked LM
+    for each in (some, some + features):  # perhaps of masked LM, with these tokens kept
+        with pytest.raises(ValueError, match=r"next_token_labels must be given .* pass True"):
+            fv.PackedCollator()(each)
+    for next_token, first in ((True, -100), (False, 1)):
         labels = fv.PackedCollator(next_token_labels=next_token)(some + features)["labels"]
         assert labels[0, :3].tolist() == [first, -100, 3]
         assert labels[0, 3] == (-100 if next_token else DOCUMENTS[0][0])

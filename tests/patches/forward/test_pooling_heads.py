@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -63,6 +64,16 @@ def test_heads_that_share_a_patched_base():
         fv.patch_model(first, "sdpa")
         with pytest.raises(ValueError, match="must be patched too"):
             second(BATCH.ids, position_ids=BATCH.position_ids)
+
+
+@pytest.mark.parametrize("wrap", ["peft", "compiled"])
+def test_head_over_a_patched_base_that_is_wrapped(wrap):
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    base = fv.patch_model(model.model, "sdpa")
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    model.model = peft.get_peft_model(base, lora) if wrap == "peft" else torch.compile(base)
+    with pytest.raises(ValueError, match="must be patched too"):
+        model(BATCH.ids, position_ids=BATCH.position_ids, labels=BATCH.ids)
 
 
 def test_positions_of_one_row_for_all():
@@ -321,6 +332,10 @@ def test_choices_in_padded_rows(kind, unpad):
                 if unpad and "inputs_embeds" in inputs:
                     continue  # refused
                 out = model(**inputs, labels=labels, **given)
+                if kind != "roberta":  # whose positions begin elsewhere
+                    positions = torch.arange(own.shape[-1])[None]
+                    again = model(**inputs, labels=labels, position_ids=positions, **given)
+                    torch.testing.assert_close(again.logits, out.logits, atol=1e-4, rtol=1e-4)
                 expected = torch.cat(alone).view_as(out.logits)
                 torch.testing.assert_close(out.logits, expected, atol=1e-4, rtol=1e-4)
                 loss = torch.nn.functional.cross_entropy(expected, labels)
