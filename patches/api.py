@@ -239,7 +239,7 @@ def patch_model(
     inner = transformers_model(model)
     refuse_encoder_decoder(inner)
     require_verified(inner.config.model_type, verify=verify)
-    checked_sizes(None, capacity, max_seqlen_bound)
+    _, capacity, max_seqlen_bound = checked_sizes(None, capacity, max_seqlen_bound)
     if verify:
         refuse_unverifiable(inner)
     else:
