@@ -202,7 +202,7 @@ def _direct(file: _File, exceptions: set[str]) -> Iterator[tuple[str, ast.expr]]
                 yield "device assertion", node.args[1]
         elif isinstance(node, ast.Return) and node.value is not None:
             scope = _scope(node)
-            if scope is not None and _CHECKS.search(scope.name):
+            if scope is not None and _CHECKS.search(f"{file.path} {scope.name}"):
                 yield "refusal", node.value
 
 

@@ -22,48 +22,28 @@ from flexvarlen.patches.forward.adapters import (
 )
 from flexvarlen.patches.forward.heads import (
     HEAD,
-    PER_DOCUMENT,
     HeadReference,
-    kind_of_head,
     require_keywords,
     require_patched_heads,
     unwrap_loss,
 )
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.predictions import guard_predictions
-from flexvarlen.patches.forward.recurrent_layers import (
-    named_recurrent_layers,
-    patch_recurrent,
-    recurrent_layers,
-    refuse_recurrent,
-    unpatch_recurrent,
-)
+from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import after_forward, before_forward
-from flexvarlen.patches.forward.trees import why_no_trees
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
-from flexvarlen.patches.models.families import (
-    refuse_encoder_decoder,
-    require_own_code,
-    require_verified,
-)
-from flexvarlen.patches.models.gemma4 import refuse_windows_both_ways
-from flexvarlen.patches.models.layers import (
-    attention_layers,
-    base_of,
-    kinds_of,
-    text_config_of,
-    text_tower,
-    vision_kinds_of,
-    vision_tower,
-)
-from flexvarlen.patches.models.rope import patch_rotary, refuse_dynamic_rope, unpatch_rotary
+from flexvarlen.patches.models.heads import PER_DOCUMENT
+from flexvarlen.patches.models.layers import attention_layers, recurrent_layers
+from flexvarlen.patches.models.rope import patch_rotary, unpatch_rotary
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import (
     ATTRIBUTE,
     LAYER_MARK,
     BackendChoice,
     Patch,
+    Settings,
     implementation_before,
     one_at_a_time,
     register_model,
@@ -71,7 +51,8 @@ from flexvarlen.patches.state import (
     unregister_model,
     wrapped_modules,
 )
-from flexvarlen.patches.verification import Verification, refuse_unverifiable
+from flexvarlen.patches.verification import Verification, refuse_unloaded
+from flexvarlen.patches.why_not import why_not
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -148,10 +129,11 @@ def patch_model(
     A mixture of experts keeps its auxiliary loss (`output_router_logits=True`), over all tokens
     that are not padding.
 
-    Decoding (a non-empty cache) uses transformers' own sdpa. It raises if a packed batch filled the
-    cache, or if the new tokens of a row hold several documents. In training, and in a
-    compiled model in any mode (also if compiled layer by layer, as a cache would give each layer
-    its own graph), no cache is built unless `use_cache=True` is passed.
+    Rows of several documents fill no cache, and raise if they are given one or `use_cache=True`;
+    rows of one document, padded or not, fill theirs. In training, and in a compiled model in any
+    mode (also if compiled layer by layer, as a cache would give each layer its own graph), no cache
+    is built unless one is asked for. Decoding (a non-empty cache) uses transformers' own sdpa, and
+    raises if the new tokens of a row hold several documents.
 
     A deep copy of a patched model is patched too. A pickle (torch.save of the model, a spawned
     process) drops the wrapper, and so does replacing `forward` afterwards (Liger on a model,
@@ -237,56 +219,27 @@ def patch_model(
     if isinstance(model, nn.Module):
         refuse_adapters_of_rows(*model.modules())
     inner = transformers_model(model)
-    refuse_encoder_decoder(inner)
-    require_verified(inner.config.model_type, verify=verify)
+    parts = ModelParts.of(inner)
     _, capacity, max_seqlen_bound = checked_sizes(None, capacity, max_seqlen_bound)
+    check_unpad(unpad, unpad_to_multiple_of, share_prefixes)
     if verify:
-        refuse_unverifiable(inner)
-    else:
-        require_own_code(inner)
-    kinds, vision_kinds = kinds_of(inner), vision_kinds_of(inner)
-    recurrent = recurrent_layers(text_tower(base_of(inner)))
-    causal = bool(recurrent) or any(kind.causal for kind in kinds)
-    head = kind_of_head(inner, causal=causal)
-    check_unpad(inner, unpad, unpad_to_multiple_of, sequence_parallel_group, share_prefixes)
-    guarantees = {
-        "deterministic": resolve_flag(DETERMINISTIC, deterministic),
-        "batch_invariant": resolve_flag(BATCH_INVARIANT, batch_invariant),
-    }
-    why = why_no_trees(text_config_of(inner.config), causal=causal, recurrent=bool(recurrent))
-    if guarantees["batch_invariant"]:
-        why = why or "batch_invariant"
-    if share_prefixes and why is not None:
-        raise NotImplementedError(f"share_prefixes=True is not supported with {why}; leave it out.")
-    if recurrent or named_recurrent_layers(inner):
-        refuse_recurrent(inner, recurrent, unpad=unpad, group=sequence_parallel_group)
-    require_keywords(wrapped_modules(inner))
-    if sequence_parallel_group is not None:
-        kinds = kinds_per_rank(inner, kinds, sequence_parallel_group)
-    refuse_windows_both_ways(text_config_of(inner.config))
-    rotary = text_tower(base_of(inner))._modules.get("rotary_emb")
-    refuse_dynamic_rope(text_config_of(inner.config), rotary)
-    every = (*kinds, *vision_kinds)
-    backend = checked_choice(backend, every)
-    check_machine(backend, every, inner.device, **guarantees, trees=share_prefixes)
-    named = names_in(backend)[0]
-    patch = Patch(
-        backend=backend if isinstance(backend, str) else dict(backend),
-        named=named,
-        backends=(named,),
+        refuse_unloaded(inner)
+    settings = Settings(
+        backend=backend,
+        deterministic=resolve_flag(DETERMINISTIC, deterministic),
+        batch_invariant=resolve_flag(BATCH_INVARIANT, batch_invariant),
         capacity=capacity,
         max_seqlen_bound=max_seqlen_bound,
-        kinds=kinds,
-        implementation_before=implementation_before(inner),
-        head=head,
-        recurrent=bool(recurrent),
         unpad=unpad,
         unpad_to_multiple_of=unpad_to_multiple_of,
         share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
         verify=verify,
-        **guarantees,
     )
+    why = why_not(parts, settings)
+    if why is not None:
+        raise NotImplementedError(why)
+    patch = _patch(inner, parts, settings)
     verification = Verification(inner, patch) if verify else None
     if verification is None or verification.has_passed:
         _apply(inner, patch)
@@ -301,26 +254,59 @@ def patch_model(
     return model
 
 
+def _patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) -> Patch:
+    """The patch of a model that may have these settings.
+
+    Raises:
+        ValueError: a `forward` without `**kwargs`, an unknown backend, a mapping that does not fit
+            the model's layer types, or a group whose ranks do not divide the heads.
+        NotImplementedError: a backend cannot serve the layers it was chosen for.
+    """
+    require_keywords(wrapped_modules(inner, parts))
+    kinds = parts.kinds
+    if settings.sequence_parallel_group is not None:
+        kinds = kinds_per_rank(kinds, settings.sequence_parallel_group)
+    every = (*kinds, *parts.vision_kinds)
+    backend = checked_choice(settings.backend, every)
+    check_machine(
+        backend,
+        every,
+        inner.device,
+        deterministic=settings.deterministic,
+        batch_invariant=settings.batch_invariant,
+        trees=settings.share_prefixes,
+    )
+    named = names_in(backend)[0]
+    return Patch(
+        **settings.arguments() | {"backend": backend},
+        parts=parts,
+        kinds=kinds,
+        named=named,
+        backends=(named,),
+        implementation_before=implementation_before(inner),
+    )
+
+
 def _apply(inner: PreTrainedModel, patch: Patch) -> None:
     """Patch a model whose arguments have been checked."""
+    parts = patch.parts
+    base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
     set_implementation(inner, patch.named)
-    base = base_of(inner)
-    for module in wrapped_modules(inner):
+    for module in wrapped_modules(inner, parts):
         wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
-        setattr(module, ATTRIBUTE, patch)
+        setattr(module, ATTRIBUTE, patch if module is inner else patch.of_base())
     if base is not inner:
         base.__dict__[HEAD] = HeadReference(inner)
     for layer in attention_layers(inner):
         layer.__dict__[LAYER_MARK] = True
-    for layer in recurrent_layers(text_tower(base)):
+    for layer in recurrent_layers(text):
         patch_recurrent(layer)
-    tower = vision_tower(base)
-    if tower is not None:
-        patch_tower(tower, patch, vision_kinds_of(inner))
+    if vision is not None:
+        patch_tower(vision, patch)
     require_patched_heads(inner)
-    if patch.head in PER_DOCUMENT:
+    if parts.head in PER_DOCUMENT:
         guard_predictions()
-    patch_rotary(text_tower(base))
+    patch_rotary(text)
     register_model(inner)
 
 
@@ -343,20 +329,21 @@ def unpatch_model(model: Model) -> Model:
     patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
     if patch is None:
         return model
-    for module in wrapped_modules(inner):
+    parts = patch.parts
+    text, vision = parts.text_tower(inner), parts.vision_tower(inner)
+    for module in wrapped_modules(inner, parts):
         module.__dict__.pop(ATTRIBUTE, None)
         module.__dict__.pop(HEAD, None)
         unwrap_forward(module)
     for layer in attention_layers(inner):
         layer.__dict__.pop(LAYER_MARK, None)
-    for layer in recurrent_layers(text_tower(base_of(inner))):
+    for layer in recurrent_layers(text):
         unpatch_recurrent(layer)
     unwrap_loss(inner)
-    unpatch_rotary(text_tower(base_of(inner)))
+    unpatch_rotary(text)
     unregister_model(inner, patch)
-    tower = vision_tower(base_of(inner))
-    if tower is not None and ATTRIBUTE in tower.__dict__:
-        unpatch_tower(tower)  # last, as unregister_model sets the implementation of all parts
+    if vision is not None and ATTRIBUTE in vision.__dict__:
+        unpatch_tower(vision)  # last, as unregister_model sets the implementation of all parts
     return model
 
 
@@ -373,7 +360,8 @@ def is_patched(model: nn.Module) -> bool:
     if isinstance(model, nn.Module) and has_adapters_of_rows(model):
         return False
     inner = transformers_model(model)
-    return ATTRIBUTE in inner.__dict__ and all(map(is_wrapped, wrapped_modules(inner)))
+    patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
+    return patch is not None and all(map(is_wrapped, wrapped_modules(inner, patch.parts)))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
 from flexvarlen.packing import pack
 from flexvarlen.patches.api import is_patched, patched, transformers_model
-from flexvarlen.patches.models.layers import base_of, table_of_positions
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.sentence_transformers_files import (
     POOLINGS,
     EmbeddingSettings,
@@ -211,7 +211,7 @@ def _max_length(
         ValueError: more is given than the model has positions.
     """
     inner = transformers_model(model)
-    positions = table_of_positions(base_of(inner))
+    positions = ModelParts.of(inner).max_positions
     if given and positions and given > positions:
         raise ValueError(
             f"max_length must be at most {positions}, the positions that the model has, got "

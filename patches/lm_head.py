@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.patches.api import transformers_model
-from flexvarlen.patches.models.layers import base_of
+from flexvarlen.patches.parts import ModelParts
 
 
 def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -39,9 +39,8 @@ def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     5
     """
     inner = transformers_model(model)
-    base = base_of(inner)
-    name = next((name for name, part in inner._modules.items() if part is base), None)
-    if name is None or inner.get_output_embeddings() is None:
+    name = ModelParts.of(inner).base_name
+    if not name or inner.get_output_embeddings() is None:
         raise ValueError(
             "model must have a language-model head around its base model, got "
             f"{type(inner).__name__}; pass a ...ForCausalLM, or call the head that you have."

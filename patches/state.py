@@ -10,14 +10,15 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.attention.backends.registry import BACKENDS
-from flexvarlen.patches.models.layers import LayerKind, base_of, text_config_of
+from flexvarlen.patches.models.layers import LayerKind, text_config_of
+from flexvarlen.patches.parts import ModelParts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,41 +60,49 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Patch:
-    """The settings of a patched model, and what is needed to restore it.
+class Settings:
+    """The arguments of `patch_model`, checked.
 
-    Attributes:
-        backend, capacity, max_seqlen_bound, unpad, unpad_to_multiple_of, share_prefixes,
-        sequence_parallel_group, verify: as given to `patch_model`.
-        deterministic, batch_invariant: as given, or from the environment variables.
-        named: the backend whose attn_implementation it set.
-        backends: those that its config may name: of all patched models that share the config.
-        kinds: of its attention layers; with a group, with the number of heads per rank.
-        head: the ending of the head's class name, such as "ForCausalLM"; "" for a base model.
-        recurrent: whether it has recurrent layers, to which documents are passed too.
+    Those that were left out have their defaults, from the environment where one may be set there.
     """
 
     backend: BackendChoice
-    named: str
-    backends: tuple[str, ...]
     deterministic: bool
     batch_invariant: bool
     capacity: int | None
     max_seqlen_bound: int | None
-    kinds: tuple[LayerKind, ...]
-    implementation_before: str | dict[str, str]
-    head: str
-    recurrent: bool = False
-    unpad: bool = False
-    unpad_to_multiple_of: int | None = None
-    share_prefixes: bool = False
-    sequence_parallel_group: ProcessGroup | None = None
-    verify: bool = False
+    unpad: bool
+    unpad_to_multiple_of: int | None
+    share_prefixes: bool
+    sequence_parallel_group: ProcessGroup | None
+    verify: bool
 
-    @property
-    def causal(self) -> bool:
-        """Whether a token sees only those before it."""
-        return self.recurrent or any(kind.causal for kind in self.kinds)
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Settings)}
+
+
+@dataclass(frozen=True)
+class Patch(Settings):
+    """The settings of a patched model, and what is needed to restore it.
+
+    Attributes:
+        parts: of the module that this is the patch of: the model, its base model or its tower.
+        kinds: of its attention layers; with a group, with the number of heads per rank.
+        named: the backend whose attn_implementation it set.
+        backends: those that its config may name: of all patched models that share the config.
+        implementation_before: the attn_implementation to restore, by tower if it has any.
+    """
+
+    parts: ModelParts
+    kinds: tuple[LayerKind, ...]
+    named: str
+    backends: tuple[str, ...]
+    implementation_before: str | dict[str, str]
+
+    def of_base(self) -> Patch:
+        """The patch of the base model."""
+        return replace(self, parts=self.parts.of_base())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # immutable, and a process group cannot be copied
@@ -101,18 +110,11 @@ class Patch:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"sequence_parallel_group": None}  # a group cannot be pickled
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `patch_model` that recreate this patch."""
-        names = ("backend", "deterministic", "batch_invariant", "capacity", "max_seqlen_bound")
-        of_unpad = ("unpad", "unpad_to_multiple_of", "share_prefixes")
-        more = ("sequence_parallel_group", "verify")
-        return {name: getattr(self, name) for name in (*names, *of_unpad, *more)}
 
-
-def wrapped_modules(inner: PreTrainedModel) -> list[nn.Module]:
+def wrapped_modules(model: nn.Module, parts: ModelParts) -> list[nn.Module]:
     """The modules whose forward is wrapped: the model and its base model."""
-    base = base_of(inner)
-    return [inner] if base is inner else [inner, base]
+    base = parts.base(model)
+    return [model] if base is model else [model, base]
 
 
 # ---- models that share a config ----
@@ -183,7 +185,7 @@ def _sharing(inner: PreTrainedModel) -> list[nn.Module]:
         module
         for model in _patched_models
         if model.config is inner.config and ATTRIBUTE in model.__dict__
-        for module in wrapped_modules(model)
+        for module in wrapped_modules(model, model.__dict__[ATTRIBUTE].parts)
         if ATTRIBUTE in module.__dict__
     ]
 

@@ -18,17 +18,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexvarlen._version import __version__
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.forward.heads import PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.isolation.model_run import IsolationRun, device_of_inputs, training_mode
 from flexvarlen.patches.isolation.tokens import special_tokens
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.patches.models.families import is_verified
-from flexvarlen.patches.models.layers import (
-    attention_layers,
-    base_of,
-    table_of_positions,
-    text_config_of,
-)
+from flexvarlen.patches.models.heads import PER_DOCUMENT, PER_ROW
+from flexvarlen.patches.models.layers import attention_layers, text_config_of
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import Patch
 
 _LENGTHS = (5, 1, 300, 7)  # tokens of the documents, if the model has as many positions
@@ -38,15 +34,12 @@ _DOCUMENT_ALONE = "use the model's own attention, one document per row."
 _passed: set[tuple[object, ...]] = set()  # by `_key`, in this process
 
 
-def refuse_unverifiable(inner: PreTrainedModel) -> None:
-    """Refuse a model that `patch_model(verify=True)` cannot check.
-
-    A model type that is not among the verified families must be a causal model of text, whose
-    attention layers can be found.
+def refuse_unloaded(inner: PreTrainedModel) -> None:
+    """Refuse a model that `patch_model(verify=True)` cannot run, whatever its kind.
 
     Raises:
-        NotImplementedError: the model is of another kind, is on the meta device, or is quantized
-            so that it cannot be differentiated.
+        NotImplementedError: it is on the meta device, or quantized so that it cannot be
+            differentiated.
     """
     quantizer: Any = getattr(inner, "hf_quantizer", None)
     if device_of_inputs(inner).type == "meta":
@@ -59,40 +52,25 @@ def refuse_unverifiable(inner: PreTrainedModel) -> None:
             "verify=True checks gradients, so weights must be such as can be differentiated, got "
             f"{type(quantizer).__name__}, which cannot; verify the model before it is quantized."
         )
-    if is_verified(inner):
-        return
-    layers = attention_layers(inner)
-    reason = None
-    if inner.config.is_encoder_decoder:
-        reason = "has an encoder and a decoder"
-    elif not layers or not inner._can_set_attn_implementation():
-        reason = "has no attention layer that transformers' attention interface serves"
-    elif text_config_of(inner.config) is not inner.config or inner.config.sub_configs:
-        reason = "has parts for more than text"
-    elif not all(layer.is_causal for layer in layers):
-        reason = "has attention layers that are not causal"
-    if reason is not None:
-        raise NotImplementedError(
-            "verify=True is for causal models of text that call transformers' attention interface, "
-            f"got {type(inner).__name__}, which {reason}; {_DOCUMENT_ALONE}"
-        )
 
 
 class Verification:
     """The check of one model that is about to be patched.
 
     Args:
-        inner: a model that `refuse_unverifiable` lets pass.
+        inner: a model that may be patched with `verify`.
         patch: its patch.
     """
 
     def __init__(self, inner: PreTrainedModel, patch: Patch) -> None:
         self.inner = inner
         # Heads with one output per document or row have none per token: their base is checked.
-        self.model = base_of(inner) if patch.head in (*PER_DOCUMENT, *PER_ROW) else inner
+        parts = patch.parts
+        self.model = parts.base(inner) if parts.head in (*PER_DOCUMENT, *PER_ROW) else inner
+        self.is_verified_type = is_verified(parts.model_class, parts.model_config.model_type)
         self.is_sharded = patch.sequence_parallel_group is not None
         self.key = _key(inner, patch)
-        self.lengths = _lengths_of_documents(inner)
+        self.lengths = _lengths_of_documents(parts)
         self.ids = _random_tokens(inner, sum(self.lengths))
         self.alone: list[Tensor] = []
 
@@ -113,7 +91,7 @@ class Verification:
                 "first time, got both; call patch_model(model, verify=True), then again with the "
                 "group."
             )
-        if is_verified(self.inner):
+        if self.is_verified_type:
             return
         with training_mode(self.inner), _attention(self.inner, "eager"), _experts(self.inner):
             self.inner.eval()
@@ -161,7 +139,7 @@ class Verification:
         """Refuse layers with an attention of their own."""
         names = {module: name for name, module in self.model.named_modules()}
         other = called.symmetric_difference(attention_layers(self.model))
-        if other and not is_verified(self.inner):
+        if other and not self.is_verified_type:
             name = min(names.get(module, type(module).__name__) for module in other)
             raise NotImplementedError(
                 "each attention layer, and nothing else, must call transformers' attention "
@@ -211,11 +189,10 @@ def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
     )
 
 
-def _lengths_of_documents(inner: PreTrainedModel) -> list[int]:
+def _lengths_of_documents(parts: ModelParts) -> list[int]:
     """Tokens of each document; what differs only beyond them is not seen."""
-    base = base_of(inner)
-    declared = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-    positions = table_of_positions(base) or declared or max(_LENGTHS)
+    declared = getattr(parts.config, "max_position_embeddings", None)
+    positions = parts.max_positions or declared or max(_LENGTHS)
     return [min(length, positions) for length in _LENGTHS]
 
 

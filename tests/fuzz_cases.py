@@ -167,7 +167,7 @@ def _draw_modes(rng: random.Random, family: str, backend: str) -> dict[str, Any]
         "labels": not base and rng.random() < 0.7,
         "reentrant": rng.choice([None, False, True]) if train and gradients else None,
         "autocast": rng.random() < 0.1,
-        "use_cache": None if family in ENCODERS else rng.choice([None, False, True]),
+        "use_cache": None if family in ENCODERS else rng.choice([None, False]),
         "base": base,
         "embeddings": rng.random() < 0.2,
     }

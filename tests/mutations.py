@@ -189,11 +189,11 @@ MUTATIONS = (
         "tests/patches/batch/test_seq_idx.py",
     ),
     Mutation(
-        "cache: a packed one is not noted",
-        "patches/batch/cache.py",
-        "setattr(cache, ONE_PER_ROW, one_per_row)",
-        "setattr(cache, ONE_A_ROW, True)",
-        "tests/patches/batch/test_packed_caches.py",
+        "cache: a packed row fills one that is asked for",
+        "patches/forward/steps.py",
+        "raise_or_assert(one_document_per_row(layout, forward.batch), ONE_DOCUMENT_PER_ROW)",
+        "pass",
+        "tests/patches/batch/test_caches.py",
     ),
     Mutation(
         "layers: one without its documents attends",
@@ -205,7 +205,7 @@ MUTATIONS = (
     Mutation(
         "heads: one that drops the documents is believed",
         "patches/forward/steps.py",
-        "if is_head and packed.packs and not packed.reached_base:",
+        "if ATTRIBUTE in base.__dict__ and packed.packs and not packed.reached_base:",
         "if False:",
         "tests/patches/batch/test_batch_refusals.py",
     ),
@@ -253,8 +253,8 @@ MUTATIONS = (
     ),
     Mutation(
         "recurrent: a layer that the search misses",
-        "patches/forward/recurrent_layers.py",
-        "if len(layers) != expected:",
+        "patches/why_not.py",
+        "if len(parts.recurrent_classes) != expected:",
         "if False:",
         "tests/patches/forward/test_recurrent_layers.py",
     ),

@@ -157,16 +157,6 @@ def cached_file_can_say_that_there_is_none():
     assert cached_file(here, "no such file", subfolder="", revision=None, **names) is None
 
 
-def a_layer_is_given_the_tensor_that_the_cache_keeps():
-    from transformers import DynamicCache
-
-    cache, keys = DynamicCache(), torch.ones(1, 1, 2, 4)
-    given, _ = cache.update(keys, keys, 0)
-    assert given is cache.layers[0].keys
-    assert cache.layers[0].get_mask_sizes(2)[0] == 4
-    assert cache.get_seq_length() == 2
-
-
 def recurrent_functions_are_found_in_the_module_of_the_layer():
     """And below a kernel's wrapper there is plain torch."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling

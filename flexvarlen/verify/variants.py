@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import our_name
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
-from flexvarlen.patches.models.layers import kinds_of
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.reference.model import share
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.tree_batch import Row, TreeBatch
@@ -192,7 +192,7 @@ def why_not_layers(name: str, model: PreTrainedModel, *, needs_grad: bool) -> st
     """Why a backend cannot serve some attention layer of a model, or None; None for "auto"."""
     if name == "auto":
         return None
-    for kind in kinds_of(model):
+    for kind in ModelParts.of(model).kinds:
         reason = fv.why_not(
             name,
             device=model.device,

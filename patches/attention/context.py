@@ -81,8 +81,7 @@ class PackedForward:
         has_temperature: whether layers scale queries by their position in the row.
         chunk_size: tokens of a chunk, in the layers that have chunks.
         routes: by kind; built before the first layer, or on request of a layer of another kind.
-        one_per_row: whether each row holds at most one document, for a forward that may fill a
-            cache; a bool tensor in a compiled graph. None: it fills no cache.
+        fills_cache: whether this forward fills a cache, from rows of one document each.
         padded: the padded batch that this forward runs as a packed row, if there is one.
         pooled_tokens: int64; offsets among all B·S tokens of those that the base model's pooler
             must read. None: the first of each row, which it reads by itself.
@@ -112,7 +111,7 @@ class PackedForward:
         self.training, self.kinds = training, kinds
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
-        self.one_per_row: Tensor | bool | None = None
+        self.fills_cache = False
         self.padded: PaddedBatch | None = None
         self.pooled_tokens: Tensor | None = None
         self.padded_row_tokens: int | None = None

@@ -15,8 +15,6 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from flexvarlen.patches.batch.cache import refuse_packed_keys
-
 
 def attend_to_cache(
     module: nn.Module,
@@ -29,12 +27,7 @@ def attend_to_cache(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attention of query `[B, H, S, D]` to key and value `[B, Hkv, K, D]`: `[B, S, H, D]`.
-
-    Raises:
-        ValueError: the cache was filled by a packed batch.
-    """
-    refuse_packed_keys(key)
+    """Attention of query `[B, H, S, D]` to key and value `[B, Hkv, K, D]`: `[B, S, H, D]`."""
     sinks: Tensor | None = kwargs.get("s_aux")
     if softcap is None and sinks is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(

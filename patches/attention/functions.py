@@ -30,7 +30,6 @@ from flexvarlen.patches.attention.without_patch import (
     packed_by_name,
     refuse_by_name,
 )
-from flexvarlen.patches.batch.cache import set_apart
 from flexvarlen.patches.models.image_masks import assert_causal, has_overlay
 from flexvarlen.patches.models.layers import LayerKind, chunk_of, layer_type_of
 from flexvarlen.patches.models.llama4 import own_temperature
@@ -84,9 +83,6 @@ def _attention_function(backend: str) -> Attention:
                     module, query, key, value, attention_mask, scaling, softcap, is_causal, kwargs
                 )
             context = packed_by_name(module, query, attention_mask, backend, context, kwargs)
-        # `is_compiling` first: compiled graphs must not guard on values that depend on documents.
-        if not torch.compiler.is_compiling() and context.one_per_row is False:
-            key = set_apart(key)  # before anything can fail: the cache already has these keys
         _refuse(module, dropout, kwargs)
         batch, heads, row_tokens, head_dim = query.shape
         _check_tokens(context, batch, row_tokens, key.shape[2])

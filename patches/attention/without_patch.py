@@ -5,10 +5,9 @@ masks of document ids, which transformers converts to bool, nor labels. Layers o
 recognized by their index, which increases through a forward: a layer whose index does not
 increase starts the next forward.
 
-With several documents in a row, in the new tokens or in the cache, decoding raises; but a cache of
-several is not detected if a compiled forward filled it, if all its layers have a sliding window, or
-if it does not keep the original keys (quantized). A patched model detects these too, but only on
-its own cache, not on one rebuilt from its tensors.
+Several documents among the new tokens of a row raise beside a cache. What a cache holds is not
+known here: decoding after a forward whose rows held several documents is not supported without
+`patch_model`, under which such a forward fills no cache.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, fin
 from flexvarlen.patches.batch.unpacked_rows import (
     OTHER_KEYS,
     check_one_document,
-    one_document_per_row,
     refuse_boundaries,
 )
 from flexvarlen.patches.batch.unsupported_keywords import (
     refuse_mask_of_another_kind,
     refuse_other_names,
 )
-from flexvarlen.patches.models.families import require_verified_alone
+from flexvarlen.patches.models.families import why_not_by_name
 from flexvarlen.patches.models.layers import chunk_size_of
 from flexvarlen.patches.models.llama4 import has_temperature
-from flexvarlen.patches.models.rope import refuse_dynamic_rope, refuse_unpatched_longrope
+from flexvarlen.patches.models.rope import why_not_by_layer
 
 
 def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
@@ -96,9 +94,10 @@ def packed_by_name(
         NotImplementedError: this model's documents do not reach its layers.
     """
     if checked is None:
-        require_verified_alone(layer.config.model_type)  # type: ignore[union-attr, arg-type]
-        refuse_dynamic_rope(layer.config)
-        refuse_unpatched_longrope(layer.config)
+        config: Any = layer.config
+        why = why_not_by_name(config.model_type) or why_not_by_layer(config)
+        if why is not None:
+            raise NotImplementedError(why)
         checked = Unpacked(backend, resolve_flag(DETERMINISTIC), resolve_flag(BATCH_INVARIANT))
     given: Any = {name: kwargs.get(name) for name in (*BOUNDARIES, "position_ids")}
     shape = (query.shape[0], query.shape[2])
@@ -117,7 +116,7 @@ def _packed_forward(
             "a packed_layout of trees needs a patched model, whose positions count along each "
             "path, got one that only names its attn_implementation; call flexvarlen.patch_model."
         )
-    packed = PackedForward(
+    return PackedForward(
         layout,
         settings.backend,
         deterministic=settings.deterministic,
@@ -126,9 +125,6 @@ def _packed_forward(
         chunk_size=chunk_size_of(layer.config),
         has_temperature=has_temperature(layer.config),
     )
-    if not torch.compiler.is_compiling():  # read once more if there is padding
-        packed.one_per_row = bool(one_document_per_row(layout, documents.batch))
-    return packed
 
 
 # ---- what the layers of one forward share ----

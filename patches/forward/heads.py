@@ -23,7 +23,6 @@ from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
-from flexvarlen.patches.models.layers import base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 _NEED_A_PATCH = (
@@ -36,54 +35,6 @@ _NEED_A_PATCH = (
 """transformers' heads that must be patched if their base model is."""
 
 _LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
-
-CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
-"""Heads whose labels are next tokens."""
-
-PER_DOCUMENT = ("ForSequenceClassification", "ForReward")
-"""Heads with one output per document."""
-
-_PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
-
-CHOICES = "ForMultipleChoice"
-"""A head whose rows are `[B, choices, S]`."""
-
-PER_ROW = ("ForQuestionAnswering", CHOICES)
-"""Heads with one output per row, which refuse rows of several documents."""
-
-_HEADS = (*CAUSAL, *_PER_TOKEN, *PER_DOCUMENT, *PER_ROW)
-
-
-def kind_of_head(model: PreTrainedModel, *, causal: bool) -> str:
-    """The ending of the head's class name; "" for a base model.
-
-    Of a subclass of a transformers head, that of the head.
-
-    Args:
-        causal: whether attention is.
-
-    Raises:
-        NotImplementedError: the head is of another kind, or the model is an encoder with
-            `config.is_decoder=True`.
-    """
-    if model.config.__dict__.get("is_decoder"):  # has caches, and may have cross-attention
-        raise NotImplementedError(
-            f"an encoder must not be a decoder, got a {model.config.model_type} model with "
-            "config.is_decoder=True; set it to False before the model is built."
-        )
-    if base_of(model) is model:
-        return ""
-    heads = [head for head in _HEADS if causal or head not in CAUSAL]
-    classes = type(model).__mro__
-    own = [each for each in classes if each.__module__.startswith("transformers.models.")]
-    names = [each.__name__ for each in own or classes]
-    found = next((head for name in names for head in heads if name.endswith(head)), None)
-    if found is None:
-        raise NotImplementedError(
-            f"model must be a base model, or have a head {', '.join(heads)} or a subclass of one, "
-            f"got {classes[0].__name__}, whose labels are not known; patch its base model."
-        )
-    return found
 
 
 def require_keywords(modules: list[nn.Module]) -> None:

@@ -26,45 +26,24 @@ from flexvarlen.patches.batch.padded_batch import (
     share_prefixes_of_rows,
 )
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
-from flexvarlen.patches.forward.heads import PER_DOCUMENT, wrap_loss
-from flexvarlen.patches.models.layers import (
-    base_of,
-    is_compiled_by_layer,
-    text_config_of,
-    vision_tower,
-)
-from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, Patch
+from flexvarlen.patches.models.heads import PER_DOCUMENT
+from flexvarlen.patches.models.layers import is_compiled_by_layer, text_config_of
+from flexvarlen.patches.state import CONTEXT
+from flexvarlen.patches.why_not import ROUTER_LOGITS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from flexvarlen.patches.forward.inputs import ForwardInputs
 
 COMPILED_MULTIPLE = 1024
 """Default `unpad_to_multiple_of` of compiled models; docs/benchmarks/preference.md compares it."""
 
 
-_ROUTER_LOGITS = (
-    "output_router_logits must be False where a padded batch runs as a packed row, whose router "
-    "logits do not match the batch's mask, got True; turn the auxiliary loss off, or call "
-    "patch_model without unpad=True."
-)
-
-
-def check_unpad(
-    model: nn.Module,
-    unpad: bool,
-    multiple_of: int | None,
-    group: ProcessGroup | None,
-    share_prefixes: bool,
-) -> None:
+def check_unpad(unpad: bool, multiple_of: int | None, share_prefixes: bool) -> None:
     """Check the arguments `unpad`, `unpad_to_multiple_of` and `share_prefixes` of `patch_model`.
 
     Raises:
         ValueError: a multiple that is no positive integer; or one, or `share_prefixes`, without
             `unpad`.
-        NotImplementedError: `unpad` of a vision-language model, of one that returns router logits,
-            or over several ranks.
     """
     if share_prefixes and not unpad:
         raise ValueError(
@@ -76,23 +55,9 @@ def check_unpad(
             "unpad_to_multiple_of must be a positive number of tokens and needs unpad=True, got "
             f"{multiple_of!r} and unpad={unpad}; leave it out, or pass both."
         )
-    if unpad and vision_tower(base_of(model)) is not None:  # type: ignore[arg-type]
-        raise NotImplementedError(
-            "unpad=True must not be used with a vision-language model, whose images have "
-            "positions in the padded batch; pack its batches, or leave unpad out."
-        )
-    if unpad and _returns_router_logits(model, {}):
-        raise NotImplementedError(_ROUTER_LOGITS)
-    if unpad and group is not None:
-        raise NotImplementedError(
-            "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
-            "of packed rows; pass packed rows, or leave the group out."
-        )
 
 
-def padded_batch(
-    module: nn.Module, patch: Patch, inputs: dict[str, Any], tokens: Tensor
-) -> PaddedBatch | None:
+def find_padded_batch(forward: ForwardInputs) -> PaddedBatch | None:
     """The padded batch that the base model runs as a packed row, or None if it runs as it is.
 
     Takes it from the arguments if the head has found it.
@@ -102,24 +67,23 @@ def padded_batch(
 
     Reads the device once, if there is a 2D mask.
     """
-    shape = tuple(tokens.shape[:2])
-    found: PaddedBatch | None = inputs.pop(CONTEXT, None)
-    if found is not None and (found.batch, found.row_tokens) == shape:
-        return found  # not where a head calls another batch
-    return _unpad(module, patch, inputs, shape) if patch.unpad else None
+    found: PaddedBatch | None = forward.inputs.pop(CONTEXT, None)
+    if found is not None and (found.batch, found.row_tokens) == forward.tokens.shape[:2]:
+        forward.padded_by_head = True  # not where a head calls another batch
+        return found
+    return _unpad(forward) if forward.patch.unpad else None
 
 
-def _unpad(
-    module: nn.Module, patch: Patch, inputs: dict[str, Any], shape: tuple[int, ...]
-) -> PaddedBatch | None:
+def _unpad(forward: ForwardInputs) -> PaddedBatch | None:
     """The padded batch of a model that is patched with `unpad`.
 
     Raises:
         NotImplementedError: the forward returns router logits, which are not padded again, or takes
             embeddings where the ids of a padded batch are needed.
     """
+    patch, parts, inputs = forward.patch, forward.parts, forward.inputs
     mask = inputs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.shape != shape:
+    if not isinstance(mask, Tensor) or mask.shape != forward.tokens.shape[:2]:
         return None
     fills_cache = cache_of(inputs) is not None or inputs.get("use_cache")
     if fills_cache or any(inputs.get(name) is not None for name in BOUNDARIES):
@@ -127,14 +91,14 @@ def _unpad(
     found: PaddedBatch | None = find_padding(
         mask,
         inputs.get("position_ids"),
-        multiple_of=_multiple_of(module, patch),
+        multiple_of=_multiple_of(forward),
         even_without=patch.share_prefixes,
     )
     if found is None:
         return None
-    if _returns_router_logits(module, inputs):
-        raise NotImplementedError(_ROUTER_LOGITS)
-    needs_ids = patch.head in PER_DOCUMENT or not patch.causal
+    if forward.returns_router_logits:
+        raise NotImplementedError(ROUTER_LOGITS)
+    needs_ids = parts.head in PER_DOCUMENT or not parts.causal
     if needs_ids and inputs.get("input_ids") is None:
         raise NotImplementedError(
             "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "
@@ -143,37 +107,21 @@ def _unpad(
     return found
 
 
-def share_prefixes(
-    base: nn.Module, patch: Patch, inputs: dict[str, Any], padded: PaddedBatch
-) -> PaddedBatch:
+def share_prefixes(forward: ForwardInputs, padded: PaddedBatch) -> PaddedBatch:
     """The batch that a base model runs, with what its rows have in common once if so patched."""
-    if not patch.share_prefixes:
+    if not forward.patch.share_prefixes:
         return padded
-    found: PaddedBatch = share_prefixes_of_rows(
-        padded, inputs, multiple_of=_multiple_of(base, patch)
-    )
+    multiple_of = _multiple_of(forward)
+    found: PaddedBatch = share_prefixes_of_rows(padded, forward.inputs, multiple_of=multiple_of)
     return found
 
 
-def _multiple_of(module: nn.Module, patch: Patch) -> int:
+def _multiple_of(forward: ForwardInputs) -> int:
     """What the tokens of the packed row are rounded up to a multiple of."""
-    if patch.unpad_to_multiple_of is not None:
-        return patch.unpad_to_multiple_of
-    by_layer = is_compiled_by_layer(base_of(module))  # type: ignore[arg-type]
-    return COMPILED_MULTIPLE if torch.compiler.is_compiling() or by_layer else 1
-
-
-def _returns_router_logits(module: nn.Module, inputs: dict[str, Any]) -> bool:
-    asked = inputs.get("output_router_logits")
-    if asked is None:
-        asked = getattr(text_config_of(module.config), "output_router_logits", False)
-    return bool(asked)
-
-
-def give_to_base(module: nn.Module, inputs: dict[str, Any], padded: PaddedBatch) -> dict[str, Any]:
-    """A head's arguments, with the batch that its base model runs as a packed row."""
-    wrap_loss(module)
-    return inputs | {CONTEXT: padded}
+    if forward.patch.unpad_to_multiple_of is not None:
+        return forward.patch.unpad_to_multiple_of
+    compiled = torch.compiler.is_compiling() or is_compiled_by_layer(forward.tower)
+    return COMPILED_MULTIPLE if compiled else 1
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -190,11 +138,11 @@ def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, Padded
     """
     layout = forward.find_layout()
     if not forward.is_explicit and bool(one_document_per_row(layout, forward.batch)):
-        if forward.packs and reads_first_token(forward.module):
+        if forward.packs and reads_first_token(forward):
             refuse_hidden_first_token(layout, forward.batch)
         return layout, None
     without_ids = forward.inputs.get("input_ids") is None
-    return layout, pad_documents(layout, pads_left=forward.causal and without_ids)
+    return layout, pad_documents(layout, pads_left=forward.parts.causal and without_ids)
 
 
 def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, batch: int) -> None:
@@ -207,7 +155,7 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
     padded, layout = packed.padded, packed.layout
     has_pooler = base._modules.get("pooler") is not None
     if has_pooler and padded is not None:
-        refuse_empty_rows(padded)
+        refuse_rows_to_pool(padded, reads_first=False)
         if padded.pads_left:  # transformers counts positions from the padding
             raise ValueError(
                 "attention_mask must not hide the first token of a row, which the model's pooler "
@@ -238,10 +186,10 @@ HIDDEN_FIRST_TOKEN = (
 """Raised where a model would read padding."""
 
 
-def reads_first_token(head: Any) -> bool:
+def reads_first_token(forward: ForwardInputs) -> bool:
     """Whether an encoder's head takes the first token of a row; ModernBERT's may take the mean."""
-    is_causal = head.__dict__[ATTRIBUTE].causal
-    return not is_causal and getattr(head.config, "classifier_pooling", "cls") == "cls"
+    of_head = getattr(forward.module.config, "classifier_pooling", "cls")
+    return not forward.parts.causal and of_head == "cls"
 
 
 def refuse_hidden_first_token(layout: PackedLayout, batch: int) -> None:
@@ -250,17 +198,22 @@ def refuse_hidden_first_token(layout: PackedLayout, batch: int) -> None:
     raise_or_assert((real[:, 0] | ~real.any(dim=1)).all(), HIDDEN_FIRST_TOKEN)
 
 
-def refuse_empty_rows(padded: PaddedBatch) -> None:
+def refuse_rows_to_pool(padded: PaddedBatch, *, reads_first: bool) -> None:
     """Refuse rows of which a pooler, or a head that pools, would read padding.
 
+    Args:
+        reads_first: whether it reads the first token of each row.
+
     Raises:
-        ValueError: a row holds no token.
+        ValueError: a row holds no token, or begins with padding where its first token is read.
     """
     if padded.has_empty_row:
         raise ValueError(
             "attention_mask must leave at least one token of each row where rows are pooled, got a "
             "row of padding alone; drop it from the batch."
         )
+    if padded.pads_left and reads_first:
+        raise ValueError(HIDDEN_FIRST_TOKEN)
 
 
 def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen._registration import after_import
-from flexvarlen.patches.forward.heads import PER_DOCUMENT
+from flexvarlen.patches.models.heads import PER_DOCUMENT
 from flexvarlen.patches.state import ATTRIBUTE
 
 
@@ -42,7 +42,7 @@ def _guard(module: ModuleType) -> None:
 
 def _gives_documents(model: nn.Module) -> bool:
     patches = (module.__dict__.get(ATTRIBUTE) for module in model.modules())
-    return any(patch.head in PER_DOCUMENT for patch in patches if patch is not None)
+    return any(patch.parts.head in PER_DOCUMENT for patch in patches if patch is not None)
 
 
 def _check(accelerator: Any, *, documents: int, rows: int) -> None:

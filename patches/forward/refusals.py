@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
@@ -16,10 +15,10 @@ from flexvarlen.patches.batch.unsupported_keywords import (
     refuse_other_names,
 )
 from flexvarlen.patches.forward.heads import HEAD, HeadReference
+from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.image_masks import refuse_images
-from flexvarlen.patches.models.layers import text_config_of
-from flexvarlen.patches.state import CONTEXT, IMPLEMENTATIONS, Patch
+from flexvarlen.patches.state import CONTEXT, IMPLEMENTATIONS
 
 KEPT_BY_HEAD = (
     "a patched head's forward must pass its **kwargs on to its base model, as they carry the "
@@ -29,16 +28,17 @@ KEPT_BY_HEAD = (
 """Raised where a head passes its documents to nobody."""
 
 
-def refuse_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any], tokens: Tensor) -> None:
+def refuse_inputs(forward: ForwardInputs) -> None:
     """Refuse inputs that would be ignored or misread."""
+    module, inputs = forward.module, forward.inputs
+    mask, row_tokens = inputs.get("attention_mask"), forward.tokens.shape[1]
     refuse_context_parallel()
     refuse_other_names(inputs, type(module))
-    refuse_mask_of_another_kind(inputs.get("attention_mask"))
+    refuse_mask_of_another_kind(mask)
     refuse_images(module.config, inputs)
-    keep = inputs.get("logits_to_keep")
-    refuse_next_token_after_padding(inputs.get("attention_mask"), tokens.shape[1], keep)
-    implementation: Any = text_config_of(module.config)._attn_implementation
-    if IMPLEMENTATIONS.get(implementation) not in patch.backends:
+    refuse_next_token_after_padding(mask, row_tokens, inputs.get("logits_to_keep"))
+    implementation: Any = forward.config._attn_implementation
+    if IMPLEMENTATIONS.get(implementation) not in forward.patch.backends:
         raise ValueError(
             "a patched model's attn_implementation must stay its own, got "
             f"{implementation!r}, set since; call unpatch_model before setting another, or "
@@ -46,14 +46,14 @@ def refuse_inputs(module: nn.Module, patch: Patch, inputs: dict[str, Any], token
         )
 
 
-def refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
+def refuse_head_without_documents(forward: ForwardInputs) -> None:
     """Raise if a base model gets no documents although its head is running with some.
 
     A head whose wrapper is gone did not mask its labels either. A head that calls its base model
     with another batch must pass that batch's documents explicitly.
     """
-    reference: HeadReference | None = base.__dict__.get(HEAD)
-    if reference is None:
+    reference: HeadReference | None = forward.module.__dict__.get(HEAD)
+    if reference is None or forward.padded_by_head:
         return
     if reference.is_unwrapped():
         raise ValueError(
@@ -66,6 +66,6 @@ def refuse_head_without_documents(base: nn.Module, is_explicit: bool) -> None:
     if torch.compiler.is_compiling() or reference.module is None:
         return
     of_head = arguments_of_running_call(reference.module).get(CONTEXT)
-    packs = isinstance(of_head, PackedForward) and of_head.packs and not is_explicit
+    packs = isinstance(of_head, PackedForward) and of_head.packs and not forward.is_explicit
     if packs or isinstance(of_head, PaddedBatch):
         raise ValueError(KEPT_BY_HEAD)

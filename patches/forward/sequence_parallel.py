@@ -13,29 +13,25 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel import shard_tokens
 from flexvarlen.patches.batch.cache import CACHE_NAMES
 from flexvarlen.patches.forward.heads import user_loss
-from flexvarlen.patches.models.layers import LayerKind, base_of, text_config_of, text_tower
-from flexvarlen.patches.models.qwen_vl import has_axes
-from flexvarlen.patches.models.rope import has_longrope
+from flexvarlen.patches.models.layers import LayerKind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from flexvarlen.patches.forward.inputs import ForwardInputs
 
-def kinds_per_rank(
-    model: PreTrainedModel, kinds: tuple[LayerKind, ...], group: ProcessGroup
-) -> tuple[LayerKind, ...]:
+
+def kinds_per_rank(kinds: tuple[LayerKind, ...], group: ProcessGroup) -> tuple[LayerKind, ...]:
     """The kinds of a model's layers, with the heads that each rank of the group attends with.
 
     Raises:
         ValueError: this process is not in the group, or the heads cannot be divided by its ranks.
-        NotImplementedError: the model depends on more than the shard outside attention.
     """
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
@@ -43,41 +39,14 @@ def kinds_per_rank(
             f"in, got {type(group).__name__}; pass torch.distributed.group.WORLD, or "
             "mesh.get_group(name) of a DeviceMesh."
         )
-    config = text_config_of(model.config)
-    reason = None
-    if not all(kind.causal for kind in kinds):
-        reason = "is an encoder, whose losses are means over the tokens of a rank"
-    elif text_tower(base_of(model)) is not base_of(model) or has_axes(config):
-        reason = "takes images, whose tokens cannot be sharded"
-    elif has_longrope(config):
-        reason = "has rope_type 'longrope', whose frequencies depend on whole documents"
-    if reason is not None:
-        raise NotImplementedError(
-            "a model with sequence_parallel_group must be causal, over text, with rotary tables "
-            f"that do not depend on other tokens, got {model.config.model_type!r}, which {reason}; "
-            "leave sequence_parallel_group out, and give each rank rows of its own."
-        )
     return tuple(kind.per_rank(dist.get_world_size(group)) for kind in kinds)
 
 
 _OF_WHOLE_ROWS = ("attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep")
 
 
-def prepare_shard(
-    module: nn.Module,
-    inputs: dict[str, Any],
-    boundaries: dict[str, Any],
-    tokens: Tensor,
-    config: Any,
-    group: ProcessGroup,
-) -> None:
+def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
     """Check a forward's keyword arguments, and build missing position_ids of this shard.
-
-    Args:
-        module: the model.
-        inputs: without the boundaries.
-        boundaries: the keywords that only describe documents, None if not given.
-        tokens: `[1, S]` ids or `[1, S, hidden]` embeddings.
 
     Raises:
         ValueError: documents are given by anything but the layout; the layout does not cover P such
@@ -87,6 +56,7 @@ def prepare_shard(
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
     """
+    inputs, boundaries, tokens = forward.inputs, forward.boundaries, forward.tokens
     others = {name: x for name, x in boundaries.items() if name != "packed_layout"}
     others |= {name: inputs.get(name) for name in _OF_WHOLE_ROWS}
     for name, given in others.items():
@@ -120,9 +90,8 @@ def prepare_shard(
                 "call fv.shard_row on the whole row."
             )
     if inputs.get("labels") is not None:
-        _check_loss(module, inputs)
-    router_logits = inputs.get("output_router_logits")
-    if router_logits or (router_logits is None and getattr(config, "output_router_logits", False)):
+        _check_loss(forward.module, inputs)
+    if forward.returns_router_logits:
         raise NotImplementedError(
             "output_router_logits must be False under sequence_parallel_group, got True: the "
             "auxiliary loss of a shard is not part of the row's; set it to False in the config."

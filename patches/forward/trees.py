@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.tree_loss import tree_loss
 from flexvarlen.patches.forward.heads import user_loss
+from flexvarlen.patches.models.heads import CAUSAL
 from flexvarlen.patches.models.qwen_vl import has_images
-from flexvarlen.patches.models.rope import has_longrope
+from flexvarlen.patches.why_not import why_no_trees
 
 if TYPE_CHECKING:
     from flexvarlen.patches.forward.inputs import ForwardInputs
@@ -51,11 +52,8 @@ def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], T
     )
 
 
-def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
+def refuse_beside_tree(forward: ForwardInputs) -> None:
     """Refuse what has no meaning for tokens that stand for several samples.
-
-    Args:
-        pools: whether the head takes one vector from each document.
 
     Raises:
         ValueError: labels, shift_labels alone, position_ids, a cache, or outputs of another form.
@@ -90,36 +88,20 @@ def refuse_beside_tree(forward: ForwardInputs, *, pools: bool) -> None:
             "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "
             "and no cache."
         )
-    why = why_no_trees(forward.config, causal=forward.causal, recurrent=forward.patch.recurrent)
-    why = why or _why_not(forward, inputs) or ("a head that pools documents" if pools else None)
+    why = why_no_trees(forward.parts) or _why_not(forward)
     if why is not None:
         raise NotImplementedError(
             f"a packed_layout of trees is not supported with {why}; pack each path as a document."
         )
 
 
-def why_no_trees(config: Any, *, causal: bool, recurrent: bool) -> str | None:
-    """Why a model cannot run trees, or None.
-
-    Args:
-        config: of the text tower.
-        causal, recurrent: as in `Patch`.
-    """
-    if not causal:
-        return "bidirectional attention"
-    if recurrent:
-        return "recurrent layers, whose state would have to branch"
-    if has_longrope(config):
-        return "rope_type 'longrope', whose frequencies depend on how long a document is"
-    return None
-
-
-def _why_not(forward: ForwardInputs, inputs: dict[str, Any]) -> str | None:
+def _why_not(forward: ForwardInputs) -> str | None:
     if forward.group is not None:
         return "sequence_parallel_group"
-    if has_images(inputs):
+    if has_images(forward.inputs):
         return "images"
-    asked = inputs.get("output_router_logits")
-    if getattr(forward.config, "output_router_logits", False) if asked is None else asked:
+    if forward.returns_router_logits:
         return "output_router_logits=True, whose loss would count a shared token once"
+    if forward.parts.head not in ("", *CAUSAL):
+        return "a head that pools documents"
     return None

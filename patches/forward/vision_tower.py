@@ -19,22 +19,27 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedVision
 from flexvarlen.patches.forward.steps import packed_forward
 from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
-from flexvarlen.patches.models.layers import VISION, LayerKind, attention_layers
+from flexvarlen.patches.models.layers import VISION, attention_layers
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, VISION_IMPLEMENTATION, Patch
 
 _LAYER_TYPE = "layer_type"  # the attribute that `layer_type_of` reads
 
 
-def patch_tower(tower: PreTrainedModel, patch: Patch, kinds: tuple[LayerKind, ...]) -> None:
+def patch_tower(tower: PreTrainedModel, patch: Patch) -> None:
     """Make a tower's layers call our attention function, once per layer.
 
     Args:
         patch: of the whole model.
-        kinds: of the tower's layers.
     """
     wrap_forward(tower, _before_forward)
     before: Any = patch.implementation_before  # by tower; the config's may already be ours
-    own = replace(patch, kinds=kinds, implementation_before=before["vision_config"])
+    own = replace(
+        patch,
+        parts=ModelParts.of(tower),
+        kinds=patch.parts.vision_kinds,
+        implementation_before=before["vision_config"],
+    )
     setattr(tower, ATTRIBUTE, own)
     for layer in attention_layers(tower):
         layer.__dict__[_LAYER_TYPE] = VISION

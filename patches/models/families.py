@@ -8,9 +8,8 @@ test_vision_families.py; `flexvarlen bench families` makes the matrix).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from flexvarlen.patches.models.unsupported import refuse_unsupported
+from flexvarlen.patches.models.unsupported import why_not_supported
 
 _MOE = "experts see tokens one by one: no leak; an auxiliary loss sums over the batch by design"
 _BY_TYPE = "each layer type gets its own backend and mask"
@@ -301,70 +300,48 @@ _TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in _VISION_TOWERS}
 _VERIFIED = {**BY_TYPE, **_TEXT_TOWERS}
 
 
-def is_verified(model: Any) -> bool:
-    """Whether a model is of a verified family, and its class of transformers' own code for it."""
-    own_code = any(x.__module__.startswith("transformers.models.") for x in type(model).__mro__)
-    return own_code and model.config.model_type in _VERIFIED
+def is_verified(model_class: type, model_type: str) -> bool:
+    """Whether a class is transformers' own code, or derives from it, for a verified family."""
+    own_code = any(x.__module__.startswith("transformers.models.") for x in model_class.__mro__)
+    return own_code and model_type in _VERIFIED
 
 
-def require_own_code(model: Any) -> None:
-    """Refuse a class that is not transformers', such as one from a model's repository.
+def why_not_by_type(model_type: str, *, verify: bool = False) -> str | None:
+    """Why models of a type are not packed, or None.
 
-    Raises:
-        NotImplementedError: it is another, whatever its model type is called.
-    """
-    if not is_verified(model):
-        raise NotImplementedError(
-            f"model must be of a class of transformers for the verified {model.config.model_type}, "
-            f"got {type(model).__name__} of {type(model).__module__}, in which packed documents "
-            "could leak into one another; call patch_model(model, verify=True), which checks a "
-            "causal text model for leaks, or load it with transformers' own class, without "
-            "trust_remote_code."
-        )
-
-
-def require_verified(model_type: str, *, verify: bool = False) -> None:
-    """Refuse a model type that is not verified.
+    They keep, or may keep, state across the row, or use a mask of their own, through which
+    documents would leak.
 
     Args:
         verify: the model itself is going to be checked, so that its type need not be listed.
+    """
+    why = why_not_supported(model_type)
+    if why is not None or verify or model_type in _VERIFIED:
+        return why
+    return (
+        f"model_type must be of a verified family, got {model_type!r}, in which packed "
+        "documents could leak into one another; call patch_model(model, verify=True), which "
+        "checks a causal text model for leaks, or use the model's own attention, one document "
+        "per row (flexvarlen.patches.models.families.BY_TYPE names the families)."
+    )
+
+
+def why_not_by_name(model_type: str) -> str | None:
+    """Why models of a type need `patch_model`, and not their attn_implementation alone, or None."""
+    why = why_not_by_type(model_type)
+    if why is not None or _VERIFIED[model_type].by_name_alone:
+        return why
+    return (
+        f"a {model_type} model needs its documents outside the attention layers too, {NOT_PATCHED}"
+    )
+
+
+def require_verified(model_type: str) -> None:
+    """Refuse a model type that is not verified.
 
     Raises:
-        NotImplementedError: the model type is not verified. It keeps, or may keep, state across the
-            row or use its own mask, through which documents would leak.
+        NotImplementedError: with the sentence of `why_not_by_type`.
     """
-    refuse_unsupported(model_type)
-    if not (verify or model_type in _VERIFIED):
-        raise NotImplementedError(
-            f"model_type must be of a verified family, got {model_type!r}, in which packed "
-            "documents could leak into one another; call patch_model(model, verify=True), which "
-            "checks a causal text model for leaks, or use the model's own attention, one document "
-            "per row (flexvarlen.patches.models.families.BY_TYPE names the families)."
-        )
-
-
-def refuse_encoder_decoder(model: Any) -> None:
-    """Refuse a model of two stacks of layers, such as T5.
-
-    Raises:
-        NotImplementedError: it is one.
-    """
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise NotImplementedError(
-            f"model must have one stack of layers, got {type(model).__name__}, an encoder with a "
-            "decoder, which is not supported; use its own attention, one document per row."
-        )
-
-
-def require_verified_alone(model_type: str) -> None:
-    """Refuse a model that cannot be packed by attn_implementation without `patch_model`.
-
-    Raises:
-        NotImplementedError: it is not verified, or its positions do not reach its layers.
-    """
-    require_verified(model_type)
-    if not _VERIFIED[model_type].by_name_alone:
-        raise NotImplementedError(
-            f"a {model_type} model needs its documents outside the attention layers too, "
-            f"{NOT_PATCHED}"
-        )
+    why = why_not_by_type(model_type)
+    if why is not None:
+        raise NotImplementedError(why)

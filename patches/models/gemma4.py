@@ -12,51 +12,30 @@ from typing import Any
 from torch import nn
 
 
-def keep_all_queries(text_config: Any, inputs: dict[str, Any]) -> None:
+def prepare_shared_keys(tower: nn.Module, inputs: dict[str, Any]) -> None:
     """Let all tokens run through all layers; the head still selects the logits.
 
     Args:
-        text_config: of the text tower.
+        tower: whose layers share keys and values.
         inputs: keyword arguments of the base model's forward. It uses `logits_to_keep` only to
             drop tokens; None keeps all.
-    """
-    if _shares_keys(text_config):
-        inputs["logits_to_keep"] = None
-
-
-def refuse_reentrant_checkpoints(text_config: Any, tower: nn.Module) -> None:
-    """Refuse checkpoints that lose gradients of shared keys and values, patched or not.
-
-    A reentrant checkpoint runs the layers without gradients first, so the later layers get keys
-    and values that no graph leads back from.
 
     Raises:
-        NotImplementedError: the tower is in training with such checkpoints.
+        NotImplementedError: the tower is in training with reentrant checkpoints, patched or not.
+            They run the layers without gradients first, so that the later layers would get keys
+            and values that no graph leads back from.
     """
-    checkpoint = tower.__dict__.get("_gradient_checkpointing_func")
-    if not (_shares_keys(text_config) and tower.training and tower.gradient_checkpointing):
-        return
-    if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+    checkpoint: Any = tower.__dict__.get("_gradient_checkpointing_func")
+    is_reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant")
+    if is_reentrant and tower.training and tower.gradient_checkpointing:
         raise NotImplementedError(
             "gradient checkpointing must not be reentrant in a model whose layers share keys and "
             "values, got use_reentrant=True, under which their gradients are lost; call "
             'model.gradient_checkpointing_enable({"use_reentrant": False}).'
         )
+    inputs["logits_to_keep"] = None
 
 
-def refuse_windows_both_ways(text_config: Any) -> None:
-    """Refuse bidirectional text, in whose windows transformers' own attentions disagree.
-
-    Raises:
-        NotImplementedError: `use_bidirectional_attention` is "all".
-    """
-    if text_config.model_type == "gemma4_text" and text_config.use_bidirectional_attention == "all":
-        raise NotImplementedError(
-            "use_bidirectional_attention must not be 'all' in a gemma4 model: transformers' eager "
-            "and sdpa see one token more on each side of a sliding window than its FlashAttention; "
-            "use the model's own attention, one document per row."
-        )
-
-
-def _shares_keys(text_config: Any) -> bool:
+def shares_keys(text_config: Any) -> bool:
+    """Whether later layers attend to the keys and values of earlier ones."""
     return bool(text_config.__dict__.get("num_kv_shared_layers"))

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.attention.check_arguments import check_numbers
@@ -29,28 +28,6 @@ _ATTENTION = ("self_attn", "attn", "attention")  # Llama, ModernBERT, BERT
 # ---- where the layers are ----
 
 
-def base_of(model: PreTrainedModel) -> nn.Module:
-    """The model without a head: the one that holds the layers, and RoPE's tables."""
-    base: nn.Module = model.base_model
-    holds_layers = "layers" in model._modules or text_tower(model) is not model
-    if base is not model or holds_layers:
-        return base
-    found = (part for part in model.children() if isinstance(part, PreTrainedModel))
-    return next(found, model)  # Llama4ForCausalLM names another prefix than its attribute
-
-
-def text_tower(base: nn.Module) -> nn.Module:
-    """The part of a base model that processes text tokens; usually the whole model."""
-    tower = base._modules.get("language_model")
-    return base if tower is None else tower
-
-
-def vision_tower(base: nn.Module) -> PreTrainedModel | None:
-    """The part that processes packed images, if there is one."""
-    tower = base._modules.get("visual")
-    return tower if isinstance(tower, PreTrainedModel) else None
-
-
 def text_config_of(config: Any) -> Any:
     """The config of the text tower, or of all of the model."""
     return config.__dict__.get("text_config") or config
@@ -67,9 +44,9 @@ def first_layer(tower: nn.Module) -> nn.Module | None:
     return None
 
 
-def is_compiled_by_layer(base: nn.Module) -> bool:
-    """Whether the layers are compiled separately."""
-    first = first_layer(text_tower(base))
+def is_compiled_by_layer(tower: nn.Module) -> bool:
+    """Whether a tower's layers are compiled separately."""
+    first = first_layer(tower)
     if first is None:
         return False
     return "_orig_mod" in first._modules or first._compiled_call_impl is not None
@@ -78,6 +55,17 @@ def is_compiled_by_layer(base: nn.Module) -> bool:
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that call the attention function, in order."""
     return [layer for layer in model.modules() if "is_causal" in layer.__dict__]
+
+
+def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
+    """The layers of a text tower that hold a short convolution, also inside PEFT's wrapper."""
+    found = []
+    for layer in tower.modules():
+        children = (layer._modules.get(name) for name in ("conv1d", "conv"))
+        weights = (getattr(child, "weight", None) for child in children)
+        if any(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights):
+            found.append(layer)
+    return found
 
 
 def first_position(base: nn.Module) -> int:
@@ -97,13 +85,12 @@ def table_of_positions(base: nn.Module) -> int | None:
 _COMPUTED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def dtype_of_queries(module: nn.Module) -> tuple[torch.dtype, bool]:
-    """The dtype of the first attention projection, and whether its parameters are trainable.
+def dtype_of_queries(tower: nn.Module) -> tuple[torch.dtype, bool]:
+    """The dtype of a tower's first attention projection, and whether its parameters are trainable.
 
     A guess if weights are quantized or cast on the fly; a layer whose queries differ builds
     another route.
     """
-    tower = text_tower(base_of(module))  # type: ignore[arg-type]
     layer = first_layer(tower)
     parts = () if layer is None else (layer._modules.get(name) for name in _ATTENTION)
     attention = next((part for part in parts if part), None)
@@ -178,20 +165,6 @@ class LayerKind(NamedTuple):
         )
 
 
-def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """The distinct kinds of attention layers in the text tower, in order."""
-    return _kinds_in(text_tower(base_of(model)), text_config_of(model.config))
-
-
-def vision_kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """The kinds of the vision tower's attention layers, if there is one."""
-    tower = vision_tower(base_of(model))
-    if tower is None:
-        return ()
-    kinds = (kind._replace(layer_type=VISION) for kind in _kinds_in(tower, tower.config))
-    return tuple(dict.fromkeys(kinds))
-
-
 def layer_type_of(layer: nn.Module, window: int | None, chunk: int | None) -> str:
     """transformers' name for the type of an attention layer with this window or chunk."""
     # Not getattr: an attribute that a module does not have costs a microsecond.
@@ -239,10 +212,15 @@ def _kv_heads_of(config: Any) -> int | None:
     return kv_heads
 
 
-def _kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
-    heads: int = getattr(config, "num_attention_heads", None) or config.num_heads
+def kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
+    """The distinct kinds of a tower's attention layers, in order.
+
+    Args:
+        config: of the tower.
+    """
+    heads: int = getattr(config, "num_attention_heads", 0) or getattr(config, "num_heads", 0)
     kinds: dict[LayerKind, None] = {}
-    for layer in attention_layers(tower):
+    for layer in attention_layers(tower) if heads else ():
         # Gemma 4 has other head_dims and KV heads by layer type, which its config does not tell.
         groups: int | None = getattr(layer, "num_key_value_groups", None)
         kv_heads: int = heads // groups if groups else _kv_heads_of(config) or heads

@@ -33,47 +33,44 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def refuse_unpatched_longrope(config: Any) -> None:
-    """Refuse longrope without `patch_model`, as rotary tables are built before any layer runs.
-
-    Raises:
-        NotImplementedError: all documents would get the frequencies of the longest one.
-    """
-    if has_longrope(config):
-        raise NotImplementedError(
-            "rope_type 'longrope' takes its frequencies from the longest position in the batch, "
-            f"{NOT_PATCHED}"
-        )
-
-
-def refuse_dynamic_rope(config: Any, rotary: nn.Module | None = None) -> None:
-    """Refuse rotary embeddings whose frequencies cannot be computed per document.
+def why_not_dynamic(config: Any, rotary_type: str | None = None) -> str | None:
+    """Why a rotary embedding's frequencies cannot be computed per document, or None.
 
     Args:
         config: of the text tower.
-        rotary: its rotary module, or None where only layers are at hand. HunYuan's has fixed
-            frequencies under `dynamic` with an `alpha`, and then a `rope_type` of its own.
-
-    Raises:
-        NotImplementedError: `dynamic`, or `longrope` by layer type.
+        rotary_type: `rope_type` of the rotary module, or None where only layers are at hand.
+            HunYuan's has fixed frequencies under `dynamic` with an `alpha`, and then a type of its
+            own.
     """
-    if getattr(rotary, "rope_type", None) == "ntk_alpha":
-        return
+    if rotary_type == "ntk_alpha":
+        return None
     parameters = getattr(config, "rope_parameters", None) or {}
     by_type = [x for x in parameters.values() if isinstance(x, dict)]
     types = [x.get("rope_type") for x in by_type or [parameters]]
-    if rotary is None and parameters.get("alpha"):
-        raise NotImplementedError(
+    if rotary_type is None and parameters.get("alpha"):
+        return (
             "rope_type 'dynamic' with a fixed alpha can only be checked on the whole model, "
             f"{NOT_PATCHED}"
         )
     if "dynamic" in types or (by_type and "longrope" in types):
-        raise NotImplementedError(
+        return (
             f"rope_type must be one whose frequencies are the same for all documents, got "
             f"{'dynamic' if 'dynamic' in types else 'longrope by layer type'}, which takes them "
             "from the longest position in the batch; choose 'yarn', 'linear' or 'llama3' in "
             "config.rope_parameters."
         )
+    return None
+
+
+def why_not_by_layer(config: Any) -> str | None:
+    """Why rotary tables need `patch_model`, as they are built before any layer runs, or None."""
+    why = why_not_dynamic(config)
+    if why is None and has_longrope(config):  # all documents would get those of the longest one
+        return (
+            "rope_type 'longrope' takes its frequencies from the longest position in the batch, "
+            f"{NOT_PATCHED}"
+        )
+    return why
 
 
 def has_longrope(config: Any) -> bool:

@@ -64,24 +64,21 @@ STATEFUL: dict[str, str] = {
 _PREFIXES = ("paligemma",)  # image and prompt see one another; no use without an image
 
 
-def refuse_unsupported(model_type: str) -> None:
-    """Refuse a model in which documents leak outside attention, or that uses its own mask.
-
-    Raises:
-        NotImplementedError: the model type is one of these.
-    """
+def why_not_supported(model_type: str) -> str | None:
+    """Why documents leak outside attention, or get a mask of the model's own; None if neither."""
     state = STATEFUL.get(model_type)
     if state is not None:
-        raise NotImplementedError(
+        return (
             f"model_type must be one whose layers mix tokens only in attention, got "
             f"{model_type!r}, which runs {state} over the whole row, through which packed "
             "documents leak into one another; use the model's own implementation, one document per "
             "row."
         )
     if model_type in _PREFIXES:
-        raise NotImplementedError(
+        return (
             f"model_type must be one of causal or bidirectional documents, got {model_type!r}, "
             "whose token_type_ids define their own mask over image and prefix (bidirectional "
             "attention), which is not supported; use the model's own attention, one document per "
             "row."
         )
+    return None

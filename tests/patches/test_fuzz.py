@@ -25,12 +25,12 @@ def test_no_mismatch():
 
 
 def positions_made_as(function):
-    """`_set_positions`, with other positions where none are given."""
-    set_positions = steps._set_positions
+    """`set_positions`, with other positions where none are given."""
+    original = steps.set_positions
 
     def changed(forward, layout):
         given = forward.inputs.get("position_ids")
-        set_positions(forward, layout)
+        original(forward, layout)
         made = forward.inputs.get("position_ids")
         if given is None and made is not None:
             forward.inputs["position_ids"] = function(layout).view(made.shape)
@@ -49,12 +49,12 @@ def one_document_per_row(given):
 BUGS = {
     # A cached step behind a left-padded prompt counts the padding.
     "positions_begin_at_the_first_real_token": (
-        "_set_positions",
+        "set_positions",
         positions_made_as(PackedLayout.position_ids),
         ("llama", "qwen3_windows"),
     ),
     "positions_do_not_restart": (
-        "_set_positions",
+        "set_positions",
         positions_made_as(positions_of_the_row),
         ("bert",),
     ),

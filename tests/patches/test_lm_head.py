@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 import flexvarlen as fv
 from flexvarlen.patches.models.families import BY_TYPE
-from flexvarlen.patches.models.layers import base_of
+from flexvarlen.patches.parts import ModelParts
 from tests.tiny_models import config_of, new_model
 
 DOCUMENTS = [[5, 6, 7, 8, 9], [11, 12, 13]]
@@ -30,7 +30,7 @@ def check(model, *, scaled=False, hidden_of=None):
     labels, layout = batch.pop("labels"), batch["packed_layout"]
     if not fv.is_patched(model):
         batch = {"input_ids": batch["input_ids"]}
-    base = hidden_of or base_of(model)
+    base = hidden_of or ModelParts.of(model).base(model)
     with torch.no_grad():
         hidden = base(**batch).last_hidden_state
         logits = model(**batch).logits

@@ -108,7 +108,7 @@ TORCH = (
         takes="score_mod block_mask scale enable_gqa kernel_options return_aux",
     ),
     Name("torch.nn.attention.flex_attention.AuxRequest", _FLEX, takes="lse"),
-    Name("torch.nn.Module._modules", f"{_LAYERS} {_RECURRENT} reference/model.py patches/api.py"),
+    Name("torch.nn.Module._modules", f"{_LAYERS} patches/parts.py reference/model.py"),
     Name("torch.nn.Module._parameters", _LAYERS),
     Name("torch.nn.Module._buffers", "patches/isolation/model_run.py"),
     Name("torch.nn.Module._forward_hooks", "patches/models/rope.py"),

@@ -63,15 +63,15 @@ TRANSFORMERS = (
     *(
         Name(f"transformers.PreTrainedModel.{name}", used_by)
         for name, used_by in {
-            "base_model": f"{_LAYERS} patches/forward/heads.py reference/model.py",
+            "base_model": "patches/parts.py patches/forward/heads.py reference/model.py",
             "base_model_prefix": "reference/model.py",
             "set_attn_implementation": "patches/state.py",
-            "_can_set_attn_implementation": "patches/verification.py",
+            "_can_set_attn_implementation": "patches/why_not.py",
             "_can_set_experts_implementation": "patches/verification.py",
             "get_experts_implementation": "patches/verification.py",
             "set_experts_implementation": "patches/verification.py reference/model.py",
             "_supports_sdpa": "reference/model.py",
-            "_use_kernels": _RECURRENT,
+            "_use_kernels": "patches/parts.py",
         }.items()
     ),
     Name(
@@ -190,9 +190,12 @@ TRANSFORMERS = (
     *(
         Name(
             f"transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.{name}",
-            "patches/models/gemma4.py",
+            used_by,
         )
-        for name in ("num_kv_shared_layers", "use_bidirectional_attention")
+        for name, used_by in {
+            "num_kv_shared_layers": "patches/models/gemma4.py",
+            "use_bidirectional_attention": "patches/why_not.py",
+        }.items()
     ),
     Name(
         "transformers.models.roberta.modeling_roberta.RobertaEmbeddings"
@@ -220,33 +223,27 @@ TRANSFORMERS = (
             "LlamaConfig.attention_dropout": _FUNCTIONS,
             "LlamaConfig.pad_token_id": "patches/forward/steps.py",
             "BertConfig.attention_probs_dropout_prob": _FUNCTIONS,
-            "BertConfig.is_decoder": "patches/forward/heads.py",
-            "Qwen2Config.layer_types": f"{_LAYERS} {_RECURRENT}",
+            "BertConfig.is_decoder": "patches/why_not.py",
+            "Qwen2Config.layer_types": f"{_LAYERS} patches/why_not.py",
             "Qwen2Config.sliding_window": _LAYERS,
             "Gemma2Config.attn_logit_softcapping": "reference/model.py",
-            "MixtralConfig.output_router_logits": "patches/forward/padding.py "
-            "patches/forward/sequence_parallel.py patches/forward/trees.py",
+            "MixtralConfig.output_router_logits": "patches/why_not.py patches/forward/inputs.py",
             "Qwen2VLConfig.text_config": f"{_LAYERS} patches/state.py",
             "Qwen2VLConfig.vision_config": _TOWER,
-            "PreTrainedConfig.is_encoder_decoder": "patches/verification.py",
+            "PreTrainedConfig.is_encoder_decoder": "patches/why_not.py",
         }.items()
     ),
     # caches
     Name("transformers.Cache.layers", _CACHE),
     Name("transformers.Cache.get_seq_length", _CACHE),
-    Name(
-        "transformers.cache_utils.DynamicLayer.keys",
-        _CACHE,
-        holds=behaviour.a_layer_is_given_the_tensor_that_the_cache_keeps,
-    ),
     Name("transformers.cache_utils.DynamicLayer.get_mask_sizes", "patches/batch/unpacked_rows.py"),
     Name(
         "transformers.cache_utils.LinearAttentionLayer.has_previous_state",
         "patches/batch/unpacked_rows.py",
     ),
     # images
-    Name(f"{_QWEN2_VL}.Qwen2VLModel.visual", _LAYERS),
-    Name(f"{_QWEN2_VL}.Qwen2VLModel.language_model", _LAYERS),
+    Name(f"{_QWEN2_VL}.Qwen2VLModel.visual", "patches/parts.py"),
+    Name(f"{_QWEN2_VL}.Qwen2VLModel.language_model", "patches/parts.py"),
     Name(f"{_QWEN2_VL}.Qwen2VLModel.rope_deltas", "patches/models/qwen_vl.py"),
     Name(
         f"{_QWEN2_VL}.Qwen2VLModel.get_rope_index",

@@ -33,9 +33,9 @@ from flexvarlen.bench.suites.contract.batch_forms import (
     padded_rows,
 )
 from flexvarlen.bench.suites.contract.tiny_configs import draw_weights, tiny_config
-from flexvarlen.patches.forward.recurrent_layers import recurrent_layers
 from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.reference.acceptance import Error, largest, why_wrong
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.reference.recurrences import plain_recurrences
@@ -167,7 +167,7 @@ class TinyModels:
         self.reference, self.baseline = float64_model(base), base.to(self.dtype)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(3, 97, (sum(LENGTHS),), generator=generator).to(device)
-        self.recurrent = bool(recurrent_layers(self.packed))
+        self.recurrent = ModelParts.of(self.packed).recurrent
         shape = (sum(LENGTHS), self.packed.config.get_text_config().vocab_size)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
         self.grad_outputs = [x.double() for x in noise.split(list(LENGTHS))]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.attention.auto.keys import sizes
 from flexvarlen.attention.choose import decision_for
-from flexvarlen.patches.models.layers import kinds_of
+from flexvarlen.patches.parts import ModelParts
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # GB200 NVL72 data sheet: 360 PFLOPS with sparsity over 72 GPUs
@@ -92,7 +92,7 @@ def resolved_auto(
 ) -> dict[str, str]:
     """What "auto" takes for a model's layers, by layer type; it measures, if it has not yet."""
     found = {}
-    for kind in kinds_of(model):
+    for kind in ModelParts.of(model).kinds:
         mask = fv.DocumentMask.of(layout, causal=kind.causal, window=kind.window, chunk=kind.chunk)
         call = kind.call(layout.device, dtype or model.dtype, needs_grad=needs_grad)
         call = call._replace(spec=mask.spec)

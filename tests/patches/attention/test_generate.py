@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from transformers import DynamicCache
 
 import flexvarlen as fv
-from tests import forms
 from tests.tiny_models import VOCABULARY, documents, new_model, one_row, shared_model
 
 NEW = 6
@@ -159,21 +155,6 @@ def test_generates_after_packed_training():
     assert torch.equal(_generate(models[1], "greedy"), _generate(models[0], "greedy"))
 
 
-@pytest.mark.parametrize("cache", ["own", "given"])
-@pytest.mark.parametrize("form", ["position_ids", "document_ids", "cu_seq_lens"])
-def test_decoding_after_a_packed_prefill_raises(form, cache):
-    """The new token would see every document of its row."""
-    model, batch = shared_model("llama"), one_row()
-    documents = forms.given(form, batch)
-    with fv.patched(model, "sdpa"), torch.no_grad():
-        kwargs = {"use_cache": True} if cache == "own" else {"past_key_values": DynamicCache()}
-        filled = model(batch.ids, **documents, **kwargs).past_key_values
-        assert filled.get_seq_length() == 256
-        for _ in range(2):
-            with pytest.raises(ValueError, match="one document per row"):
-                model(batch.ids[:, :1], past_key_values=filled, position_ids=torch.tensor([[52]]))
-
-
 def test_decoding_after_a_prefill_of_cu_seq_lens_has_no_cache_unless_asked():
     model, batch = shared_model("llama"), one_row()
     with fv.patched(model, "sdpa"), torch.no_grad():
@@ -205,68 +186,12 @@ def test_decoding_by_hand_after_a_padded_prefill(padding):
 # ---- by a plugin name alone ----
 
 
-def _packed_prefill(model, batch, **inputs):
-    given = {"position_ids": batch.position_ids, **inputs}
-    return model(batch.ids, **given).past_key_values
-
-
-CHANGED = {
-    "as_it_is": lambda cache: cache,
-    "copied": copy.deepcopy,
-    "cropped": lambda cache: cache.crop(-3),
-    "reordered": lambda cache: cache.reorder_cache(torch.tensor([0])),
-    "repeated": lambda cache: cache.batch_repeat_interleave(2),
-    "selected": lambda cache: cache.batch_select_indices(torch.tensor([0])),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "mode"),
-    [
-        *(("llama", change, torch.no_grad) for change in CHANGED),
-        ("qwen3_windows", "as_it_is", torch.inference_mode),
-        ("qwen3_windows", "as_it_is", torch.enable_grad),
-    ],
-)
-def test_decoding_after_a_packed_prefill_raises_by_the_name_alone(kind, change, mode):
-    model, batch = new_model(kind, implementation="flexvarlen_doc"), one_row()
-    with mode():
-        for given in ({}, {"past_key_values": DynamicCache(), "use_cache": False}):
-            filled = _packed_prefill(model, batch, **given)
-            filled = given.get("past_key_values", filled)
-            filled = CHANGED[change](filled) or filled
-            token = torch.full((2 if change == "repeated" else 1, 1), 7)
-            for _ in range(2):
-                with pytest.raises(ValueError, match="one document per row"):
-                    model(token, past_key_values=filled)
-
-
-@pytest.mark.xfail(strict=True, reason="a sliding layer keeps a slice of its keys, not the marked")
-def test_decoding_where_all_layers_slide_is_not_noticed_by_the_name_alone():
-    """A limit that the docstring of `patches/attention/functions.py` names."""
-    windows = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 2}
-    model = new_model("qwen3_windows", implementation="flexvarlen_doc", **windows)
-    with torch.no_grad():
-        filled = _packed_prefill(model, one_row())
-        with pytest.raises(ValueError, match="one document per row"):
-            model(torch.full((1, 1), 7), past_key_values=filled)
-
-
-def test_generating_from_packed_prompts_raises_by_the_name_alone():
-    model, batch = new_model("llama", implementation="flexvarlen_doc"), one_row()
-    for beams in (1, 2):
-        with pytest.raises(ValueError, match="one document per row"):
-            model.generate(
-                batch.ids, position_ids=batch.position_ids, max_new_tokens=3, num_beams=beams
-            )
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_windows"])
 def test_generates_the_same_tokens_by_the_name_alone(kind, strategy):
     """Also after a packed forward: its cache is another one."""
     model, batch = new_model(kind, implementation="flexvarlen_doc"), one_row()
     with torch.no_grad():
-        kept = _packed_prefill(model, batch)
+        kept = model(batch.ids, position_ids=batch.position_ids).past_key_values
     assert torch.equal(_generate(model, strategy), _generate(shared_model(kind), strategy))
     assert kept.get_seq_length() == 256

@@ -10,7 +10,8 @@ import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.env import _flag
 from flexvarlen.patches.attention import backend_choice, context
-from flexvarlen.patches.models.layers import LayerKind, kinds_of
+from flexvarlen.patches.models.layers import LayerKind
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import exact_and_peer, new_model, one_row
@@ -364,9 +365,9 @@ def test_auto_trains_on_a_cpu_what_sdpa_lacks(family):
 
 
 def test_kinds_of_a_model():
-    kinds = kinds_of(new_model("qwen3_windows", num_hidden_layers=4))
+    kinds = ModelParts.of(new_model("qwen3_windows", num_hidden_layers=4)).kinds
     assert kinds == (FULL, FULL._replace(layer_type="sliding_attention", window=9))
-    assert kinds_of(new_model("llama")) == (FULL,)
+    assert ModelParts.of(new_model("llama")).kinds == (FULL,)
 
 
 def test_a_guessed_dtype_that_the_backend_refuses_is_no_refusal(monkeypatch):

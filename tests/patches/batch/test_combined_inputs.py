@@ -59,9 +59,6 @@ FORMS = {
     "embedded_two_rows": Combined(TWO, ("document_ids",), embedded=True),
     "two_rows_layout": Combined(TWO, ("packed_layout",)),
     "two_rows_layout_and_ones": Combined(TWO, ("packed_layout", "ones")),
-    "two_rows_cache": Combined(
-        TWO, POSITIONS, {"past_key_values": DynamicCache, "use_cache": True}
-    ),
     "two_rows_ones": Combined(TWO, (*POSITIONS, "ones")),
     "int32": Combined(
         ONE,
@@ -95,7 +92,6 @@ FORMS = {
     "spare_slots": Combined(
         ONE, (), {"packed_layout": forms.layout_of(ONE, capacity=32, max_seqlen_bound=256)}
     ),
-    "cache_asked_for": Combined(ONE, POSITIONS, {"use_cache": True}),
     "hidden_states": Combined(ONE, POSITIONS, {"output_hidden_states": True}),
     "no_dict": Combined(ONE, POSITIONS, {"return_dict": False}),
     "cache_position": Combined(ONE, POSITIONS, {"cache_position": torch.arange(256)}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 import flexvarlen as fv
 from flexvarlen.layout import launch_sizes as launch
@@ -214,42 +214,6 @@ def test_cuda_graphs_see_other_documents(backend):
 
 
 # ---- caches ----
-
-
-@pytest.mark.parametrize("cache", ["own", "given"])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.sampled(2)
-def test_decoding_after_a_compiled_packed_prefill_raises(compiler, cache):
-    torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    ids, token = torch.cat(documents())[None], torch.full((1, 1), 7)
-    for lengths, refused in ((LENGTHS, True), ((T,), False), (LENGTHS, True)):
-        given = inputs_of("position_ids", lengths, "cpu")
-        given |= {"use_cache": True} if cache == "own" else {"past_key_values": DynamicCache()}
-        with torch.no_grad():
-            filled = compiled(input_ids=ids, **given).past_key_values
-            if refused:
-                with pytest.raises(ValueError, match="one document per row"):
-                    model(token, past_key_values=filled)
-            else:
-                assert model(token, past_key_values=filled).logits.isfinite().all()
-
-
-def test_compiled_decoding_from_a_packed_cache_raises():
-    torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    ids, token = torch.cat(documents())[None], torch.full((1, 1), 7)
-    for lengths, refused in (((T,), False), (LENGTHS, True)):
-        with torch.no_grad():
-            given = inputs_of("position_ids", lengths, "cpu")
-            filled = model(ids, use_cache=True, **given).past_key_values
-            if refused:
-                with pytest.raises(RuntimeError, match=r"flexvarlen: .*one document per row"):
-                    compiled(token, past_key_values=filled)
-            else:
-                assert compiled(token, past_key_values=filled).logits.isfinite().all()
 
 
 # By the name alone transformers makes a mask of document ids booleans before any layer sees it.

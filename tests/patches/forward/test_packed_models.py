@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import flexvarlen as fv
 from tests import forms
@@ -53,7 +52,6 @@ FORMS = {
     "default_use_cache": Form(POSITIONS),
     "train_mode": Form(POSITIONS, train=True),
     "mask_of_ones": Form((*POSITIONS, "ones")),
-    "empty_cache": Form(POSITIONS, others=lambda: {"past_key_values": DynamicCache()}),
     "cu_seq_lens_alone": Form(CU_SEQ_LENS),
     "cu_seq_lens_and_max_length": Form((*CU_SEQ_LENS, "max_length")),
     "document_id_mask": Form(("document_ids",)),

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
-from flexvarlen.patches.forward.recurrent_layers import _dispatching, recurrent_layers
+from flexvarlen.patches.forward.recurrent_layers import _dispatching
 from flexvarlen.patches.models.families import BY_TYPE
+from flexvarlen.patches.models.layers import recurrent_layers
 from tests.tiny_models import LENGTHS, new_model, one_row, padded_rows, shared_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -105,7 +106,7 @@ def test_a_deep_copy(model):
 
 def test_a_packed_prefill(model):
     inputs = {"input_ids": one_row().ids, "position_ids": one_row().position_ids}
-    with pytest.raises(ValueError, match=r"one state per row.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"rows of one document each.*use_cache=False"):
         model(**inputs, use_cache=True)
     out = model(**inputs)  # the config's default is True
     assert getattr(out, "past_key_values", getattr(out, "cache_params", None)) is None

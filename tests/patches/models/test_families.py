@@ -14,7 +14,7 @@ import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.models.families import BY_TYPE
-from flexvarlen.patches.models.layers import kinds_of
+from flexvarlen.patches.parts import ModelParts
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.patches.forward import test_packed_models
@@ -36,7 +36,6 @@ SAMPLE = (
 OTHERS = [name for name, x in BY_TYPE.items() if name not in KINDS and x.task != "MaskedLM"]
 # On a CPU their scans break the graph: see forward/test_recurrent_layers.py.
 SCANS = [name for name, x in BY_TYPE.items() if "delta rule" in x.has or "Mamba-2" in x.has]
-RECURRENT = [name for name, x in BY_TYPE.items() if "states and convolutions" in x.needs]
 EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
 
 
@@ -48,9 +47,7 @@ def pytest_generate_tests(metafunc):
 
 def check_or_refused(name, backend, form, **where):
     refusal = nullcontext()
-    if name in RECURRENT and form == "empty_cache":
-        refusal = pytest.raises(ValueError, match="one state per row")
-    elif (name, form) == ("gemma4_text", "checkpointing_reentrant"):
+    if (name, form) == ("gemma4_text", "checkpointing_reentrant"):
         refusal = pytest.raises(NotImplementedError, match="must not be reentrant")
     elif (name, form) == ("gemma4_text", "inputs_embeds") and where:
         # transformers looks for the tokens of embeddings, which bfloat16 has rounded.
@@ -122,7 +119,7 @@ def test_kind_of_layer_unlike_its_calls(name, monkeypatch):
     model, batch = fv.patch_model(new_model(name), on_the_cpu(name)), one_row()
     with torch.no_grad():
         model(batch.ids, position_ids=batch.position_ids)
-    assert routed == set(kinds_of(model))
+    assert routed == set(ModelParts.of(model).kinds)
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name not in (*EXPERTS, *SCANS)])

@@ -8,7 +8,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall
-from flexvarlen.patches.models.layers import kinds_of
+from flexvarlen.patches.parts import ModelParts
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
 
@@ -23,7 +23,8 @@ KINDS = {
 def test_head_dim_and_kv_heads_of_the_config(name):
     """They are those of its sliding layers; other kernels serve the full ones."""
     found = [
-        (k.layer_type, k.window, k.num_kv_heads, k.head_dim) for k in kinds_of(new_model(name))
+        (k.layer_type, k.window, k.num_kv_heads, k.head_dim)
+        for k in ModelParts.of(new_model(name)).kinds
     ]
     assert found == KINDS[name]
 

@@ -19,9 +19,10 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         NotImplementedError: none is found.
     """
-    from flexvarlen.patches.models.layers import attention_layers, base_of, text_tower
+    from flexvarlen.patches.models.layers import attention_layers
+    from flexvarlen.patches.parts import ModelParts
 
-    tower = text_tower(base_of(model))
+    tower = ModelParts.of(model).text_tower(model)
     attention = {id(layer) for layer in attention_layers(tower)}
     found = [m for m in tower.modules() if any(id(part) in attention for part in m.children())]
     if not found:

@@ -1,0 +1,168 @@
+"""`ModelParts`: what a transformers model is made of, found once, when it is patched.
+
+Names, numbers and configs, no modules, so that the copies of a model share them (a deep copy, or
+the second module that accelerate makes of compiled layers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from flexvarlen.patches.models.gemma4 import shares_keys
+from flexvarlen.patches.models.heads import kind_of_head
+from flexvarlen.patches.models.layers import (
+    VISION,
+    LayerKind,
+    chunk_size_of,
+    first_position,
+    kinds_in,
+    recurrent_layers,
+    table_of_positions,
+    text_config_of,
+)
+from flexvarlen.patches.models.llama4 import has_temperature
+from flexvarlen.patches.models.qwen_vl import has_axes
+from flexvarlen.patches.models.rope import has_longrope
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a model, and what its family does differently from others.
+
+    Attributes:
+        model_class: of the whole model.
+        model_config, config: of the whole model, and of its text tower.
+        base_name: the attribute that holds the base model, which has the layers and RoPE's tables;
+            "" if the model is one.
+        text_name: the base model's attribute that holds its text tower; "" if it is one.
+        vision_name: the base model's attribute that holds a tower of packed images; "" without.
+        head: as `kind_of_head` returns it; "" for a base model, None for an unknown kind.
+        kinds, vision_kinds: the distinct kinds of attention layers in the two towers, in order.
+        recurrent_classes: of the recurrent layers, in order.
+        uses_hub_kernels: whether the model was loaded with `use_kernels=True`.
+        rotary_type: the `rope_type` of the text tower's rotary module, if it has one.
+        first_position: the position of a document's first token.
+        max_positions: tokens of the longest document that learned positions reach; None: no table.
+        chunk_size: tokens of a chunk, in the layers that have chunks.
+        has_axes: whether rotary positions have rows for time, height and width.
+        has_longrope: whether RoPE's frequencies depend on how long a document is.
+        has_temperature: whether layers scale queries by their position in the row.
+        shares_keys: whether later layers attend to keys of earlier ones.
+        drops_keywords: whether the head passes its base model no keywords (Mamba-2), so that the
+            documents travel as its attention_mask.
+    """
+
+    model_class: type[PreTrainedModel]
+    model_config: Any
+    config: Any
+    base_name: str
+    text_name: str
+    vision_name: str
+    head: str | None
+    kinds: tuple[LayerKind, ...]
+    vision_kinds: tuple[LayerKind, ...]
+    recurrent_classes: tuple[type[nn.Module], ...]
+    uses_hub_kernels: bool
+    rotary_type: str | None
+    first_position: int
+    max_positions: int | None
+    chunk_size: int | None
+    has_axes: bool
+    has_longrope: bool
+    has_temperature: bool
+    shares_keys: bool
+    drops_keywords: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelParts:
+        """The parts of a model, whether it is patched or not."""
+        base = _base_of(model)
+        text = base._modules.get("language_model") or base
+        vision = base._modules.get("visual")
+        if not isinstance(vision, PreTrainedModel):
+            vision = None
+        config = text_config_of(model.config)
+        kinds = kinds_in(text, config)
+        recurrent = tuple(map(type, recurrent_layers(text)))
+        causal = bool(recurrent) or any(kind.causal for kind in kinds)
+        return cls(
+            model_class=type(model),
+            model_config=model.config,
+            config=config,
+            base_name=_name_of(base, model),
+            text_name=_name_of(text, base),
+            vision_name="" if vision is None else "visual",
+            head="" if base is model else kind_of_head(type(model), causal=causal),
+            kinds=kinds,
+            vision_kinds=() if vision is None else _vision_kinds(vision),
+            recurrent_classes=recurrent,
+            uses_hub_kernels=bool(getattr(model, "_use_kernels", False)),
+            rotary_type=getattr(text._modules.get("rotary_emb"), "rope_type", None),
+            first_position=first_position(base),
+            max_positions=table_of_positions(base),
+            chunk_size=chunk_size_of(config),
+            has_axes=has_axes(config),
+            has_longrope=has_longrope(config),
+            has_temperature=has_temperature(config),
+            shares_keys=shares_keys(config),
+            drops_keywords=model.config.model_type == "mamba2",
+        )
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether there are recurrent layers, to which documents are passed too."""
+        return bool(self.recurrent_classes)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it."""
+        return self.recurrent or any(kind.causal for kind in self.kinds)
+
+    def of_base(self) -> ModelParts:
+        """The parts of the base model by itself."""
+        return replace(self, base_name="", head="")
+
+    def base(self, model: nn.Module) -> nn.Module:
+        """The base model of the model that these are the parts of, or of a copy of it."""
+        return _part(model, self.base_name)
+
+    def text_tower(self, model: nn.Module) -> nn.Module:
+        """The module that processes text tokens."""
+        return _part(self.base(model), self.text_name)
+
+    def vision_tower(self, model: nn.Module) -> PreTrainedModel | None:
+        """The module that processes packed images, if there is one."""
+        if not self.vision_name:
+            return None
+        tower: Any = _part(self.base(model), self.vision_name)
+        return tower
+
+
+def _base_of(model: PreTrainedModel) -> nn.Module:
+    """The model without a head."""
+    base: nn.Module = model.base_model
+    holds_layers = "layers" in model._modules or "language_model" in model._modules
+    if base is not model or holds_layers:
+        return base
+    found = (part for part in model.children() if isinstance(part, PreTrainedModel))
+    return next(found, model)  # Llama4ForCausalLM names another prefix than its attribute
+
+
+def _part(whole: nn.Module, name: str) -> nn.Module:
+    part: Any = whole._modules[name] if name else whole
+    found: nn.Module = part
+    return found
+
+
+def _name_of(part: nn.Module, whole: nn.Module) -> str:
+    """The attribute of a module that holds another, "" if both are the same."""
+    return "" if part is whole else next(k for k, x in whole._modules.items() if x is part)
+
+
+def _vision_kinds(tower: PreTrainedModel) -> tuple[LayerKind, ...]:
+    kinds = (kind._replace(layer_type=VISION) for kind in kinds_in(tower, tower.config))
+    return tuple(dict.fromkeys(kinds))

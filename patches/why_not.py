@@ -1,0 +1,246 @@
+"""Why a model cannot be patched: one function for each reason, which gives a sentence or None.
+
+`patch_model` raises the first one's as a NotImplementedError. What is wrong with an argument by
+itself is a ValueError of `patch_model`, and what a backend cannot serve is its own `why_not`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from flexvarlen.patches.models.families import is_verified, why_not_by_type
+from flexvarlen.patches.models.heads import heads_of
+from flexvarlen.patches.models.rope import why_not_dynamic
+from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.state import Settings
+
+_DOCUMENT_ALONE = "use the model's own attention, one document per row."
+
+ROUTER_LOGITS = (
+    "output_router_logits must be False where a padded batch runs as a packed row, whose router "
+    "logits do not match the batch's mask, got True; turn the auxiliary loss off, or call "
+    "patch_model without unpad=True."
+)
+
+
+def why_not(parts: ModelParts, settings: Settings) -> str | None:
+    """The first reason why a model of these parts cannot be patched with these settings, or None.
+
+    Syncs with no device. Every reason is one of `WHY_NOT`.
+    """
+    found = (reason(parts, settings) for reason in WHY_NOT)
+    return next((why for why in found if why is not None), None)
+
+
+# ---- the kind of model ----
+
+
+def encoder_and_decoder(parts: ModelParts, settings: Settings) -> str | None:
+    """Two stacks of layers, such as T5's."""
+    if not getattr(parts.model_config, "is_encoder_decoder", False):
+        return None
+    return (
+        f"model must have one stack of layers, got {parts.model_class.__name__}, an encoder with a "
+        "decoder, which is not supported; use its own attention, one document per row."
+    )
+
+
+def model_type(parts: ModelParts, settings: Settings) -> str | None:
+    """A type that is not among the verified families."""
+    return why_not_by_type(parts.model_config.model_type, verify=settings.verify)
+
+
+def code_of_another(parts: ModelParts, settings: Settings) -> str | None:
+    """A class that is not transformers', such as one from a model's repository."""
+    kind, cls = parts.model_config.model_type, parts.model_class
+    if settings.verify or is_verified(cls, kind):
+        return None
+    return (
+        f"model must be of a class of transformers for the verified {kind}, got {cls.__name__} of "
+        f"{cls.__module__}, in which packed documents could leak into one another; call "
+        "patch_model(model, verify=True), which checks a causal text model for leaks, or load it "
+        "with transformers' own class, without trust_remote_code."
+    )
+
+
+def not_verifiable(parts: ModelParts, settings: Settings) -> str | None:
+    """A kind of model that `verify=True` cannot check, though its type is not verified."""
+    cls, config = parts.model_class, parts.model_config
+    if not settings.verify or is_verified(cls, config.model_type):
+        return None
+    reason = None
+    if not parts.kinds or not cls._can_set_attn_implementation():
+        reason = "has no attention layer that transformers' attention interface serves"
+    elif parts.config is not config or config.sub_configs:
+        reason = "has parts for more than text"
+    elif not all(kind.causal for kind in parts.kinds):
+        reason = "has attention layers that are not causal"
+    return reason and (
+        "verify=True is for causal models of text that call transformers' attention interface, "
+        f"got {cls.__name__}, which {reason}; {_DOCUMENT_ALONE}"
+    )
+
+
+def encoder_as_decoder(parts: ModelParts, settings: Settings) -> str | None:
+    """An encoder with a cache, and perhaps cross-attention."""
+    if not parts.model_config.__dict__.get("is_decoder"):
+        return None
+    return (
+        f"an encoder must not be a decoder, got a {parts.model_config.model_type} model with "
+        "config.is_decoder=True; set it to False before the model is built."
+    )
+
+
+def unknown_head(parts: ModelParts, settings: Settings) -> str | None:
+    """A head whose labels are not known to be of tokens, documents or rows."""
+    if parts.head is not None:
+        return None
+    return (
+        f"model must be a base model, or have a head {', '.join(heads_of(causal=parts.causal))} or "
+        f"a subclass of one, got {parts.model_class.__name__}, whose labels are not known; patch "
+        "its base model."
+    )
+
+
+# ---- settings that it cannot have ----
+
+
+def unpad(parts: ModelParts, settings: Settings) -> str | None:
+    """Padded batches as packed rows."""
+    if not settings.unpad:
+        return None
+    if parts.vision_name:
+        return (
+            "unpad=True must not be used with a vision-language model, whose images have "
+            "positions in the padded batch; pack its batches, or leave unpad out."
+        )
+    if getattr(parts.config, "output_router_logits", False):
+        return ROUTER_LOGITS
+    if settings.sequence_parallel_group is not None:
+        return (
+            "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
+            "of packed rows; pass packed rows, or leave the group out."
+        )
+    if parts.drops_keywords:
+        return (
+            f"unpad=True is not supported with {parts.model_class.__name__}, whose head passes no "
+            "keywords on to its base model; pack its batches, or leave unpad out."
+        )
+    return None
+
+
+def share_prefixes(parts: ModelParts, settings: Settings) -> str | None:
+    """Prefixes that rows share, as trees."""
+    if not settings.share_prefixes:
+        return None
+    why = why_no_trees(parts) or ("batch_invariant" if settings.batch_invariant else None)
+    return why and f"share_prefixes=True is not supported with {why}; leave it out."
+
+
+def why_no_trees(parts: ModelParts) -> str | None:
+    """What in a model documents that share prefixes do not go with, or None."""
+    if not parts.causal:
+        return "bidirectional attention"
+    if parts.recurrent:
+        return "recurrent layers, whose state would have to branch"
+    if parts.has_longrope:
+        return "rope_type 'longrope', whose frequencies depend on how long a document is"
+    return None
+
+
+def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
+    """Rows that are sharded over ranks, where more than attention depends on the whole row."""
+    if settings.sequence_parallel_group is None:
+        return None
+    if parts.recurrent:
+        return (
+            "sequence_parallel_group is not supported with recurrent layers, whose state would "
+            "have to pass from rank to rank; leave it out."
+        )
+    reason = None
+    if not all(kind.causal for kind in parts.kinds):
+        reason = "is an encoder, whose losses are means over the tokens of a rank"
+    elif parts.text_name or parts.has_axes:
+        reason = "takes images, whose tokens cannot be sharded"
+    elif parts.has_longrope:
+        reason = "has rope_type 'longrope', whose frequencies depend on whole documents"
+    return reason and (
+        "a model with sequence_parallel_group must be causal, over text, with rotary tables that "
+        f"do not depend on other tokens, got {parts.model_config.model_type!r}, which {reason}; "
+        "leave sequence_parallel_group out, and give each rank rows of its own."
+    )
+
+
+# ---- layers that it cannot have ----
+
+
+_RECURRENT_TYPES = ("linear_attention", "conv", "hybrid")  # in config.layer_types
+
+CONVOLUTION = "causal_conv1d_fn"
+"""The function through which every supported recurrent layer mixes tokens first."""
+
+
+def recurrent_layers(parts: ModelParts, settings: Settings) -> str | None:
+    """Recurrent layers that do not call the functions which `patch_model` replaces."""
+    types = getattr(parts.config, "layer_types", None) or ()
+    expected = sum(x in _RECURRENT_TYPES for x in types)
+    if len(parts.recurrent_classes) != expected:
+        return (
+            "a model must have as many layers with a convolution conv1d or conv as recurrent ones "
+            f"that its config.layer_types names, {expected}, got {len(parts.recurrent_classes)}; "
+            "use the model's own implementation, one document per row."
+        )
+    for cls in parts.recurrent_classes:
+        if CONVOLUTION not in functions_of(cls):
+            return (
+                f"a recurrent layer must call transformers' {CONVOLUTION}, got a {cls.__name__} "
+                "that does not, whose state would run over all documents; use the model's own "
+                "implementation, one document per row."
+            )
+    if expected and parts.uses_hub_kernels:
+        return (
+            "use_kernels=True replaces recurrent layers by kernels that may not keep documents "
+            "apart; load the model without it."
+        )
+    return None
+
+
+def functions_of(layer_class: type) -> dict[str, Any]:
+    """The names that a layer's forward finds in its module."""
+    found: dict[str, Any] = inspect.unwrap(layer_class.forward).__globals__  # type: ignore[attr-defined]
+    return found
+
+
+def windows_both_ways(parts: ModelParts, settings: Settings) -> str | None:
+    """Bidirectional windows of Gemma 4, in which transformers' own attentions disagree."""
+    config = parts.config
+    if config.model_type != "gemma4_text" or config.use_bidirectional_attention != "all":
+        return None
+    return (
+        "use_bidirectional_attention must not be 'all' in a gemma4 model: transformers' eager "
+        "and sdpa see one token more on each side of a sliding window than its FlashAttention; "
+        "use the model's own attention, one document per row."
+    )
+
+
+def dynamic_rope(parts: ModelParts, settings: Settings) -> str | None:
+    """RoPE whose frequencies depend on the longest document of a batch."""
+    return why_not_dynamic(parts.config, parts.rotary_type)
+
+
+WHY_NOT = (
+    encoder_and_decoder,
+    model_type,
+    code_of_another,
+    not_verifiable,
+    encoder_as_decoder,
+    unknown_head,
+    unpad,
+    share_prefixes,
+    recurrent_layers,
+    sequence_parallel,
+    windows_both_ways,
+    dynamic_rope,
+)
+"""The reasons, in the order in which they are looked for."""
