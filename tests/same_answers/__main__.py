@@ -1,0 +1,93 @@
+"""Whether two checkouts of flexvarlen give the same answers, bit for bit.
+
+    python -m tests.same_answers OLD_CHECKOUT NEW_CHECKOUT
+
+Runs a fixed pairwise sample of model families, heads, forms of a batch, modes and backends on each,
+and compares the bits of all outputs and gradients, or the sentences that are raised. Prints a line
+for each case that differs, and exits with 1 if there is any. A checkout may be a folder of files:
+`mkdir old && git archive COMMIT | tar -x -C old`.
+
+With `--device cuda` the old checkout runs twice: what differs between its own runs may differ by
+three times as much in the new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from tests.same_answers.cases import sample
+from tests.same_answers.compare import differences
+
+CHILD = Path(__file__).with_name("child.py")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("old", type=Path, metavar="OLD_CHECKOUT")
+    add("new", type=Path, metavar="NEW_CHECKOUT")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--seed", type=int, default=0, metavar="N", help="of the sample")
+    add("--cases", type=int, metavar="N", help="the first N of the sample; default: all")
+    add("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    add("--verbose", action="store_true", help="print each case and its seconds")
+    return parser.parse_args(argv)
+
+
+def start(
+    checkout: Path, cases: Path, out: Path, device: str, *, verbose: bool
+) -> subprocess.Popen[bytes]:
+    """The cases on a checkout, in a process of its own."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    # -P: the child's own folder is not on the path, so nothing comes from this checkout.
+    command = [sys.executable, "-P", CHILD, cases, out, device, checkout]
+    errors = None if verbose else subprocess.DEVNULL
+    return subprocess.Popen(command, cwd=checkout, env=environment, stderr=errors)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    begin = time.perf_counter()
+    cases = [x for x in sample(args.device, args.seed, args.cases) if args.only in x["name"]]
+    sides = [args.old.resolve(), args.new.resolve()]
+    if args.device == "cuda":
+        sides.append(sides[0])
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(cases, file := Path(folder) / "cases.pt")
+        outs = [Path(folder) / f"{number}.pt" for number in range(len(sides))]
+        running = [
+            start(side, file, out, args.device, verbose=args.verbose)
+            for side, out in zip(sides, outs, strict=True)
+        ]
+        for side, process in zip(sides, running, strict=True):
+            if process.wait() != 0:
+                sys.stderr.write(f"{side}: no answers; see --verbose.\n")
+                return 2
+        old, new, *again = (torch.load(out) for out in outs)
+    lines = differences(old, new, *again)
+    raised = sum(isinstance(x, str) and x == new[name] for name, x in old.items())
+    for line in lines:
+        sys.stdout.write(line + "\n")
+    sys.stdout.write(
+        f"{len(cases)} cases, {raised} of which raise the same, in "
+        f"{time.perf_counter() - begin:.0f} s: "
+        + (f"{len(lines)} DIFFER\n" if lines else "the same answers\n")
+    )
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
