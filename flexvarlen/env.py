@@ -15,9 +15,6 @@ DETERMINISTIC = "FLEXVARLEN_DETERMINISTIC"
 BATCH_INVARIANT = "FLEXVARLEN_BATCH_INVARIANT"
 """Default of `batch_invariant=`: 1 or 0 (default 0). Read once per process."""
 
-AUTO = "FLEXVARLEN_AUTO"
-"""How `backend="auto"` chooses: "measure" (the default) or "static" (the documented order)."""
-
 CACHE = "FLEXVARLEN_CACHE"
 """Folder in which "auto" caches its measurements and FA4 caches its compiled kernels."""
 
@@ -55,20 +52,6 @@ def _flag(variable: str) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"{variable} must be 0 or 1, got {value!r}; set one of them or unset it.")
     return value == "1"
-
-
-def auto_is_static() -> bool:
-    """Return whether `AUTO` disables measuring.
-
-    Raises:
-        ValueError: the variable is neither "measure" nor "static".
-    """
-    value = os.environ.get(AUTO) or "measure"
-    if value not in ("measure", "static"):
-        raise ValueError(
-            f"{AUTO} must be measure or static, got {value!r}; set one of them or unset it."
-        )
-    return value == "static"
 
 
 def cache_folder() -> Path:

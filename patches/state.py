@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from flexvarlen.attention.backends.registry import BACKENDS
+from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.patches.models.layers import LayerKind, text_config_of
 from flexvarlen.patches.parts import ModelParts
 
@@ -40,13 +40,6 @@ CONTEXT = "flexvarlen"
 
 BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""
-
-IMPLEMENTATIONS = {
-    # transformers refuses names with "sdpa" for models that its own sdpa does not support
-    "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
-    for backend in (*BACKENDS, "auto")
-} | {"flexvarlen_sdpa": "sdpa"}
-"""The backend of each `attn_implementation` name; the first of a backend is the one that is set."""
 
 VISION_IMPLEMENTATION = "flexvarlen_flash_vision"
 """The name on the config of a patched vision tower.

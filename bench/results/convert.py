@@ -120,11 +120,6 @@ def compile_time(record: Fields) -> Fields:
     return model(record | {"case": renamed(record["case"], names)})
 
 
-def layer_time(record: Fields) -> Fields:
-    case = {"variant": "transformers"} | renamed(record["case"], {"passes": "pass"})
-    return record | {"case": case}
-
-
 def training(record: Fields) -> Fields:
     """Trainings: the checksum of the texts is measured, not chosen."""
     names = {
@@ -155,7 +150,6 @@ CONVERT: dict[str, Callable[[Fields], Fields]] = {
     "packings": model,
     "small-inference": model,
     "compile": compile_time,
-    "layer-time": layer_time,
     "convergence": training,
     "end-to-end": training,
     "scaling-ranks": training,

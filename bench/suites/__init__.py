@@ -33,7 +33,6 @@ SUITES: dict[str, Entry] = {
     "hybrid": Entry("model.hybrid", "Steps of a hybrid model, packed, padded and compiled."),
     "trees": Entry("trees.trees", "Samples that share prompts, as trees and repeated."),
     "compile": Entry("model.compile_time", "Seconds of torch.compile, cold and warm."),
-    "layer-time": Entry("model.layer_time", "A decoder layer, and what auto takes it for."),
     "small-inference": Entry("model.small_inference", "Short forwards, where the host decides."),
     "embeddings": Entry(
         "model.embeddings", "Vectors of many short texts, beside sentence-transformers."

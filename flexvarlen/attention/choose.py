@@ -6,7 +6,6 @@ Choices are cached for the life of the process.
 from __future__ import annotations
 
 import logging
-import threading
 from operator import index
 from typing import Any
 
@@ -26,7 +25,6 @@ _MOST_ENTRIES = 4096
 _table: dict[tuple[object, ...], Decision] = {}
 """Keys: requested backend, call, bucket of sizes (for "auto"), and torch's global settings."""
 
-_measuring = threading.Lock()
 _log = logging.getLogger("flexvarlen")
 
 
@@ -34,7 +32,7 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
     """Return the name of a backend that can serve the call.
 
     Args:
-        backend: a name of `BACKENDS`, or "auto", which may measure at the first call of a kind.
+        backend: a name of `BACKENDS`, or "auto".
         call: the call.
         mask: its documents.
 
@@ -42,8 +40,7 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
         ValueError: no backend has that name.
         NotImplementedError: the backend, or every candidate of "auto", cannot serve the call.
 
-    A cached choice takes a few microseconds. Traces under `fullgraph=True` as a constant, without
-    measuring anything.
+    A cached choice takes a few microseconds. Traces under `fullgraph=True` as a constant.
     """
     if torch.compiler.is_compiling():
         return _choose_in_graph(backend, call, mask)
@@ -51,53 +48,34 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
         key: tuple[object, ...] = (backend, call, None, torch_state())
         if key not in _table:
             _require_usable(backend, call)
-            _remember(key, Decision(backend, backend, "named"))
+            _remember(key, Decision(backend, "named", checked=True))
         return backend
     return decision_for(call, sizes(mask), mask).backend
 
 
 def decision_for(
-    call: AttentionCall,
-    sizes: Sizes,
-    mask: DocumentMask | None,
-    why_no_mask: str = "nothing is timed inside a compiled graph; call flexvarlen.explain() ahead",
-    *,
-    read_only: bool = False,
+    call: AttentionCall, sizes: Sizes, mask: DocumentMask | None, *, compiled: bool = False
 ) -> Decision:
-    """What "auto" chooses and why; candidates are timed on `mask`, if given and not cached.
+    """What "auto" takes and why. A kernel that it has not checked on this machine is run once.
 
     Args:
         call: the call.
         sizes: of the mask's layouts; 0 where a compiled graph does not know one.
-        mask: the documents to time on, or None.
-        why_no_mask: why there is none.
-        read_only: store no decision for other ranks, and wait for none from them.
+        mask: the documents of the call; None while a compiled graph is traced.
+        compiled: whether the call is inside a compiled graph.
 
     Raises:
         NotImplementedError: no backend can serve the call.
     """
-    if auto.reset_if_new_run():
-        _table.clear()
-    if 0 in sizes:
-        return auto.static_decision(
-            call.kind(), None, "a size is 0, or not known inside the compiled graph"
-        )
-    sizes_bucket, state = bucket(sizes), torch_state()
-    key = ("auto", call, sizes_bucket, state)
+    sizes_bucket = None if 0 in sizes else bucket(sizes)
+    key = ("auto", call, sizes_bucket, compiled, torch_state())
     known = _table.get(key)
     if known is not None:
         return known
     kind = call.kind()
-    kind_key = ("auto", kind, sizes_bucket, state)
-    obstacle = why_no_mask if mask is None else auto.why_not_now(mask)
-    if obstacle is None and mask is not None:
-        with _measuring:
-            known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask, read_only)
-    else:
-        # Without the lock: this may run inside Dynamo, whose lock a measurement may be waiting for.
-        why = obstacle or why_no_mask
-        known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, why, read_only)
-    if known.lasting and not read_only:
+    kind_key = ("auto", kind, sizes_bucket, compiled, torch_state())
+    known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask, compiled=compiled)
+    if known.checked:
         if kind_key not in _table:
             _log.info("auto takes %s for %s: %s", known.backend, describe(call), known.why)
         _remember(kind_key, known)
@@ -105,9 +83,14 @@ def decision_for(
     return known
 
 
-def clear_cache() -> None:
-    """Clear the choices of this process; the cache file of "auto" is kept."""
+def forget_decisions() -> None:
+    """Choose anew at the next call of each kind, as measurements have changed."""
     _table.clear()
+
+
+def clear_cache() -> None:
+    """Clear the choices and checks of this process; the cache file of "auto" is kept."""
+    forget_decisions()
     auto.reset()
 
 
@@ -152,6 +135,6 @@ def _choose_constant(
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
     if backend == "auto":
-        return decision_for(call, sizes, None).compiled
+        return decision_for(call, sizes, None, compiled=True).backend
     _require_usable(backend, call)
     return backend

@@ -1,4 +1,4 @@
-"""`explain`: which backend "auto" chooses for a kind of call, and why; measured if needed."""
+"""`explain`: which backend "auto" takes for a kind of call, and why; measured if asked for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
-from flexvarlen.attention.auto.decide import CANDIDATES, Decision, candidates
-from flexvarlen.attention.auto.decoder_layer import Layer
-from flexvarlen.attention.auto.keys import describe, sizes
+from flexvarlen.attention.auto.decide import (
+    CANDIDATES,
+    Order,
+    candidates,
+    decide,
+    known_failure,
+    measure_kernels,
+    order,
+)
+from flexvarlen.attention.auto.keys import bucket, describe, sizes
 from flexvarlen.attention.backends.registry import BACKENDS, refusal
 from flexvarlen.attention.call import AttentionCall, is_past_int32
 from flexvarlen.attention.check_arguments import check_heads, check_numbers
-from flexvarlen.attention.choose import decision_for
+from flexvarlen.attention.choose import forget_decisions
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
@@ -25,8 +32,8 @@ class Candidate:
 
     Attributes:
         name: of the backend.
-        timing: of a call, on the host and on the device, or None if it was not timed.
-        reason: one sentence why it was not timed, or None if it was.
+        timing: of a call, on the host and on the device, if it was measured on this machine.
+        reason: one sentence why it was not, with its time in the nearest record; None if it was.
         can: whether it can serve the call.
     """
 
@@ -45,10 +52,9 @@ class Explanation:
         layout: the documents in words.
         chosen: the backend that "auto" takes for eager calls.
         compiled: for calls inside a compiled graph.
-        why: "measured", "from the cache file ...", "static order, because ...", and the like.
-        candidates: every backend: first those that were timed, by device time.
-        layer: approximate host and device ms of the rest of a decoder layer of this width,
-            used to compare candidates in eager calls; None if it was not timed.
+        why: what decided: a measurement on this machine, the nearest record with its GPU, versions
+            and commit, or the fixed order.
+        candidates: every backend: first those whose times are known, by device time.
     """
 
     call: str
@@ -57,7 +63,6 @@ class Explanation:
     compiled: str
     why: str
     candidates: tuple[Candidate, ...]
-    layer: Layer | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.call}; {self.layout}", self.sentence()]
@@ -69,12 +74,6 @@ class Explanation:
                 parts = (milliseconds(timing.device), milliseconds(timing.host))
                 text = "{} ms on the device, {} on the host".format(*parts)
             lines.append(f"{mark} {candidate.name:{width}}  {text}")
-        if self.layer is not None:
-            lines.append(
-                "In eager mode the slower of host and device counts. The rest of a layer as wide "
-                f"as these heads took {self.layer.device_ms:.3f} ms on the device and "
-                f"{self.layer.host_ms:.3f} ms on the host."
-            )
         return "\n".join(lines)
 
     def sentence(self) -> str:
@@ -106,37 +105,34 @@ def explain(
     needs_grad: bool = True,
     deterministic: bool | None = None,
     batch_invariant: bool | None = None,
-    measure: bool = True,
+    measure: bool = False,
 ) -> Explanation:
-    """Explain what `backend="auto"` chooses: the time of each candidate, or why it has none.
+    """Explain what `backend="auto"` takes: the times of the kernels, and which record decides.
 
-    Also used to measure before a compiled run: nothing is timed inside a compiled graph, so
-    the first compilation uses the static order unless the choice is cached. Call this first,
-    with a layout of the run's total_tokens, capacity and max_seqlen_bound (a choice holds for
-    their powers of two), once for training and once with `needs_grad=False`. If only the graph
-    sees the documents of a long row (position_ids, document ids), call `fix_launch_sizes()`
-    on the layout first, as kernels are then launched with its bounds. In a run of
-    several ranks call it on every rank, as rank 0 decides for all.
+    With `measure=True` the kernels are timed here first, on these documents. The times are kept in
+    a file and come before the table that ships with the package, for calls of this kind with about
+    the same total_tokens, capacity and max_seqlen_bound (the same powers of two), eager or
+    compiled. Measure once for training and once with `needs_grad=False`.
 
     Args:
         layout: the documents, on the device of the calls.
         dtype, num_heads, num_kv_heads, head_dim, sinks: of the calls' tensors.
         causal, window, chunk, softcap, return_lse, deterministic, batch_invariant: as in
-            `packed_attention`; calls with a prefix or `layout_k` are measured only at their first
-            eager call.
+            `packed_attention`; calls with a prefix or `layout_k` cannot be measured.
         needs_grad: whether a backward follows and is timed too.
-        measure: False uses a cached choice or the static order, and times nothing.
+        measure: time every kernel that can serve the call, and check its results.
 
     Returns:
-        An `Explanation`: print it, or read its fields.
+        An `Explanation`: print it, or read its fields. Without `measure` it runs no kernel, so it
+        may name one that the first call finds to be wrong.
 
     Raises:
         ValueError: a bad window, chunk, softcap or number of heads.
         NotImplementedError: no backend can serve the call.
+        RuntimeError: `measure` inside a backward or while a CUDA graph is captured.
 
-    The first call of a kind takes a second or two, plus the time to load and compile each
-    candidate; it syncs. It may raise torch's peak memory statistics. Nothing is timed on the CPU,
-    nor with the environment variable FLEXVARLEN_AUTO=static.
+    Measuring takes a few seconds, plus the time to load and compile each kernel; it syncs, and may
+    raise torch's peak memory statistics. Nothing is timed on the CPU.
 
     >>> layout = PackedLayout.from_lengths([3, 2])
     >>> heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -160,34 +156,40 @@ def explain(
         batch_invariant=resolve_flag(BATCH_INVARIANT, batch_invariant),
         return_lse=return_lse,
         past_int32=is_past_int32(layout, layout, num_heads, head_dim),
+    ).kind()
+    sizes_bucket = None if 0 in sizes(mask) else bucket(sizes(mask))
+    if measure and sizes_bucket is not None:
+        measure_kernels(call, sizes_bucket, mask)
+        forget_decisions()
+    eager, compiled = (
+        decide(call, sizes_bucket, mask, compiled=x, check=False) for x in (False, True)
     )
-    to_time = mask if measure else None
-    decision = decision_for(
-        call, sizes(mask), to_time, "measure=False was asked for", read_only=not measure
+    tried = order(call, sizes_bucket, compiled=True)
+    found = [_candidate(name, call, tried) for name in BACKENDS]
+    found.sort(
+        key=lambda c: tried.times[c.name].device_ms if c.name in tried.times else float("inf")
     )
-    timings = decision.timings
-    found = [_candidate(name, call, decision) for name in BACKENDS]
-    found.sort(key=lambda c: (c.timing is None, timings[c.name].compiled_ms if c.timing else 0.0))
     return Explanation(
         call=describe(call),
         layout=repr(layout),
-        chosen=decision.backend,
-        compiled=decision.compiled,
-        why=decision.why,
+        chosen=eager.backend,
+        compiled=compiled.backend,
+        why=eager.why,
         candidates=tuple(found),
-        layer=decision.layer,
     )
 
 
-def _candidate(name: str, call: AttentionCall, decision: Decision) -> Candidate:
-    reason = refusal(name, call)
-    timing = decision.timings.get(name)
-    can = reason is None
-    if reason is None and timing is None:
-        if name in decision.failed:
-            reason = f"failed: {decision.failed[name]}"
-        elif call.device.type in CANDIDATES and name not in candidates(call):
-            reason = "supported, but slow by design: never timed."
-        else:
-            reason = "supported; not timed."
-    return Candidate(name, timing, reason, can)
+def _candidate(name: str, call: AttentionCall, tried: Order) -> Candidate:
+    reason, failed = refusal(name, call), known_failure(name, call)
+    if reason is not None:
+        return Candidate(name, None, reason, can=False)
+    timing = tried.timings.get(name)
+    if failed is not None:
+        reason = f"failed: {failed}"
+    elif timing is None and name in tried.times:
+        reason = f"supported; {tried.times[name].device_ms:.3f} ms on the device in the record."
+    elif call.device.type in CANDIDATES and name not in candidates(call):
+        reason = "supported, but slow by design: never timed."
+    elif timing is None:
+        reason = "supported; not timed."
+    return Candidate(name, timing, reason, can=True)

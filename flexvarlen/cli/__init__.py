@@ -11,6 +11,7 @@ from flexvarlen.cli.bench import bench
 from flexvarlen.cli.compare import compare
 from flexvarlen.cli.doctor import doctor
 from flexvarlen.cli.drift import drift
+from flexvarlen.cli.tune import tune
 from flexvarlen.cli.verify import verify
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.command()(compare)
 app.command()(verify)
+app.command()(tune)
 app.add_typer(drift, name="drift")
 app.add_typer(bench, name="bench")
 

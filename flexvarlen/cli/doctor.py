@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.markup import escape
 
-from flexvarlen.cli.console import console, one_line_errors, parse_tokens
+from flexvarlen.cli.console import console, one_line_errors
 
 if TYPE_CHECKING:
-    from flexvarlen.attention.explain import Explanation
     from flexvarlen.cli.machine import BackendState
 
 
-def doctor(
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help='Time the backends, as backend="auto" does, and say which it takes and why. What '
-            "is measured is kept for later runs.",
-        ),
-    ] = False,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens",
-            parser=parse_tokens,
-            metavar="TOKENS",
-            help="With --explain: tokens of the row. [default: 8k and 32k]",
-            show_default=False,
-        ),
-    ] = None,
-    mean: Annotated[
-        int | None,
-        typer.Option(
-            "--mean",
-            min=1,
-            help="With --explain: mean tokens of a document. [default: 512 and 2048]",
-            show_default=False,
-        ),
-    ] = None,
-    heads: Annotated[
-        str, typer.Option("--heads", help="With --explain: query heads/KV heads.")
-    ] = "32/8",
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="With --explain.")] = 128,
-) -> None:
+def doctor() -> None:
     """Say what auto takes on this machine, what every backend can do, and what to install."""
     with one_line_errors(doctor):
         import torch
@@ -56,13 +22,10 @@ def doctor(
             HEADS,
             backend_states,
             chosen_by_auto,
-            explanations,
             facts,
-            parse_heads,
             version_problems,
         )
 
-        num_heads, num_kv_heads = parse_heads(heads)
         on_gpu = torch.cuda.is_available()
         device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
         console.print(chosen_by_auto(device, dtype), style="bold", markup=False, highlight=False)
@@ -78,10 +41,6 @@ def doctor(
         )
         _print_backends(backend_states(device, dtype), on_gpu)
         console.print(f"\n{DECODING}", highlight=False)
-        if explain:
-            asked = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-            for found in explanations(device, dtype, tokens=tokens, mean=mean, **asked):
-                _print_explanation(found)
 
 
 def _print_backends(states: list[BackendState], on_gpu: bool) -> None:
@@ -100,28 +59,3 @@ def _print_backends(states: list[BackendState], on_gpu: bool) -> None:
     if not on_gpu:
         names = ", ".join(state.name for state in states if state.needs_gpu)
         console.print(f"These need a CUDA device: {names}.", style="dim", highlight=False)
-
-
-def _print_explanation(explanation: Explanation) -> None:
-    from rich.table import Table
-
-    from flexvarlen.attention.explain import milliseconds
-
-    console.print(f"\n{explanation.call}; {explanation.layout}:", markup=False, highlight=False)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("backend")
-    table.add_column("device ms p50 (p20–p80)", justify="right")
-    table.add_column("host ms", justify="right")
-    table.add_column("why it was not timed")
-    for candidate in explanation.candidates:
-        chosen = candidate.name in (explanation.chosen, explanation.compiled)
-        timing = candidate.timing
-        table.add_row(
-            candidate.name,
-            "" if timing is None else milliseconds(timing.device),
-            "" if timing is None else milliseconds(timing.host),
-            escape(candidate.reason or ""),
-            style="bold green" if chosen else "" if candidate.can else "dim",
-        )
-    console.print(table)
-    console.print(explanation.sentence(), markup=False, highlight=False)

@@ -13,17 +13,16 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flexvarlen.attention.backends.registry import BACKENDS, why_not
+from flexvarlen.attention.backends.registry import BACKENDS, IMPLEMENTATIONS, why_not
 from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.machine import environment
-from flexvarlen.patches import IMPLEMENTATIONS
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 """The call that backends are asked about: the attention of Llama-3.1-8B."""
 
 TYPICAL_ROWS = ((8_192, 512), (32_768, 2_048))
-"""Tokens of a row and the mean length of its documents, for which "auto" is explained."""
+"""Tokens of a row and the mean length of its documents, for which kernels are timed."""
 
 DECODING = (
     "Decoding (a non-empty cache) is not packed: a patched model hands it to transformers' own "
@@ -116,10 +115,10 @@ def _version(package: str) -> str | None:
 
 
 def chosen_by_auto(device: torch.device | str, dtype: torch.dtype) -> str:
-    """What "auto" takes for training on a typical row, without measuring."""
+    """What "auto" takes for training on a typical row; no kernel runs."""
     tokens, mean = TYPICAL_ROWS[0]
     layout = PackedLayout.from_lengths(log_normal_lengths(tokens, mean), device=device)
-    return explain(layout, dtype=dtype, measure=False, **HEADS).sentence()
+    return explain(layout, dtype=dtype, **HEADS).sentence()
 
 
 def parse_heads(text: str) -> tuple[int, int]:
@@ -161,7 +160,7 @@ def log_normal_lengths(tokens: int, mean: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-def explanations(
+def measured(
     device: torch.device | str,
     dtype: torch.dtype,
     *,
@@ -171,10 +170,7 @@ def explanations(
     num_kv_heads: int,
     head_dim: int,
 ) -> Iterator[Explanation]:
-    """What "auto" takes for training and for running, on one row or, not given one, typical ones.
-
-    Measures, as `flexvarlen.explain`, and so fills the cache.
-    """
+    """Time the kernels for training and for running, on one row or, not given one, typical ones."""
     rows: tuple[tuple[int, int], ...] = TYPICAL_ROWS
     if tokens is not None or mean is not None:
         row_tokens = tokens or TYPICAL_ROWS[0][0]
@@ -190,4 +186,5 @@ def explanations(
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 needs_grad=needs_grad,
+                measure=True,
             )

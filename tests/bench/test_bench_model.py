@@ -241,7 +241,7 @@ def test_a_longer_name_of_a_gpu_is_not_taken_for_a_shorter_one():
 # --- cases, tables, the chart --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["model", "packings", "small-inference", "layer-time", "compile"])
+@pytest.mark.parametrize("name", ["model", "packings", "small-inference", "compile"])
 def test_a_run_on_a_gpu_goes_on_where_the_committed_records_end(name):
     """The fields of its cases are those of the records, or it would measure all of them again."""
     suite = suite_of(name)

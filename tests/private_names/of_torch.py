@@ -76,8 +76,6 @@ TORCH = (
         takes="group",
     ),
     Name("torch.distributed._functional_collectives.wait_tensor", "parallel.py"),
-    Name("torch.distributed.distributed_c10d._get_default_store", "attention/auto/ranks.py"),
-    Name("torch.distributed.distributed_c10d.PrefixStore", "attention/auto/ranks.py"),
     Name(
         "torch.nn.functional.scaled_dot_product_attention",
         "patches/attention/context_parallel.py",

@@ -1,20 +1,17 @@
-"""Suite "kernels": every backend beside the kernel that it wraps, and what "auto" takes."""
+"""Suite "kernels": every backend beside the kernel it wraps; `auto` chooses from its records."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer
+from flexvarlen.attention.auto.table import read_cases
 from flexvarlen.attention.backends.registry import BACKENDS
+from flexvarlen.bench.kernel_table import CAPABILITIES, sentences, table_of
 from flexvarlen.bench.suites.attention.engine import PASSES, findings_of_all, measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs
 from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS, Cell, quick
@@ -28,13 +25,10 @@ from flexvarlen.bench.suites.attention.tables import (
 )
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, by_machine, one_line, provenance
-from flexvarlen.report.table import Column, Table, best
+from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
 
-CACHE = "FLEXVARLEN_CACHE"  # where "auto" keeps what it measured
 SLACK, OVERHEAD_MS = 1.02, 0.010  # what a backend may take more than the raw kernel
-CLOCKS = {"in a compiled graph": "resolved_compiled", "in eager mode": "resolved"}
-"""What "auto" takes, and the measure that says it."""
 DRAWN: dict[str, Any] = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8, "causal": True}
 
 
@@ -82,8 +76,7 @@ class Kernels(Suite):
             )
         except torch.OutOfMemoryError as error:
             return findings_of_all(variants, "oom", one_line(error))
-        with _auto_cache():
-            return measure_attention(inputs, calls, options)
+        return measure_attention(inputs, calls, options)
 
     def section(self, records: Sequence[Record]) -> str:
         return "\n\n".join(_machine(own) for own in by_machine(records))
@@ -101,25 +94,6 @@ def _cases(subset: str, cells: list[Cell]) -> list[KernelCase]:
     kinds = list(dict.fromkeys(cell.kind for cell in cells))
     cells = sorted(cells, key=lambda cell: (kinds.index(cell.kind), cell.tokens))
     return [KernelCase(cell, subset) for cell in cells]
-
-
-@cache
-def _fresh_folder() -> tempfile.TemporaryDirectory[str]:
-    """Of this process, which deletes it when it ends."""
-    return tempfile.TemporaryDirectory(prefix="flexvarlen-auto-")
-
-
-@contextmanager
-def _auto_cache() -> Iterator[None]:
-    """Keep what "auto" measures apart from what it knew before."""
-    before = os.environ.get(CACHE)
-    os.environ[CACHE] = _fresh_folder().name
-    try:
-        yield
-    finally:
-        os.environ.pop(CACHE)
-        if before is not None:
-            os.environ[CACHE] = before
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -140,30 +114,9 @@ class CellTimes:
         found = [self.passes[x].kernel_ms(variant) for x in PASSES]
         return None if None in found else sum(x for x in found if x is not None)
 
-    def eager_ms(self, variant: str) -> float | None:
-        """What a call adds to an eager decoder layer: the slower of host and device decides."""
-        found = [self.passes[x].records.get(variant) for x in PASSES]
-        times = [r.measures for r in found if r is not None and "host_ms_p50" in r.measures]
-        if len(times) < len(PASSES):
-            return None
-        host, device = (sum(x[f"{clock}_ms_p50"] for x in times) for clock in ("host", "device"))
-        auto = self.passes["forward"].records.get("auto")
-        layer_ms = auto.measures.get("layer_ms") if auto is not None else None
-        return (Layer(*layer_ms) if layer_ms else NO_LAYER).added_ms(host, device)
-
     def backends(self) -> list[str]:
         names = self.passes["forward"].records
         return [x for x in names if x != "auto" and not x.startswith(RAW_PREFIX)]
-
-    def auto(self, clock: str) -> tuple[str, float] | None:
-        """What "auto" takes, and how many times as long that takes as the fastest backend."""
-        record = self.passes["forward"].records.get("auto")
-        if record is None or CLOCKS[clock] not in record.measures:
-            return None
-        took = record.measures[CLOCKS[clock]]
-        of = self.ms if CLOCKS[clock] == "resolved_compiled" else self.eager_ms
-        fastest, own = best([of(x) for x in self.backends()], min), of(took)
-        return None if fastest is None or own is None else (took, own / fastest)
 
 
 def both_passes(records: Sequence[Record]) -> list[CellTimes]:
@@ -181,21 +134,12 @@ def _machine(records: Sequence[Record]) -> str:
     shown = set(SUBSETS["readme"]())
     own = [x for x in cells if x.cell in shown] or cells
     overhead = _overhead(cells)
-    parts = [_times(own, where(records)).markdown(), _auto_sentence(cells)]
-    return "\n\n".join(parts + [overhead.markdown()] * bool(overhead.lines))
+    parts = [_times(own, where(records)).markdown(), _auto(records)]
+    return "\n\n".join([*filter(None, parts), *[overhead.markdown()] * bool(overhead.lines)])
 
 
 def _times(cells: Sequence[CellTimes], ran_on: str) -> Table:
     sums = [_summed(both) for both in cells]
-    by_line = dict(zip(map(id, sums), cells, strict=True))
-
-    def auto(clock: str) -> Callable[[Measured], str]:
-        def cell(line: Measured) -> str:
-            found = by_line[id(line)].auto(clock)
-            return "" if found is None else f"`{found[0]}` {found[1]:.2f}×"
-
-        return cell
-
     columns = [
         Column("head_dim, heads, mask", lambda line: _kind(Cell.of(dict(line.case)))),
         Column("tokens", lambda line: f"{line.case['tokens']:,}"),
@@ -207,7 +151,6 @@ def _times(cells: Sequence[CellTimes], ran_on: str) -> Table:
         columns,
         title,
         kept=lambda name: name != "auto" and not name.startswith(RAW_PREFIX),
-        after=[Column(f"`auto` {clock}, ÷ fastest", auto(clock)) for clock in CLOCKS],
     )
 
 
@@ -237,17 +180,15 @@ def _documents(cell: Cell) -> str:
     return f"{len(cell.lengths()):,} {cell.documents}{mean}"
 
 
-def _auto_sentence(cells: Sequence[CellTimes]) -> str:
-    said = []
-    for clock in CLOCKS:
-        ratios = [found[1] for x in cells if (found := x.auto(clock)) is not None]
-        if ratios:
-            near = sum(ratio <= SLACK for ratio in ratios)
-            said.append(
-                f"{clock} `auto` took the fastest backend, or one within 2% of it, in {near} of "
-                f"{len(ratios)} cells (at worst {max(ratios):.2f} times the fastest)"
-            )
-    return f"{'; '.join(said)}." if said else ""
+def _auto(records: Sequence[Record]) -> str:
+    """What is lost where "auto" chooses for a cell from the other ones; nothing of few cells."""
+    if records[0].environment.get("gpu") not in CAPABILITIES:
+        return ""
+    cases = read_cases(table_of(records))
+    if len(cases) < 2:
+        return ""
+    said = "\n".join(f"- {sentence}." for sentence in sentences(cases))
+    return f"What `auto` takes for each cell if it knows the others alone:\n\n{said}"
 
 
 def _overhead(cells: Sequence[CellTimes]) -> Table:

@@ -65,11 +65,9 @@ def _ours(name: str, inputs: Inputs, needs_grad: bool) -> Prepared:
     resolved = name
     if name == "auto":
         measures["auto_s"] = wall_seconds(packed, inputs.q.device)
-        chosen = fv.explain(layout, measure=False, **kind)
+        chosen = fv.explain(layout, **kind)
         resolved = chosen.chosen
         measures |= {"resolved": resolved, "resolved_compiled": chosen.compiled}
-        if chosen.layer is not None:
-            measures["layer_ms"] = list(chosen.layer)
     elif refusal := why_not(name, device=inputs.q.device, **kind):
         raise Unsupported(refusal)
     mask = DocumentMask.of(layout, causal=inputs.causal)

@@ -91,13 +91,12 @@ def times_table(
     *,
     kept: Callable[[str], bool] = lambda variant: True,
     value: Callable[[Measured, str], float | None] = Measured.ms,
-    after: Sequence[Column] = (),
 ) -> Table:
-    """A column for each variant, the best of each line bold; then the columns `after`."""
+    """A column for each variant, the best of each line bold."""
     notes = Notes()
     variants = dict.fromkeys(name for line in lines for name in line.records if kept(name))
     shown = [Column(f"`{name}`", _cell(name, tuple(variants), value, notes)) for name in variants]
-    table = Table.of(lines, [*columns, *shown, *after], title)
+    table = Table.of(lines, [*columns, *shown], title)
     marked = any(HOST_BOUND in cell for line in table.lines for cell in line)
     below = (*([HOST_BOUND_NOTE] if marked else []), *notes.lines())
     return Table(table.title, table.header, table.lines, notes=below)

@@ -6,7 +6,6 @@
 | `packings.py` | suite "packings": a compiled step on packing after packing |
 | `compile_time.py` | suite "compile": the first compiled step, whole and by layer |
 | `small_inference.py` | suite "small-inference": a forward on four short documents |
-| `layer_time.py` | suite "layer-time": the layer that `auto` assumes around a call |
 | `geometries.py`, `variants.py` | models with random weights; attentions that share them |
 | `documents.py`, `batches.py`, `row.py`, `step.py` | lengths, batches, one packed row, one step |
 | `alone.py` | the reference: each document alone |

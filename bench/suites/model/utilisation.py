@@ -90,12 +90,12 @@ def resolved_auto(
     needs_grad: bool = True,
     compiled: bool = False,
 ) -> dict[str, str]:
-    """What "auto" takes for a model's layers, by layer type; it measures, if it has not yet."""
+    """What "auto" takes for a model's layers, by layer type."""
     found = {}
     for kind in ModelParts.of(model).kinds:
         mask = fv.DocumentMask.of(layout, causal=kind.causal, window=kind.window, chunk=kind.chunk)
         call = kind.call(layout.device, dtype or model.dtype, needs_grad=needs_grad)
         call = call._replace(spec=mask.spec)
-        decision = decision_for(call, sizes(mask), mask)
-        found[kind.layer_type] = decision.compiled if compiled else decision.backend
+        decision = decision_for(call, sizes(mask), mask, compiled=compiled)
+        found[kind.layer_type] = decision.backend
     return found

@@ -1,7 +1,8 @@
 """The cache file of "auto": `auto.json` in the cache folder, shared between processes.
 
-If the file cannot be read or the folder cannot be written, "auto" warns and measures again instead
-of raising an error. Entries of several processes are merged.
+It holds the user's own measurements, and which kernels were found to be right. If the file cannot
+be read or the folder cannot be written, "auto" warns and does without. Entries of several processes
+are merged.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ try:
 except ImportError:  # not a POSIX system: one of two concurrent writes may be lost
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 5
+FORMAT = 6
 _LOCK_S = 5.0  # maximum time to wait for another writer, which needs only milliseconds
 
 Entry = dict[str, Any]
@@ -61,34 +62,34 @@ def _read(path: Path) -> dict[str, Entry]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        _warn(f"{path} cannot be read ({error}); kernels are measured again. Fix or delete it.")
+        _warn(f"{path} cannot be read ({error}), so it is not used; fix or delete it.")
         return {}
     try:
         found = json.loads(text)
     except ValueError as error:
-        _warn(f"{path} is not JSON ({error}); kernels are measured again and it is overwritten.")
+        _warn(f"{path} is not JSON ({error}), so it is not used; measure again to replace it.")
         return {}
     entries = found.get("entries") if isinstance(found, dict) else None
     if not isinstance(entries, dict) or found.get("format") != FORMAT:
-        _warn(f"{path} is not format {FORMAT}; kernels are measured again and it is overwritten.")
+        _warn(f"{path} is not format {FORMAT}, so it is not used; measure again to replace it.")
         return {}
     return entries
 
 
-def write_entry(path: Path, key: str, entry: Entry) -> None:
-    """Add one entry to the file, keeping those that other processes wrote in the meantime."""
+def write_entries(path: Path, new: dict[str, Entry]) -> None:
+    """Add entries to the file, keeping those that other processes wrote in the meantime."""
     if path in _unwritable:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
-            entries = read_entries(path) | {key: entry}
+            entries = read_entries(path) | new
             _replace(path, json.dumps({"format": FORMAT, "entries": entries}, indent=1))
     except OSError as error:
         _unwritable.add(path)
         _warn(
-            f"{path} cannot be written ({error}); measurements are kept in this process only. "
-            f"Set {CACHE} to a writable folder."
+            f"{path} cannot be written ({error}), so what was measured and checked is kept in this "
+            f"process only; set {CACHE} to a writable folder."
         )
 
 

@@ -1,9 +1,9 @@
 """Check a kernel's results against dense attention before "auto" may choose the kernel.
 
 A kernel may silently return wrong results, for example if a FlashAttention-2 build lacks this
-head_dim, or after an index overflow in a long row. A candidate runs on the documents of the call,
-and its output, LSE and gradients are compared for a sample of the queries. grad_output is zero
-for all other queries, so dense attention over the sample alone gives all gradients.
+head_dim. It runs on random tensors, and its output, LSE and gradients are compared for a sample of
+the queries. grad_output is zero for all other queries, so dense attention over the sample alone
+gives all gradients.
 
 Shape legend: S = sampled queries, T, Tk = tokens of the query and the key row, H = num_heads,
 Hkv = num_kv_heads, D = head_dim.
@@ -11,6 +11,7 @@ Hkv = num_kv_heads, D = head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -115,23 +116,48 @@ class Expected(NamedTuple):
                 )
 
 
-def why_wrong(name: str, call: AttentionCall) -> str | None:
-    """Check a backend's results on a small row. Return what is wrong, or None if all are correct.
+def verify(name: str, call: AttentionCall, mask: DocumentMask | None = None) -> None:
+    """Compare a backend's results with the reference.
 
-    For calls whose documents are not available. It does not use Dynamo, so it does not support
-    backends that Dynamo compiles.
+    Args:
+        name: of the backend.
+        call: the kind of call.
+        mask: the documents; None: a small row, which is cheap, but does not show what goes wrong in
+            long rows alone, and which a backend that Dynamo compiles would compile once more for.
+
+    Raises:
+        WrongResultError: they differ.
     """
 
     def work() -> None:
-        mask = _small_mask(call)
-        tensors = RandomTensors.of(call, mask)
-        candidate = CandidateCall(name, call, mask, tensors)
-        Expected.of(call, mask, tensors).check(candidate)
+        documents = _small_mask(call) if mask is None else mask
+        tensors = RandomTensors.of(call, documents)
+        expected = Expected.of(call, documents, tensors)
+        expected.check(CandidateCall(name, call, documents, tensors))
 
+    in_own_thread(call, work)
+
+
+class CannotCheckError(Exception):
+    """There is no memory to check a kernel with, which is no reason against it."""
+
+
+def failure(check: Callable[[], None]) -> str | None:
+    """Run a check of a kernel. Return why the kernel failed, or None if it is right.
+
+    Raises:
+        CannotCheckError: there is not enough memory.
+    """
     try:
-        in_own_thread(call, work)
+        check()
+    except torch.OutOfMemoryError as error:
+        raise CannotCheckError from error
     except WrongResultError as error:
         return str(error)
+    # A third-party kernel may raise anything: report it, and take another.
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]  # compiler errors can be very long
+        return f"{type(error).__name__}: {line[:300]}" if line else type(error).__name__
     return None
 
 

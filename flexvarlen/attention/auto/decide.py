@@ -1,13 +1,17 @@
-"""`backend="auto"`: choose the fastest kernel for the user's shapes; measured once, then cached.
+"""`backend="auto"`: take the kernel that was fastest for such calls, from a table.
 
-The first eager call of each kind on a GPU times every backend that supports it, on random tensors
-with the documents of the call. The choice is cached in the process and in a file. Inside a compiled
-graph, or wherever nothing can be timed, a call uses a cached choice if there is one, and
-otherwise the static `AUTO_ORDER` of the registry. `flexvarlen.explain` measures in advance.
+The first of these that there is gives the order in which kernels are tried:
 
-Before a backend is chosen, its results are compared with the reference. A backend with wrong
-results is skipped with a warning. Two cases are not checked: flex in the static order, because it
-cannot be compiled while a graph is traced, and first calls in a backward or a CUDA graph capture.
+1. the user's own measurements, made by `flexvarlen.explain(..., measure=True)` or
+   `flexvarlen tune`, for calls of the same kind and about the same sizes;
+2. the nearest case of the table that ships with the package (`table.py`);
+3. a fixed order.
+
+The first kernel that can serve the call is taken; the packages of those behind it are not imported.
+Before it is taken, its results are compared with the reference, once for each kind of call and
+machine; one that is wrong is skipped with a warning. Not compared: `sdpa`; `flex` and `flex_fa4`
+inside a compiled graph, as they cannot be compiled while a graph is traced; and the kernels of
+first calls in a backward or a CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -15,76 +19,73 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.auto import keys, ranks
-from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries, write_entry
-from flexvarlen.attention.auto.check_results import why_wrong
-from flexvarlen.attention.auto.decoder_layer import NO_LAYER, Layer
-from flexvarlen.attention.auto.timing import OUT_OF_MEMORY, Race, time_candidates
-from flexvarlen.attention.backends.registry import BACKENDS, first_usable, refusal
+from flexvarlen.attention.auto import keys, table
+from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries, write_entries
+from flexvarlen.attention.auto.check_results import CannotCheckError, failure, verify
+from flexvarlen.attention.auto.measure import time_kernels
+from flexvarlen.attention.auto.table import Times
+from flexvarlen.attention.backends.registry import BACKENDS, fixed_order, refusal
 from flexvarlen.attention.call import AttentionCall
-from flexvarlen.env import AUTO, auto_is_static, torch_state
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
 
 CANDIDATES: dict[str, tuple[str, ...]] = {
     "cuda": ("fa3", "fa4", "flex_fa4", "fa2", "flex", "varlen", "cudnn")
 }
-"""Backends to time, by device type, except those slow by design. On other devices none is timed."""
+"""Backends to time, by device type, except those slow by design. On other devices none is timed,
+and "auto" takes the fixed order."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which backends are tried for a kind of call.
+
+    Attributes:
+        names: of backends, the first one first; some may not be able to serve the call.
+        why: where the order comes from.
+        times: of the kernels, as far as they are known.
+        timings: the same, if they were measured on this machine.
+    """
+
+    names: tuple[str, ...]
+    why: str
+    times: Mapping[str, Times] = field(default_factory=dict)
+    timings: Mapping[str, HostAndDevice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice of "auto" for a kind of call.
+    """What "auto" takes for a kind of call.
 
     Attributes:
-        backend: the backend for eager calls.
-        compiled: the backend inside compiled graphs, where host time does not matter.
-        why: how it was chosen: "measured", "from the cache file ...", "static order, ...".
-        timings: the times of the candidates that ran, if any were timed.
-        failed: why each of the other candidates that were tried failed.
-        layer: the time of the rest of a decoder layer, assumed for eager calls, if it was timed.
-        lasting: whether later calls of this kind may reuse the decision.
+        backend: its name.
+        why: where the order comes from, and which backends before it failed.
+        checked: whether its results are known to be right, or need no check.
     """
 
     backend: str
-    compiled: str
     why: str
-    timings: Mapping[str, HostAndDevice] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
-    layer: Layer | None = None
-    lasting: bool = True
+    checked: bool
 
 
-class _State:
-    """Cached results, valid while the current process group exists."""
+_measured: dict[str, Entry] = {}
+"""Measurements of this process; also in the cache file, if it can be written."""
 
-    def __init__(self, group: Any) -> None:
-        self.run = ranks.RankGroup(group)
-        self.wrong: dict[object, str | None] = {}
-
-
-_state = _State(None)
+_failed: dict[str, str] = {}
+_right: set[str] = set()
+"""By `keys.check_key`: why a kernel failed or is wrong, and the kernels that are right."""
 
 
 def reset() -> None:
-    """Clear the cached results of this process, but not the cache file."""
-    global _state
-    _state = _State(ranks.world())
-
-
-def reset_if_new_run() -> bool:
-    """Clear the cached results if the process group has changed, and return whether it has."""
-    if _state.run.is_of(ranks.world()):
-        return False
-    reset()
-    return True
+    """Clear what this process has measured and checked, but not the cache file."""
+    for found in (_measured, _failed, _right):
+        found.clear()
 
 
 def candidates(call: AttentionCall) -> tuple[str, ...]:
@@ -93,201 +94,183 @@ def candidates(call: AttentionCall) -> tuple[str, ...]:
     return tuple(n for n in names if n in BACKENDS and refusal(n, call) is None)
 
 
+def order(call: AttentionCall, bucket: keys.Bucket | None, *, compiled: bool) -> Order:
+    """The order in which backends are tried.
+
+    Args:
+        call: the kind of call.
+        bucket: of its sizes; None if they are not known.
+        compiled: whether it is inside a compiled graph, where host time does not count.
+    """
+    wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
+    fixed = fixed_order(call, wasteful=wasteful)
+    if call.device.type not in CANDIDATES:
+        return Order(fixed, f"fixed order on {call.device.type}")
+    if bucket is None:
+        return Order(fixed, "fixed order, as a size is 0, or not known inside the compiled graph")
+    by_host = not compiled and table.is_host_bound(call, 2 ** bucket[0])
+    timings = _own_timings(call, bucket)
+    if timings:
+        why, times = f"measured on this machine ({cache_path()})", _times(timings)
+    elif wasteful:  # no case is like it: only FlashAttention's backward is slowed down
+        return Order(fixed, "fixed order, as kernels are launched for far longer documents")
+    else:
+        capability = table.capability_of(call.device)
+        case = table.nearest(call, bucket, capability, table.shipped_cases())
+        why, times = f"fastest in the nearest record, {case}", case.times(call.needs_grad)
+    names = table.fastest_first(times, by_host=by_host)
+    return Order((*names, *(n for n in fixed if n not in names)), why, times, timings)
+
+
 def decide(
-    call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask | str, read_only: bool = False
+    call: AttentionCall,
+    bucket: keys.Bucket | None,
+    mask: DocumentMask | None,
+    *,
+    compiled: bool,
+    check: bool = True,
 ) -> Decision:
     """Choose a backend for a kind of call, and say why; the caller caches the decision.
 
     Args:
         call: the kind of call.
-        bucket: of its sizes.
-        mask: the documents to time candidates on, or the reason why nothing can be timed.
-        read_only: whether to neither publish a decision for other ranks nor wait for one.
+        bucket: of its sizes; None if they are not known.
+        mask: the documents of the call; None inside a compiled graph.
+        compiled: as in `order`.
+        check: whether to compare results that have not been compared yet.
 
     Raises:
         NotImplementedError: no backend can serve the call.
     """
-    names = candidates(call)
-    obstacle = None
-    if call.device.type not in CANDIDATES:
-        obstacle = f"nothing is timed on {call.device.type}"
-    elif not names:
-        obstacle = "none of the timed kernels supports the call"
-    elif auto_is_static():
-        obstacle = f"{AUTO}=static"
+    tried = order(call, bucket, compiled=compiled)
+    reasons, why = [], tried.why
+    for name in tried.names:
+        reason = refusal(name, call)
+        if reason is not None:
+            reasons.append(f"{name}: {reason}")
+            continue
+        checked = _is_right(name, call, mask) if check else name in tried.timings
+        reason = known_failure(name, call)
+        if reason is None:
+            return Decision(name, why, checked)
+        why += f"; {name} failed"
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no backend can serve this call. " + " ".join(reasons))
+
+
+# ---- measurements of the user ----
+
+
+def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask) -> None:
+    """Time all kernels that can serve the call, on these documents, and keep the times in the file.
+
+    Raises:
+        RuntimeError: inside a backward or while a CUDA graph is captured.
+        torch.OutOfMemoryError: there is no memory for the tensors.
+    """
+    obstacle = _why_nothing_runs(call.device)
     if obstacle is not None:
-        return static_decision(call, bucket, obstacle, lasting=True)
-    if not _state.run.several:
-        return _decide_locally(call, names, bucket, mask)
-    return _decide_with_ranks(call, names, bucket, mask, read_only)
+        raise RuntimeError(f"kernels must be timed outside of your own work, but {obstacle}.")
+    names = candidates(call)
+    if not names:
+        return
+    timings, failed = time_kernels(call, mask, names)
+    for name, reason in failed.items():
+        _fail(name, call, reason)
+    if not timings:
+        return
+    entry: Entry = {
+        name: {part: astuple(timing) for part, timing in vars(both).items()}
+        for name, both in timings.items()
+    }
+    key = keys.answer_key(call, bucket)
+    right = [keys.check_key(name, call) for name in timings]
+    _measured[key] = entry
+    _right.update(right)
+    write_entries(cache_path(), {key: entry} | {name: {} for name in right})
 
 
-def _decide_with_ranks(
-    call: AttentionCall,
-    names: tuple[str, ...],
-    bucket: keys.Bucket,
-    mask: DocumentMask | str,
-    read_only: bool,
-) -> Decision:
-    """Decide on rank 0 for all ranks; on the others, use its decision."""
-    run, kind = _state.run, keys.kind_key(call, bucket)
-    if read_only:
-        seen = run.given(kind)
-        if seen is not None and _why_not_both(seen, call, names) is None:
-            return _published(seen, "decided earlier in this run")
-        return _decide_locally(call, names, bucket, mask)
-    if not run.decides:
-        return _given_by_rank_0(call, names, bucket, kind)
-    own: list[Decision] = []
-
-    def decide_here() -> str:
-        own.append(_decide_locally(call, names, bucket, mask))
-        return f"{own[0].backend} {own[0].compiled}"
-
-    published = run.publish(kind, decide_here)
-    if own:  # one decision for the whole run
-        why = own[0].why if own[0].lasting else f"{own[0].why}; all ranks keep to it in this run"
-        return replace(own[0], why=why, lasting=True)
-    return _published(published, "decided earlier in this run")
+def _own_timings(call: AttentionCall, bucket: keys.Bucket) -> dict[str, HostAndDevice]:
+    key, path = keys.answer_key(call, bucket), cache_path()
+    entry = _measured.get(key) or read_entries(path).get(key)
+    return {} if entry is None else _from_entry(entry, path)
 
 
-def _given_by_rank_0(
-    call: AttentionCall, names: tuple[str, ...], bucket: keys.Bucket, kind: str
-) -> Decision:
-    """Return rank 0's decision, or the static order if there is none or it cannot be used here."""
-    given = _state.run.ask(kind)
-    problem = None if given is None else _why_not_both(given, call, names)
-    if given is not None and problem is None:
-        return _published(given, "decided by rank 0")
-    if problem is not None:
-        warnings.warn(
-            f"flexvarlen: rank 0's choice does not support the call on this rank ({problem}); "
-            "install the same kernels on all ranks.",
-            stacklevel=2,
-        )
-    because = "rank 0's choice is not known or not usable"
-    return static_decision(call, bucket, because, lasting=True)
+def _from_entry(entry: Entry, path: Path) -> dict[str, HostAndDevice]:
+    """Return the timings of an entry; none, with a warning, if the entry is not valid."""
+    try:
+        found = {
+            name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})
+            for name, both in entry.items()
+        }
+        sane = all(math.isfinite(t.host_ms + t.device_ms) for t in _times(found).values())
+        problem = None if found and sane and set(found) <= set(BACKENDS) else f"it is {entry!r:.80}"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return found
+    warnings.warn(
+        f"flexvarlen: a measurement in {path} is not valid ({problem}), so it is not used; measure "
+        "again, or delete the file.",
+        stacklevel=2,
+    )
+    return {}
 
 
-def _published(names: str, why: str) -> Decision:
-    """Parse the decision that rank 0 published, for eager and for compiled calls."""
-    eager, compiled = names.split()
-    return Decision(eager, compiled, why)
+def _times(timings: Mapping[str, HostAndDevice]) -> dict[str, Times]:
+    return {name: Times(t.device.ms_p50, t.host.ms_p50) for name, t in timings.items()}
 
 
-def _why_not_both(published: str, call: AttentionCall, candidates: tuple[str, ...]) -> str | None:
-    """Return why this rank cannot use the decision that rank 0 published, or None."""
-    for name in dict.fromkeys(published.split()):
-        if name not in candidates and (reason := refusal(name, call)) is not None:
-            return f"{name}: {reason}"
-    return None
+# ---- checks ----
+
+_UNCHECKED = ("sdpa", "reference")
+"""Torch's own attention, called once per document, and what kernels are compared with."""
+
+_COMPILED = ("flex", "flex_fa4")
+"""Compiled by Dynamo for each size, so they are checked on the documents of the call itself."""
 
 
-def _decide_locally(
-    call: AttentionCall,
-    names: tuple[str, ...],
-    bucket: keys.Bucket,
-    mask: DocumentMask | str,
-) -> Decision:
-    """Decide in this process, without asking other ranks."""
-    path = cache_path()
-    key = keys.answer_key(call, names, bucket)
-    entries = read_entries(path)
-    kept = _from_entry(entries[key], names, path) if key in entries else None
-    if kept is not None:
-        return kept
-    if isinstance(mask, str):
-        return static_decision(call, bucket, mask)
-    race = time_candidates(call, mask, names)
-    for name, reason in race.failed.items():
-        _warn_of_failure(name, reason, call)
-    if not race.finalists:
-        still = static_decision(call, bucket, "every candidate failed when timed", race.failed)
-        return replace(still, lasting=True)
-    # Not saved after an OOM: the next process may have enough memory.
-    if OUT_OF_MEMORY not in race.failed.values() and race.layer is not None:
-        write_entry(path, key, _as_entry(race, race.layer))
-    return Decision(*_fastest(race), "measured", race.timings, race.failed, race.layer)
+def known_failure(name: str, call: AttentionCall) -> str | None:
+    """Why this process has found a kernel to fail or to be wrong, or None."""
+    return _failed.get(keys.check_key(name, call))
 
 
-_TIE = 1.02  # within this factor of the fastest eager time, which is noisy, device time decides
+def _is_right(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
+    """Whether a kernel is known to be right; compares it with the reference if it can be run."""
+    if call.device.type not in CANDIDATES or name in _UNCHECKED:
+        return True
+    key = keys.check_key(name, call)
+    if key in _right:
+        return True
+    if key in _failed or _why_nothing_runs(call.device) is not None:
+        return False
+    if key in read_entries(cache_path()):
+        _right.add(key)
+        return True
+    own = None
+    if name in _COMPILED:
+        if mask is None or type(mask.layout.cu_seqlens) is not Tensor:
+            return False
+        own = mask
+    try:
+        reason = failure(lambda: verify(name, call, own))
+    except CannotCheckError:
+        return False
+    if reason is not None:
+        _fail(name, call, reason)
+        return False
+    _right.add(key)
+    write_entries(cache_path(), {key: {}})
+    return True
 
 
-def _fastest(race: Race) -> tuple[str, str]:
-    """Return the fastest backend in eager mode and the fastest in a compiled graph."""
-    compiled = {name: race.timings[name].compiled_ms for name in race.finalists}
-    around = race.layer or NO_LAYER
-    eager = {name: around.added_by(race.timings[name]) for name in race.finalists}
-    least = min(eager.values())
-    near = [name for name in eager if eager[name] <= _TIE * least]
-    return min(near, key=compiled.__getitem__), min(compiled, key=compiled.__getitem__)
-
-
-def _warn_of_failure(name: str, reason: str, call: AttentionCall) -> None:
+def _fail(name: str, call: AttentionCall, reason: str) -> None:
+    _failed[keys.check_key(name, call)] = reason
     warnings.warn(
         f"flexvarlen: {name} failed when auto tried it ({reason}), so auto skips it for "
         f"{keys.describe(call)}; select it by name to see the error.",
         stacklevel=2,
     )
-
-
-def static_decision(
-    call: AttentionCall,
-    bucket: keys.Bucket | None,
-    because: str,
-    failed: Mapping[str, str] | None = None,
-    *,
-    lasting: bool = False,
-) -> Decision:
-    """Return the first backend of the static order whose results are correct.
-
-    Args:
-        call: the kind of call.
-        bucket: of its sizes.
-        because: why nothing was timed.
-        failed: backends that are known to fail, with the reason.
-        lasting: as in `Decision`.
-    """
-    why = f"static order, because {because}"
-    # Only FlashAttention's backward is affected: its forward is scheduled on the device.
-    wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
-    found = dict(failed or {})
-    while True:
-        wrong = {name: reason for name, reason in found.items() if reason != OUT_OF_MEMORY}
-        chosen = first_usable(call, wasteful=wasteful, failed=wrong)
-        reason = _why_wrong(chosen, call)
-        if reason is None:
-            return Decision(chosen, chosen, why, failed=found, lasting=lasting)
-        found[chosen] = reason
-
-
-_UNCOMPARED = ("flex", "flex_fa4", "sdpa")
-"""Backends not checked in the static order: those that Dynamo compiles, which is impossible
-while it traces, and torch's SDPA, called once per document."""
-
-
-def _why_wrong(name: str, call: AttentionCall) -> str | None:
-    """Return why a backend of the static order gives wrong results, or None; checked only once."""
-    if call.device.type not in CANDIDATES or name in _UNCOMPARED:
-        return None
-    key = (name, call, torch_state())
-    if key not in _state.wrong:
-        if _why_nothing_runs(call.device) is not None:
-            return None
-        try:
-            reason = _state.wrong[key] = why_wrong(name, call)
-        except torch.OutOfMemoryError:  # the call itself will raise it
-            return None
-        if reason is not None:
-            _warn_of_failure(name, reason, call)
-    return _state.wrong[key]
-
-
-def why_not_now(mask: DocumentMask) -> str | None:
-    """Return why nothing can be timed at this point, or None."""
-    if type(mask.layout.cu_seqlens) is not Tensor:
-        return "the layout's tensors hold no data"
-    return _why_nothing_runs(mask.layout.device)
 
 
 def _why_nothing_runs(device: torch.device) -> str | None:
@@ -297,45 +280,3 @@ def _why_nothing_runs(device: torch.device) -> str | None:
     if torch._C._current_graph_task_id() != -1:  # torch.utils.checkpoint tests it in the same way
         return "the call is inside a backward"
     return None
-
-
-# ---- entries of the cache file ----
-
-
-def _as_entry(race: Race, layer: Layer) -> Entry:
-    ms = {
-        name: {part: astuple(timing) for part, timing in vars(both).items()}
-        for name, both in race.timings.items()
-    }
-    failed = dict(race.failed)
-    return {
-        "ms_p20_p50_p80_repeats": ms,
-        "finalists": list(race.finalists),
-        "failed": failed,
-        "layer_ms": list(layer),
-    }
-
-
-def _from_entry(entry: Entry, names: tuple[str, ...], path: Path) -> Decision | None:
-    """Return the decision stored in an entry; None, with a warning, if the entry is not valid."""
-    try:
-        timings = {
-            name: HostAndDevice(**{part: Timing(*ms) for part, ms in both.items()})
-            for name, both in entry["ms_p20_p50_p80_repeats"].items()
-        }
-        layer = Layer(*entry["layer_ms"])
-        if not all(map(math.isfinite, layer)):
-            raise ValueError(f"layer_ms is {layer}")
-        race = Race(timings, tuple(entry["finalists"]), dict(entry["failed"]), layer)
-        fastest = _fastest(race)
-        problem = None if set(timings) <= set(names) else f"it names {', '.join(timings)}"
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem is not None:
-        warnings.warn(
-            f"flexvarlen: an entry of {path} is not valid ({problem}); kernels are measured again. "
-            "Delete the file if this happens again.",
-            stacklevel=2,
-        )
-        return None
-    return Decision(*fastest, f"from the cache file {path}", race.timings, race.failed, race.layer)

@@ -2,12 +2,12 @@
 
 A bucket depends only on what is also known in a compiled graph (total_tokens, capacity,
 max_seqlen_bound and the launch sizes). Eager and compiled calls on one layout therefore share a
-choice, and so do other documents of the same sizes.
+measurement, and so do other documents of about the same sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 
@@ -106,24 +106,20 @@ def describe(call: AttentionCall) -> str:
     return ", ".join(words)
 
 
-def answer_key(call: AttentionCall, candidates: Iterable[str], bucket: Sequence[int]) -> str:
-    """Return the key of an entry in the cache file."""
-    parts = [
-        _hardware(call.device),
-        ", ".join(f"{name} {version}" for name, version in versions()),
-        "torch state " + ", ".join(map(str, torch_state())),
-        describe(call),
-        "of " + " ".join(candidates),
-        "sizes 2^" + " 2^".join(map(str, bucket)),
-    ]
-    return "; ".join(parts)
+def answer_key(call: AttentionCall, bucket: Sequence[int]) -> str:
+    """Return the key of a measurement in the cache file."""
+    return f"{_machine_and_kind(call)}; sizes 2^" + " 2^".join(map(str, bucket))
 
 
-def kind_key(call: AttentionCall, bucket: Sequence[int]) -> str:
-    """Return the key that all ranks use for a decision: kind of call, log2 of T and the launch."""
-    tokens, *_, launch = bucket[:_FIELDS]
-    state = " ".join(map(str, torch_state()))
-    return f"{describe(call)}, {state}, tokens 2^{tokens}, launch {launch}"
+def check_key(name: str, call: AttentionCall) -> str:
+    """Return the key under which the cache file notes that a kernel's results are right."""
+    return f"{_machine_and_kind(call)}; {name} is right"
+
+
+def _machine_and_kind(call: AttentionCall) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in versions())
+    state = "torch state " + ", ".join(map(str, torch_state()))
+    return "; ".join([_hardware(call.device), packages, state, describe(call)])
 
 
 def _hardware(device: torch.device) -> str:

@@ -5,8 +5,6 @@ A backend requested by name never falls back to another, but raises an error wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from flexvarlen.attention.backends import flex, flex_fa4, nested, reference, sdpa
@@ -23,7 +21,7 @@ BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """The names of all backends."""
 
 AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa", "reference")}
-"""Order in which `backend="auto"` tries backends if nothing is measured, by device type.
+"""Order in which `backend="auto"` tries backends of which it knows no time, by device type.
 
 On the CPU, `reference` supports softcap and sinks, which `sdpa` does not, but needs O(T²) memory.
 """
@@ -32,6 +30,14 @@ WASTEFUL_ORDER = {"cuda": ("flex", "fa3", "fa2", "varlen", "sdpa")}
 """As `AUTO_ORDER`, if cu_seqlens kernels would be launched for far more tokens than the row has,
 as in a compiled graph for a long row whose documents come from position_ids or document ids."""
 
+
+IMPLEMENTATIONS = {
+    # transformers refuses names with "sdpa" for models that its own sdpa does not support
+    "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
+    for backend in (*BACKENDS, "auto")
+} | {"flexvarlen_sdpa": "sdpa"}
+"""The backend of each of our `attn_implementation` names in transformers; the first of a backend is
+the one that is set."""
 
 _TRANSFORMERS_NAMES = {
     "flash_attention_2": "fa2",
@@ -74,27 +80,10 @@ def refusal(name: str, call: AttentionCall) -> str | None:
     return get_backend(name).why_not(call)
 
 
-def first_usable(
-    call: AttentionCall, *, wasteful: bool = False, failed: Mapping[str, str] | None = None
-) -> str:
-    """Return the first usable backend in `AUTO_ORDER`, or in `WASTEFUL_ORDER` if `wasteful`.
-
-    Args:
-        call: the kind of call.
-        wasteful: whether to use `WASTEFUL_ORDER`.
-        failed: backends that are known to fail, with the reason.
-
-    Raises:
-        NotImplementedError: no backend is usable; the message gives the reason for each.
-    """
-    reasons = []
+def fixed_order(call: AttentionCall, *, wasteful: bool = False) -> tuple[str, ...]:
+    """The backends of `AUTO_ORDER`, or of `WASTEFUL_ORDER` if `wasteful`, for a call's device."""
     order = AUTO_ORDER | WASTEFUL_ORDER if wasteful else AUTO_ORDER
-    for name in order.get(call.device.type, ("sdpa",)):
-        reason = (failed or {}).get(name) or refusal(name, call)
-        if reason is None:
-            return name
-        reasons.append(f"{name}: {reason}")
-    raise NotImplementedError("no backend can serve this call. " + " ".join(reasons))
+    return order.get(call.device.type, ("sdpa",))
 
 
 def why_not(

@@ -1,9 +1,8 @@
-"""Stand-ins for kernels, which make `backend="auto"` measure on the CPU."""
+"""Stand-ins for kernels, among which `backend="auto"` chooses on the CPU."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 
 import pytest
@@ -14,32 +13,47 @@ import flexvarlen as fv
 from flexvarlen import env as switches
 from flexvarlen.attention import choose
 from flexvarlen.attention import explain as explain_module
-from flexvarlen.attention.auto import cache_file, timing
+from flexvarlen.attention.auto import cache_file, table
 from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto.table import Case
 from flexvarlen.attention.backends import registry as backends
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.attention.call import AttentionCall
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-SLOW_S, FAST_S = 0.02, 0.0
 BY_SLOW, BY_FAST = 1.002, 1.003
 """What a stand-in multiplies a result by: it tells who gave it, and is near enough to be taken."""
 
 TOKENS, CAPACITY, BOUND = 64, 8, 64
+SOURCE = {"gpu": "a GPU", "capability": [0, 0], "torch": "2.0", "commit": "abc1234"}
 
 
 class StandIn(SdpaBackend):
-    """sdpa's result times `factor`, after `seconds`."""
+    """sdpa's result times `factor`.
 
-    def __init__(self, name, seconds, factor=1.0, *, refuses=None, fails=None):
-        self.name, self.seconds, self.factor = name, seconds, factor
-        self.refuses, self.fails = refuses, fails
-        self.calls, self.grad_modes = 0, set()
+    Its times in the table: `ms` on the device, `host_ms` on the host, forward and backward alike.
+    """
+
+    def __init__(
+        self,
+        name,
+        ms,
+        factor=1.0,
+        *,
+        host_ms=1.0,
+        seconds=0.0,
+        refuses=None,
+        fails=None,
+        change=None,
+    ):
+        self.name, self.factor, self.seconds = name, factor, seconds
+        self.ms = [ms, ms, host_ms, host_ms]
+        self.refuses, self.fails, self.change = refuses, fails, change
+        self.calls, self.asked = 0, 0
 
     def why_not(self, call):
-        if self.refuses is not None:
-            return self.refuses(call)
-        return None
+        self.asked += 1
+        return None if self.refuses is None else self.refuses(call)
 
     def plan(self, mask, *, batch_invariant=False):
         return super().plan(mask)
@@ -48,21 +62,27 @@ class StandIn(SdpaBackend):
         out, lse = super().attend(*args)
         if not torch.compiler.is_compiling():
             self.calls += 1
-            self.grad_modes.add(torch.is_grad_enabled())
             time.sleep(self.seconds)
             if self.fails is not None:
                 raise self.fails
-        return out * self.factor, lse
+        return (out if self.change is None else self.change(out)) * self.factor, lse
+
+
+def a_case(ms, **fields):
+    known = {"source": SOURCE, "tree": False, "causal": True, **HEADS, "ms": ms}
+    return Case(**known | {"tokens": TOKENS, "capacity": CAPACITY, "longest": BOUND} | fields)
 
 
 def set_up(patch, folder, *stand_ins):
-    """Make the stand-ins the candidates on the CPU, with sdpa as the static order's choice."""
+    """Let "auto" choose among the stand-ins on the CPU, by their times."""
     registry = {**backends._REGISTRY, **{backend.name: backend for backend in stand_ins}}
     patch.setattr(backends, "_REGISTRY", registry)
     for module in (auto, explain_module):
         patch.setattr(module, "BACKENDS", tuple(registry))
-    patch.setattr(auto, "CANDIDATES", {"cpu": tuple(backend.name for backend in stand_ins)})
-    patch.setattr(timing, "BUDGET_S", 0.1)
+    patch.setitem(auto.CANDIDATES, "cpu", tuple(backend.name for backend in stand_ins))
+    case = a_case({backend.name: backend.ms for backend in stand_ins})
+    patch.setattr(table, "shipped_cases", lambda: (case,))
+    patch.setattr(table, "HOST_BOUND", 0)
     patch.setenv(switches.CACHE, str(folder))
     choose.clear_cache()
 
@@ -82,8 +102,8 @@ def candidates(monkeypatch, tmp_path):
 
 @pytest.fixture
 def two(candidates):
-    """The slow one first in every order."""
-    return candidates(StandIn("slow", SLOW_S, BY_SLOW), StandIn("fast", FAST_S, BY_FAST))
+    """The slow one first in every order but that of times; each has its own factor."""
+    return candidates(StandIn("slow", 2.0, BY_SLOW), StandIn("fast", 1.0, BY_FAST))
 
 
 def a_layout(*lengths, tokens=TOKENS, capacity=CAPACITY, bound=BOUND):
@@ -117,29 +137,6 @@ def taken(mask, needs_grad=False):
 
 def entries():
     return json.loads(cache_file.cache_path().read_text())["entries"]
-
-
-def in_processes(target, arguments):
-    """What processes of their own put into the queue each is given last, in their order.
-
-    Forked from a server that has imported what they need, which takes seconds, and run nothing.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*{target.__module__, "tests.attention.auto.auto_candidates"}])
-    queues = [context.Queue() for _ in arguments]
-    processes = [
-        context.Process(target=target, args=(*given, queue))
-        for given, queue in zip(arguments, queues, strict=True)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        return [queue.get(timeout=120) for queue in queues]
-    finally:
-        for process in processes:
-            process.join(timeout=60)
-            if process.is_alive():
-                process.terminate()
 
 
 @pytest.fixture

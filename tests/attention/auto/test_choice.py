@@ -1,0 +1,308 @@
+"""`backend="auto"`: what it takes and says, and what it leaves alone."""
+
+# ruff: noqa: F811
+# (fixtures are arguments by the names that they are imported by)
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flexvarlen as fv
+from flexvarlen import env as switches
+from flexvarlen.attention import choose
+from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto import keys, table
+from flexvarlen.attention.call import AttentionCall
+from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.mask.document_mask import DocumentMask
+from tests.attention.auto.stand_ins import (  # noqa: F401
+    BY_FAST,
+    BY_SLOW,
+    StandIn,
+    _fresh_dynamo,
+    a_layout,
+    attend,
+    candidates,
+    explain,
+    taken,
+    tensors,
+    two,
+)
+
+# ---- what is taken ----
+
+
+def test_the_fastest_in_the_nearest_record_is_taken(two):
+    explanation = explain()
+    assert (explanation.chosen, explanation.compiled) == ("fast", "fast")
+    assert explanation.why == (
+        "fastest in the nearest record, 4/2 heads of 16, causal, 64 tokens, documents of up to 64 "
+        "(a GPU, torch 2.0, commit abc1234)"
+    )
+    assert [c.name for c in explanation.candidates][:2] == ["fast", "slow"]
+    assert [backend.calls for backend in two] == [0, 0]
+
+
+def test_kernels_behind_the_one_taken_are_not_imported(two):
+    """A kernel's package is imported when it is asked about, which takes seconds."""
+    slow, fast = two
+    attend()
+    assert (slow.asked, slow.calls) == (0, 0)
+    assert fast.asked > 0
+
+
+def test_refused_kernel_is_passed_over(candidates):
+    refused, *_ = candidates(
+        StandIn("refused", 1.0, refuses=lambda call: "no; use another."), StandIn("served", 2.0)
+    )
+    explanation = explain()
+    assert explanation.chosen == "served"
+    attend()
+    assert refused.calls == 0
+    found = {c.name: c for c in explanation.candidates}
+    assert (found["refused"].reason, found["refused"].can) == ("no; use another.", False)
+
+
+@pytest.mark.parametrize(
+    "guarantee", [{"deterministic": True}, {"batch_invariant": True}, {"window": 3}], ids=str
+)
+def test_the_choice_for_plain_calls_does_not_reach_others(candidates, guarantee):
+    def plain_only(call):
+        if call.spec.left != -1 or call.ordered_backward:
+            return "plain only; use another."
+        return None
+
+    candidates(StandIn("slow", 2.0, BY_SLOW), StandIn("fast", 1.0, refuses=plain_only))
+    assert explain().chosen == "fast"
+    attend()
+    layout, (q, k, v) = a_layout(), tensors()
+    out = fv.packed_attention(q, k, v, layout, backend="auto", **guarantee)
+    other = {"window": 3} if "window" in guarantee else {}
+    expected = fv.packed_attention(q, k, v, layout, backend="sdpa", **other)
+    assert torch.equal(out, BY_SLOW * expected)
+
+
+def test_torchs_deterministic_switch_is_asked_each_time(candidates):
+    def switch(call):
+        on = torch.are_deterministic_algorithms_enabled()
+        return "not deterministic; use another." if on else None
+
+    candidates(StandIn("slow", 2.0), StandIn("fast", 1.0, refuses=switch))
+    mask = DocumentMask.of(a_layout())
+    assert taken(mask) == "fast"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert taken(mask) == "slow"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_host_decides_in_small_eager_rows_alone(candidates, monkeypatch):
+    """A kernel with much Python around it: the best inside a graph, where none of that runs."""
+    candidates(StandIn("slow", 2.0, host_ms=0.1), StandIn("fast", 1.0, host_ms=0.3))
+    assert (explain().chosen, explain().compiled) == ("fast", "fast")
+    monkeypatch.setattr(table, "HOST_BOUND", 64 * 64**2)
+    choose.clear_cache()
+    explanation = explain()
+    assert (explanation.chosen, explanation.compiled) == ("slow", "fast")
+    assert "auto takes slow, and fast in a compiled graph: " in str(explanation)
+    assert explain(a_layout(tokens=65)).chosen == "fast"
+
+
+def test_kernels_launched_for_the_longest_that_may_come():
+    """A graph that alone sees the documents of a long row: flex, whose time does not grow so."""
+    call = AttentionCall(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
+    tokens, slots = 32_768, 256  # patch_model's defaults
+    sizes = keys.bucket((tokens, slots, tokens, keys._BOUNDS))
+    assert keys.is_wasteful(sizes)
+    assert not keys.is_wasteful(keys.bucket((tokens, slots, tokens, keys._OWN)))
+    assert not keys.is_wasteful(keys.bucket((tokens, slots, 1024, keys._BOUNDS)))
+    assert not keys.is_wasteful(keys.bucket((2048, 64, 2048, keys._BOUNDS)))
+    assert keys.is_wasteful(keys.bucket((8, 8, 8, keys._OWN, tokens, slots, tokens, keys._BOUNDS)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "_own_timings", lambda call, sizes: {})
+        assert auto.order(call, sizes, compiled=True).names[0] == "flex"
+    long = a_layout(30, 34, tokens=SHORT_ROW + 1, bound=SHORT_ROW + 1)
+    for layout, launch in ((long, keys._OWN), (a_layout(), keys._BOUNDS)):
+        assert keys.sizes(DocumentMask.of(layout))[-1] == launch
+    assert keys.sizes(DocumentMask.of(long.fix_launch_sizes()))[-1] == keys._BOUNDS
+
+
+def test_sizes_do_not_depend_on_documents():
+    """A compiled graph, which knows none, would look for another choice than the eager call."""
+    masks = [DocumentMask.of(a_layout(*lengths)) for lengths in ((1,), (30, 34), (5,) * 8)]
+    assert len({keys.sizes(mask) for mask in masks}) == 1
+
+
+def test_cpu_takes_the_fixed_order():
+    explanation = explain()
+    assert (explanation.chosen, explanation.why) == ("sdpa", "fixed order on cpu")
+
+
+def test_the_text_names_each_backend(two):
+    text = str(explain())
+    for name in (*fv.BACKENDS, "slow", "fast"):
+        assert f" {name} " in text
+    assert "\n* fast" in text
+    assert "slow       supported; 4.000 ms on the device in the record." in text  # both passes
+
+
+# ---- compiled ----
+
+PACKINGS = [(64,), (30, 34), (1, 2, 3), (8,) * 8, (0, 5), (7, 0, 9), (2,)]
+
+
+def call_auto(qkv, layout):
+    return fv.packed_attention(*qkv, layout, backend="auto")
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_one_graph_for_all_packings(two):
+    qkv = tensors(requires_grad=True)
+    compiled = torch.compile(call_auto, fullgraph=True, backend="aot_eager")
+    for lengths in PACKINGS:
+        layout = a_layout(*lengths)
+        expected = BY_FAST * fv.packed_attention(*qkv, layout, backend="sdpa")
+        torch.testing.assert_close(compiled(qkv, layout), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("hints", [True, False])
+def test_dynamic_sizes_are_not_guarded_on(two, hints, monkeypatch):
+    monkeypatch.setattr(keys, "_HINTS", keys._HINTS and hints)
+    compiled = torch.compile(call_auto, fullgraph=True, dynamic=True, backend="eager")
+    factor = BY_FAST if keys._HINTS else 1.0  # sizes that a graph does not know: the fixed order
+    for tokens in (64, 62, 50, 200):
+        qkv, layout = tensors(tokens), a_layout(20, 30, tokens=tokens, bound=tokens)
+        expected = factor * fv.packed_attention(*qkv, layout, backend="sdpa")
+        torch.testing.assert_close(compiled(qkv, layout), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_the_choice_is_a_constant_of_the_graph(two):
+    def step(x, layout):
+        name = taken(DocumentMask.of(layout))
+        return x * {"fast": 3.0}.get(name, 0.0)
+
+    out = torch.compile(step, fullgraph=True, backend="eager")(torch.ones(2), a_layout())
+    assert out.tolist() == [3.0, 3.0]
+
+
+# ---- what the check of the first call must not disturb ----
+
+
+def test_random_state_is_kept(two):
+    q, k, v = tensors()
+    before = torch.get_rng_state()
+    fv.packed_attention(q, k, v, a_layout(), backend="auto")
+    assert two[1].calls == 2  # the check, and the call
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operators that run under it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["modes", "hooks", "autocast", "grad mode", "inference mode"])
+def test_the_check_is_not_seen_by_its_caller(two, way):
+    qkv, layout, seen = tensors(requires_grad=way == "hooks"), a_layout(), Seen()
+    packed = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
+    context = {
+        "modes": seen,
+        "hooks": hooks,
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "grad mode": torch.no_grad(),
+        "inference mode": torch.inference_mode(),
+    }[way]
+
+    def counts():
+        with context if way not in ("modes", "hooks") else contextlib.ExitStack() as stack:
+            if way in ("modes", "hooks"):
+                stack.enter_context(context)
+            grad = torch.is_grad_enabled()
+            out = fv.packed_attention(*qkv, layout, backend="auto")
+            assert torch.is_grad_enabled() == grad
+            assert out.dtype == torch.float32
+        return seen.count, len(packed)
+
+    first = counts()
+    second = counts()
+    assert [b - a for a, b in zip(first, second, strict=True)] == list(first)
+    assert two[1].calls == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_at_the_first_call(two, reentrant):
+    layout, qkv = a_layout(), tensors(requires_grad=True)
+
+    def layer(*qkv):
+        return fv.packed_attention(*qkv, layout, backend="auto")
+
+    checkpoint(layer, *qkv, use_reentrant=reentrant).sum().backward()
+    mine = [x.grad.clone() for x in qkv]
+    out = BY_FAST * fv.packed_attention(*qkv, layout, backend="sdpa")
+    for a, b in zip(mine, torch.autograd.grad(out.sum(), qkv), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---- environment variables ----
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def set_variable(name, value):
+        monkeypatch.setenv(name, value)
+        switches._flag.cache_clear()
+
+    yield set_variable
+    monkeypatch.undo()
+    switches._flag.cache_clear()
+
+
+FLAGS = [switches.DETERMINISTIC, switches.BATCH_INVARIANT]
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_guarantee_of_the_environment(candidates, environment, name, compiled):
+    field = name.removeprefix("FLEXVARLEN_").lower()
+    asked = []
+
+    def note(request):
+        asked.append(getattr(request, field))
+
+    candidates(StandIn("noting", 1.0, refuses=note))
+    environment(name, "1")
+
+    def call(layout, *qkv, **options):
+        return fv.packed_attention(*qkv, layout, backend="noting", **options)
+
+    run = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
+    layout, qkv = a_layout(), tensors()
+    run(layout, *qkv)
+    assert asked == [True]
+    run(layout, *qkv, **{field: False})  # the call's own word wins
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_bad_value_of_a_variable(environment, name):
+    environment(name, "yes")
+    with pytest.raises(ValueError, match=rf"{name} must be .*, got 'yes'; set one of them"):
+        attend()
