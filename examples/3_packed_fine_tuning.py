@@ -136,8 +136,7 @@ print("unpacked", tuple(b["input_ids"].shape), "labels:", (b["labels"] != -100).
 #
 # The packed one needs two more lines: `fv.patch_model` and the collator. `IsolationCallback` is an
 # optional check: before the first step it replaces documents by others and verifies that no bit of
-# their neighbours changes, in any layer or gradient. That, and on a GPU the timing of the kernels
-# among which `auto` chooses, happens once.
+# their neighbours changes, in any layer or gradient.
 
 
 # %%

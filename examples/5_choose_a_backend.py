@@ -150,13 +150,13 @@ axes.legend(frameon=False)
 # %% [markdown]
 # ## Let it choose: `backend="auto"`
 #
-# On a GPU, the first call of a kind times the backends that can serve it, on your shapes, and keeps
-# the answer in a file. On a CPU it takes a fixed order. `explain` says which backend it takes and
-# why; call it to measure before a compiled run.
+# On a GPU it takes the kernel that was fastest for such calls in the records that ship with
+# flexvarlen, and on a CPU a fixed order. `explain` says which backend that is and why. With
+# `measure=True` it times the kernels on your GPU and keeps the times in a file, which then decides.
 
 # %%
 layout = layouts[16]
-explanation = fv.explain(layout, dtype=DTYPE, **HEADS)
+explanation = fv.explain(layout, dtype=DTYPE, **HEADS, measure=True)
 print(explanation.sentence())
 for candidate in explanation.candidates:
     timing = candidate.timing

@@ -158,7 +158,14 @@ MUTATIONS = (
         f"{ATTENTION}/auto/check_results.py",
         "if not error <= TOLERANCE[candidate.call.dtype] * size:",
         "if not error <= 1e9 * size:",
-        "tests/attention/auto/test_auto_agreement.py",
+        "tests/attention/auto/test_checks.py",
+    ),
+    Mutation(
+        "auto: the slowest of the nearest record is taken",
+        f"{ATTENTION}/auto/table.py",
+        "else times[name].device_ms)",
+        "else -times[name].device_ms)",
+        "tests/attention/auto/test_choice.py",
     ),
     Mutation(
         "logprobs: first tokens are scored",

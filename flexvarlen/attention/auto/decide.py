@@ -170,7 +170,10 @@ def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask
     """
     obstacle = _why_nothing_runs(call.device)
     if obstacle is not None:
-        raise RuntimeError(f"kernels must be timed outside of your own work, but {obstacle}.")
+        raise RuntimeError(
+            f"kernels must be timed where they can run by themselves, but {obstacle}; call "
+            "explain(measure=True) before."
+        )
     names = candidates(call)
     if not names:
         return

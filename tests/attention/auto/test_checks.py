@@ -18,6 +18,7 @@ from flexvarlen.attention.auto.check_results import TOLERANCE, Expected, WrongRe
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
+from tests.attention.auto.first_step import later_s
 from tests.attention.auto.stand_ins import (  # noqa: F401
     StandIn,
     _fresh_dynamo,
@@ -193,3 +194,8 @@ def test_right_results_are_not_refused(mask, dtype):
     call.backend = Scaled()
     with pytest.raises(WrongResultError, match="its output is off by"):
         expected.check(call)
+
+
+@pytest.mark.gpu
+def test_gpu_the_first_step_of_a_process_is_at_most_a_second_later():
+    assert later_s() < 1.0
