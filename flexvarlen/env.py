@@ -16,7 +16,7 @@ BATCH_INVARIANT = "FLEXVARLEN_BATCH_INVARIANT"
 """Default of `batch_invariant=`: 1 or 0 (default 0). Read once per process."""
 
 CACHE = "FLEXVARLEN_CACHE"
-"""Folder in which "auto" caches its measurements and FA4 caches its compiled kernels."""
+"""Folder of the user's measurements and of the checks of "auto", and of FA4's compiled kernels."""
 
 FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Variable of FA4: whether to cache compiled kernels, 1 or 0. If unset, flexvarlen enables it."""

@@ -58,8 +58,8 @@ def packed_attention(
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, one logit per head that is added to the softmax's denominator.
         scale: factor on the scores, above 0; default `D ** -0.5`.
-        backend: a name in `flexvarlen.BACKENDS`, or "auto": the fastest one for such calls, timed
-            at the first of them (see `flexvarlen.explain`); on the CPU `sdpa`, or
+        backend: a name in `flexvarlen.BACKENDS`, or "auto": the one that was fastest for
+            such calls in the records (see `flexvarlen.explain`); on the CPU `sdpa`, or
             `reference` for what `sdpa` does not support.
         deterministic: require a bitwise deterministic backward. None: use the environment
             variable FLEXVARLEN_DETERMINISTIC (1 or 0), read once per process; default 0.
