@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 import transformers.modeling_utils  # noqa: F401
 
 if TYPE_CHECKING:
+    from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
     from flexvarlen.patches.attention.functions import register
-    from flexvarlen.patches.state import IMPLEMENTATIONS
 
 __all__ = [
     "IMPLEMENTATIONS",

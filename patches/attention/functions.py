@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention.api import needs_gradients, refuse_forward_mode, to_one_head_dim
+from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.parallel import attend_sharded
 from flexvarlen.patches.attention.context import PackedForward, PackedVision, Unpacked
 from flexvarlen.patches.attention.decoding import attend_to_cache
@@ -35,7 +36,6 @@ from flexvarlen.patches.models.layers import LayerKind, chunk_of, layer_type_of
 from flexvarlen.patches.models.llama4 import own_temperature
 from flexvarlen.patches.state import (
     CONTEXT,
-    IMPLEMENTATIONS,
     LAYER_MARK,
     LOST_DOCUMENTS,
     VISION_IMPLEMENTATION,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.checks import refuse_next_token_after_padding
@@ -18,7 +19,7 @@ from flexvarlen.patches.forward.heads import HEAD, HeadReference
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.image_masks import refuse_images
-from flexvarlen.patches.state import CONTEXT, IMPLEMENTATIONS
+from flexvarlen.patches.state import CONTEXT
 
 KEPT_BY_HEAD = (
     "a patched head's forward must pass its **kwargs on to its base model, as they carry the "
