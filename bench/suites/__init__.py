@@ -31,7 +31,7 @@ SUITES: dict[str, Entry] = {
     "model": Entry("model.whole_model", "Steps of whole models, packed, padded and one by one."),
     "packings": Entry("model.packings", "Compiled steps, one packing after another."),
     "hybrid": Entry("model.hybrid", "Steps of a hybrid model, packed, padded and compiled."),
-    "trees": Entry("trees.trees", "Samples that share prompts, as trees and repeated."),
+    "trees": Entry("model.trees", "Samples that share prompts, as trees and repeated."),
     "compile": Entry("model.compile_time", "Seconds of torch.compile, cold and warm."),
     "small-inference": Entry("model.small_inference", "Short forwards, where the host decides."),
     "embeddings": Entry(

@@ -65,7 +65,7 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
     from flexvarlen.runner.run import chosen_cases
     from flexvarlen.runner.suite import DeviceLost
     from flexvarlen.verify.corpus import read_documents
-    from flexvarlen.verify.variants import is_ours
+    from flexvarlen.verify.experiment.variant import is_ours
 
     use_fla_configs()
     options = _options(asked, names)

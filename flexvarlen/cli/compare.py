@@ -66,8 +66,8 @@ def compare(
         from flexvarlen.report.records import append_records, require_file
         from flexvarlen.verify import compare as comparison
         from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
+        from flexvarlen.verify.experiment.variant import variant_names
         from flexvarlen.verify.models import build_model, checked_model
-        from flexvarlen.verify.variants import variant_names
 
         quiet_transformers()
         where = device_of(device)

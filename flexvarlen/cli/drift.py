@@ -266,7 +266,7 @@ def _dtypes(text: str | None, device: torch.device) -> list[torch.dtype]:
 
 
 def _variants(backends: str, device: torch.device) -> tuple[str, ...] | None:
-    from flexvarlen.verify.variants import variant_names
+    from flexvarlen.verify.experiment.variant import variant_names
 
     return None if backends == "all" else tuple(variant_names(backends, device))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

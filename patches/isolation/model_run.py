@@ -24,7 +24,7 @@ from flexvarlen.patches.isolation.tokens import outside, special_tokens, with_ot
 from flexvarlen.patches.isolation.trace import Trace, by_token, tensors_in
 
 if TYPE_CHECKING:
-    from flexvarlen.verify.batch import PackedBatch
+    from flexvarlen.verify.experiment.batch import PackedBatch
 
 NO_LOSS = ("labels", "shift_labels", "sample_counts", "num_items_in_batch")
 """Left out of the batch: a loss is over all documents, and may be taken without any logits."""

@@ -26,7 +26,7 @@ from flexvarlen.patches.isolation.tokens import chosen_documents, halves_of
 from flexvarlen.patches.isolation.trace import Trace, changed_tokens
 
 if TYPE_CHECKING:
-    from flexvarlen.verify.batch import PackedBatch
+    from flexvarlen.verify.experiment.batch import PackedBatch
 
 
 def verify_isolation(
@@ -82,7 +82,7 @@ def verify_isolation(
             finite; outputs that do not change with the tokens, or that differ between two runs of
             the same batch.
 
-    >>> from flexvarlen.verify.batch import PackedBatch
+    >>> from flexvarlen.verify.experiment.batch import PackedBatch
     >>> from flexvarlen.verify.models import build_model
     >>> import flexvarlen as fv
     >>> model = fv.patch_model(build_model("llama")[0].eval(), "sdpa")

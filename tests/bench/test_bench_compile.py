@@ -12,10 +12,11 @@ from flexvarlen.bench import report
 from flexvarlen.bench.suites.model import compile_time, packings, small_inference
 from flexvarlen.bench.suites.model.compile_time import CompileCase, Process, in_process
 from flexvarlen.bench.suites.model.geometries import new_base_model
-from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Options
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant
 
 CPU = torch.device("cpu")
 QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
@@ -29,10 +30,14 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-def one_document(self, lengths):
+def one_document(self, row):
     """Every packing is one document to the model."""
-    layout = self.layout([sum(lengths)])
-    return {"position_ids": layout.position_ids()[None], "use_cache": False}
+    positions = torch.arange(row.total_tokens)[None]
+    return {"position_ids": positions, "use_cache": False}
+
+
+def row_of(*lengths):
+    return PackedBatch(torch.zeros(1, sum(lengths), dtype=torch.int64), lengths)
 
 
 # --- packings ------------------------------------------------------------------------------------
@@ -52,9 +57,9 @@ def test_other_packings_compile_nothing_anew_and_the_last_is_checked():
 
 def test_a_graph_that_keeps_the_first_documents_is_wrong(monkeypatch):
     """Right on the first packing, so it is timed; the last one shows it."""
-    first = PACKINGS.packing(0)
+    first = row_of(*PACKINGS.packing(0))
     inputs = Variant.inputs
-    monkeypatch.setattr(Variant, "inputs", lambda self, lengths: inputs(self, first))
+    monkeypatch.setattr(Variant, "inputs", lambda self, row: inputs(self, first))
     (found,) = packings.SUITE.measure(PACKINGS, ["sdpa"], QUICK)
     assert found.status == "wrong"
     assert "ms_p50" in found.measures
@@ -97,7 +102,7 @@ def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
 
 def test_layers_that_ran_eagerly_are_no_compile_time(monkeypatch):
     """accelerate before 1.15, and patch_model first: each layer keeps its eager forward."""
-    monkeypatch.setattr(compile_time, "compiled", lambda variant, case: (variant.model, "nothing"))
+    monkeypatch.setattr(compile_time, "compiled", lambda variant, *_: (variant, "nothing"))
     found = Process(compile_case("layer"), "sdpa", CPU).run(compile_time.COLD)
     assert found["status"] == "failed"
     assert "nothing was compiled (nothing)" in found["reason"]
@@ -164,20 +169,20 @@ def test_every_attention_is_one_line_over_all_modes():
 
 def test_variants_share_parameters_and_leave_the_base_alone():
     base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
-    made = make_variant("sdpa", base, Sizes.of(8, [5, 3]))
+    made = make_variant("sdpa", base, Sizes.of(row_of(5, 3)))
     assert fv.is_patched(made.model)
     assert not fv.is_patched(base)
     assert next(made.model.parameters()) is next(base.parameters())
     with pytest.raises(Unsupported):
-        make_variant("fa2", base, Sizes.of(8, [5, 3]))
+        make_variant("fa2", base, Sizes.of(row_of(5, 3)))
     with pytest.raises(ValueError, match="@cu_seq_lens"):
-        make_variant("sdpa@cu_seq_lens", base, Sizes.of(8, [5, 3]))
+        make_variant("sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3)))
 
 
 def test_their_fast_form_gets_boundaries_made_ahead():
     base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
-    made = make_variant("transformers:sdpa@cu_seq_lens", base, Sizes.of(8, [5, 3], [4, 4]))
-    found = made.inputs([5, 3])
+    made = make_variant("transformers:sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3), row_of(4, 4)))
+    found = made.inputs(row_of(5, 3))
     assert found["cu_seq_lens_q"].tolist() == [0, 5, 8]
     assert found["max_length_k"] == 5
     assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]

@@ -10,20 +10,23 @@ import torch
 
 from flexvarlen.bench import report
 from flexvarlen.bench.suites import suite_of
-from flexvarlen.bench.suites.model import measure, step, train
-from flexvarlen.bench.suites.model.batches import Collection, padded_groups
+from flexvarlen.bench.suites.model import train
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.documents import text_lengths
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_base_model, new_causal_lm
-from flexvarlen.bench.suites.model.measure import CheckedVariant, measure_variants
-from flexvarlen.bench.suites.model.step import IGNORE_INDEX, next_token_gradient
 from flexvarlen.bench.suites.model.train import Training
 from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop
-from flexvarlen.bench.suites.model.variants import make_variant
 from flexvarlen.bench.suites.model.whole_model import SUITE
+from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options
+from flexvarlen.verify.experiment import inputs, measure, step
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.inputs import BATCHINGS, forwards_of, in_order, padded_groups
+from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
+from flexvarlen.verify.experiment.step import next_token_gradient
+from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant
 
 CPU = torch.device("cpu")
 QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
@@ -71,7 +74,7 @@ def test_a_variant_that_leaks_is_wrong_and_not_timed(monkeypatch):
         made = make_variant(name, *args, **options)
         if not made.theirs:
             return made
-        monkeypatch.setattr(type(made), "inputs", lambda self, lengths: {"use_cache": False})
+        monkeypatch.setattr(type(made), "inputs", lambda self, row: {"use_cache": False})
         return made
 
     monkeypatch.setattr(train, "make_variant", leaking)
@@ -86,7 +89,7 @@ def test_a_short_document_that_leaks_in_a_long_row_is_wrong(monkeypatch):
     monkeypatch.setattr(ModelCase, "lengths", lambda self, files: [1023, 1, 1024])
     training = Training(dataclasses.replace(TEXT, tokens=2048, dtype="bfloat16"), QUICK)
     assert training.check("packed:sdpa").wrong is None
-    training.collection = Collection(training.collection.ids, (1024, 1024))
+    training.row = dataclasses.replace(training.row, lengths=(1024, 1024))
     found = training.check("packed:sdpa")
     assert found.wrong.startswith("outputs")
     assert found.measures["error_worst_document"] > 0.1
@@ -94,13 +97,13 @@ def test_a_short_document_that_leaks_in_a_long_row_is_wrong(monkeypatch):
 
 def test_labels_of_the_next_document_are_wrong(monkeypatch):
     """A document's last token learns the next one's first: outputs are right, gradients not."""
-    packed = Collection.packed
+    packed = inputs.packed
 
-    def across(self, boundaries):
-        (batch,) = packed(self, boundaries)
-        return [dataclasses.replace(batch, labels=self.ids.roll(-1, dims=1))]
+    def across(row, *args):
+        (forward,) = packed(row, *args)
+        return [dataclasses.replace(forward, labels=row.input_ids.roll(-1, dims=1))]
 
-    monkeypatch.setattr(Collection, "packed", across)
+    monkeypatch.setattr(inputs, "packed", across)
     found = measured(LOG_NORMAL, "packed:sdpa")["packed:sdpa"]
     assert found.status == "wrong"
     assert "gradient" in found.reason
@@ -109,7 +112,9 @@ def test_labels_of_the_next_document_are_wrong(monkeypatch):
 def test_steps_leave_the_weights_alone_and_the_optimizer_works():
     training = Training(TEXT, QUICK)
     before = [p.detach().clone() for p in training.lm.parameters()]
-    training.step(training.base, training.collection.serial())
+    sizes = Sizes.of(training.row)
+    variant = Variant("sdpa", training.base, sizes, training.base)
+    training.step(variant, inputs.serial(training.row))
     assert all(p.grad.abs().max() > 0 for p in training.lm.parameters())
     assert all(map(torch.equal, before, training.lm.parameters()))
     assert all(s["exp_avg_sq"].abs().max() > 0 for s in training.optimizer.state.values())
@@ -179,7 +184,7 @@ def test_the_loss_is_that_of_transformers(rows_at_once, monkeypatch):
     torch.manual_seed(0)
     lm = new_causal_lm("qwen3-tiny", None, torch.float64, CPU)
     ids = torch.randint(128, (1, 32))
-    labels = Collection(ids, (12, 20)).labels
+    labels = PackedBatch(ids, (12, 20)).next_tokens()
     theirs = ids.clone()
     theirs[:, [0, 12]] = IGNORE_INDEX  # transformers shifts by itself
     lm(ids, labels=theirs).loss.backward()
@@ -191,20 +196,22 @@ def test_the_loss_is_that_of_transformers(rows_at_once, monkeypatch):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-7)
 
 
-def test_every_way_of_batching_holds_the_same_tokens_and_labels():
-    lengths = (5, 1, 17, 9, 8)
-    whole = Collection(torch.randint(1, 128, (1, 40)), lengths)
-    order = whole.by_length()
-    by_length = whole.padded(40, order)
-    for batches in (whole.packed({}), whole.padded(40), whole.serial(), by_length):
-        ids = torch.cat([b.tokens_of(b.inputs["input_ids"][..., None]) for b in batches])
-        labels = torch.cat([b.tokens_of(b.labels[..., None]) for b in batches])
-        if batches is by_length:
-            ids, labels = whole.in_order(ids, order), whole.in_order(labels, order)
-        assert torch.equal(ids[:, 0], whole.ids[0])
-        assert torch.equal(labels[:, 0], whole.labels[0])
-    assert int((whole.labels != IGNORE_INDEX).sum()) == whole.counted == 35
-    assert [tuple(b.labels.shape) for b in by_length] == [(2, 17), (3, 8)]
+def test_every_batching_holds_the_same_tokens_labels_and_gradients():
+    row = PackedBatch(torch.randint(1, 128, (1, 40)), (5, 1, 17, 9, 8))
+    start = torch.randn(40, 3)
+    assert int((row.next_tokens() != IGNORE_INDEX).sum()) == 35
+    for batching in BATCHINGS:
+        forwards = forwards_of(batching, row, lambda row: {}, start)
+
+        def tokens(of, forwards=forwards, batching=batching):
+            return in_order(row, torch.cat([x.tokens_of(of(x)) for x in forwards]), batching)
+
+        assert torch.equal(tokens(lambda x: x.inputs["input_ids"]), row.input_ids[0])
+        assert torch.equal(tokens(lambda x: x.labels), row.next_tokens()[0])
+        if batching != "serial":
+            assert torch.equal(tokens(lambda x: x.grad_output), start)
+    by_length = forwards_of("padded-sorted", row, lambda row: {})
+    assert [tuple(x.labels.shape) for x in by_length] == [(2, 17), (3, 8)]
 
 
 def test_padded_batches_fit_where_the_row_fits():

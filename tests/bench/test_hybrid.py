@@ -20,13 +20,13 @@ from flexvarlen.bench.suites.model.recurrences import (
     kernels_of,
     refusals,
 )
-from flexvarlen.bench.suites.model.variants import Sizes
 from flexvarlen.measure import watch_compilation
 from flexvarlen.reference.recurrences import DELTA_RULE
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options, UnknownVariant
+from flexvarlen.verify.experiment.variant import Sizes
 
 CPU = torch.device("cpu")
 QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
@@ -86,9 +86,8 @@ def test_other_packings_are_run_and_the_last_is_checked(records):
 def test_a_packed_row_as_one_document_is_wrong():
     steps = HybridSteps(EAGER, QUICK)
     assert steps.check("sdpa").wrong is None
-    whole = [EAGER.tokens]
-    steps.sizes = Sizes.of(EAGER.tokens, whole)
-    steps.collection = replace(steps.collection, lengths=tuple(whole))
+    steps.rows[0] = replace(steps.rows[0], lengths=(EAGER.tokens,))
+    steps.sizes = Sizes.of(*steps.rows)
     assert steps.check("sdpa").wrong.startswith("outputs")
 
 

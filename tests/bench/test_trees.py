@@ -11,10 +11,10 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.attention.engine import Expected
 from flexvarlen.bench.suites.attention.inputs import serial
 from flexvarlen.bench.suites.attention.packed import ours
-from flexvarlen.bench.suites.trees.attention import TreeInputs, both_passes
-from flexvarlen.bench.suites.trees.cases import STEPS, Tree
-from flexvarlen.bench.suites.trees.step import TreeSteps, split_variant
-from flexvarlen.bench.suites.trees.trees import SUITE
+from flexvarlen.bench.suites.model.tree_attention import TreeInputs, both_passes
+from flexvarlen.bench.suites.model.tree_cases import STEPS, Tree
+from flexvarlen.bench.suites.model.tree_step import TreeSteps, split_variant
+from flexvarlen.bench.suites.model.trees import SUITE
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
@@ -140,7 +140,7 @@ def test_a_step_that_counts_shared_tokens_once_is_wrong():
     steps = TreeSteps(CASES["eager-16-2x8-2x8"], QUICK)
     assert steps.check("auto").wrong is None
     steps.counts = torch.ones_like(steps.counts)
-    assert steps.check("auto").wrong.startswith("gradient of")
+    assert steps.check("auto").wrong.startswith("the gradient of")
 
 
 def test_labels_are_of_the_answers_alone():
@@ -149,7 +149,7 @@ def test_labels_are_of_the_answers_alone():
     has_label = labels != IGNORE_INDEX
     assert has_label.nonzero()[:, 0][:8].tolist() == [*range(24, 31), 32]
     assert torch.equal(labels[has_label], steps.ids.roll(-1)[has_label])
-    assert steps.counted == 8 * 7
+    assert steps.loss.counted == 8 * 7
 
 
 # --- cases ---------------------------------------------------------------------------------------

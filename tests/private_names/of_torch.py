@@ -47,9 +47,12 @@ TORCH = (
     Name("torch._dynamo.maybe_mark_dynamic", f"{_FLEX} layout/launch_sizes.py"),
     Name(
         "torch._dynamo.config.recompile_limit",
-        "verify/compare/compare.py verify/drift/model/run.py",
+        "verify/experiment/measure.py verify/drift/model/run.py",
     ),
-    Name("torch._dynamo.backends.registry.lookup_backend", "verify/drift/model/run.py"),
+    Name(
+        "torch._dynamo.backends.registry.lookup_backend",
+        "verify/experiment/variant.py verify/drift/model/run.py",
+    ),
     Name("torch._dynamo.utils.counters", _METRICS),
     Name("torch._dynamo.utils.get_compilation_metrics", _METRICS),
     Name("torch._dynamo.utils.set_compilation_metrics_limit", _METRICS),
@@ -62,7 +65,7 @@ TORCH = (
     Name("torch._inductor.config.deterministic", _FLEX),
     Name(
         "torch._inductor.compile_fx.compile_fx",
-        f"{_FLEX} verify/variants.py",
+        f"{_FLEX} verify/experiment/variant.py",
         takes="inner_compile config_patches",
     ),
     Name("torch._inductor.compile_fx.compile_fx_inner", _FLEX),

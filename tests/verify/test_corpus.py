@@ -5,7 +5,6 @@ import torch
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.verify import corpus
-from flexvarlen.verify.batch import PackedBatch, recut
 from flexvarlen.verify.corpus import (
     DEFAULT_TOKENS,
     batch_of,
@@ -15,6 +14,7 @@ from flexvarlen.verify.corpus import (
     read_documents,
     tokenize,
 )
+from flexvarlen.verify.experiment.batch import PackedBatch, recut
 from flexvarlen.verify.models import build_model
 
 

@@ -1,13 +1,16 @@
-"""Whole models: training steps, packing after packing, compilation, short rows.
+"""Whole models: training steps, packing after packing, compilation, short rows, trees.
+
+Each is a `flexvarlen.verify.experiment` on models with random weights.
 
 | module | holds |
 |---|---|
 | `whole_model.py`, `cases.py`, `train.py` | suite "model": its tables and chart, cases, one step |
-| `packings.py` | suite "packings": a compiled step on packing after packing |
+| `packings.py`, `row.py` | suite "packings": a compiled step on packing after packing |
+| `hybrid.py`, `hybrid_step.py`, `recurrences.py` | suite "hybrid": a model with recurrent layers |
+| `trees.py`, `tree_*.py` | suite "trees": samples that share their prompts |
 | `compile_time.py` | suite "compile": the first compiled step, whole and by layer |
 | `small_inference.py` | suite "small-inference": a forward on four short documents |
-| `geometries.py`, `variants.py` | models with random weights; attentions that share them |
-| `documents.py`, `batches.py`, `row.py`, `step.py` | lengths, batches, one packed row, one step |
-| `alone.py` | the reference: each document alone |
-| `measure.py`, `utilisation.py`, `tables.py` | check, then time; FLOPs; table cells |
+| `embeddings.py` | suite "embeddings": vectors of many short texts |
+| `geometries.py`, `documents.py` | models with random weights, lengths of documents |
+| `utilisation.py`, `tables.py` | FLOPs and what attends; table cells |
 """

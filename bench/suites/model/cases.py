@@ -1,7 +1,7 @@
 """The cases of the suite "model", and the variants that each is measured on.
 
 A variant is named `<batching>:<attention>`: how the documents are batched, and an attention of
-`flexvarlen.bench.suites.model.variants`: "packed:auto", "padded:transformers:sdpa", "serial:fa2".
+`flexvarlen.verify.experiment.variant`: "packed:auto", "padded:transformers:sdpa", "serial:fa2".
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from flexvarlen.bench.suites.model.documents import (
     text_lengths,
 )
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.variants import require_known
 from flexvarlen.runner.suite import Options
+from flexvarlen.verify.experiment.inputs import BATCHINGS, SORTED
+from flexvarlen.verify.experiment.variant import require_known
 
 Mode = Literal["eager", "compiled"]
 
-SORTED = "padded-sorted"
-BATCHINGS = ("packed", "padded", SORTED, "serial")
 STEP = "forward, next-token loss, backward, fused AdamW"
 SEED, MEAN_DOC = 6, 2048
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.row import Row, RowCase
+from flexvarlen.bench.suites.model.row import RowCase, RowSteps
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -39,12 +39,6 @@ from flexvarlen.bench.suites.model.tables import (
     value,
     where,
 )
-from flexvarlen.bench.suites.model.variants import (
-    Sizes,
-    Variant,
-    make_variant,
-    require_known,
-)
 from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
 from flexvarlen.measure import time_interleaved, watch_compilation
 from flexvarlen.measure.timing import wall_seconds
@@ -52,6 +46,8 @@ from flexvarlen.report.records import Record, by_machine, grouped
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.failures import status_of
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.experiment.alone import gradients_of
+from flexvarlen.verify.experiment.variant import Variant, make_variant, require_known
 
 SCOPES = {
     "whole": "the whole model",
@@ -159,29 +155,28 @@ def child() -> None:
     Path(task["answer"]).write_text(json.dumps(answer))
 
 
-class Process:
+class Process(RowSteps):
     """A model, its packed row, and one variant."""
 
     def __init__(self, case: CompileCase, variant: str, device: torch.device) -> None:
-        self.case, self.name, self.device = case, variant, device
-        self.row = Row(case, device)
-        self.lengths = case.packing()
-        self.inputs = self.variant().inputs(self.lengths)
+        super().__init__(case, device)
+        self.name, self.scope = variant, case.scope
+        self.inputs = self.forwards(self.variant(), self.rows[0])
 
     def variant(self) -> Variant:
         """A model over the shared parameters."""
-        return make_variant(self.name, self.row.base, Sizes.of(self.case.tokens, self.lengths))
+        return make_variant(self.name, self.base, self.sizes)
 
     def run(self, part: str) -> dict[str, Any]:
         """Two eager steps, the first compiled one, and those after it."""
         found: dict[str, Any] = {"attends": self.name}
         if "flex" not in self.name:
-            eager = partial(self.step, self.variant().model)
+            eager = partial(self.step, self.variant(), self.inputs)
             found["eager_start_s"] = wall_seconds(eager, self.device) - wall_seconds(
                 eager, self.device
             )
-        call, found["how"] = compiled(self.variant(), self.case)
-        step = partial(self.step, call)
+        variant, found["how"] = compiled(self.variant(), self.case.compiler, self.scope)
+        step = partial(self.step, variant, self.inputs)
         with watch_compilation() as stats:
             first = wall_seconds(step, self.device)
         with watch_compilation() as after:
@@ -202,8 +197,8 @@ class Process:
 
     def checked(self, step: Callable[[], Tensor]) -> dict[str, Any]:
         """A step compared with the reference, and timed if it is right."""
-        alone = self.row.alone(self.lengths)
-        found, wrong = alone.check(step(), alone.packed_gradients())
+        alone = self.alone(self.rows[0])
+        found, wrong = alone.check(step(), gradients_of(self.base))
         if wrong is not None:
             return found | {"status": "wrong", "reason": wrong}
         timing = time_interleaved(
@@ -211,23 +206,21 @@ class Process:
         )[""]
         return found | asdict(timing)
 
-    def step(self, call: Callable[..., Any]) -> Tensor:
-        return self.row.step(call, self.inputs)
 
-
-def compiled(variant: Variant, case: CompileCase) -> tuple[Callable[..., Any], str]:
-    """A variant compiled in the case's scope, and by what."""
-    settings: dict[str, Any] = {"backend": case.compiler, "fullgraph": not variant.theirs}
-    if case.scope == "layer":
+def compiled(variant: Variant, compiler: str, scope: str) -> tuple[Variant, str]:
+    """A variant compiled in one of `SCOPES`, and by what."""
+    settings: dict[str, Any] = {"backend": compiler, "fullgraph": not variant.theirs}
+    if scope == "layer":
         from accelerate.utils import compile_regions
 
-        return compile_regions(variant.model, **settings), "accelerate.utils.compile_regions"
-    if case.scope == "decoder":
+        regions = compile_regions(variant.model, **settings)
+        return replace(variant, call=regions), "accelerate.utils.compile_regions"
+    if scope == "decoder":
         layers: nn.Module = variant.model.get_submodule("layers")
         for layer in layers.children():
             layer.compile(**settings)
-        return variant.model, "Module.compile"
-    return torch.compile(variant.model, **settings), "torch.compile"
+        return variant, "Module.compile"
+    return replace(variant, call=torch.compile(variant.model, **settings)), "torch.compile"
 
 
 def nothing_compiled(graphs: int, how: str) -> str | None:

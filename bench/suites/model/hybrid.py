@@ -18,14 +18,12 @@ to 3.7.0, where fla refuses a step of its backward, all variants take flexvarlen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from flexvarlen.bench.suites.model.documents import LONGEST_SHARE, source_of
 from flexvarlen.bench.suites.model.hybrid_step import (
     FLA_CONVOLUTION,
-    PADDED,
-    SORTED,
     HybridCase,
     HybridSteps,
     Kind,
@@ -36,17 +34,19 @@ from flexvarlen.bench.suites.model.tables import (
     cell,
     is_ok,
     model_title,
+    number,
     spread,
     table_of,
     took,
-    value,
     where,
     with_ratio,
 )
 from flexvarlen.report.records import Record, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.experiment.inputs import SORTED
 
+PADDED = "padded"
 THEIRS = "transformers:flash_attention_3"
 BOTH, FASTEST = f"{THEIRS}@both", f"{THEIRS}@both{FLA_CONVOLUTION}"
 VARIANTS: dict[Kind, tuple[str, ...]] = {
@@ -129,13 +129,6 @@ def _table(records: Sequence[Record]) -> Table:
     notes = Notes()
     case = records[0].case
 
-    def number(name: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
-        def text(record: Record) -> str:
-            found = value(record, name)
-            return NOTHING if found is None else f"{found * scale:{form}}"
-
-        return text
-
     def rate(record: Record) -> str:
         return with_ratio(record, "tokens_per_s", records, ",.0f") or NOTHING
 
@@ -147,17 +140,17 @@ def _table(records: Sequence[Record]) -> Table:
         Column("convolution", lambda r: _kernel(r, "convolution")),
     ]
     if case["kind"] == "padded":
-        columns.append(Column("positions ÷ tokens", number("positions_per_token", ".2f")))
+        columns.append(number("positions ÷ tokens", "positions_per_token", ".2f"))
     if case["compiler"]:
         columns += [
-            Column("graph breaks", number("graph_breaks", ".0f")),
-            Column("compile s", number("compile_s", ".0f")),
+            number("graph breaks", "graph_breaks", ".0f"),
+            number("compile s", "compile_s", ".0f"),
         ]
     if case["other_packings"]:
         columns.append(Column("recompilations", _recompilations))
     columns += [
-        Column("peak GiB", number("peak_mib", ".1f", 1 / 1024)),
-        Column("error ÷ allowed", number("error_over_allowed", ".2f")),
+        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        number("error ÷ allowed", "error_over_allowed", ".2f"),
     ]
     wrong = [r for r in records if not is_ok(r)]
     lines = [*(r for r in records if is_ok(r)), *wrong]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexvarlen.bench.suites.model.alone import Alone
-from flexvarlen.bench.suites.model.batches import Collection, positions_of
 from flexvarlen.bench.suites.model.documents import drawn_lengths, text_lengths
 from flexvarlen.bench.suites.model.geometries import new_base_model
-from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.packings import run_others
 from flexvarlen.bench.suites.model.recurrences import (
     convolution_of_fla,
@@ -24,16 +20,36 @@ from flexvarlen.bench.suites.model.recurrences import (
     refusals,
     untraced,
 )
-from flexvarlen.bench.suites.model.step import Batch, checkpoint_layers, forward_backward
-from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant, require_known
-from flexvarlen.measure import watch_compilation
+from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.recurrences import CONVOLUTION, DELTA_RULE, Replacements, replaced
 from flexvarlen.runner.suite import Finding, Options, UnknownVariant
+from flexvarlen.verify.experiment.alone import (
+    Alone,
+    from_gradient,
+    gradients_of,
+    probed_parameters,
+)
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.inputs import (
+    SORTED,
+    ModelInputs,
+    forwards_of,
+    in_order,
+    packed,
+    positions_of,
+)
+from flexvarlen.verify.experiment.measure import (
+    CheckedVariant,
+    Measures,
+    first_run,
+    measure_variants,
+)
+from flexvarlen.verify.experiment.step import base_step, checkpoint_layers
+from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, require_known
 
 Kind = Literal["eager", "compiled", "padded", "packings"]
 
-PADDED, SORTED = "padded", "padded-sorted"
 FLA_CONVOLUTION = "+fla-conv"
 SLOW_S = 6.0
 """A step that takes longer is timed once; one of 24 layers takes one or two seconds."""
@@ -96,7 +112,7 @@ def split_variant(variant: str) -> tuple[str, str, bool]:
     Raises:
         UnknownVariant: the attention is unknown, or ours is to run fla's public convolution.
     """
-    batching = next((x for x in (PADDED, SORTED) if variant.startswith(f"{x}:")), "packed")
+    batching = next((x for x in ("padded", SORTED) if variant.startswith(f"{x}:")), "packed")
     rest = variant.removeprefix(f"{batching}:")
     attention = rest.removesuffix(FLA_CONVOLUTION)
     require_known(attention)
@@ -124,14 +140,19 @@ class HybridSteps:
         with options.device:
             ids = torch.randint(config.vocab_size, (1, case.tokens))
             self.grad_output = torch.randn(case.tokens, config.hidden_size, dtype=dtype)
-        self.packings = [case.lengths(i, options.text) for i in range(1 + case.other_packings)]
-        self.collection = Collection(ids, tuple(self.packings[0]))
-        self.sizes = Sizes.of(case.tokens, *self.packings)
-        starts = self.grad_output.split(self.packings[0])
-        self.first = Alone(
-            self.base, ids, self.packings[0], gradient=lambda document, _: starts[document]
+        self.rows = [
+            PackedBatch(ids, tuple(case.lengths(index, options.text)))
+            for index in range(1 + case.other_packings)
+        ]
+        self.sizes = Sizes.of(*self.rows)
+        starts = self.grad_output.split(list(self.rows[0].lengths))
+        self.first = Alone.of(
+            self.base,
+            self.rows[0],
+            loss=from_gradient(lambda document, _: starts[document]),
+            parameters=probed_parameters(self.base),
         )
-        self.last = Alone(self.base, ids, self.packings[-1]) if case.other_packings else None
+        self.last = Alone.of(self.base, self.rows[-1]) if case.other_packings else None
         if case.checkpointing:
             checkpoint_layers(self.base)
 
@@ -142,91 +163,54 @@ class HybridSteps:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
         batching, attention, fla_convolution = split_variant(name)
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
-        variant = make_variant(attention, self.base, self.sizes)
+        variant, row = make_variant(attention, self.base, self.sizes), self.rows[0]
         functions: Replacements = {DELTA_RULE: untraced} if variant.theirs else {}
         if fla_convolution:
             convolve = convolution_of_fla(self.base)
             functions[CONVOLUTION] = lambda _: convolve
-        lengths = self.packings[0]
-        compiled = bool(self.case.compiler)
-        named = None if variant.theirs or variant.attention == "auto" else variant.attention
-        packed = batching == "packed"
-        attends = variant.attends(lengths, compiled=compiled) if packed else named
-        call: Callable[..., Any] = variant.model
+        took = None
+        if batching == "packed" or variant.attention != "auto":
+            took = attends(variant, row, compiled=bool(self.case.compiler))
         if self.case.kind == "compiled":
             variant.compile_layers(self.case.compiler)
-        elif compiled:
-            call = variant.compiled(self.case.compiler, fullgraph=False)
-        batches, starts = self.batches(batching, variant)
-        step = partial(self.step, call, batches, starts, functions)
-        begin = time.perf_counter()
-        with watch_compilation() as stats, refusals():
-            outputs = torch.cat(step(keep=True))
+        elif self.case.compiler:
+            variant = variant.compiled(self.case.compiler, fullgraph=False)
+        forwards = forwards_of(batching, row, variant.inputs, self.grad_output)
+        step = partial(self.step, variant, functions, forwards)
+        with refusals():
+            outputs, compilation = first_run(lambda: torch.cat(step(keep=True)))
+        errors, wrong = self.first.check(in_order(row, outputs, batching), gradients_of(self.base))
         measures: Measures = {
-            "attends": attends,
+            "attends": took,
             **kernels_of(self.base, theirs=variant.theirs, fla_convolution=fla_convolution),
-            "documents": len(lengths),
-            "longest_document": max(lengths),
-            "forwards": len(batches),
-            "positions_per_token": positions_of(batches) / self.case.tokens,
-            "first_step_s": time.perf_counter() - begin,
-            "compile_s": stats.compile_s,
-            "graphs": stats.compilations,
-            "graph_breaks": stats.graph_breaks,
+            "documents": len(row.lengths),
+            "longest_document": max(row.lengths),
+            "forwards": len(forwards),
+            "positions_per_token": positions_of(forwards) / self.case.tokens,
+            **compilation,
         }
-        if batching == SORTED:
-            outputs = self.collection.in_order(outputs, self.collection.by_length())
-        errors, wrong = self.first.check(outputs, self.first.packed_gradients())
         checked = CheckedVariant(step, measures | errors, wrong, self.throughput)
         if self.last is not None:
-            other = partial(self.other_packing, variant, call, functions)
-            checked.afterwards = partial(run_others, other, self.packings[1:], self.last)
+            other = partial(self.other_packing, variant, functions)
+            checked.afterwards = partial(run_others, other, self.rows[1:], self.last)
         return checked
-
-    def batches(self, batching: str, variant: Variant) -> tuple[list[Batch], list[Tensor]]:
-        """The documents as a variant gets them, and where the backward of each batch starts."""
-        if batching == "packed":
-            inputs = variant.inputs(self.collection.lengths)
-            return self.collection.packed(inputs), [self.grad_output[None]]
-        order = list(range(len(self.collection.lengths)))
-        if batching == SORTED:
-            order = self.collection.by_length()
-        batches = self.collection.padded(self.case.tokens, order)
-        own = self.grad_output.split(list(self.collection.lengths))
-        rows = torch.cat([own[index] for index in order])
-        starts = []
-        for batch in batches:
-            assert batch.real is not None
-            start = rows.new_zeros(*batch.real.shape, rows.shape[-1])
-            count = int(batch.real.sum())
-            start[batch.real], rows = rows[:count], rows[count:]
-            starts.append(start)
-        return batches, starts
 
     def step(
         self,
-        call: Callable[..., Any],
-        batches: Sequence[Batch],
-        starts: Sequence[Tensor],
+        variant: Variant,
         functions: Replacements,
+        forwards: Sequence[ModelInputs],
         *,
         keep: bool = False,
     ) -> list[Tensor]:
         """What is timed."""
-        left = iter(starts)
         with replaced(self.base, functions):
-            return forward_backward(self.base, call, batches, lambda *_: next(left), keep=keep)
+            return base_step(variant, forwards, parameters_of=self.base, keep=keep)
 
-    def other_packing(
-        self,
-        variant: Variant,
-        call: Callable[..., Any],
-        functions: Replacements,
-        lengths: Sequence[int],
-    ) -> Tensor:
+    def other_packing(self, variant: Variant, functions: Replacements, row: PackedBatch) -> Tensor:
         """A step on a packed row of these documents; its outputs."""
-        batches = self.collection.packed(variant.inputs(lengths))
-        (outputs,) = self.step(call, batches, [self.grad_output[None]], functions, keep=True)
+        forwards = packed(row, variant.inputs(row), self.grad_output)
+        (outputs,) = self.step(variant, functions, forwards, keep=True)
         return outputs
 
     def throughput(self, ms: float) -> Measures:

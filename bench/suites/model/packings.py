@@ -10,39 +10,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
-from flexvarlen.bench.suites.model.alone import Alone
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
-from flexvarlen.bench.suites.model.row import Row, RowCase
+from flexvarlen.bench.suites.model.row import RowCase, RowSteps
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
     is_ok,
     model_title,
+    number,
     spread,
     table_of,
     to_best,
     took,
-    value,
     where,
 )
-from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop, utilisation
-from flexvarlen.bench.suites.model.variants import (
-    Sizes,
-    make_variant,
-    require_known,
-)
-from flexvarlen.measure import environment, watch_compilation
+from flexvarlen.bench.suites.model.utilisation import attends, utilised
+from flexvarlen.measure import watch_compilation
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, one_line, provenance, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.experiment.alone import Alone, gradients_of
+from flexvarlen.verify.experiment.measure import (
+    CheckedVariant,
+    Measures,
+    first_run,
+    measure_variants,
+)
+from flexvarlen.verify.experiment.variant import make_variant, require_known
 
+T = TypeVar("T")
 OTHER_PACKINGS = 50
 PACKINGS_S = 120.0
 """No other packing of a variant begins later, in seconds: some compile anew for each."""
@@ -81,8 +85,9 @@ class Packings(Suite):
         assert isinstance(case, RowCase)
         for variant in variants:
             require_known(variant)
-        run = OneCase(case, options, others=2 if options.quick else OTHER_PACKINGS)
-        return measure_variants(variants, run.check, options)
+        others = 2 if options.quick else OTHER_PACKINGS
+        steps = PackingSteps(case, options.device, others)
+        return measure_variants(variants, steps.check, options)
 
     def section(self, records: Sequence[Record]) -> str:
         groups = records_alike(records, ("variant",), of_one_run=True)
@@ -94,63 +99,50 @@ class Packings(Suite):
         return [draw(max(groups, key=_extent), folder)] if groups else []
 
 
-class OneCase:
+class PackingSteps(RowSteps):
     """A case's model, its packings, and the references of the first and the last of them."""
 
-    def __init__(self, case: RowCase, options: Options, others: int) -> None:
-        self.case, self.device = case, options.device
-        self.row = Row(case, options.device)
-        self.packings = [case.packing(index) for index in range(1 + others)]
-        self.sizes = Sizes.of(case.tokens, *self.packings)
-        self.first = self.row.alone(self.packings[0])
-        self.last = self.row.alone(self.packings[-1], gradients=False)
+    def __init__(self, case: RowCase, device: torch.device, others: int) -> None:
+        super().__init__(case, device, other_packings=others)
+        self.first = self.alone(self.rows[0])
+        self.last = self.alone(self.rows[-1], gradients=False)
 
     def check(self, name: str) -> CheckedVariant:
         """Compile a variant, and compare its first step with the reference."""
-        variant = make_variant(name, self.row.base, self.sizes)
-        lengths = self.packings[0]
-        attends = variant.attends(lengths, compiled=True)  # before anything is compiled
-        call = variant.compiled(self.case.compiler)
-        inputs = variant.inputs(lengths)
-        with watch_compilation() as stats:
-            outputs = self.row.step(call, inputs)
-        errors, wrong = self.first.check(outputs, self.first.packed_gradients())
+        variant, row = make_variant(name, self.base, self.sizes), self.rows[0]
+        took = attends(variant, row, compiled=True)
+        variant = variant.compiled(self.case.compiler)
+        step = partial(self.step, variant, self.forwards(variant, row))
+        outputs, compilation = first_run(step)
+        errors, wrong = self.first.check(outputs, gradients_of(self.base))
         measures: Measures = {
-            "attends": attends,
-            "compile_s": stats.compile_s,
-            "graph_breaks": stats.graph_breaks,
-            "graphs": stats.compilations,
-            "documents": len(lengths),
-            "longest_document": max(lengths),
+            "attends": took,
+            **compilation,
+            "documents": len(row.lengths),
+            "longest_document": max(row.lengths),
             "capacity": self.sizes.capacity,
             "max_seqlen_bound": self.sizes.max_seqlen_bound,
         }
         return CheckedVariant(
-            lambda: self.row.step(call, inputs),
+            step,
             measures | errors,
             wrong,
-            self.utilised,
+            lambda ms: utilised(self.base, row.lengths, ms, self.case.dtype),
             lambda: run_others(
-                lambda lengths: self.row.step(call, variant.inputs(lengths)),
-                self.packings[1:],
+                lambda other: self.step(variant, self.forwards(variant, other)),
+                self.rows[1:],
                 self.last,
             ),
         )
 
-    def utilised(self, ms: float) -> Measures:
-        tflop = step_tflop(self.row.base, self.packings[0])
-        peak = peak_tflops(environment(self.device)["gpu"], self.case.dtype)
-        mfu = utilisation(tflop, ms, peak)
-        return {"mfu": mfu, "model_tflop": tflop, "peak_tflops": peak}
-
 
 def run_others(
-    step: Callable[[Sequence[int]], Tensor], packings: Sequence[Sequence[int]], last: Alone
+    step: Callable[[T], Tensor], packings: Sequence[T], last: Alone
 ) -> tuple[Measures, str | None]:
     """Run other packings of a compiled step.
 
     Args:
-        step: lengths of a packing -> outputs `[T, hidden]`.
+        step: a packing -> outputs `[T, hidden]`.
         packings: the other ones.
         last: the reference of the last of them.
 
@@ -160,11 +152,11 @@ def run_others(
     done, wrong, measures, begin = 0, None, {}, time.perf_counter()
     outputs = None
     with watch_compilation() as stats:
-        for lengths in packings:
+        for packing in packings:
             if time.perf_counter() - begin > PACKINGS_S:
                 break
             try:
-                outputs = step(lengths)
+                outputs = step(packing)
             except Exception as error:  # kernels and compilers raise types of their own
                 wrong = f"raised on another packing: {one_line(error)}"
                 break
@@ -188,26 +180,19 @@ def packings_table(records: Sequence[Record]) -> Table:
     """One case: variants down."""
     notes = Notes()
 
-    def number(name: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
-        def text(record: Record) -> str:
-            found = value(record, name)
-            return NOTHING if found is None else f"{found * scale:{form}}"
-
-        return text
-
     columns = [
         Column("attention", _name),
-        Column("eager ms", number("eager_ms_p50", ".0f")),
+        number("eager ms", "eager_ms_p50", ".0f"),
         Column("compiled ms (p20–p80)", lambda r: cell(r, spread(r), notes)),
         Column(
             "ratio to the best",
             lambda r: f"{to_best(r, 'ms_p50', records):.2f}" if is_ok(r) else NOTHING,
         ),
-        Column("MFU", number("mfu", ".0%")),
-        Column("graph breaks", number("graph_breaks", ".0f")),
+        number("MFU", "mfu", ".0%"),
+        number("graph breaks", "graph_breaks", ".0f"),
         Column("recompilations", lambda r: _recompilations(r, notes)),
-        Column("peak GiB", number("peak_mib", ".1f", 1 / 1024)),
-        Column("relative error", number("error", ".1e")),
+        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        number("relative error", "error", ".1e"),
     ]
     done = next((r.measures for r in records if is_ok(r)), None)
     said = [] if done is None else [f"Error of each document alone: {done['baseline_error']:.1e}."]

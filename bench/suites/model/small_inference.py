@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.alone import Alone
 from flexvarlen.bench.suites.model.geometries import new_base_model
-from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -28,12 +26,16 @@ from flexvarlen.bench.suites.model.tables import (
     where,
     with_ratio,
 )
-from flexvarlen.bench.suites.model.variants import Sizes, make_variant, require_known
+from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.measure import watch_compilation
 from flexvarlen.report.records import Record, grouped, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.experiment.alone import Alone
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
+from flexvarlen.verify.experiment.variant import Sizes, make_variant, require_known
 
 CUDA_GRAPHS = "cuda graphs"
 MODES = ("eager", CUDA_GRAPHS, "compiled")
@@ -111,31 +113,31 @@ class OneMode:
         dtype: torch.dtype = getattr(torch, case.dtype)
         self.base = new_base_model(case.geometry, case.layers, dtype, options.device).eval()
         tokens = sum(case.documents)
-        vocabulary = self.base.config.vocab_size
-        self.ids = torch.randint(vocabulary, (1, tokens), device=options.device)
-        self.packings = (list(case.documents), list(case.documents[::-1]))
-        self.sizes = Sizes(tokens, len(case.documents), tokens)
-        self.alone = [Alone(self.base, self.ids, lengths) for lengths in self.packings]
+        ids = torch.randint(self.base.config.vocab_size, (1, tokens), device=options.device)
+        packings = (case.documents, case.documents[::-1])
+        self.rows = [PackedBatch(ids, lengths) for lengths in packings]
+        self.sizes = Sizes(len(case.documents), tokens)
+        self.alone = [Alone.of(self.base, row) for row in self.rows]
 
     def check(self, name: str) -> CheckedVariant:
         """Run a variant on both packings, and on the first one again."""
         mode = self.case.mode
         if mode == CUDA_GRAPHS and not self.options.on_gpu:
             raise Unsupported("CUDA graphs need a GPU")
-        variant = make_variant(name, self.base, self.sizes, needs_grad=False)
+        variant = make_variant(name, self.base, self.sizes, train=False)
         # Before anything is compiled: "auto" measures nothing inside a graph.
-        attends = variant.attends(self.packings[0], compiled=mode != "eager", needs_grad=False)
-        inputs = variant.inputs(self.packings[0])
-        model: Callable[..., Any] = variant.model
+        took = attends(variant, self.rows[0], compiled=mode != "eager", needs_grad=False)
+        inputs = variant.inputs(self.rows[0])
         if mode != "eager":
-            model = variant.compiled(self.case.compiler, cuda_graphs=mode == CUDA_GRAPHS)
+            variant = variant.compiled(self.case.compiler, cuda_graphs=mode == CUDA_GRAPHS)
 
         def call() -> Tensor:
             if mode == CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
-                outputs: Tensor = model(input_ids=self.ids, **inputs).last_hidden_state
-            return outputs
+                output = variant.call(input_ids=self.rows[0].input_ids, **inputs)
+            hidden: Tensor = output.last_hidden_state
+            return hidden
 
         skips = _skipped()
         with watch_compilation() as first:
@@ -143,12 +145,12 @@ class OneMode:
                 errors, wrong = self.alone[0].check(call()[0])
         with watch_compilation() as later:
             for index in (1, 0):
-                refill(inputs, variant.inputs(self.packings[index]))
+                refill(inputs, variant.inputs(self.rows[index]))
                 other, why = self.alone[index].check(call()[0])
                 errors.setdefault("error_other_packing", other["error"])
                 wrong = wrong or (why and f"after other documents came: {why}")
         measures: Measures = {
-            "attends": attends,
+            "attends": took,
             "compile_s": first.compile_s,
             "graphs": first.compilations,
             "graph_breaks": first.graph_breaks,

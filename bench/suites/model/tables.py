@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
 from flexvarlen.report.records import Record, commits_of, ran_on
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
-from flexvarlen.verify.variants import THEIRS
+from flexvarlen.verify.experiment.variant import THEIRS
 
 
 def table_of(
@@ -73,6 +73,16 @@ def spread(record: Record | None, digits: int = 0, name: str = "ms") -> str | No
         return None
     p20, p50, p80 = (f"{record.measures[f'{name}_p{x}']:.{digits}f}" for x in (20, 50, 80))
     return f"{p50} ({p20}–{p80})"
+
+
+def number(title: str, name: str, form: str, scale: float = 1.0) -> Column:
+    """A column of a measure, in that format; empty where a record is not right."""
+
+    def text(record: Record) -> str:
+        found = value(record, name)
+        return NOTHING if found is None else f"{found * scale:{form}}"
+
+    return Column(title, text)
 
 
 def to_best(record: Record, name: str, others: Iterable[Record]) -> float:

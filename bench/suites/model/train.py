@@ -6,30 +6,38 @@ rate is 0: AdamW does all its work, and each variant meets the same weights.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.bench.suites.model.alone import Alone
-from flexvarlen.bench.suites.model.batches import Collection, positions_of, shapes_of
-from flexvarlen.bench.suites.model.cases import SORTED, ModelCase, split_variant
+from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.geometries import new_causal_lm
-from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
-from flexvarlen.bench.suites.model.step import (
-    Batch,
-    checkpoint_layers,
-    forward_backward,
-    free,
-    next_token_gradient,
-)
-from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop, utilisation
-from flexvarlen.bench.suites.model.variants import Sizes, Variant, make_variant
-from flexvarlen.measure import environment, watch_compilation
+from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.runner.suite import Finding, Options
+from flexvarlen.verify.experiment.alone import (
+    Alone,
+    from_gradient,
+    gradients_of,
+    probed_parameters,
+)
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.inputs import (
+    ModelInputs,
+    forwards_of,
+    in_order,
+    positions_of,
+    shapes_of,
+)
+from flexvarlen.verify.experiment.measure import (
+    CheckedVariant,
+    Measures,
+    first_run,
+    measure_variants,
+)
+from flexvarlen.verify.experiment.step import HeadLoss, base_step, checkpoint_layers, free
+from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant
 
 
 class Training:
@@ -42,12 +50,18 @@ class Training:
         dtype: torch.dtype = getattr(torch, case.dtype)
         self.lm = new_causal_lm(case.geometry, case.layers, dtype, self.device).train()
         self.base = self.lm.base_model
-        self.head: Tensor = self.lm.get_output_embeddings().weight
-        lengths = case.lengths(options.text)
         ids = torch.randint(self.lm.config.vocab_size, (1, case.tokens), device=self.device)
-        self.collection = Collection(ids, tuple(lengths))
-        self.sizes = Sizes.of(case.tokens, lengths)
-        self.alone = Alone(self.base, ids, lengths, gradient=self.gradient_alone)
+        self.row = PackedBatch(ids, tuple(case.lengths(options.text)))
+        self.sizes = Sizes.of(self.row)
+        self.head: Tensor = self.lm.get_output_embeddings().weight
+        self.loss = HeadLoss(self.head, int(self.row.counted(self.row.labels())))
+        labels = self.row.next_tokens()[0].split(list(self.row.lengths))
+        self.alone = Alone.of(
+            self.base,
+            self.row,
+            loss=from_gradient(self.loss.alone(labels)),
+            parameters=probed_parameters(self.base),
+        )
         if case.checkpointing:
             checkpoint_layers(self.base)
         self.optimizer = torch.optim.AdamW(
@@ -62,84 +76,50 @@ class Training:
     def measure(self, variants: Sequence[str]) -> list[Finding]:
         return measure_variants(variants, self.check, self.options)
 
-    def check(self, variant: str) -> CheckedVariant:
+    def check(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
-        batching, attention = split_variant(variant)
-        made = make_variant(attention, self.base, self.sizes)
-        lengths = self.collection.lengths
-        compiled = self.case.mode == "compiled"
-        attends = made.attends(lengths, compiled=compiled) if batching == "packed" else None
-        batches = self.batches(batching, made)
-        call = self.call(made, batching, batches)
-        begin = time.perf_counter()
-        with watch_compilation() as stats:
-            outputs = torch.cat(self.forward_backward(call, batches, keep=True))
-        first_step_s = time.perf_counter() - begin
-        if batching == SORTED:
-            outputs = self.collection.in_order(outputs, self.collection.by_length())
-        errors, wrong = self.alone.check(outputs, self.alone.packed_gradients())
-        named = made.attention if not made.theirs and made.attention != "auto" else None
+        batching, attention = split_variant(name)
+        variant = make_variant(attention, self.base, self.sizes)
+        took = None
+        if batching == "packed" or variant.attention != "auto":
+            took = attends(variant, self.row, compiled=self.case.mode == "compiled")
+        forwards = forwards_of(batching, self.row, variant.inputs)
+        if self.case.mode == "compiled":
+            variant = self.compiled(variant, batching, forwards)
+        step = partial(self.forward_backward, variant, forwards)
+        outputs, compilation = first_run(lambda: torch.cat(step(keep=True)))
+        outputs = in_order(self.row, outputs, batching)
+        errors, wrong = self.alone.check(outputs, gradients_of(self.base))
         measures: Measures = {
-            "attends": attends or named,
-            "documents": len(lengths),
-            "longest_document": max(lengths),
-            "forwards": len(batches),
-            "positions": positions_of(batches),
-            "first_step_s": first_step_s,
-            "compile_s": stats.compile_s,
-            "graphs": stats.compilations,
-            "graph_breaks": stats.graph_breaks,
+            "attends": took,
+            "documents": len(self.row.lengths),
+            "longest_document": max(self.row.lengths),
+            "forwards": len(forwards),
+            "positions": positions_of(forwards),
+            **compilation,
         }
-        step = partial(self.step, call, batches)
-        return CheckedVariant(step, measures | errors, wrong, self.conclude)
+        timed = partial(self.step, variant, forwards)
+        return CheckedVariant(timed, measures | errors, wrong, self.conclude)
 
-    def batches(self, batching: str, variant: Variant) -> list[Batch]:
-        """The documents as a variant gets them."""
-        if batching == "packed":
-            return self.collection.packed(variant.inputs(self.collection.lengths))
-        if batching == "serial":
-            return self.collection.serial()
-        order = self.collection.by_length() if batching == SORTED else None
-        return self.collection.padded(self.case.tokens, order)
-
-    def call(self, variant: Variant, batching: str, batches: Sequence[Batch]) -> Callable[..., Any]:
-        """The model as it is called; compiled for any shape where there are several."""
-        if self.case.mode == "eager":
-            eager: Callable[..., Any] = variant.model
-            return eager
+    def compiled(self, variant: Variant, batching: str, forwards: Sequence[ModelInputs]) -> Variant:
+        """The variant compiled, for any shape where there are several."""
         return variant.compiled(
             "inductor" if self.options.on_gpu else "aot_eager",
             fullgraph=not variant.theirs and batching == "packed",
-            dynamic=True if shapes_of(batches) > 1 else None,
+            dynamic=True if shapes_of(forwards) > 1 else None,
         )
 
-    def step(self, call: Callable[..., Any], batches: Sequence[Batch]) -> None:
+    def step(self, variant: Variant, forwards: Sequence[ModelInputs]) -> None:
         """What is timed."""
-        self.forward_backward(call, batches)
+        self.forward_backward(variant, forwards)
         self.optimizer.step()
 
     def forward_backward(
-        self, call: Callable[..., Any], batches: Sequence[Batch], *, keep: bool = False
+        self, variant: Variant, forwards: Sequence[ModelInputs], *, keep: bool = False
     ) -> list[Tensor]:
-        return forward_backward(self.lm, call, batches, self.gradient, keep=keep)
-
-    def gradient(self, outputs: Tensor, batch: Batch) -> Tensor:
-        assert batch.labels is not None
-        return next_token_gradient(outputs, self.head, batch.labels, self.collection.counted)
-
-    def gradient_alone(self, document: int, states: Tensor) -> Tensor:
-        """The same of one document alone; the head gets no gradient."""
-        labels = self.collection.documents()[document][1]
-        head = self.head.detach().to(states.dtype)
-        return next_token_gradient(states, head, labels, self.collection.counted)
+        return base_step(variant, forwards, self.loss.gradient, parameters_of=self.lm, keep=keep)
 
     def conclude(self, ms: float) -> Measures:
         """Throughput of the documents' own tokens, and MFU."""
-        tflop = step_tflop(self.base, self.collection.lengths, head=self.head.numel())
-        peak = peak_tflops(environment(self.device)["gpu"], self.case.dtype)
-        return {
-            "tokens_per_s": self.case.tokens / (ms / 1e3),
-            "model_tflop": tflop,
-            "peak_tflops": peak,
-            "mfu": utilisation(tflop, ms, peak),
-        }
+        found = utilised(self.base, self.row.lengths, ms, self.case.dtype, head=self.head.numel())
+        return {"tokens_per_s": self.case.tokens / (ms / 1e3), **found}

@@ -19,7 +19,10 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.attention.auto.keys import sizes
 from flexvarlen.attention.choose import decision_for
+from flexvarlen.measure import environment
 from flexvarlen.patches.parts import ModelParts
+from flexvarlen.verify.experiment.tree_batch import Row
+from flexvarlen.verify.experiment.variant import Variant
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # GB200 NVL72 data sheet: 360 PFLOPS with sparsity over 72 GPUs
@@ -80,6 +83,33 @@ def utilisation(tflop: float, ms: float, peak: float | None) -> float | None:
     0.5
     """
     return None if peak is None else tflop / (ms / 1e3) / peak
+
+
+def utilised(
+    model: PreTrainedModel, lengths: Sequence[int], ms: float, dtype: str, *, head: int = 0
+) -> dict[str, float | None]:
+    """The measures of a step that took `ms`; other arguments as in `step_tflop`."""
+    tflop = step_tflop(model, lengths, head=head)
+    peak = peak_tflops(environment(model.device)["gpu"], dtype)
+    return {"model_tflop": tflop, "peak_tflops": peak, "mfu": utilisation(tflop, ms, peak)}
+
+
+def attends(
+    variant: Variant, row: Row, *, compiled: bool = False, needs_grad: bool = True
+) -> str | None:
+    """The backend that attends to a row; "auto" is resolved, and measures if it has not yet.
+
+    Call it before anything is compiled: inside a graph nothing is measured. None for transformers'
+    own, and for "auto" from position_ids: its sizes are known in the graph only.
+    """
+    if variant.theirs or (variant.attention == "auto" and variant.form != "packed_layout"):
+        return None
+    if variant.attention != "auto":
+        return variant.attention
+    found = resolved_auto(
+        variant.model, variant.layout(row), compiled=compiled, needs_grad=needs_grad
+    )
+    return ", ".join(dict.fromkeys(found.values()))
 
 
 def resolved_auto(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from flexvarlen.bench.suites.model.cases import (
-    BATCHINGS,
     WHOLE,
     ModelCase,
     cases_of,
@@ -38,6 +37,7 @@ from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, by_machine, grouped, provenance
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.experiment.inputs import BATCHINGS
 
 
 class Model(Suite):

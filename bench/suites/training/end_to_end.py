@@ -32,7 +32,6 @@ from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
-from flexvarlen.bench.suites.model.step import checkpoint_layers
 from flexvarlen.bench.suites.model.utilisation import (
     peak_tflops,
     resolved_auto,
@@ -49,7 +48,8 @@ from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_co
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
-from flexvarlen.verify.variants import THEIRS, set_transformers
+from flexvarlen.verify.experiment.step import checkpoint_layers
+from flexvarlen.verify.experiment.variant import THEIRS, set_transformers
 
 PACKED = (
     "packed:auto",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexvarlen.bench.suites.model.step import checkpoint_layers, free
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.reference.acceptance import Error, why_wrong
 from flexvarlen.reference.model import (
@@ -22,6 +21,7 @@ from flexvarlen.reference.model import (
     next_token_loss,
     run_alone,
 )
+from flexvarlen.verify.experiment.step import checkpoint_layers, free
 
 LOGIT_TOKENS = 4096  # tokens whose logits exist at once: 5 GiB in fp64 at a vocabulary of 152k
 

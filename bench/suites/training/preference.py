@@ -37,10 +37,7 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.measure import CheckedVariant, Measures, measure_variants
-from flexvarlen.bench.suites.model.step import checkpoint_layers, free
 from flexvarlen.bench.suites.model.utilisation import resolved_auto
-from flexvarlen.bench.suites.model.variants import own_backend
 from flexvarlen.bench.suites.training import preference_tables
 from flexvarlen.bench.suites.training.preference_trainers import (
     TASKS,
@@ -56,7 +53,9 @@ from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
 from flexvarlen.reference.model import own_parameters, share
 from flexvarlen.report.records import Record
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
-from flexvarlen.verify.variants import set_transformers
+from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
+from flexvarlen.verify.experiment.step import checkpoint_layers, free
+from flexvarlen.verify.experiment.variant import own_backend, set_transformers
 
 PADDED = {
     "padded-fa3": "flash_attention_3",

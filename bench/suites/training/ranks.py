@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
-from flexvarlen.bench.suites.model.step import checkpoint_layers
 from flexvarlen.bench.suites.model.utilisation import resolved_auto
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase, TrainingCase
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure.timing import synchronize
 from flexvarlen.report.records import Status
+from flexvarlen.verify.experiment.step import checkpoint_layers
 
 Measured = tuple[Status, str | None, dict[str, Any]]
 """A finding's status, reason and measures, the same on every rank."""

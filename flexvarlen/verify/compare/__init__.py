@@ -3,7 +3,7 @@
 | file | holds |
 |---|---|
 | `compare.py` | `compare`: which variants run, in which order |
-| `accuracy.py` | each document alone: the reference, and the errors of the baseline |
+| `accuracy.py` | which documents the reference has room for; errors as measures |
 | `check.py` | the check of one variant |
 | `report.py`, `figure.py` | `Report`: records as table, sentences and files; the picture |
 """

@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
 from flexvarlen.measure import watch_compilation
-from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.compare.accuracy import Reference
+from flexvarlen.verify.compare.accuracy import error_measures, limit_measures
 from flexvarlen.verify.compare.leak import Leak, find_leak
-from flexvarlen.verify.variants import Variant
+from flexvarlen.verify.experiment.alone import Alone, gradients_of
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.step import causal_step
+from flexvarlen.verify.experiment.variant import Variant
 
 LISTED_DOCUMENTS = 8  # that a sentence names
 
@@ -27,15 +28,13 @@ class Checks:
         reference: of the batch.
         others: other packings of its tokens, over which recompilations are counted.
         last: the reference of the last of them, forward alone; None if there are none.
-        dtype: that is tested.
         compile: whether variants are compiled.
         seed: of the tokens that replace others.
     """
 
-    reference: Reference
+    reference: Alone
     others: Sequence[PackedBatch]
-    last: Reference | None
-    dtype: torch.dtype
+    last: Alone | None
     compile: bool
     seed: int
 
@@ -57,32 +56,33 @@ def check_variant(
         say: takes what is being done.
         did: called after each part: once, once for each pair of halves, once.
     """
-    reference = checks.reference
+    reference, row = checks.reference, checks.reference.row
+    labels = row.labels(reference.documents)
+    step = partial(causal_step, variant, row, labels, row.counted(labels))
     say(f"checking {variant.name}: errors")
     begin = time.perf_counter()
     with watch_compilation() as stats, _fresh_cache(checks.compile):
-        out = variant.step(reference.batch, reference.labels, reference.counted)
+        out = step()
     measures: dict[str, Any] = {
         "first_step_s": time.perf_counter() - begin,
         "compile_s": stats.compile_s,
         "graph_breaks": stats.graph_breaks,
     }
-    named = variant.model.named_parameters() if variant.train else ()
-    gradients = {name: parameter.grad for name, parameter in named}
-    errors = reference.errors(out.logits, out.loss if variant.train else None, gradients)
-    why = reference.why_wrong(errors, checks.dtype)
-    measures |= errors.measures() | reference.limits(errors, checks.dtype)
+    loss, gradients = (out.loss, gradients_of(variant.model)) if variant.train else (None, None)
+    errors = reference.errors(out.logits, loss, gradients)
+    why = reference.why_wrong(errors)
+    measures |= error_measures(errors) | limit_measures(reference, errors)
     del out, gradients
     did()
-    say(f"checking {variant.name}: does a {reference.batch.unit} see another?")
-    leak = find_leak(variant, reference.batch, checks.seed, did)
+    say(f"checking {variant.name}: does a {row.unit} see another?")
+    leak = find_leak(variant, row, checks.seed, did)
     begin = time.perf_counter()
-    variant.step(reference.batch, reference.labels, reference.counted)
+    step()
     step_s = time.perf_counter() - begin
     say(f"checking {variant.name}: other packings")
     more, why_other = _other_packings(variant, checks)
     did()
-    verdict = _verdict(leak, why or why_other, reference.batch.unit)
+    verdict = _verdict(leak, why or why_other, row.unit)
     measures |= _leak_measures(leak) | more | verdict
     return CheckResult(measures, step_s)
 
@@ -104,7 +104,7 @@ def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], s
     with watch_compilation() as stats:
         for other in checks.others:
             labels = other.labels()
-            out = variant.step(other, labels, other.counted(labels))
+            out = causal_step(variant, other, labels, other.counted(labels))
     measures: dict[str, Any] = {
         "other_packings": len(checks.others),
         "recompiles": stats.recompilations,
@@ -112,10 +112,11 @@ def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], s
     }
     if out is None or checks.last is None:
         return measures, None
-    errors = checks.last.errors(out.logits, None, {})
-    measures["repacked_logits_max"] = errors.logits.max_abs
-    measures["repacked_logits_limit"] = checks.last.limits(errors, checks.dtype)["logits_limit"]
-    wrong = checks.last.why_wrong(errors, checks.dtype)
+    last = checks.last
+    errors = last.errors(out.logits)
+    measures["repacked_logits_max"] = error_measures(errors)["logits_max"]
+    measures["repacked_logits_limit"] = limit_measures(last, errors)["logits_limit"]
+    wrong = last.why_wrong(errors)
     return measures, None if wrong is None else f"on another packing of the tokens, {wrong}"
 
 

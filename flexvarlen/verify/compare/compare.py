@@ -7,35 +7,42 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexvarlen.measure import (
-    Timing,
-    environment,
-    memory_meaning,
-    peak_memory_mib,
-    time_interleaved,
-)
+from flexvarlen.measure import Timing, environment, memory_meaning, peak_memory_mib
 from flexvarlen.patches.isolation.documents import units_of
 from flexvarlen.patches.isolation.tokens import halves_of
-from flexvarlen.reference.model import baseline_model, own_parameters
+from flexvarlen.reference.model import baseline_model, own_parameters, run_alone
 from flexvarlen.report.records import Record, Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
 from flexvarlen.runner.suite import Finding
-from flexvarlen.verify.batch import PackedBatch, recut
-from flexvarlen.verify.compare.accuracy import Reference, alone, release
+from flexvarlen.verify.compare.accuracy import (
+    describe,
+    error_measures,
+    is_whole,
+    reference_of,
+)
 from flexvarlen.verify.compare.check import CheckResult, Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import batch_of
-from flexvarlen.verify.tree_batch import Row, TreeBatch
-from flexvarlen.verify.variants import THEIRS, Sizes, Variant, make_variant, variant_names
+from flexvarlen.verify.experiment.alone import Alone
+from flexvarlen.verify.experiment.batch import PackedBatch, recut
+from flexvarlen.verify.experiment.measure import FEWEST_REPEATS, LIMITS, time_in_turns
+from flexvarlen.verify.experiment.step import causal_step, free
+from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
+from flexvarlen.verify.experiment.variant import (
+    THEIRS,
+    Sizes,
+    Variant,
+    make_variant,
+    variant_names,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,10 +51,7 @@ Progress = Callable[[int, int, str], None]
 """Called with the steps done, all steps, and what is being done."""
 
 TIMING_BUDGET_S = 3.0  # of each variant
-FEWEST_REPEATS, MOST_REPEATS = 3, 20
-
-# Dynamo gives up on a function after 8 compilations; all variants share the model's functions.
-RECOMPILE_LIMIT = 256
+MOST_REPEATS = 20
 
 
 def compare(
@@ -122,7 +126,7 @@ def compare(
     }
     if isinstance(packed, TreeBatch):
         case["segments"] = len(units_of(packed.trees))
-    with _many_recompilations(compile):
+    with torch._dynamo.config.patch(LIMITS) if compile else nullcontext():
         return _Comparison(base, packed, case, packings, progress).report(names)
 
 
@@ -137,17 +141,6 @@ def _row(
     if trees is None:
         return batch_of(base, batch, tokens=tokens, seed=seed)
     return trees.to(base.device)
-
-
-@contextmanager
-def _many_recompilations(compile: bool) -> Iterator[None]:
-    if not compile:
-        yield
-        return
-    import torch._dynamo
-
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):  # type: ignore[attr-defined]
-        yield
 
 
 class _Comparison:
@@ -179,7 +172,7 @@ class _Comparison:
         variants, refused = self._make(names)
         self._say(f"each {self.batch.sample} alone, in fp64")
         checks = self._checks()
-        self.case["reference"] = checks.reference.description
+        self.case["reference"] = describe(checks.reference)
         records = {name: self._record(name, "unsupported", why) for name, why in refused.items()}
         checked: dict[str, CheckResult] = {}
         for name, variant in variants.items():
@@ -206,25 +199,25 @@ class _Comparison:
                 refused[name] = f"{name} takes no packed_layout of trees."
                 continue
             try:
-                variants[name] = make_variant(
-                    name, self.base, self.sizes, train=self.train, compile=self.compile
-                )
+                made = make_variant(name, self.base, self.sizes, train=self.train, or_forward=True)
             except Unsupported as error:
                 refused[name] = str(error)
+                continue
+            # Graph breaks are counted.
+            variants[name] = made.compiled("inductor", fullgraph=False) if self.compile else made
         units = units_of(self.batch.layout())
         each = 3 + len(halves_of(range(len(units)), units)) + FEWEST_REPEATS
         self.total = 2 + FEWEST_REPEATS + each * len(variants)
         return variants, refused
 
     def _checks(self) -> Checks:
-        reference = Reference.of(self.base, self.batch, train=self.train, seed=self.seed)
+        reference = reference_of(self.base, self.batch, train=self.train, seed=self.seed)
         self._did()
         last = None
         if self.others:
-            last = Reference.of(self.base, self.others[-1], train=False, seed=self.seed)
+            last = reference_of(self.base, self.others[-1], train=False, seed=self.seed)
         self._did()
-        dtype = self.base.dtype
-        return Checks(reference, self.others, last, dtype, self.compile, self.seed)
+        return Checks(reference, self.others, last, self.compile, self.seed)
 
     def _check(self, variant: Variant, checks: Checks) -> CheckResult | Record:
         """What the checks found; a record if the variant broke."""
@@ -236,43 +229,19 @@ class _Comparison:
             status, _ = status_of(error)
             return self._record(variant.name, status, one_line(error))
         finally:
-            release(self.base)
+            free(self.base.device, self.base)
 
     def _time(
         self,
         variants: Mapping[str, Variant],
         checked: Mapping[str, CheckResult],
-        reference: Reference,
+        reference: Alone,
     ) -> dict[str, Timing | Finding]:
-        """Time the variants, and each document alone where the reference covers them all.
-
-        One that raises, as of memory, is timed no further: the others and its checks count.
-        """
-        steps = {name: self._step_of(variant) for name, variant in variants.items()}
-        raised: dict[str, Finding] = {}
-
-        def guarded(name: str) -> None:
-            if name in raised:
-                return
-            try:
-                steps[name]()
-            except Exception as error:  # kernels and compilers raise types of their own
-                if is_lost(error, self.base.device):
-                    raise
-                raised[name] = Finding(name, *status_of(error))
-                release(self.base)
-
-        seconds = {name: done.step_s for name, done in checked.items()}
-        if reference.whole:
-            steps[BASELINE] = self._baseline_step(reference)
-            begin = time.perf_counter()
-            guarded(BASELINE)
-            seconds[BASELINE] = time.perf_counter() - begin
-        repeats = {
-            name: min(MOST_REPEATS, max(FEWEST_REPEATS, int(TIMING_BUDGET_S / took)))
-            for name, took in seconds.items()
-        }
-        left = dict.fromkeys(steps, FEWEST_REPEATS)
+        """Time the variants, and each document alone where the reference covers them all."""
+        calls = {name: self._step_of(variant) for name, variant in variants.items()}
+        if is_whole(reference):
+            calls[BASELINE] = self._baseline_step(reference)
+        left = dict.fromkeys(calls, FEWEST_REPEATS)
 
         def progress(name: str) -> None:
             if left[name]:
@@ -280,29 +249,36 @@ class _Comparison:
                 self._did()
             self._say("speed of all, in turns")
 
-        timings = time_interleaved(
-            {name: partial(guarded, name) for name in steps},
-            device=self.base.device,
-            warmup=1,
-            repeats=repeats,
-            flush_l2=False,  # a model's step evicts it by itself
+        timings = time_in_turns(
+            calls,
+            {name: done.step_s for name, done in checked.items()},
+            self.base.device,
+            seconds=TIMING_BUDGET_S,
+            most_repeats=MOST_REPEATS,
             progress=progress,
         )
-        release(self.base)
-        return timings | raised
+        free(self.base.device, self.base)
+        return timings
 
     def _step_of(self, variant: Variant) -> Callable[[], object]:
         labels = self.batch.labels()
-        return partial(variant.step, self.batch, labels, self.batch.counted(labels))
+        return partial(causal_step, variant, self.batch, labels, self.batch.counted(labels))
 
-    def _baseline_step(self, reference: Reference) -> Callable[[], object]:
-        model = baseline_model(self.base)
-        return partial(alone, model, self.batch, reference.documents, train=self.train)
+    def _baseline_step(self, reference: Alone) -> Callable[[], object]:
+        model, samples, documents = (
+            baseline_model(self.base),
+            self.batch.samples,
+            reference.documents,
+        )
+        loss = self.batch.loss_alone(model, documents) if self.train else None
+        return partial(
+            run_alone, model, samples.input_ids, samples.lengths, documents=documents, loss=loss
+        )
 
     # ---- records ----
 
-    def _baseline_record(self, reference: Reference, timing: Timing | Finding | None) -> Record:
-        measures = reference.baseline.measures()
+    def _baseline_record(self, reference: Alone, timing: Timing | Finding | None) -> Record:
+        measures = error_measures(reference.baseline)
         if isinstance(timing, Finding):
             return self._record(BASELINE, "ok", f"not timed: {timing.reason}", measures)
         if timing is None:
@@ -312,7 +288,7 @@ class _Comparison:
 
     def _finish(self, variant: Variant, checked: CheckResult, timing: Timing | Finding) -> Record:
         self._say(f"{variant.name}: memory")
-        release(self.base)
+        free(self.base.device, self.base)
         measures = checked.measures | {"passes": "forward+backward" if variant.train else "forward"}
         if isinstance(timing, Finding):
             return self._record(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from torch import Tensor
 from flexvarlen.patches.isolation.documents import units_of
 from flexvarlen.patches.isolation.tokens import halves_of, with_other_tokens
 from flexvarlen.patches.isolation.trace import changed_tokens
-from flexvarlen.verify.batch import IGNORE_INDEX
-from flexvarlen.verify.tree_batch import Row
-from flexvarlen.verify.variants import Variant
+from flexvarlen.reference.model import IGNORE_INDEX
+from flexvarlen.verify.experiment.step import causal_step
+from flexvarlen.verify.experiment.tree_batch import Row
+from flexvarlen.verify.experiment.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ def find_leak(
     vocabulary = variant.model.config.vocab_size
     labels = batch.labels()
     counted = batch.counted(labels)
-    before = variant.step(batch, labels, counted, gradients=True)
+    step = partial(causal_step, variant, gradients=True)
+    before = step(batch, labels, counted)
     repeats = None
     if variant.train:
-        again = variant.step(batch, labels, counted, gradients=True)
+        again = step(batch, labels, counted)
         repeats = _same_bits(before.embedding_gradients, again.embedding_gradients)
         del again
     outputs: set[int] = set()
@@ -67,10 +70,10 @@ def find_leak(
         for unit in watched:
             losses[:, units[unit].tokens] = labels[:, units[unit].tokens]
         other = replace(batch, input_ids=ids[None])
-        after = variant.step(other, losses, counted, gradients=True)
+        after = step(other, losses, counted)
         expected = before.embedding_gradients
         if repeats and units[replaced[0]].depth > 0:
-            expected = variant.step(batch, losses, counted, gradients=True).embedding_gradients
+            expected = step(batch, losses, counted).embedding_gradients
         for unit in watched:
             rows = units[unit].tokens
             if not _same_bits(before.logits[rows], after.logits[rows]):

@@ -17,7 +17,7 @@ from flexvarlen.report.records import (
     records_alike,
 )
 from flexvarlen.report.table import NOTHING, Column, Table, number, share
-from flexvarlen.verify.variants import is_ours
+from flexvarlen.verify.experiment.variant import is_ours
 
 SUITE = "compare"
 BASELINE = "transformers:eager@alone"

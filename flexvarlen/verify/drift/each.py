@@ -9,7 +9,7 @@ import torch
 from flexvarlen.report.records import Record, run_environment
 from flexvarlen.runner.run import record_case
 from flexvarlen.runner.suite import Options, Suite
-from flexvarlen.verify.variants import variant_names
+from flexvarlen.verify.experiment.variant import variant_names
 
 
 def checked_names(what: str, names: Sequence[str], known: Sequence[str]) -> list[str]:

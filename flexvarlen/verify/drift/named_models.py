@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, packed_text, read_documents
 from flexvarlen.verify.drift.each import check_baseline, checked_names
 from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelCase
 from flexvarlen.verify.drift.training.suite import TrainingCase
+from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.models import build_model, checked_model
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on
 from flexvarlen.report.table import NOTHING, Column, Table
 from flexvarlen.verify.drift.report.tables import BACKWARD, FORWARD, PARTS, largest_of
-from flexvarlen.verify.variants import THEIRS
+from flexvarlen.verify.experiment.variant import THEIRS
 
 OPERATOR_COMPARISONS = {
     "together against alone": "batch-serial",

@@ -15,8 +15,8 @@ from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.failures import Unsupported
+from flexvarlen.verify.experiment.variant import set_transformers
 from flexvarlen.verify.models import build_model, parse_model
-from flexvarlen.verify.variants import set_transformers
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

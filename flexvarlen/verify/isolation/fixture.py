@@ -21,7 +21,7 @@ from torch import nn
 from flexvarlen.patches.isolation.model_run import training_mode, transformers_model
 from flexvarlen.patches.isolation.report import IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
-from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.isolation.command import LENGTHS
 
 __all__ = ["isolation_verifier", "packed_batch"]

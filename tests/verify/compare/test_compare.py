@@ -14,13 +14,14 @@ from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.reference.acceptance import Error
-from flexvarlen.verify.batch import PackedBatch, recut
 from flexvarlen.verify.compare import Report
 from flexvarlen.verify.compare import compare as run_compare
-from flexvarlen.verify.compare.accuracy import ModelErrors, Reference
+from flexvarlen.verify.compare.accuracy import limit_measures
 from flexvarlen.verify.compare.report import BASELINE, read_report
+from flexvarlen.verify.experiment.alone import Alone, Errors
+from flexvarlen.verify.experiment.batch import PackedBatch, recut
+from flexvarlen.verify.experiment.variant import Sizes, variant_names
 from flexvarlen.verify.models import GEOMETRIES, build_model, parse_model
-from flexvarlen.verify.variants import Sizes, variant_names
 from tests.planted import plant, with_gradient
 from tests.tiny_models import config_of
 
@@ -279,7 +280,8 @@ def test_backend_that_raises_has_a_record_and_the_others_theirs(
 @pytest.mark.parametrize("stage", ["time_interleaved", "peak_memory_mib"])
 def test_error_after_the_checks_costs_no_verdict(llama, monkeypatch, stage):
     """As too little memory, in the turns of timing or in the step whose memory is measured."""
-    module = sys.modules["flexvarlen.verify.compare.compare"]
+    where = "compare.compare" if stage == "peak_memory_mib" else "experiment.measure"
+    module = sys.modules[f"flexvarlen.verify.{where}"]
     measure, now = getattr(module, stage), []
 
     def measured(*args, **options):
@@ -318,19 +320,19 @@ def test_nan_is_wrong(llama, monkeypatch):
 
 def test_rule_names_what_is_too_far_off():
     small = Error(1e-5, 1e-6, 1e-6, 1.0, 0.5)
-    right = ModelErrors(small, small, 1.0, {"w": small})
-    reference = Reference(new_batch(), (0,), None, None, None, right)
-    assert reference.why_wrong(right, torch.float32) is None
-    assert reference.limits(right, torch.float32)["worst_gradient_ratio"] < 1 / 2.9
+    right = Errors(small, (), 1.0, small, {"w": small})
+    reference = Alone(new_batch(), (0,), "logits", torch.float32, None, right)
+    assert reference.why_wrong(right) is None
+    assert limit_measures(reference, right)["worst_gradient_ratio"] < 1 / 2.9
     large, nan = replace(small, mean_abs=1e-4), replace(small, max_abs=math.nan)
     for wrong, words in (
-        (replace(right, logits=large), "logits"),
+        (replace(right, outputs=large), "logits"),
         (replace(right, loss=large), "the loss"),
         (replace(right, gradients={"w": large}), "the gradient of w"),
         (replace(right, gradients={"w": nan}), "the gradient of w"),
         (replace(right, gradients={"w": Error.missing()}), "the gradient of w"),
     ):
-        assert words in reference.why_wrong(wrong, torch.float32)
+        assert words in reference.why_wrong(wrong)
 
 
 # ---- the model, the batch, the options ----

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.compare import accuracy, compare
-from flexvarlen.verify.compare.accuracy import Reference
-from flexvarlen.verify.tree_batch import TreeBatch
+from flexvarlen.verify.compare.accuracy import reference_of
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.tree_batch import TreeBatch
 from tests.planted import ignore_branches, plant, with_gradient
 from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
 from tests.trees import EXAMPLES
@@ -40,7 +40,7 @@ def test_reference_is_the_samples_one_by_one():
     """Twins count twice; the gradients of a shared prefix are summed over its samples."""
     model = copy.deepcopy(shared_model("llama"))
     row = TreeBatch.of(batch())
-    found = Reference.of(model, row, train=True, seed=0)
+    found = reference_of(model, row, train=True, seed=0)
     model.set_attn_implementation("eager")
     exact = texts_alone(model.double(), [(torch.tensor(text), 0) for text in samples()])
     assert found.results.loss == pytest.approx(float(exact.loss), rel=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexvarlen.attention.backends.reference import ReferenceBackend
-from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import PackedBatch
 
 # With a document of one token, which MKL multiplies by a kernel of its own.
 LENGTHS = (30, 1, 17, 40, 8)

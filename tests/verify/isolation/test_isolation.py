@@ -9,7 +9,7 @@ import flexvarlen as fv
 from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.tokens import halves, with_other_tokens
 from flexvarlen.patches.isolation.verify import verify_isolation
-from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.models import build_model
 
 LENGTHS = (5, 11, 1, 8, 7)

@@ -11,7 +11,7 @@ import flexvarlen as fv
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.verify import verify_isolation
-from flexvarlen.verify.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.models import build_model
 from tests.planted import replace_output, with_gradient
 

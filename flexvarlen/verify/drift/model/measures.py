@@ -13,9 +13,10 @@ from torch import Tensor
 
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.reference.attention import PIECE_ELEMENTS
-from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
+from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.drift.difference import Difference
 from flexvarlen.verify.drift.model.run import DriftRun, targets_of
+from flexvarlen.verify.experiment.batch import PackedBatch
 
 
 def run_measures(found: DriftRun, other: DriftRun, batch: PackedBatch) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import flexvarlen as fv
-from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
+from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.drift.model.hidden_states import Recorder
-from flexvarlen.verify.variants import THEIRS, Sizes, Variant
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.variant import THEIRS, Sizes, Variant
 
 
 class Piece(NamedTuple):

@@ -22,7 +22,6 @@ from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
-from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.corpus import batch_of
 from flexvarlen.verify.drift.each import check_baseline, checked_names, records_of
 from flexvarlen.verify.drift.model.measures import run_measures, why_not_finite
@@ -33,7 +32,8 @@ from flexvarlen.verify.drift.model.run import (
     run_padded,
     run_unpacked,
 )
-from flexvarlen.verify.variants import Sizes, Variant, make_variant, variant_names
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, variant_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -250,4 +250,5 @@ class _Comparison:
 
     def _variant(self, name: str, base: PreTrainedModel) -> Variant:
         """A backend on the parameters of `base`; raises `Unsupported`."""
-        return make_variant(name, base, Sizes.of(self.batch), train=self.case.train, compile=False)
+        sizes = Sizes.of(self.batch)
+        return make_variant(name, base, sizes, train=self.case.train, or_forward=True)

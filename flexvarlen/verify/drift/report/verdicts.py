@@ -8,7 +8,7 @@ from flexvarlen.report.records import Record, in_short
 from flexvarlen.report.table import nan_last, share
 from flexvarlen.verify.drift.report.tables import RATIOS
 from flexvarlen.verify.drift.training.verdict import ROUNDING
-from flexvarlen.verify.variants import THEIRS
+from flexvarlen.verify.experiment.variant import THEIRS
 
 
 def passed(records: Sequence[Record]) -> bool:

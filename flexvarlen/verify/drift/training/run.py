@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.reference.attention import PIECE_ELEMENTS
-from flexvarlen.runner.failures import Unsupported
-from flexvarlen.verify.batch import PackedBatch
-from flexvarlen.verify.variants import Sizes, make_variant
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.step import causal_step
+from flexvarlen.verify.experiment.variant import Sizes, make_variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,13 +103,11 @@ def step_of(name: str, model: PreTrainedModel, sizes: Sizes) -> Step:
         model.set_attn_implementation("sdpa")
         model.train()
         return _unpacked_step(model)
-    variant = make_variant(name, model, sizes, train=True, compile=False)
-    if variant.why_no_backward is not None:
-        raise Unsupported(variant.why_no_backward)
+    variant = make_variant(name, model, sizes)
 
     def step(batch: PackedBatch) -> float:
         labels = batch.labels()
-        return variant.step(batch, labels, batch.counted(labels)).loss
+        return causal_step(variant, batch, labels, batch.counted(labels)).loss
 
     return step
 

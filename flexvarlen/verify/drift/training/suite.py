@@ -17,7 +17,6 @@ from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, UnknownVariant
-from flexvarlen.verify.batch import PackedBatch
 from flexvarlen.verify.drift.each import check_baseline
 from flexvarlen.verify.drift.training.run import (
     UNPACKED,
@@ -28,6 +27,7 @@ from flexvarlen.verify.drift.training.run import (
     train,
 )
 from flexvarlen.verify.drift.training.verdict import PASSED, ROUNDING, Noise, last_quarter
+from flexvarlen.verify.experiment.batch import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,14 +15,15 @@ from flexvarlen.bench.suites.attention.tables import PACKAGES
 from flexvarlen.bench.suites.model.tables import (
     cell,
     model_title,
+    number,
     spread,
     table_of,
     took,
     value,
 )
-from flexvarlen.bench.suites.trees.attention import measure_trees
-from flexvarlen.bench.suites.trees.cases import REPEATED, STEPS, Kind, Shape, Tree, TreeCase
-from flexvarlen.bench.suites.trees.step import TreeSteps, split_variant
+from flexvarlen.bench.suites.model.tree_attention import measure_trees
+from flexvarlen.bench.suites.model.tree_cases import REPEATED, STEPS, Kind, Shape, Tree, TreeCase
+from flexvarlen.bench.suites.model.tree_step import TreeSteps, split_variant
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
@@ -107,13 +108,6 @@ def _case(kind: Kind, levels: Shape, options: Options) -> TreeCase:
 def _table(records: Sequence[Record]) -> Table:
     """One kind: shapes and variants down. Columns that it does not measure are left out."""
     notes = Notes()
-
-    def number(title: str, name: str, form: str, scale: float = 1.0) -> Column:
-        def text(record: Record) -> str:
-            found = value(record, name)
-            return NOTHING if found is None else f"{found * scale:{form}}"
-
-        return Column(title, text)
 
     def ms(title: str, name: str, digits: int) -> Column:
         return Column(title, lambda r: cell(r, spread(r, digits, name), notes))

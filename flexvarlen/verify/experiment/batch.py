@@ -1,4 +1,4 @@
-"""`PackedBatch`: the documents that a comparison runs on, in one row without padding.
+"""`PackedBatch`: the documents of an experiment, in one row without padding.
 
 Shapes: T tokens; N documents.
 """
@@ -6,7 +6,7 @@ Shapes: T tokens; N documents.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.reference.model import Loss, next_token_loss
+from flexvarlen.reference.model import IGNORE_INDEX, Loss, next_token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
 
 @dataclass(frozen=True)
@@ -131,13 +129,30 @@ class PackedBatch:
             labels[0, start : start + 1 if document in counted else end] = IGNORE_INDEX
         return labels
 
+    def next_tokens(self) -> Tensor:
+        """int64 `[1, T]`: what each token predicts; -100 at the last of each document."""
+        return self.labels().roll(-1, dims=1)
+
     def counted(self, labels: Tensor) -> Tensor:
         """0-d tensor: the labels that count, at least 1."""
         return (labels != IGNORE_INDEX).sum().clamp(min=1)
 
-    def loss_alone(self, model: PreTrainedModel, documents: Sequence[int]) -> Loss:
-        """The loss of `labels(documents)`, of each document alone."""
-        return next_token_loss(model, self.input_ids, self.lengths, documents)
+    def loss_alone(
+        self, model: PreTrainedModel, documents: Sequence[int], piece_tokens: int | None = None
+    ) -> Loss:
+        """The loss of `labels(documents)`, of each document alone.
+
+        Args:
+            piece_tokens: as in `next_token_loss`.
+        """
+        return next_token_loss(
+            model, self.input_ids, self.lengths, documents, piece_tokens=piece_tokens
+        )
+
+    def of_documents(self, outputs: Tensor, documents: Sequence[int]) -> Iterator[Tensor]:
+        """The rows of outputs `[T, …]` that are each of these documents'."""
+        pieces = outputs.split(list(self.lengths))
+        return (pieces[document] for document in documents)
 
     def loss_inputs(self, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
         """The keyword arguments of a forward whose loss is that of `labels` over `counted`."""

@@ -1,15 +1,15 @@
-"""`measure_variants`: check every variant of a case, then time the right ones in turns."""
+"""Check every variant of a case, then time the right ones in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from flexvarlen.bench.suites.model.step import free
-from flexvarlen.bench.suites.model.variants import LIMITS
 from flexvarlen.measure import (
     Timing,
     memory_meaning,
@@ -20,15 +20,20 @@ from flexvarlen.measure import (
 )
 from flexvarlen.measure.timing import wall_seconds
 from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.failures import is_lost, status_of
 from flexvarlen.runner.suite import Finding, Options
+from flexvarlen.verify.experiment.step import free
 
-MOST_REPEATS = 15
+# Variants of one class share their code objects, and Dynamo's limits go by code object.
+LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
+FEWEST_REPEATS, MOST_REPEATS = 3, 15
 SLOW_S = 2.0
 """A call that takes longer is not timed again: the seconds of its second run stand, if nothing was
 compiled in them. A shorter one is timed after another of its own, as a hot GPU's clocks follow the
 power that the last half second drew."""
 
 Measures = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -50,6 +55,19 @@ class CheckedVariant:
     conclude: Callable[[float], Measures] = lambda ms: {}
     afterwards: Callable[[], tuple[Measures, str | None]] = lambda: ({}, None)
     took_s: float | None = None
+
+
+def first_run(call: Callable[[], T]) -> tuple[T, Measures]:
+    """A variant's first run: what it gives, its seconds, and what was compiled in them."""
+    begin = time.perf_counter()
+    with watch_compilation() as stats:
+        found = call()
+    return found, {
+        "first_step_s": time.perf_counter() - begin,
+        "compile_s": stats.compile_s,
+        "graphs": stats.compilations,
+        "graph_breaks": stats.graph_breaks,
+    }
 
 
 def measure_variants(
@@ -93,6 +111,10 @@ def measure_variants(
         findings = [finding for finding in found if finding.variant not in right]
         for variant, timing in _time(right, options, most_repeats, slow_s, lead_in).items():
             checked = right[variant]
+            if isinstance(timing, Finding):
+                reason = f"not timed: {timing.reason}"
+                findings.append(Finding(variant, timing.status, reason, checked.measures))
+                continue
             more, wrong = checked.afterwards()
             free(options.device)
             measures = checked.measures | asdict(timing) | checked.conclude(timing.ms_p50) | more
@@ -121,21 +143,79 @@ def _time(
     most_repeats: int,
     slow_s: float,
     lead_in: int,
-) -> dict[str, Timing]:
-    """Timings of all variants, in turns."""
+) -> dict[str, Timing | Finding]:
+    """Timings of all variants, in turns; of those that are slow, their second run's."""
     slow = {x: c.took_s for x, c in right.items() if c.took_s is not None and c.took_s > slow_s}
     fast = {x: c for x, c in right.items() if x not in slow}
-    repeats = {
-        name: max(3, min(most_repeats, int(options.seconds / (checked.took_s or slow_s))))
-        for name, checked in fast.items()
-    }
-    found = time_interleaved(
-        {name: checked.call for name, checked in fast.items()},
-        device=options.device,
-        warmup=0,  # each ran twice
-        repeats=repeats,
-        flush_l2=False,
-        lead_in=lead_in,
+    found: dict[str, Timing | Finding] = dict(
+        time_in_turns(
+            {name: checked.call for name, checked in fast.items()},
+            {name: checked.took_s or slow_s for name, checked in fast.items()},
+            options.device,
+            seconds=options.seconds,
+            most_repeats=most_repeats,
+            warmup=0,  # each ran twice
+            lead_in=lead_in,
+        )
     )
     found |= {name: summarize([took * 1e3]) for name, took in slow.items()}
     return {name: found[name] for name in right}
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    took_s: Mapping[str, float],
+    device: torch.device,
+    *,
+    seconds: float,
+    most_repeats: int = MOST_REPEATS,
+    warmup: int = 1,
+    lead_in: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Timing | Finding]:
+    """Timings of all variants' calls, interleaved.
+
+    One that raises, as of memory, is timed no further: its finding says why.
+
+    Args:
+        calls: by variant.
+        took_s: seconds of one call; one that is not there runs first.
+        seconds: that a variant is timed for, about.
+        most_repeats: timed calls of a variant at most.
+        warmup, lead_in, progress: as in `time_interleaved`.
+
+    Raises:
+        RuntimeError: the device is lost.
+    """
+    raised: dict[str, Finding] = {}
+
+    def guarded(name: str) -> None:
+        if name in raised:
+            return
+        try:
+            calls[name]()
+        except Exception as error:  # kernels and compilers raise types of their own
+            if is_lost(error, device):
+                raise
+            raised[name] = Finding(name, *status_of(error))
+            free(device)
+
+    guarded_calls = {name: partial(guarded, name) for name in calls}
+    first_s = {
+        name: wall_seconds(call, device)
+        for name, call in guarded_calls.items()
+        if name not in took_s
+    }
+    timings = time_interleaved(
+        guarded_calls,
+        device=device,
+        warmup=warmup,
+        repeats={
+            name: max(FEWEST_REPEATS, min(most_repeats, int(seconds / took)))
+            for name, took in (first_s | dict(took_s)).items()
+        },
+        flush_l2=False,  # a model's step evicts it by itself
+        lead_in=lead_in,
+        progress=progress,
+    )
+    return timings | raised

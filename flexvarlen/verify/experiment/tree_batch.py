@@ -5,7 +5,7 @@ Shapes: T tokens of the row; N samples, each a path from a root to a leaf; L tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.tree_loss import count_labels
-from flexvarlen.reference.model import Loss, weighted_loss
-from flexvarlen.verify.batch import IGNORE_INDEX, PackedBatch
+from flexvarlen.reference.model import IGNORE_INDEX, Loss, weighted_loss
+from flexvarlen.verify.experiment.batch import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,6 +128,10 @@ class TreeBatch:
             self.counted(labels),
         )
 
+    def of_documents(self, outputs: Tensor, samples: Sequence[int]) -> Iterator[Tensor]:
+        """The rows of outputs `[T, …]` that are on each of these samples' paths."""
+        return (outputs[self.paths[sample]] for sample in samples)
+
     def loss_inputs(self, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
         """The keyword arguments of a forward whose loss is that of `labels` over `counted`."""
         counts = {"sample_counts": self.sample_counts, "num_items_in_batch": counted}
@@ -140,4 +144,4 @@ class TreeBatch:
 
 
 Row = PackedBatch | TreeBatch
-"""What a comparison runs on."""
+"""What an experiment runs on."""

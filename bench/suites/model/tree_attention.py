@@ -16,7 +16,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.attention.engine import measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs, serial
 from flexvarlen.bench.suites.attention.packed import packed_calls
-from flexvarlen.bench.suites.trees.cases import REPEATED, TreeCase
+from flexvarlen.bench.suites.model.tree_cases import REPEATED, TreeCase
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.reference.acceptance import Error
 from flexvarlen.reference.attention import Results, Sample, spans_of

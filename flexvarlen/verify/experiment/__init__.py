@@ -1,0 +1,11 @@
+"""One experiment: a model on documents in one row, in variants that share its parameters.
+
+| file | holds |
+|---|---|
+| `batch.py`, `tree_batch.py` | the documents of a row, or the trees |
+| `inputs.py` | the same documents as forwards: packed, padded, one at a time |
+| `variant.py` | a model with one attention, and how it is given the documents |
+| `alone.py` | each document alone: the reference, and the errors of the baseline |
+| `step.py` | forward, loss and backward |
+| `measure.py` | variants checked one by one, then timed in turns |
+"""

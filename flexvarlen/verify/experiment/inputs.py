@@ -1,0 +1,184 @@
+"""The documents of a row as forwards: one packed row, padded batches, one document at a time.
+
+All hold the same tokens and labels, in the documents' order or in that of `by_length`, so that
+their outputs and gradients can be compared with the same reference. Shapes: T tokens of all
+documents; B rows of S positions, S = T in the packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexvarlen.reference.model import IGNORE_INDEX
+from flexvarlen.verify.experiment.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One forward of a step.
+
+    Attributes:
+        inputs: keyword arguments of the model.
+        real: bool `[B, S]`, the positions that are not padding; None: all.
+        labels: int64 `[B, S]`, the next token, `IGNORE_INDEX` where there is none; None where they
+            are not used.
+        counts: int64 `[B, S]`, the samples that each token stands for; None: one.
+        grad_output: `[B, S, hidden]`, where the backward starts, if not from a loss.
+    """
+
+    inputs: Mapping[str, Any]
+    real: Tensor | None = None
+    labels: Tensor | None = None
+    counts: Tensor | None = None
+    grad_output: Tensor | None = None
+
+    def tokens_of(self, outputs: Tensor) -> Tensor:
+        """`[B, S, …]` -> `[tokens, …]`, row by row without the padding."""
+        outputs = outputs.detach()
+        return outputs.flatten(0, 1) if self.real is None else outputs[self.real]
+
+
+SORTED = "padded-sorted"
+BATCHINGS = ("packed", "padded", SORTED, "serial")
+"""How the documents come: in one row, padded in order or by length, or one after another."""
+
+
+def forwards_of(
+    batching: str,
+    row: PackedBatch,
+    boundaries: Callable[[PackedBatch], Mapping[str, Any]],
+    grad_output: Tensor | None = None,
+) -> list[ModelInputs]:
+    """The documents as one of `BATCHINGS`.
+
+    Args:
+        boundaries: gives the keyword arguments that mark the documents of a packed row.
+        grad_output: `[T, hidden]`, where the backward starts, if not from a loss.
+    """
+    if batching == "packed":
+        return packed(row, boundaries(row), grad_output)
+    if batching == "serial":
+        return serial(row)
+    order = by_length(row) if batching == SORTED else None
+    return padded(row, row.total_tokens, order=order, grad_output=grad_output)
+
+
+def packed(
+    row: PackedBatch, boundaries: Mapping[str, Any], grad_output: Tensor | None = None
+) -> list[ModelInputs]:
+    """One row of T.
+
+    Args:
+        boundaries: the keyword arguments that mark the documents.
+        grad_output: `[T, hidden]`.
+    """
+    inputs = {"input_ids": row.input_ids, **boundaries}
+    start = None if grad_output is None else grad_output[None]
+    return [ModelInputs(inputs, labels=row.next_tokens(), grad_output=start)]
+
+
+def padded(
+    row: PackedBatch,
+    positions: int,
+    *,
+    order: Sequence[int] | None = None,
+    grad_output: Tensor | None = None,
+) -> list[ModelInputs]:
+    """Right-padded batches, at most `positions` each, pads too.
+
+    Such a batch fits wherever the packed row fits: with the same memory a user would batch this
+    way, and sum the gradients.
+
+    Args:
+        positions: of a batch; a document that is longer has one of its own.
+        order: indices of the documents; None: as they come.
+        grad_output: `[T, hidden]`.
+    """
+    order = range(len(row.lengths)) if order is None else order
+    groups = padded_groups([row.lengths[index] for index in order], positions)
+    return [_padded(row, [order[i] for i in group], grad_output) for group in groups]
+
+
+def _padded(row: PackedBatch, documents: Sequence[int], grad_output: Tensor | None) -> ModelInputs:
+    """These documents, each in a row."""
+    paths = row.paths
+    at = torch.cat([paths[index] for index in documents])
+    lengths = torch.tensor([row.lengths[index] for index in documents], device=at.device)
+    real = torch.arange(int(lengths.max()), device=at.device) < lengths[:, None]
+
+    def put(of_tokens: Tensor, fill: int) -> Tensor:
+        found = of_tokens.new_full((*real.shape, *of_tokens.shape[1:]), fill)
+        found[real] = of_tokens[at]
+        return found
+
+    inputs = {
+        "input_ids": put(row.input_ids[0], 0),
+        "attention_mask": real.long(),
+        "use_cache": False,
+    }
+    labels = put(row.next_tokens()[0], IGNORE_INDEX)
+    start = None if grad_output is None else put(grad_output, 0)
+    return ModelInputs(inputs, real, labels, grad_output=start)
+
+
+def serial(row: PackedBatch) -> list[ModelInputs]:
+    """Each document alone."""
+    labels = row.next_tokens()
+    return [
+        ModelInputs(
+            {"input_ids": row.input_ids[:, start:end], "use_cache": False},
+            labels=labels[:, start:end],
+        )
+        for start, end in row.spans()
+    ]
+
+
+def padded_groups(lengths: Sequence[int], positions: int) -> Iterator[list[int]]:
+    """Documents of each padded batch: as many in a row as fit, pads included, at least one.
+
+    >>> list(padded_groups([3, 1, 4, 1, 1], 8))
+    [[0, 1], [2, 3], [4]]
+    """
+    group: list[int] = []
+    for index, length in enumerate(lengths):
+        longest = max((lengths[i] for i in group), default=0)
+        if group and (len(group) + 1) * max(longest, length) > positions:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def by_length(row: PackedBatch) -> list[int]:
+    """Indices of the documents, the longest first.
+
+    The fewest pads that `train_sampling_strategy="group_by_length"` of transformers' `Trainer` can
+    reach: it sorts at most 50 batches at a time (`transformers.trainer_pt_utils`).
+    """
+    return sorted(range(len(row.lengths)), key=lambda index: -row.lengths[index])
+
+
+def in_order(row: PackedBatch, outputs: Tensor, batching: str) -> Tensor:
+    """Outputs `[T, …]` of `forwards_of`, one after another, in the order of the documents."""
+    if batching != SORTED:
+        return outputs
+    order = by_length(row)
+    pieces = outputs.split([row.lengths[index] for index in order])
+    at = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat([pieces[index] for index in at])
+
+
+def positions_of(forwards: Sequence[ModelInputs]) -> int:
+    """Positions computed, pads included."""
+    return sum(each.inputs["input_ids"].numel() for each in forwards)
+
+
+def shapes_of(forwards: Sequence[ModelInputs]) -> int:
+    """How many different shapes the forwards get."""
+    return len({tuple(each.inputs["input_ids"].shape) for each in forwards})

@@ -1,0 +1,282 @@
+"""One step: forward, loss and backward of a model on one batch of documents or several.
+
+Shapes: B rows of S positions, S = T for a packed row of T tokens; V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from flexvarlen.reference.model import IGNORE_INDEX
+from flexvarlen.verify.experiment.inputs import ModelInputs
+from flexvarlen.verify.experiment.tree_batch import Row
+from flexvarlen.verify.experiment.variant import Variant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Tokens whose logits exist at once: in fp32, with their gradient, 5 GiB at a vocabulary of 152k.
+LOSS_ROWS = 4096
+
+T = TypeVar("T")
+
+
+def run_step(
+    variant: Variant,
+    forwards: Sequence[ModelInputs],
+    backward: Callable[[Any, ModelInputs], object],
+    *,
+    take: Callable[[Any], Any],
+    parameters_of: nn.Module | None = None,
+    keep: Callable[[Any, ModelInputs], T] | None = None,
+) -> list[T]:
+    """Drop the gradients; then each forward and its backward, gradients summed.
+
+    Args:
+        variant: what is called; one that does not train runs the forwards alone.
+        forwards: of one step.
+        backward: gets what was taken of a forward's output, and the forward's inputs.
+        take: of a forward's output what its backward needs; the rest of it is freed.
+        parameters_of: the module whose gradients these are; default: the variant's model.
+        keep: as `backward`, and after it; makes what is kept.
+
+    Returns:
+        What is kept, forward by forward; nothing by default.
+    """
+    (variant.model if parameters_of is None else parameters_of).zero_grad(set_to_none=True)
+    kept = []
+    with torch.set_grad_enabled(variant.train):
+        for each in forwards:
+            taken = take(variant.call(**each.inputs))
+            if variant.train:
+                backward(taken, each)
+            if keep is not None:
+                kept.append(keep(taken, each))
+            del taken
+    return kept
+
+
+# ---- a causal language model and its own loss ----
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives; the parameters' gradients are in their `.grad`.
+
+    Attributes:
+        logits: `[T, V]`, detached.
+        loss: over the labels given.
+        embedding_gradients: `[T, hidden]`, of the embeddings looked up; None without training.
+    """
+
+    logits: Tensor
+    loss: float
+    embedding_gradients: Tensor | None
+
+
+def causal_step(
+    variant: Variant, row: Row, labels: Tensor, counted: Tensor, *, gradients: bool = False
+) -> StepResult:
+    """One step of a causal language model on a packed row.
+
+    The embedding lookup is not in the compiled part: the model gets `inputs_embeds`, so that a
+    token's own gradient can be seen. The loss is transformers' own, of trees `tree_loss`, divided
+    by `counted` (as Trainer does).
+
+    Args:
+        row: the documents.
+        labels: int64 `[1, T]`.
+        counted: 0-d tensor, what the loss is divided by.
+        gradients: keep the embeddings' gradients.
+    """
+    with torch.set_grad_enabled(variant.train):
+        embeds: Tensor = variant.model.get_input_embeddings()(row.input_ids)
+    if gradients and variant.train:
+        embeds.retain_grad()
+    loss_inputs = row.loss_inputs(labels, counted)
+    forward = ModelInputs({"inputs_embeds": embeds, **loss_inputs, **variant.boundaries(row)})
+    ((logits, loss),) = run_step(
+        variant,
+        [forward],
+        lambda output, _: output.loss.backward(),
+        take=lambda output: output,
+        keep=lambda output, _: (output.logits.detach()[0], float(output.loss.detach())),
+    )
+    found = embeds.grad[0] if gradients and embeds.grad is not None else None
+    return StepResult(logits, loss, found)
+
+
+# ---- a base model: the logits of long rows would not fit ----
+
+
+def base_step(
+    variant: Variant,
+    forwards: Sequence[ModelInputs],
+    gradient: Callable[[Tensor, ModelInputs], Tensor] | None = None,
+    *,
+    parameters_of: nn.Module | None = None,
+    keep: bool = False,
+) -> list[Tensor]:
+    """One step of a base model.
+
+    Args:
+        variant, forwards, parameters_of: as in `run_step`.
+        gradient: outputs `[B, S, hidden]` -> where their backward starts; default: at each
+            forward's `grad_output`.
+        keep: whether to return the outputs.
+
+    Returns:
+        Tokens' outputs `[tokens, hidden]`, forward by forward; none unless kept.
+    """
+
+    def backward(outputs: Tensor, inputs: ModelInputs) -> None:
+        start = inputs.grad_output if gradient is None else gradient(outputs, inputs)
+        outputs.backward(start)
+
+    return run_step(
+        variant,
+        forwards,
+        backward,
+        take=lambda output: output.last_hidden_state,
+        parameters_of=parameters_of,
+        keep=(lambda outputs, inputs: inputs.tokens_of(outputs)) if keep else None,
+    )
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The loss of an LM head over a base model's outputs, as a gradient of these.
+
+    Attributes:
+        head: `[V, hidden]`, a parameter.
+        counted: as in `next_token_loss`.
+        labelled_alone: compute the logits of tokens that have a label, and no others.
+        loss_of: `next_token_loss`, or the same compiled.
+    """
+
+    head: Tensor
+    counted: int
+    labelled_alone: bool = False
+    loss_of: Callable[..., Tensor] | None = None
+
+    def gradient(self, outputs: Tensor, inputs: ModelInputs) -> Tensor:
+        """For `base_step`; fills `head.grad`."""
+        assert inputs.labels is not None
+        loss_of = next_token_loss if self.loss_of is None else self.loss_of
+        return self._gradient(outputs, self.head, inputs.labels, inputs.counts, loss_of)
+
+    def alone(self, labels: Sequence[Tensor]) -> Callable[[int, Tensor], Tensor]:
+        """The same of a document by its index, for `from_gradient`; the head gets no gradient.
+
+        Args:
+            labels: of each document, int64 `[L]`.
+        """
+
+        def gradient(document: int, states: Tensor) -> Tensor:
+            head = self.head.detach().to(states.dtype)
+            return self._gradient(states, head, labels[document], None, next_token_loss)
+
+        return gradient
+
+    def _gradient(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        counts: Tensor | None,
+        loss_of: Callable[..., Tensor],
+    ) -> Tensor:
+        if not self.labelled_alone:
+            return next_token_gradient(hidden, head, labels, self.counted, counts, loss_of)
+        hidden, has_label = hidden.detach(), labels != IGNORE_INDEX
+        own = None if counts is None else counts[has_label]
+        found = torch.zeros_like(hidden)
+        given = (hidden[has_label], head, labels[has_label], self.counted, own, loss_of)
+        found[has_label] = next_token_gradient(*given)
+        return found
+
+
+def next_token_loss(
+    hidden: Tensor, head: Tensor, labels: Tensor, counts: Tensor, counted: int
+) -> Tensor:
+    """transformers' own: cross-entropy in fp32 or wider, summed, over `counted`.
+
+    Args:
+        hidden: `[N, hidden]`, what the head gets.
+        head: `[V, hidden]`.
+        labels: int64 `[N]`, the next token, `IGNORE_INDEX` where nothing is predicted.
+        counts: integer `[N]`, the number of samples that each label counts for.
+        counted: the labels that count, of the whole step.
+    """
+    logits = linear(hidden, head)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return (losses * counts).sum() / counted
+
+
+def next_token_gradient(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    counted: int,
+    counts: Tensor | None = None,
+    loss_of: Callable[..., Tensor] = next_token_loss,
+) -> Tensor:
+    """The gradient of the language model's loss, a chunk of logits at a time; fills `head.grad`.
+
+    Chunks, as in fused linear cross-entropy kernels, because the logits of a long row would not
+    fit: they are 40 GB in bf16 at 128K tokens.
+
+    Args:
+        hidden, labels, counts: as in `next_token_loss`, of any shape; counts of None are ones.
+        head: a parameter gets a gradient, another tensor does not.
+        counted: as in `next_token_loss`.
+        loss_of: `next_token_loss`, or the same compiled.
+
+    Returns:
+        Of the shape and dtype of `hidden`.
+    """
+    found = []
+    counts = torch.ones_like(labels) if counts is None else counts
+    rows = hidden.detach().flatten(0, -2).split(LOSS_ROWS)
+    others = (x.flatten().split(LOSS_ROWS) for x in (labels, counts))
+    for chunk, wanted, weights in zip(rows, *others, strict=True):
+        chunk.requires_grad_()
+        loss_of(chunk, head, wanted, weights, counted).backward()  # type: ignore[no-untyped-call]
+        assert chunk.grad is not None
+        found.append(chunk.grad)
+    return torch.cat(found).view_as(hidden)
+
+
+# ---- memory ----
+
+
+def checkpoint_layers(model: PreTrainedModel, context_fn: Callable[[], Any] | None = None) -> None:
+    """Gradient checkpointing of every layer, not reentrant.
+
+    Args:
+        model: changed in place.
+        context_fn: as in `torch.utils.checkpoint.checkpoint`.
+    """
+    # transformers 5.2x calls it activation checkpointing, and warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    (enable or model.gradient_checkpointing_enable)(options)
+
+
+def free(device: torch.device, *modules: nn.Module) -> None:
+    """Drop gradients; on CUDA give back what the allocator holds free, and what cycles hold."""
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,299 @@
+"""The variants of an experiment: one attention each, all on the same parameters.
+
+A variant's name is a backend of ours, or "transformers:" and an implementation of theirs. After an
+"@" stands where the boundaries come from, if that is not the default: for ours a `PackedLayout`
+made on the host, for transformers' position_ids, as its documentation tells users to pack. With
+position_ids ours makes its shapes for patch_model's default capacity and bound. With cu_seq_lens
+transformers' FlashAttention reads nothing back in its layers: its own fast form. "both" is
+cu_seq_lens and seq_idx, which recurrent layers need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.patches.parts import ModelParts
+from flexvarlen.reference.model import share
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.suite import UnknownVariant
+from flexvarlen.verify.experiment.tree_batch import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+THEIRS = "transformers:"
+FORMS = {True: ("position_ids", "cu_seq_lens", "both"), False: ("packed_layout", "position_ids")}
+"""Where boundaries can come from, by whether the attention is transformers'; the default first."""
+
+_NOT_OURS = ("transformers", "sentence-transformers", "raw", "fixed", "unpatched")
+"""Parts of the names of variants whose attention is not flexvarlen's."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What shapes are made for, over all rows of an experiment; a row of trees keeps its own."""
+
+    capacity: int
+    max_seqlen_bound: int
+
+    @classmethod
+    def of(cls, *rows: Row) -> Sizes:
+        """Room for the documents of these rows and of others like them: powers of two."""
+        each = [row.samples.lengths for row in rows]
+        longest = round_up_to_power_of_two(max(map(max, each)))
+        capacity = round_up_to_power_of_two(max(map(len, each)))
+        return cls(capacity, min(longest, *map(sum, each)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model with its own attention, and how to call it.
+
+    Attributes:
+        name: see the module.
+        model: shares its parameters with all other variants.
+        sizes: of the layouts that it is given.
+        call: the model, or the compiled model.
+        train: whether a step runs the backward.
+        why_no_backward: why not, where training was asked for.
+    """
+
+    name: str
+    model: PreTrainedModel
+    sizes: Sizes
+    call: Callable[..., Any]
+    train: bool = True
+    why_no_backward: str | None = None
+
+    @property
+    def attention(self) -> str:
+        """The name without the "@"."""
+        return self.name.partition("@")[0]
+
+    @property
+    def theirs(self) -> bool:
+        """Whether the attention is transformers' own."""
+        return self.name.startswith(THEIRS)
+
+    @property
+    def form(self) -> str:
+        """Where the boundaries come from."""
+        return self.name.partition("@")[2] or FORMS[self.theirs][0]
+
+    def layout(self, row: Row) -> fv.PackedLayout:
+        """The row's documents, in this variant's sizes."""
+        return row.layout(self.sizes.capacity, self.sizes.max_seqlen_bound)
+
+    def boundaries(self, row: Row) -> dict[str, Any]:
+        """Keyword arguments of a forward that mark the row's documents; all else is left out."""
+        layout = self.layout(row)
+        if self.form == "packed_layout":
+            return {"packed_layout": layout}
+        found: dict[str, Any] = {"position_ids": layout.position_ids()[None]}
+        lengths = row.samples.lengths
+        if self.form in ("cu_seq_lens", "both"):  # as DataCollatorWithFlattening makes them
+            ends = torch.tensor([0, *lengths]).cumsum(0).to(layout.device, torch.int32)
+            found |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        if self.form == "both":
+            numbers = torch.arange(len(lengths), dtype=torch.int32)
+            documents = numbers.repeat_interleave(torch.tensor(lengths))
+            found["seq_idx"] = documents[None].to(layout.device)
+        return found
+
+    def inputs(self, row: Row) -> dict[str, Any]:
+        """The same; where no layout says that rows are packed, without transformers' cache.
+
+        By default it makes one in training too, and attends across the documents.
+        """
+        found = self.boundaries(row)
+        return found if self.form == "packed_layout" else found | {"use_cache": False}
+
+    def compiled(
+        self,
+        compiler: str,
+        *,
+        fullgraph: bool | None = None,
+        dynamic: bool | None = None,
+        cuda_graphs: bool = False,
+    ) -> Variant:
+        """The same under torch.compile.
+
+        Args:
+            compiler: "inductor", or another backend of torch.compile.
+            fullgraph: default: for ours; transformers' own break the graph, and would not run.
+            dynamic: as in torch.compile.
+            cuda_graphs: as `mode="reduce-overhead"` does.
+        """
+        backend = own_backend(compiler, cuda_graphs=cuda_graphs)
+        fullgraph = not self.theirs if fullgraph is None else fullgraph
+        call = torch.compile(self.model, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+        return replace(self, call=call)
+
+    def compile_layers(self, compiler: str) -> None:
+        """Put each layer under torch.compile by itself; graph breaks are allowed."""
+        backend = own_backend(compiler)
+        for layer in self.model.layers:
+            layer.compile(backend=backend)
+
+
+def own_backend(compiler: str, *, cuda_graphs: bool = False) -> Callable[..., Any]:
+    """A backend of torch.compile that is an object of its own.
+
+    Dynamo keeps compiled code by code object, which all variants of a model class share; by their
+    backends, none is served another's graphs.
+
+    Args:
+        compiler, cuda_graphs: as in `Variant.compiled`.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        if compiler == "inductor":
+            patches = {"triton.cudagraphs": cuda_graphs}
+            return compile_fx(graph, inputs, config_patches=patches)
+        return lookup_backend(compiler)(graph, inputs)
+
+    return backend
+
+
+# ---- names ----
+
+
+def is_ours(variant: str) -> bool:
+    """Whether a wrong or failed variant is a finding: not so of others' attention, which may leak.
+
+    >>> [is_ours(name) for name in ("fa2@serial", "packed:auto", "ddp", "flexvarlen:sdpa")]
+    [True, True, True, True]
+    >>> [is_ours(name) for name in ("unpatched", "raw:nested", "packed:transformers:sdpa")]
+    [False, False, False]
+    """
+    return not any(word in _NOT_OURS for word in variant.split(":"))
+
+
+def variant_names(backends: str | Sequence[str], device: torch.device) -> list[str]:
+    """The variants that a comparison shows.
+
+    Args:
+        backends: "all", or names of backends (also transformers' names for the same kernels), or
+            one name, or several with commas between.
+        device: on CUDA, transformers' own kernels join.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    names = backends.split(",") if isinstance(backends, str) else list(backends)
+    names = [our_name(name.strip()) for name in names]
+    if names == ["all"]:
+        theirs = ["sdpa"]
+        if device.type == "cuda":
+            theirs += ["flex_attention", "flash_attention_2"]
+        return [*fv.BACKENDS, "auto", *(THEIRS + name for name in theirs)]
+    for name in names:
+        if not name.startswith(THEIRS) and name not in (*fv.BACKENDS, "auto"):
+            raise ValueError(
+                f"backends must be all, {', '.join(fv.BACKENDS)}, auto or {THEIRS}<implementation>,"
+                f" got {name!r}; choose among these."
+            )
+    return list(dict.fromkeys(names))
+
+
+def require_known(name: str) -> None:
+    """Check a variant's name.
+
+    Raises:
+        UnknownVariant: there is no such attention, or no such source of boundaries.
+    """
+    kind, _, form = name.partition("@")
+    theirs = kind.startswith(THEIRS)
+    if form not in ("", *FORMS[theirs]) or not (theirs or kind in (*fv.BACKENDS, "auto")):
+        raise UnknownVariant(
+            f"variant must be auto, a backend ({', '.join(fv.BACKENDS)}) or "
+            f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(FORMS[theirs])}, got "
+            f"{name!r}; choose one."
+        )
+
+
+# ---- making one ----
+
+
+def make_variant(
+    name: str,
+    base: PreTrainedModel,
+    sizes: Sizes,
+    *,
+    train: bool = True,
+    or_forward: bool = False,
+) -> Variant:
+    """A variant of `base`, whose parameters it shares; `base` itself is not patched.
+
+    Args:
+        train: whether its steps run the backward; the model is put into that mode.
+        or_forward: a backend of ours that has no backward here gets `train=False`, and says why.
+
+    Raises:
+        Unsupported: it cannot run here, or not train: a package or a GPU is missing, or the kernel
+            refuses.
+        UnknownVariant: an unknown name.
+    """
+    require_known(name)
+    attention = name.partition("@")[0]
+    model = share(base)
+    why_no_backward = None
+    if attention.startswith(THEIRS):
+        set_transformers(model, attention.removeprefix(THEIRS))
+        if "flash_attention" in attention and base.dtype not in (torch.float16, torch.bfloat16):
+            raise Unsupported(f"{name} needs bfloat16 or float16, got {base.dtype}; change dtype.")
+    else:
+        why_no_backward = why_not_layers(attention, model, needs_grad=True) if train else None
+        refusal = why_no_backward
+        if or_forward or not train:
+            refusal = why_not_layers(attention, model, needs_grad=False)
+        if refusal is not None:
+            raise Unsupported(refusal)
+        try:
+            fv.patch_model(model, attention)
+        except NotImplementedError as error:
+            raise Unsupported(str(error)) from error
+    train = train and why_no_backward is None
+    model.train(train)
+    return Variant(name, model, sizes, model, train, why_no_backward)
+
+
+def why_not_layers(name: str, model: PreTrainedModel, *, needs_grad: bool) -> str | None:
+    """Why a backend cannot serve some attention layer of a model, or None; None for "auto"."""
+    if name == "auto":
+        return None
+    for kind in ModelParts.of(model).kinds:
+        reason = fv.why_not(
+            name,
+            device=model.device,
+            dtype=model.dtype,
+            num_heads=kind.num_heads,
+            num_kv_heads=kind.num_kv_heads,
+            head_dim=kind.head_dim,
+            needs_grad=needs_grad,
+        )
+        if reason is not None:
+            return reason
+    return None
+
+
+def set_transformers(model: PreTrainedModel, implementation: str) -> None:
+    """Give a model transformers' own attention; raises `Unsupported` where it is not that one."""
+    try:
+        model.set_attn_implementation(implementation)
+    except (ImportError, ValueError) as error:
+        raise Unsupported(" ".join(str(error).split())[:300]) from error
+    found = model.config._attn_implementation
+    if found != implementation:  # e.g. a kernel from the hub in place of the package
+        raise Unsupported(f"transformers set {found!r} instead of {implementation!r}.")
