@@ -164,8 +164,8 @@ def _without_cudnn() -> Iterator[None]:
     """Disable cuDNN's SDPA kernel, which torch prefers on Hopper.
 
     With torch 2.11 on an H200, its gradients are off by 140% after a call of the same shape with a
-    gradient in another memory format, and NaN in float16 under masks that leave few keys: see the
-    suite `sdpa-gradients` of `flexvarlen bench`.
+    gradient in another memory format, and NaN in float16 under masks that leave few keys:
+    bench/results/sdpa-gradients-h200.jsonl.
     """
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
