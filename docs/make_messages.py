@@ -35,7 +35,10 @@ GROUPS = {
 }
 """By kind of message, else by package."""
 
-_COMMANDS = ("cli", "measure", "report", "runner", "verify/drift")
+_COMMANDS = (
+    *("cli/", "measure/", "report/", "runner/"),
+    *("verify/drift/", "verify/experiment/difference", "verify/experiment/operator"),
+)
 """Left out: what they say is about the options just typed."""
 
 _TOP = """# Messages
@@ -104,7 +107,7 @@ class _File:
 def sources() -> list[Path]:
     """Every module of the library; `flexvarlen/patches` and `flexvarlen/bench` are links."""
     modules = (path for name in ("flexvarlen", "patches") for path in (ROOT / name).rglob("*.py"))
-    without = tuple(f"{ROOT}/flexvarlen/{name}/" for name in _COMMANDS)
+    without = tuple(f"{ROOT}/flexvarlen/{name}" for name in _COMMANDS)
     found = (path for path in modules if not str(path).startswith(without))
     return sorted(path for path in found if path.resolve() == path)
 

@@ -25,8 +25,9 @@ import flexvarlen as fv
 from flexvarlen.measure import time_interleaved
 from flexvarlen.report.figure import STYLES, style_of
 from flexvarlen.report.table import markdown
-from flexvarlen.verify.drift import DriftReport, model_drift, operator_drift
-from flexvarlen.verify.drift.op.cases import OpCase
+from flexvarlen.verify.drift import DriftReport, model_drift
+from flexvarlen.verify.experiment.operator import operator_drift
+from flexvarlen.verify.experiment.operator_cases import OpCase
 from flexvarlen.verify.models import build_model
 
 FULL = torch.cuda.is_available()  # the same cells, at a larger size
@@ -179,7 +180,8 @@ print("\nauto gives the same bits as the backend it chose:", torch.equal(by_auto
 # - the same call again.
 
 # %%
-case = OpCase("mixed lengths", (TOKENS // 4, 7, TOKENS // 16, 1, TOKENS // 8), causal=True, **HEADS)
+lengths = (TOKENS // 4, 7, TOKENS // 16, 1, TOKENS // 8)
+case = OpCase(lengths, causal=True, label="mixed lengths", **HEADS)
 rows = operator_drift(
     [case],
     timed,

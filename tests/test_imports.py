@@ -18,7 +18,6 @@ ORDER = (
     # each imports those below it alone
     "cli",
     "bench",
-    "verify.drift",
     "verify",
     "runner",
     "report",

@@ -120,8 +120,8 @@ def op(
     """
     with one_line_errors(op):
         from flexvarlen.cli.machine import parse_heads
-        from flexvarlen.verify.drift.op.cases import OpCase, suite_cases
-        from flexvarlen.verify.drift.op.suite import OperatorDrift, backend_variants
+        from flexvarlen.verify.experiment.operator import OperatorDrift, backend_variants
+        from flexvarlen.verify.experiment.operator_cases import OpCase, suite_cases
         from flexvarlen.verify.isolation.command import parse_lengths
 
         where = device_of(device)
@@ -130,7 +130,7 @@ def op(
         elif suite is None:
             query, kv = parse_heads(heads)
             each = map(parse_lengths, lengths.split(";"))
-            cases = [OpCase.of(one, query, kv, head_dim, causal, window) for one in each]
+            cases = [OpCase(one, query, kv, head_dim, causal, window) for one in each]
         else:
             raise ValueError(f"suite must not be given with --lengths, got {suite!r}; give one.")
         dtypes = _dtypes(dtype, where)

@@ -109,6 +109,11 @@ def run_suite(
             f"{run.out} holds records of {', '.join(sorted(before.others))}, which are not "
             "measured again: run with --again, or to another file, if they should be."
         )
+
+    def keep(case: Case, findings: Sequence[Finding]) -> None:
+        if run.out is not None:
+            append_records(run.out, _records(suite, case, findings, environment))
+
     for done, (case, variants) in enumerate(todo):
         if time.perf_counter() - begin > run.until_s:
             return RunSummary(done, len(cases) - len(todo), len(todo) - done)
@@ -120,7 +125,7 @@ def run_suite(
             findings += suite.measure(case, alive, options) if alive else ()
         except DeviceLost as error:
             findings += error.findings
-            _append(suite, case, findings, environment, run.out)
+            keep(case, findings)
             raise
         except UnknownVariant:
             raise
@@ -130,7 +135,7 @@ def run_suite(
                 # Which variant did it is not known: a record would fail innocent ones for good.
                 raise DeviceLost(f"{case.name} lost the device: {reason}", []) from error
             findings += [Finding(name, status, reason) for name in alive]
-        _append(suite, case, findings, environment, run.out)
+        keep(case, findings)
         unknown = set(variants) - {finding.variant for finding in findings}
         assert not unknown, f"{suite.name} has no finding of {sorted(unknown)} on {case.name}"
         for finding in findings:
@@ -159,6 +164,20 @@ def records_of_run(suite: Suite, options: Options, run: RunRequest) -> list[Reco
     return [record for record in held if is_asked(record)]
 
 
+def records_of(suite: Suite, options: Options) -> list[Record]:
+    """Measure all cases of a suite, for callers in Python: `run_suite` without a file.
+
+    Raises:
+        DeviceLost: the device died.
+    """
+    environment = run_environment(options.device, None)
+    records = []
+    for case in suite.cases(options):
+        names, _ = _variants(suite, case, options)
+        records += _records(suite, case, suite.measure(case, names, options), environment)
+    return records
+
+
 def _variants(suite: Suite, case: Case, options: Options) -> tuple[list[str], list[str]]:
     """The variants that are wanted, and the suite's own."""
     own = list(suite.variants(case, options))
@@ -171,27 +190,14 @@ def record_case(case: Case, finding: Finding) -> dict[str, Any]:
     return data | {"pass": finding.pass_} if finding.pass_ else data
 
 
-def _append(
-    suite: Suite,
-    case: Case,
-    findings: Sequence[Finding],
-    environment: dict[str, Any],
-    out: Path | None,
-) -> None:
-    if out is None:
-        return
-    records = [
-        Record(
-            suite.name,
-            record_case(case, finding),
-            finding.status,
-            finding.reason,
-            dict(finding.measures),
-            environment,
-        )
-        for finding in findings
-    ]
-    append_records(out, records)
+def _records(
+    suite: Suite, case: Case, findings: Sequence[Finding], environment: dict[str, Any]
+) -> list[Record]:
+    records = []
+    for finding in findings:
+        found = (finding.status, finding.reason, dict(finding.measures), environment)
+        records.append(Record(suite.name, record_case(case, finding), *found))
+    return records
 
 
 def _made_by(environment: Mapping[str, Any]) -> str:

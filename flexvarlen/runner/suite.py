@@ -127,6 +127,16 @@ class Suite(ABC):
         return ()
 
 
+class GivenCases(Suite):
+    """A suite of the cases that its caller gives, with no standard ones."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self._cases = tuple(cases)
+
+    def cases(self, options: Options) -> Sequence[Case]:
+        return self._cases
+
+
 class UnknownVariant(ValueError):
     """A variant that was named and that the suite does not know."""
 
@@ -152,3 +162,17 @@ def choose(names: Sequence[str], known: Mapping[str, T]) -> dict[str, T]:
     """
     require_known(names, known)
     return {name: known[name] for name in names}
+
+
+def checked_names(what: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names once each, in the order of `known`; "all" is every one.
+
+    Raises:
+        ValueError: an unknown name; the message starts with `what`.
+    """
+    for name in names:
+        if name not in (*known, "all"):
+            raise ValueError(
+                f"{what} must be all, or of {', '.join(known)}, got {name!r}; choose among these."
+            )
+    return [name for name in known if name in names or "all" in names]

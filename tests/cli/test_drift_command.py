@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from flexvarlen.cli import app
 from flexvarlen.report.records import read_records
 from flexvarlen.runner import run as runner
-from tests.verify.drift.planted import nan, plant, raising, wrong_scale
+from tests.verify.planted import nan, plant, raising, wrong_scale
 
 CPU = ["--device", "cpu"]
 HEADS = ["--heads", "2/1", "--head-dim", "8", *CPU]

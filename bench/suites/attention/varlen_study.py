@@ -34,7 +34,7 @@ from flexvarlen.bench.suites.attention.tables import (
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, one_line, provenance
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
-from flexvarlen.verify.study import PACKINGS, packing_name
+from flexvarlen.verify.experiment.operator_cases import PACKINGS, packing_name
 
 SERIAL = "@serial"
 FA2, VARLEN = "raw:fa2", "raw:varlen"

@@ -3,8 +3,7 @@ changes.
 
 | | holds |
 |---|---|
-| `op/`, `model/`, `training/` | the suites: attention alone, a whole model, steps of training |
-| `difference.py` | `Difference`: two tensors, in four numbers |
+| `model/`, `training/` | the suites: a whole model, steps of training |
 | `report/` | tables, sentences, a user's own limits |
 | `page_tables.py` | the tables of docs/verification.md |
 """
@@ -14,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexvarlen.verify.drift.model.suite import model_drift
-    from flexvarlen.verify.drift.op.suite import operator_drift
     from flexvarlen.verify.drift.report import DriftReport
 
-__all__ = ["DriftReport", "model_drift", "operator_drift"]
+__all__ = ["DriftReport", "model_drift"]
 
-_HOMES = {"DriftReport": "report", "model_drift": "model.suite", "operator_drift": "op.suite"}
+_HOMES = {"DriftReport": "report", "model_drift": "model.suite"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexvarlen.runner.suite import checked_names
 from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, packed_text, read_documents
-from flexvarlen.verify.drift.each import check_baseline, checked_names
+from flexvarlen.verify.drift.each import check_baseline
 from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelCase
 from flexvarlen.verify.drift.training.suite import TrainingCase
 from flexvarlen.verify.experiment.batch import PackedBatch

@@ -30,7 +30,7 @@ from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelDrift, model_d
 from flexvarlen.verify.drift.named_models import NamedModels
 from flexvarlen.verify.experiment.variant import Sizes, make_variant
 from flexvarlen.verify.models import build_model
-from tests.verify.drift.planted import LENGTHS, TOKENS, KernelError, new_batch
+from tests.verify.planted import LENGTHS, TOKENS, KernelError, new_batch
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def measures_of(records):
 def variant_of(model, batch=None, train=True):
     batch = batch or new_batch()
     base = own_parameters(model, model.dtype)
-    return make_variant("sdpa", base, Sizes.of(batch), train=train), batch
+    return make_variant("sdpa", base, Sizes.of(batch), train=train, or_forward=True), batch
 
 
 # ---- forms of a batch ----

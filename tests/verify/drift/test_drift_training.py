@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 
+from flexvarlen.runner.run import records_of
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.corpus import pack, read_documents, tokenize
-from flexvarlen.verify.drift.each import records_of
 from flexvarlen.verify.drift.training.run import (
     GradientLog,
     Schedule,
@@ -29,7 +29,7 @@ from flexvarlen.verify.drift.training.verdict import (
     last_quarter,
 )
 from flexvarlen.verify.models import build_model
-from tests.verify.drift.planted import KernelError, leak, nan, plant, raising, wrong_scale
+from tests.verify.planted import KernelError, leak, nan, plant, raising, wrong_scale
 
 TOKENS, STEPS = 128, 8
 PACKED = {"baseline": "sdpa", "steps": 4}

@@ -14,9 +14,9 @@ from torch import Tensor
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.reference.attention import PIECE_ELEMENTS
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.drift.difference import Difference
 from flexvarlen.verify.drift.model.run import DriftRun, targets_of
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.difference import Difference
 
 
 def run_measures(found: DriftRun, other: DriftRun, batch: PackedBatch) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from flexvarlen.reference.model import own_parameters
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.run import records_of
+from flexvarlen.runner.suite import Case, Finding, GivenCases, Options, checked_names
 from flexvarlen.verify.corpus import batch_of
-from flexvarlen.verify.drift.each import check_baseline, checked_names, records_of
+from flexvarlen.verify.drift.each import check_baseline
 from flexvarlen.verify.drift.model.measures import run_measures, why_not_finite
 from flexvarlen.verify.drift.model.run import (
     DriftRun,
@@ -93,17 +94,10 @@ class ModelCase:
         }
 
 
-class ModelDrift(Suite):
+class ModelDrift(GivenCases):
     """Models, each in each comparison."""
 
     name: ClassVar[str] = "drift-model"
-
-    def __init__(self, cases: Sequence[ModelCase]) -> None:
-        self._cases = tuple(cases)
-
-    def cases(self, options: Options) -> Sequence[Case]:
-        """Those given."""
-        return self._cases
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         """All backends, and transformers' own; on the CPU few of those that compile."""

@@ -16,7 +16,7 @@ import flexvarlen as fv
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, UnknownVariant
+from flexvarlen.runner.suite import Case, DeviceLost, Finding, GivenCases, Options, UnknownVariant
 from flexvarlen.verify.drift.each import check_baseline
 from flexvarlen.verify.drift.training.run import (
     UNPACKED,
@@ -99,17 +99,10 @@ class TrainingCase:
         }
 
 
-class TrainingDrift(Suite):
+class TrainingDrift(GivenCases):
     """Trainings of each model on each backend."""
 
     name: ClassVar[str] = "drift-training"
-
-    def __init__(self, cases: Sequence[TrainingCase]) -> None:
-        self._cases = tuple(cases)
-
-    def cases(self, options: Options) -> Sequence[Case]:
-        """Those given."""
-        return self._cases
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         """All backends."""

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from flexvarlen.verify.drift import difference
-from flexvarlen.verify.drift.difference import Difference
+from flexvarlen.verify.experiment import difference
+from flexvarlen.verify.experiment.difference import Difference
 
 
 def test_numbers_by_hand():

@@ -1,0 +1,303 @@
+"""Suite "drift-op": attention alone, on random inputs, computed in several ways that should agree.
+
+| comparison | of what |
+|---|---|
+| exact | all documents in one call, and one call per document, each against the fp64 reference |
+| batch-serial | all documents in one call, against one call per document |
+| run-run | the same call again |
+| eager-compiled | torch.compile(fullgraph=True), against eager and the fp64 reference |
+| backend-backend | one call per document, against another backend |
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, product
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import flexvarlen as fv
+from flexvarlen.attention.backends.registry import our_name
+from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
+from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone
+from flexvarlen.report.records import Record
+from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.run import records_of
+from flexvarlen.runner.suite import Case, Finding, GivenCases, Options, checked_names
+from flexvarlen.verify.experiment.difference import Difference
+from flexvarlen.verify.experiment.operator_cases import BASELINE, Inputs, OpCase
+
+COMPARISONS = ("exact", "batch-serial", "run-run", "eager-compiled", "backend-backend")
+
+QUICKLY_COMPILED = ("sdpa", "reference")
+"""What is compiled on the CPU unless others are named: they take many seconds a case."""
+
+_COMPILED = count()
+
+
+class OperatorDrift(GivenCases):
+    """Cases of attention, each in each comparison."""
+
+    name: ClassVar[str] = "drift-op"
+
+    @classmethod
+    def of(
+        cls,
+        cases: Sequence[OpCase],
+        dtypes: Sequence[torch.dtype],
+        comparisons: Sequence[str] = ("all",),
+        *,
+        train: bool = True,
+        seed: int = 0,
+    ) -> OperatorDrift:
+        """Each case in each dtype and comparison; raises a ValueError for an unknown comparison."""
+        every = product(cases, dtypes, checked_names("comparisons", comparisons, COMPARISONS))
+        return cls(
+            [
+                replace(case, dtype=dtype, comparison=comparison, train=train, seed=seed)
+                for case, dtype, comparison in every
+            ]
+        )
+
+    def variants(self, case: Case, options: Options) -> Sequence[str]:
+        """All backends; on the CPU few are compiled."""
+        assert isinstance(case, OpCase)
+        quick = case.comparison == "eager-compiled" and not options.on_gpu
+        return QUICKLY_COMPILED if quick else fv.BACKENDS
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        """The comparison of each backend."""
+        assert isinstance(case, OpCase)
+        inputs = Inputs.random(case, options.device)
+        needs_reference = case.comparison in ("exact", "eager-compiled")
+        reference = _Reference.of(case, inputs) if needs_reference else None
+
+        def compare(name: str) -> Finding:
+            measures, reasons = _compared(_Backend(name, case, inputs), reference)
+            reason = next(iter(reasons), None)
+            return Finding(name, "wrong" if reason else "ok", reason, measures)
+
+        return measure_each(case.name, variants, compare, options.device)
+
+    def section(self, records: Sequence[Record]) -> str:
+        """The table of docs/verification.md."""
+        from flexvarlen.verify.drift.page_tables import section
+
+        return section(records)
+
+
+def operator_drift(
+    cases: Sequence[OpCase],
+    backends: Sequence[str] = ("all",),
+    *,
+    device: torch.device | str,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    comparisons: Sequence[str] = ("all",),
+    train: bool = True,
+    seed: int = 0,
+) -> list[Record]:
+    """Compare backends on cases; nothing is written.
+
+    Args:
+        cases: each is compared in the dtypes and comparisons given here; see
+            `flexvarlen.verify.experiment.operator_cases.SUITES`.
+        backends: names of `flexvarlen.BACKENDS`, or "all". One that cannot serve a case gets a
+            record "unsupported" with its reason; one without a backward is compared forward only.
+        device: where all of it runs.
+        dtypes: of the tensors.
+        comparisons: of `COMPARISONS`, or "all".
+        train: whether gradients are compared.
+        seed: of the inputs.
+
+    Returns:
+        A record for each case, dtype, comparison and backend.
+
+    Raises:
+        ValueError: an unknown backend or comparison.
+        DeviceLost: a kernel broke the device.
+
+    Synchronizes the device.
+    """
+    suite = OperatorDrift.of(cases, dtypes, comparisons, train=train, seed=seed)
+    options = Options(torch.device(device), variants=backend_variants(backends))
+    return records_of(suite, options)
+
+
+def backend_variants(backends: Sequence[str]) -> tuple[str, ...] | None:
+    """`Options.variants` of these names; "all" is None, the suite's own.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    names = checked_names("backends", [our_name(name) for name in backends], fv.BACKENDS)
+    return None if "all" in backends else tuple(names)
+
+
+class _Backend:
+    """One backend on a case, whose `train` is off where the backend has no backward.
+
+    Raises:
+        Unsupported: it cannot serve the case.
+    """
+
+    def __init__(self, name: str, case: OpCase, inputs: Inputs) -> None:
+        why_not: Callable[..., str | None] = partial(
+            fv.why_not,
+            name,
+            device=inputs.q.device,
+            dtype=case.dtype,
+            num_heads=case.num_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            causal=case.causal,
+            window=case.window,
+        )
+        refusal = why_not(needs_grad=False)
+        if refusal is not None:
+            raise Unsupported(refusal)
+        self.name, self.case, self.inputs = name, case, inputs
+        self.train = case.train and why_not(needs_grad=True) is None
+        self.returns_lse = why_not(needs_grad=self.train, return_lse=True) is None
+
+    def together(self) -> Results:
+        """All documents in one call."""
+        return self._results(self._attend(self.case.lengths), self.inputs)
+
+    def alone(self) -> Results:
+        """One call per document."""
+        lengths = self.case.lengths
+        documents = zip(lengths, self.inputs.documents(lengths), strict=True)
+        return Results.joined([self._results(self._attend((n,)), own) for n, own in documents])
+
+    def compiled(self) -> Results:
+        """All documents in one call, under torch.compile(fullgraph=True)."""
+        attend = self._attend(self.case.lengths)
+        # Dynamo keeps and counts graphs by a function's code: each call gets a code of its own, so
+        # that none is served another backend's graph, and no limit is met.
+        code = attend.__code__.replace(co_name=f"attend_{next(_COMPILED)}")
+        own = types.FunctionType(code, attend.__globals__, closure=attend.__closure__)
+        return self._results(torch.compile(own, fullgraph=True, dynamic=False), self.inputs)
+
+    def _attend(self, lengths: tuple[int, ...]) -> types.FunctionType:
+        layout = fv.PackedLayout.from_lengths(lengths, device=self.inputs.q.device)
+        causal, window = self.case.causal, self.case.window
+        options: dict[str, Any] = {"backend": self.name, "return_lse": self.returns_lse}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return fv.packed_attention(q, k, v, layout, causal=causal, window=window, **options)
+
+        assert isinstance(attend, types.FunctionType)
+        return attend
+
+    def _results(self, attend: Callable[..., Any], inputs: Inputs) -> Results:
+        leaves = [x.detach().requires_grad_(self.train) for x in (inputs.q, inputs.k, inputs.v)]
+        with torch.set_grad_enabled(self.train):
+            result = attend(*leaves)
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        grads = torch.autograd.grad(out, leaves, inputs.grad_out) if self.train else ()
+        return Results(out.detach(), None if lse is None else lse.detach(), *grads)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The documents of a case alone: in fp64, and the errors of the low-precision baseline."""
+
+    lengths: tuple[int, ...]
+    results: dict[str, Tensor]
+    baseline: dict[str, Error]
+
+    @classmethod
+    def of(cls, case: OpCase, inputs: Inputs) -> _Reference:
+        alone = partial(
+            attend_alone,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            case.lengths,
+            causal=case.causal,
+            window=case.window,
+            grad_out=inputs.grad_out if case.train else None,
+        )
+        results = alone(dtype=torch.float64).named()
+        baseline = alone(dtype=case.dtype).named()
+        errors = {name: Error.between(x, results[name]) for name, x in baseline.items()}
+        return cls(case.lengths, results, errors)
+
+    def check(
+        self, found: Results, prefix: str = "", where: str = ""
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The errors as measures, and a sentence for each that is above what the rule allows.
+
+        Args:
+            prefix: of the measures' names.
+            where: starts each sentence.
+        """
+        measures: dict[str, Any] = {}
+        reasons = []
+        for name, x in found.named().items():
+            difference = Difference.between(x, self.results[name])
+            error, baseline, is_gradient = difference.error, self.baseline[name], name in GRADIENTS
+            limits = allowed(baseline, x.dtype, gradient=is_gradient)
+            measures |= difference.measures(f"{prefix}{name}")
+            measures[f"{prefix}ratio_{name}"] = limits.ratio(error)
+            what = f"{where}{name}"
+            reason = why_wrong(what, error, baseline, x.dtype, gradient=is_gradient)
+            reasons += [] if reason is None else [f"{reason} {self._worst(name, x)}"]
+        return measures, reasons
+
+    def _worst(self, name: str, found: Tensor) -> str:
+        """The document with the largest error, which tells a boundary from a wrong scale."""
+        axis, lengths = 1 if name == "lse" else 0, list(self.lengths)
+        documents = zip(
+            found.split(lengths, axis), self.results[name].split(lengths, axis), strict=True
+        )
+        errors = [Error.between(*pair).max_abs for pair in documents]
+        worst = largest(errors)
+        index = next(i for i, error in enumerate(errors) if error == worst or error != error)
+        return f"It is largest in document {index} ({lengths[index]} tokens)."
+
+
+def _compared(backend: _Backend, reference: _Reference | None) -> tuple[dict[str, Any], list[str]]:
+    """The measures of a comparison, and a sentence for each thing that is wrong.
+
+    A compiled call is checked against the reference too: `ratio_*`.
+    """
+    comparison = backend.case.comparison
+    if comparison == "exact":
+        assert reference is not None
+        measures, reasons = reference.check(backend.together())
+        serial, more = reference.check(backend.alone(), "serial_", "one call per document: ")
+        return measures | serial, reasons + more
+    if comparison == "batch-serial":
+        return _differences(backend.together(), backend.alone())
+    if comparison == "run-run":
+        return _differences(backend.together(), backend.together())
+    if comparison == "backend-backend":
+        baseline = _Backend(BASELINE, backend.case, backend.inputs)
+        return _differences(backend.alone(), baseline.alone())
+    assert reference is not None
+    compiled = backend.compiled()
+    measures, reasons = _differences(compiled, backend.together())
+    errors, wrong = reference.check(compiled, where="compiled: ")
+    ratios = {name: x for name, x in errors.items() if name.startswith("ratio_")}
+    return ratios | measures, wrong + reasons
+
+
+def _differences(found: Results, other: Results) -> tuple[dict[str, Any], list[str]]:
+    """Of everything that both returned; it is wrong where it is not finite."""
+    ours, theirs = found.named(), other.named()
+    measures: dict[str, Any] = {}
+    reasons = []
+    for name in [name for name in ours if name in theirs]:
+        difference = Difference.between(ours[name], theirs[name])
+        measures |= difference.measures(name)
+        if not math.isfinite(difference.error.max_abs):
+            reasons.append(f"{name}: a value of the two results is not finite.")
+    return measures, reasons
