@@ -18,9 +18,9 @@ Section = Callable[[Sequence[Record]], str]
 
 SECTIONS: Mapping[str, str] = {
     "compare": "flexvarlen.verify.compare.report",
-    "drift-op": "flexvarlen.verify.drift.page_tables",
-    "drift-model": "flexvarlen.verify.drift.page_tables",
-    "drift-training": "flexvarlen.verify.drift.report",
+    **dict.fromkeys(
+        ("drift-op", "drift-model", "drift-training"), "flexvarlen.verify.compare.drift_tables"
+    ),
 }
 """The module that holds `section`, of records that no benchmark wrote."""
 

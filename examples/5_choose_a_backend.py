@@ -25,7 +25,8 @@ import flexvarlen as fv
 from flexvarlen.measure import time_interleaved
 from flexvarlen.report.figure import STYLES, style_of
 from flexvarlen.report.table import markdown
-from flexvarlen.verify.drift import DriftReport, model_drift
+from flexvarlen.verify.compare.drift_report import DriftReport
+from flexvarlen.verify.drift.model.suite import model_drift
 from flexvarlen.verify.experiment.operator import operator_drift
 from flexvarlen.verify.experiment.operator_cases import OpCase
 from flexvarlen.verify.models import build_model

@@ -301,8 +301,8 @@ def _run(
     from flexvarlen.report.records import require_file
     from flexvarlen.runner.run import RunRequest, records_of_run, run_suite
     from flexvarlen.runner.suite import DeviceLost
-    from flexvarlen.verify.drift.report import DriftReport
-    from flexvarlen.verify.drift.report.thresholds import MEASURES, parse_thresholds
+    from flexvarlen.verify.compare.drift_report import DriftReport
+    from flexvarlen.verify.compare.thresholds import MEASURES, parse_thresholds
 
     limits = parse_thresholds(fail_above or [], MEASURES[suite.name])
     lost, run = None, RunRequest(out / "records.jsonl", again=again, commit=commit)

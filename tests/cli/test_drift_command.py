@@ -163,8 +163,8 @@ def test_error_in_a_table_is_a_traceback(run, monkeypatch):
     def broken(records):
         raise KeyError("dtype")
 
-    monkeypatch.setattr("flexvarlen.verify.drift.report.tables", broken)
-    monkeypatch.setattr("flexvarlen.verify.drift.report.DriftReport.save", lambda *_: None)
+    monkeypatch.setattr("flexvarlen.verify.compare.drift_report.tables", broken)
+    monkeypatch.setattr("flexvarlen.verify.compare.drift_report.DriftReport.save", lambda *_: None)
     result = run(*OP)
     assert result.exit_code == 2
     assert "KeyError" in said(result)
@@ -272,7 +272,7 @@ def test_file_of_something_else_is_a_traceback(run, tmp_path):
 
 
 def test_importing_the_command_brings_plotting_or_comparison_along():
-    heavy = ["matplotlib", "flexvarlen.verify.compare", "flexvarlen.verify.drift.report"]
+    heavy = ["matplotlib", "flexvarlen.verify.compare", "flexvarlen.verify.compare.drift_tables"]
     code = f"import sys, flexvarlen.cli; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 

@@ -88,7 +88,7 @@ class OperatorDrift(GivenCases):
 
     def section(self, records: Sequence[Record]) -> str:
         """The table of docs/verification.md."""
-        from flexvarlen.verify.drift.page_tables import section
+        from flexvarlen.verify.compare.drift_tables import section
 
         return section(records)
 

@@ -20,7 +20,7 @@ from flexvarlen.verify.drift.training.run import (
     step_of,
 )
 from flexvarlen.verify.drift.training.suite import TrainingCase, TrainingDrift, angle_steps
-from flexvarlen.verify.drift.training.verdict import (
+from flexvarlen.verify.experiment.seed_noise import (
     BEYOND,
     BY_LOSSES,
     NOT_ROUNDING,

@@ -126,7 +126,7 @@ class ModelDrift(GivenCases):
 
     def section(self, records: Sequence[Record]) -> str:
         """The table of docs/verification.md."""
-        from flexvarlen.verify.drift.page_tables import section
+        from flexvarlen.verify.compare.drift_tables import section
 
         return section(records)
 

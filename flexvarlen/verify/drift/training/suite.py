@@ -26,8 +26,8 @@ from flexvarlen.verify.drift.training.run import (
     step_of,
     train,
 )
-from flexvarlen.verify.drift.training.verdict import PASSED, ROUNDING, Noise, last_quarter
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.seed_noise import PASSED, ROUNDING, Noise, last_quarter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,7 +140,7 @@ class TrainingDrift(GivenCases):
 
     def section(self, records: Sequence[Record]) -> str:
         """Its tables."""
-        from flexvarlen.verify.drift.report import section
+        from flexvarlen.verify.compare.drift_tables import section
 
         return section(records)
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from flexvarlen.report.records import Record
-from flexvarlen.verify.drift import DriftReport
-from flexvarlen.verify.drift.page_tables import section
-from flexvarlen.verify.drift.report.thresholds import (
+from flexvarlen.verify.compare.drift_report import DriftReport
+from flexvarlen.verify.compare.drift_tables import section
+from flexvarlen.verify.compare.thresholds import (
     MODEL_MEASURES,
     OP_MEASURES,
     TRAINING_MEASURES,

@@ -1,0 +1,131 @@
+"""`DriftReport`: the records of a drift as tables and sentences, and whether they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexvarlen.measure.machine import without_paths
+from flexvarlen.report.records import Record, in_short
+from flexvarlen.report.table import Table, nan_last, share
+from flexvarlen.verify.compare.drift_tables import BAD, RATIOS, Records, tables
+from flexvarlen.verify.compare.thresholds import Measured, Threshold, broken_limits
+from flexvarlen.verify.experiment.seed_noise import ROUNDING
+from flexvarlen.verify.experiment.variant import is_ours
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """Records of `operator_drift`, `model_drift` or a `records.jsonl`."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no backend of flexvarlen is wrong or failed; transformers' own may leak."""
+        return not any(map(_is_finding, self.records))
+
+    @property
+    def compared(self) -> bool:
+        """Whether a variant ran, beside the baseline of a training and its rounding twin."""
+        return any(r.status in ("ok", "wrong") and not _is_control(r) for r in self.records)
+
+    def tables(self) -> list[Table]:
+        """A table for each suite and machine."""
+        return tables(self.records)
+
+    def sentences(self) -> list[str]:
+        """A sentence for each finding, once for records that share the reason; else one a suite."""
+        findings: dict[str, list[str]] = {}
+        for record in filter(_is_finding, self.records):
+            verb = "is wrong" if record.status == "wrong" else "failed"
+            text = f"{record.case['variant']} {verb}: {in_short(record.reason or '')}"
+            findings.setdefault(text, []).append(_case(record))
+        said = [f"{text} ({'; '.join(dict.fromkeys(at))})" for text, at in findings.items()]
+        for suite, sentence in () if findings else SENTENCES.items():
+            ran = [r for r in self.records if r.suite == suite and r.status == "ok"]
+            ran = [r for r in ran if not _is_control(r)]
+            said += [sentence(ran)] if ran else []
+        said = list(filter(None, said)) or ["Nothing was compared."]
+        return list(map(without_paths, said))
+
+    def broken_limits(self, limits: Sequence[Threshold]) -> list[str]:
+        """A sentence for each limit that a record passes; the rounding twin has none."""
+        ran = [r for r in self.records if r.status in ("ok", "wrong")]
+        ran = [r for r in ran if r.case["variant"] != ROUNDING]
+        return broken_limits(limits, [Measured(_name(r), r.measures) for r in ran])
+
+    def save(self, path: Path) -> None:
+        """Write tables and sentences as Markdown."""
+        parts = [table.markdown() for table in self.tables()]
+        text = without_paths("\n\n".join(parts))
+        path.write_text("\n\n".join([text, *self.sentences()]) + "\n", encoding="utf-8")
+
+
+def _is_finding(record: Record) -> bool:
+    return record.status in BAD and is_ours(record.case["variant"])
+
+
+def _is_control(record: Record) -> bool:
+    """The baseline of a training, or its rounding twin."""
+    return record.case["variant"] in (record.case.get("baseline"), ROUNDING)
+
+
+def _name(record: Record) -> str:
+    return f"{record.case['variant']}: {_case(record)}"
+
+
+def _case(record: Record) -> str:
+    names = ("name", "model", "dtype", "comparison")
+    return ", ".join(str(record.case[name]) for name in names if record.case.get(name))
+
+
+def _worst(records: Records, measure: str) -> Record:
+    return max(records, key=lambda record: nan_last(record.measures[measure]))
+
+
+def _count(records: Records) -> str:
+    return f"{len(records)} comparison{'s' * (len(records) != 1)}"
+
+
+def _operators(ran: Records) -> str:
+    found = [
+        (record.measures[name], name, record)
+        for record in ran
+        for name in RATIOS
+        if record.measures.get(name) is not None
+    ]
+    if not found:
+        return f"{_count(ran)} of attention, no errors against the reference."
+    ratio, name, record = max(found, key=lambda one: nan_last(one[0]))
+    part = name.rpartition("_")[2]
+    return (
+        f"{_count(ran)} of attention: all errors are within the acceptance rule, the largest "
+        f"{share(ratio)} of what it allows ({part} of {_name(record)})."
+    )
+
+
+def _models(ran: Records) -> str:
+    ours = [record for record in ran if is_ours(record.case["variant"])]
+    if not ours:
+        return ""
+    worst = _worst(ours, "logits_relative")
+    size = worst.measures["logits_relative"]
+    if size == 0:
+        return f"{_count(ours)} of models: all logits have the same bits."
+    return (
+        f"{_count(ours)} of models: logits differ by at most {size:.1e} relative ({_name(worst)})."
+    )
+
+
+def _trainings(ran: Records) -> str:
+    worst = _worst(ran, "sigmas")
+    return (
+        f"All {len(ran)} trainings are within seed noise of {worst.case['baseline']}; the largest "
+        f"difference of losses is {worst.measures['sigmas']:.2g} σ ({_name(worst)})."
+    )
+
+
+SENTENCES = {"drift-op": _operators, "drift-model": _models, "drift-training": _trainings}
+"""Of a suite's records that ran, where none is a finding."""

@@ -1,0 +1,270 @@
+"""The records of a drift as tables: those that the command prints, and those of the pages.
+
+A line of a table stands for one record or several; a cell shows the largest of their measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flexvarlen.reference.acceptance import largest
+from flexvarlen.report.records import Record, by_machine, commits_of, grouped, in_short, ran_on
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, number, share
+from flexvarlen.verify.experiment.seed_noise import ROUNDING, RULE
+from flexvarlen.verify.experiment.variant import THEIRS, is_ours
+
+Records = Sequence[Record]
+
+FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
+PARTS = (*FORWARD, *BACKWARD)
+RATIOS = tuple(f"{of}ratio_{part}" for of in ("", "serial_") for part in PARTS)
+"""Errors against the reference over what the rule allows: one call, and one call per document."""
+
+STATUSES = ("wrong", "failed", "oom", "unsupported", "ok")
+"""The worst first."""
+BAD = STATUSES[:2]
+
+
+def largest_of(records: Records, names: Sequence[str]) -> float | None:
+    """The largest of these measures; NaN if one is; None if no record has any."""
+    found = [
+        record.measures[name]
+        for record in records
+        for name in names
+        if record.measures.get(name) is not None
+    ]
+    return largest(found) if found else None
+
+
+def field(name: str) -> Column:
+    """A field of the case."""
+    return Column(name, lambda line: str(line[0].case.get(name, "")))
+
+
+def measure(
+    title: str,
+    *names: str,
+    comparison: str | None = None,
+    show: Callable[[float | None], str] = number,
+) -> Column:
+    """The largest of these measures, in one comparison or in all."""
+    return Column(title, lambda line: show(largest_of(compared(line, comparison), names)))
+
+
+def compared(records: Records, comparison: str | None) -> Records:
+    """Those of one comparison; None: all."""
+    return [r for r in records if comparison is None or r.case["comparison"] == comparison]
+
+
+def relative(parts: Sequence[str]) -> tuple[str, ...]:
+    """The measures of relative differences."""
+    return tuple(f"{part}_relative" for part in parts)
+
+
+# ---- what the command prints ----
+
+
+def tables(records: Records) -> list[Table]:
+    """A table for each suite, machine, model and dtype."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for own in by_machine(records):
+        for record in own:
+            where = record.environment.get("gpu")
+            model = (record.case.get("model"), record.case["dtype"])
+            key = (where, record.suite, *(model if record.suite != "drift-op" else ()))
+            groups.setdefault(key, []).append(record)
+    return [_table(own) for own in groups.values() if own[0].suite in COLUMNS]
+
+
+def _table(records: Records) -> Table:
+    suite, case = records[0].suite, records[0].case
+    marks = Notes()
+    columns = list(COLUMNS[suite](Column("status", lambda line: _status(line, marks))))
+    title = f"{case.get('model')}, {case['dtype']}, {case.get('tokens', 0):,} tokens"
+    if suite == "drift-op":
+        cases = len(grouped(records, "name"))
+        title = f"Attention alone, largest relative differences over {cases} cases"
+        columns += [
+            measure(f"{name} {way}", *relative(parts), comparison=name)
+            for name in grouped(records, "comparison")
+            for way, parts in (("fwd", FORWARD), ("bwd", BACKWARD))
+        ]
+    elif suite == "drift-model":
+        title += " packed in a row"
+    else:
+        title += f" in each of {case['steps']} steps"
+    title = f"{title}; {ran_on(records[0].environment)}"
+    table = Table.of(_lines(records), columns, title, _is_bad)
+    rule = (RULE,) if suite == "drift-training" else ()
+    return replace(table, notes=(*marks.lines(), *rule))  # the cells have numbered the marks
+
+
+def _lines(records: Records) -> list[Records]:
+    """Of attention, all records of a dtype and backend; else each record alone."""
+    lines: dict[object, list[Record]] = {}
+    for index, record in enumerate(records):
+        of_attention = (record.case["dtype"], record.case["variant"])
+        key = of_attention if record.suite == "drift-op" else index
+        lines.setdefault(key, []).append(record)
+    return list(lines.values())
+
+
+def _is_bad(line: Records) -> bool:
+    return any(record.status in BAD for record in line)
+
+
+def _status(line: Records, notes: Notes) -> str:
+    """The worst status; below the table the reasons."""
+    worst = min(line, key=lambda record: STATUSES.index(record.status))
+    bad = [record for record in line if record.status != "ok" and record.reason]
+    marks = dict.fromkeys(notes.mark(in_short(record.reason or "")) for record in bad)
+    return " ".join([worst.status, *marks])
+
+
+def _pair(line: Records) -> str:
+    case = line[0].case
+    return f"{case['variant']} / {case['other']}" if case.get("other") else str(case["variant"])
+
+
+def _first_part(line: Records) -> str:
+    measures = line[0].measures
+    return (measures["first_part"] or "none") if "logits_equal" in measures else NOTHING
+
+
+def _verdict(line: Records) -> str:
+    case = line[0].case
+    controls = {case["baseline"]: "the baseline", ROUNDING: "the rounding twin"}
+    return controls.get(case["variant"]) or str(line[0].measures.get("verdict", NOTHING))
+
+
+def _loss(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.5f}"
+
+
+def _angles(line: Records) -> list[float]:
+    return list(line[0].measures.get("angles", ()))
+
+
+COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
+    "drift-op": lambda status: (
+        Column("backend", lambda line: str(line[0].case["variant"])),
+        field("dtype"),
+        status,
+        measure("error / allowed", *RATIOS, show=share),
+    ),
+    "drift-model": lambda status: (
+        field("comparison"),
+        Column("backend", _pair),
+        status,
+        Column("first layer", _first_part),
+        measure("logits", "logits_relative"),
+        measure("log-probability", "logprob_mean_abs"),
+        measure("KL", "kl_mean"),
+        measure("top-1", "top1", show=share),
+        measure("gradients", "gradient_relative"),
+    ),
+    "drift-training": lambda status: (
+        field("variant"),
+        status,
+        Column("verdict", _verdict),
+        measure("loss, last quarter", "loss", show=_loss),
+        measure("difference", "loss_difference"),
+        measure("in σ", "sigmas"),
+        Column("first angle °", lambda line: number(next(iter(_angles(line)), None))),
+        Column("largest °", lambda line: number(largest(_angles(line)) if _angles(line) else None)),
+    ),
+}
+"""Of each suite's table, given the column of the status, whose reasons each table numbers anew."""
+
+
+# ---- the tables of docs/verification.md ----
+
+
+def section(records: Records) -> str:
+    """The tables of one suite: one for each machine and dtype, and what is wrong below it."""
+    if records[0].suite not in PAGE_TABLES:
+        return "\n\n".join(table.markdown() for table in tables(records))
+    parts = []
+    for machine in by_machine(records):
+        for own in grouped(machine, "dtype").values():
+            ran = [record for record in own if record.status in ("ok", "wrong")]
+            parts += [PAGE_TABLES[own[0].suite](ran)] if ran else []
+            bad: dict[str, dict[str, None]] = {}
+            for record in own:
+                if record.status not in ("ok", "unsupported"):
+                    what = f"`{record.case['variant']}`: {record.outcome}"
+                    where = record.case.get("name", record.case["comparison"])
+                    bad.setdefault(what, {})[where] = None
+            parts += [f"{what} ({', '.join(where)})." for what, where in bad.items()]
+    return "\n\n".join(parts)
+
+
+def _operators(records: Records) -> str:
+    """A line for each backend: its error, and its largest difference in each comparison."""
+    cases = len(grouped(records, "name"))
+    return (
+        f"Largest relative differences over {cases} packings; {records[0].case['dtype']}, "
+        f"{ran_on(records[0].environment)}{commits_of(records)}. 0: the same bits.\n\n"
+        f"{Table.of(grouped(records, 'variant').values(), OPERATOR_COLUMNS).markdown()}"
+    )
+
+
+def _models(records: Records) -> str:
+    """A line for each comparison: the range of each measure over our backends; then a leak."""
+    ours = [record for record in records if is_ours(record.case["variant"])]
+    leaking = [r for r in records if r.case["variant"] == f"{THEIRS}sdpa"]
+    lines = {words: compared(ours, name) for words, name in MODEL_COMPARISONS.items()}
+    lines["a leak: transformers' `sdpa`, packed against alone"] = compared(leaking, "packed-alone")
+    columns = [Column("what changes", lambda line: line[0])]
+    columns += [_range(title, name) for title, name in MODEL_MEASURES.items()]
+    first, names = records[0], " and ".join(grouped(records, "model"))
+    return (
+        f"{names}, random weights, a packed row of {first.case['tokens']:,} tokens in "
+        f"{first.measures['documents']} documents, {first.case['dtype']}; "
+        f"{ran_on(first.environment)}{commits_of(records)}. Smallest and largest over backends and "
+        "models; logits and gradients relative; 0: the same bits.\n\n"
+        f"{Table.of(lines.items(), columns).markdown()}"
+    )
+
+
+def _range(title: str, name: str) -> Column:
+    def cell(line: tuple[str, Records]) -> str:
+        values = [r.measures[name] for r in line[1] if r.measures.get(name) is not None]
+        ends = (min(values), max(values)) if values else ()
+        return " to ".join(dict.fromkeys(f"{value:.2g}" for value in ends)) or NOTHING
+
+    return Column(title, cell)
+
+
+def _digits(form: str) -> Callable[[float | None], str]:
+    return lambda value: NOTHING if value is None else format(value, form)
+
+
+OPERATOR_COLUMNS = (
+    Column("backend", lambda line: f"`{line[0].case['variant']}`"),
+    measure("error / allowed", *RATIOS[:5], comparison="exact", show=_digits(".2f")),
+    *(
+        measure(f"{words}: {way}", *relative(parts), comparison=name, show=_digits(".2g"))
+        for words, name in (
+            ("together against alone", "batch-serial"),
+            ("the same call again", "run-run"),
+        )
+        for way, parts in (("forward", FORWARD), ("backward", BACKWARD))
+    ),
+)
+MODEL_COMPARISONS = {
+    "packed against each document alone": "packed-alone",
+    "packed against padded": "packed-padded",
+    "another backend": "backend-backend",
+    "float32 against bfloat16": "dtype",
+    "compiled against eager": "eager-compiled",
+}
+MODEL_MEASURES = {
+    "logits": "logits_relative",
+    "log-probability of a label": "logprob_mean_abs",
+    "KL": "kl_mean",
+    "gradients": "gradient_relative",
+}
+PAGE_TABLES = {"drift-op": _operators, "drift-model": _models}
