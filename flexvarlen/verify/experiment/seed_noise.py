@@ -1,90 +1,131 @@
-"""The verdict on trainings that differ in their attention alone.
+"""The verdict on trainings that differ in their attention alone: the one rule of seed noise.
 
 Rounding differs between two kernels, so two trainings diverge, and in the end no weight is the
-same. What matters is whether they are further apart than two trainings that differ in the seed.
+same. What matters is whether they are further apart than two trainings that differ in the seed. A
+variant is trained from seeds of a baseline: the same parameters, the same rows in the same order.
+Its verdict is
 
-A variant starts as the baseline's first seed does: the same parameters, the same rows in the same
-order. Its verdict is
+1. "beyond seed noise", if over its n seeds the final losses lie on average more than two standard
+   errors, σ √(2/n), from the baseline's of the same seeds, or on one seed more than 4 σ, or if a
+   loss is not finite. σ is the standard deviation of the baseline's final losses over at least 3
+   seeds, each with other initial parameters and another order of the rows;
+2. else "not rounding", if the gradient of a first step, where the parameters are still the same, is
+   wrong. A small model learns in spite of a wrong attention, so losses alone would not show one;
+3. else "no verdict", where σ is not known, or no seed is shared;
+4. else "within seed noise"; "by losses alone", where the first gradient was not compared.
 
-1. "beyond seed noise", if the mean loss of its last quarter of steps is more than 2σ away from the
-   baseline's, or any loss is not finite. σ is the standard deviation (n - 1 in the denominator) of
-   that mean over n >= 3 seeds of the baseline, each with other initial parameters and another
-   order of the same rows;
-2. else "not rounding", if its gradient at the first step, where the parameters are still the same,
-   is more than 3 times as far (in degrees) from the baseline's as that of the rounding twin: the
-   baseline with each initial parameter moved by one unit in its last place, up or down. A small
-   model learns in spite of a wrong attention, so losses alone would not show one;
-3. else "within seed noise, by losses alone", where one of the two angles was not measured;
-4. else "within seed noise".
+Rounding alone separates two runs of one seed by about σ: one seed proves little, and the standard
+errors are those of independent runs.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-WITHIN, BEYOND, NOT_ROUNDING = "within seed noise", "beyond seed noise", "not rounding"
+WITHIN, BEYOND = "within seed noise", "beyond seed noise"
+NOT_ROUNDING, NO_VERDICT = "not rounding", "no verdict"
 BY_LOSSES = f"{WITHIN}, by losses alone"
 PASSED = (WITHIN, BY_LOSSES)
-ROUNDING = "rounding"
-"""The variant of the baseline's rounding twin."""
 
-BAND_SIGMAS = 2.0
+LAST_STEPS = 50
+FEWEST_SEEDS = 3  # of the baseline: below, a standard deviation says nothing
+MOST_STANDARD_ERRORS = 2.0  # of the mean
+MOST_SIGMAS = 4.0  # of one seed
+
+ROUNDING = "rounding"
+"""The variant of the rounding twin: the baseline with each initial parameter moved by one unit in
+its last place, up or down. Its first gradient says how far rounding alone moves one."""
 # As everywhere for gradients. Right kernels gave 0.06 to 0.6 of the twin's angle (CPU, all dtypes).
-BAND_ANGLES = 3.0
+MOST_ANGLES = 3.0
 
 RULE = (
     f"Beyond seed noise: the mean loss of the last quarter of the steps is more than "
-    f"{BAND_SIGMAS:g} σ from the baseline's. Not rounding: the first gradient is more than "
-    f"{BAND_ANGLES:g} times as far from the baseline's as after moving every parameter by one unit "
-    "in the last place (rounding). σ is over the baseline's seeds."
+    f"{MOST_STANDARD_ERRORS:g} standard errors of a difference, σ √2, from the baseline's. "
+    f"Not rounding: the first gradient is more than {MOST_ANGLES:g} times as far from the "
+    "baseline's as after moving every parameter by one unit in the last place (rounding). σ is "
+    "over the baseline's seeds."
 )
+"""For the table of `drift train`, whose variants run one seed."""
 
 
-def last_quarter(losses: Sequence[float]) -> float:
-    """Their mean over the last quarter of the steps."""
-    count = math.ceil(len(losses) / 4)
+def final_loss(losses: Sequence[float]) -> float:
+    """The mean over the last quarter of the steps, of 50 at most."""
+    count = min(LAST_STEPS, math.ceil(len(losses) / 4))
     return math.fsum(losses[-count:]) / count
 
 
 @dataclass(frozen=True)
-class Noise:
+class SeedNoise:
     """What variants are compared with.
 
     Attributes:
-        losses: of the baseline's first seed, step by step.
-        sigma: standard deviation of the last quarter's mean loss over the seeds.
-        angle: degrees of the rounding twin's first gradient; None: not measured.
+        sigma: the standard deviation of the baseline's final losses; None with fewer than 3 seeds.
     """
 
-    losses: list[float]
-    sigma: float
-    angle: float | None
+    sigma: float | None
 
     @classmethod
-    def of(cls, seeds: Sequence[list[float]], angle: float | None) -> Noise:
-        """From the losses of each of the baseline's seeds."""
-        return cls(seeds[0], statistics.stdev(map(last_quarter, seeds)), angle)
+    def of(cls, final_losses: Sequence[float]) -> SeedNoise:
+        """From the baseline's final loss of each seed."""
+        enough = len(final_losses) >= FEWEST_SEEDS
+        return cls(statistics.stdev(final_losses) if enough else None)
 
-    def measures(self, losses: list[float], angle: float | None) -> dict[str, Any]:
-        """The verdict on a variant's losses and first angle, and the numbers that it follows from.
+    def in_sigmas(self, difference: float) -> float:
+        """The size of a difference in σ; NaN where σ is not known."""
+        return math.nan if self.sigma is None else _over(abs(difference), self.sigma)
+
+    def standard_errors(self, differences: Sequence[float]) -> float:
+        """The size of their mean, in standard errors.
+
+        Args:
+            differences: of a variant's final loss from the baseline's, of each seed.
+        """
+        mean = math.fsum(differences) / len(differences)
+        return self.in_sigmas(mean) / math.sqrt(2 / len(differences))
+
+    def allowed(self, seeds: int) -> float:
+        """The largest mean difference over so many seeds that is within; NaN: not known."""
+        sigma = math.nan if self.sigma is None else self.sigma
+        return MOST_STANDARD_ERRORS * sigma * math.sqrt(2 / seeds)
+
+    def verdict(
+        self, differences: Sequence[float], losses: Iterable[float], right_gradient: bool | None
+    ) -> str:
+        """By the rule above.
 
         Comparisons with NaN are False: a NaN anywhere is beyond.
+
+        Args:
+            differences: of a variant's final loss from the baseline's, of each seed.
+            losses: of all steps of all seeds.
+            right_gradient: whether that of the first step is right; None: not compared.
         """
-        difference = last_quarter(losses) - last_quarter(self.losses)
-        gap = abs(difference)
-        if not (gap <= BAND_SIGMAS * self.sigma and all(map(math.isfinite, losses))):
-            verdict = BEYOND
-        elif angle is None or self.angle is None:
-            verdict = BY_LOSSES
-        else:
-            verdict = WITHIN if angle <= BAND_ANGLES * self.angle else NOT_ROUNDING
-        return {
-            "verdict": verdict,
-            "loss_difference": difference,
-            "sigmas": gap / self.sigma if self.sigma else (0.0 if gap == 0 else math.inf),
-            "equal": losses == self.losses,
-        }
+        is_known = self.sigma is not None and len(differences) > 0
+        if is_known and not (
+            self.standard_errors(differences) <= MOST_STANDARD_ERRORS
+            and all(self.in_sigmas(difference) <= MOST_SIGMAS for difference in differences)
+            and all(map(math.isfinite, losses))
+        ):
+            return BEYOND
+        if right_gradient is False:
+            return NOT_ROUNDING
+        if not is_known:
+            return NO_VERDICT
+        return BY_LOSSES if right_gradient is None else WITHIN
+
+
+def is_rounding(angle: float | None, twin: float | None) -> bool | None:
+    """Whether a first gradient is right, by degrees to the baseline's; None: not measured.
+
+    Args:
+        angle: of the variant's.
+        twin: of the rounding twin's.
+    """
+    return None if angle is None or twin is None else angle <= MOST_ANGLES * twin
+
+
+def _over(gap: float, sigma: float) -> float:
+    return gap / sigma if sigma else (0.0 if gap == 0 else math.inf)

@@ -119,7 +119,7 @@ def test_trainings_have_their_verdict_and_the_rule():
         "the rounding twin",
         "within seed noise",
     ]
-    assert "more than 2 σ" in table.notes[-1]
+    assert "more than 2 standard errors" in table.notes[-1]
     assert "0.5 σ (fa3: m, float32)" in DriftReport(records).sentences()[0]
     bad = (*records, training_record("flex", "not rounding", status="wrong"))
     assert DriftReport(bad).sentences() == ["flex is wrong: not rounding (m, float32)"]

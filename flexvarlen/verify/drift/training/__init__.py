@@ -4,5 +4,4 @@
 |---|---|
 | `suite.py` | `TrainingDrift` for the runner |
 | `run.py` | one training, and the angles between gradients |
-| `verdict.py` | the rule |
 """

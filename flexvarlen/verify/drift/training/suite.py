@@ -1,6 +1,6 @@
 """`TrainingDrift`: steps of an optimizer on several backends, compared with the seeds' noise.
 
-The rule of the verdict is in `verdict.py`.
+The rule of the verdict is in `seed_noise.py`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ from flexvarlen.verify.drift.training.run import (
     train,
 )
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.seed_noise import PASSED, ROUNDING, Noise, last_quarter
+from flexvarlen.verify.experiment.seed_noise import (
+    FEWEST_SEEDS,
+    PASSED,
+    ROUNDING,
+    SeedNoise,
+    final_loss,
+    is_rounding,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FEWEST_SEEDS = 3  # below, a standard deviation says nothing
 FEWEST_STEPS = 4  # a quarter of them must be one
 
 MOST_ANGLES = 10
@@ -131,11 +137,11 @@ class TrainingDrift(GivenCases):
             fatal = [finding for finding in error.findings if finding.measures.get("fatal")]
             raise DeviceLost(str(error), fatal) from error
         runs = {finding.variant: finding for finding in found}
-        noise = Noise.of(seeds, _first(runs[ROUNDING]))
-        baseline = {"losses": seeds[0], "loss": last_quarter(seeds[0]), "sigma": noise.sigma}
+        noise, twin = SeedNoise.of(list(map(final_loss, seeds))), _first(runs[ROUNDING])
+        baseline = {"losses": seeds[0], "loss": final_loss(seeds[0]), "sigma": noise.sigma}
         return [
             Finding(case.baseline, "ok", measures=baseline | {"seed_losses": seeds}),
-            *(_judged(finding, noise) for finding in runs.values()),
+            *(_judged(finding, seeds[0], noise, twin) for finding in runs.values()),
         ]
 
     def section(self, records: Sequence[Record]) -> str:
@@ -183,7 +189,7 @@ class _Trainings:
             angles.extend([] if angle is None else [angle])
 
         losses = self._train(name, self.case.seeds[0], measure_angle)
-        measures = {"losses": losses, "loss": last_quarter(losses), "angles": angles}
+        measures = {"losses": losses, "loss": final_loss(losses), "angles": angles}
         return Finding(name, "ok", measures=measures | {"angle_steps": list(self.log.steps)})
 
     def _train(
@@ -212,15 +218,28 @@ def _first(finding: Finding) -> float | None:
     return angles[0] if angles else None
 
 
-def _judged(finding: Finding, noise: Noise) -> Finding:
-    """A training with its verdict; the rounding twin has none."""
+def _judged(
+    finding: Finding, baseline: list[float], noise: SeedNoise, twin: float | None
+) -> Finding:
+    """A training with its verdict; the rounding twin has none.
+
+    Args:
+        baseline: its losses, from the same seed.
+        twin: degrees of the rounding twin's first gradient.
+    """
     if finding.status != "ok" or finding.variant == ROUNDING:
         return finding
-    verdict = noise.measures(finding.measures["losses"], _first(finding))
-    is_right = verdict["verdict"] in PASSED
-    return Finding(
-        finding.variant,
-        "ok" if is_right else "wrong",
-        None if is_right else f"{verdict['verdict']}, {verdict['sigmas']:.2g} σ.",
-        {**finding.measures, **verdict},
-    )
+    losses = finding.measures["losses"]
+    difference = final_loss(losses) - final_loss(baseline)
+    verdict = noise.verdict([difference], losses, is_rounding(_first(finding), twin))
+    sigmas = noise.in_sigmas(difference)
+    measures = {
+        **finding.measures,
+        "verdict": verdict,
+        "loss_difference": difference,
+        "sigmas": sigmas,
+        "equal": losses == baseline,
+    }
+    if verdict in PASSED:
+        return Finding(finding.variant, "ok", None, measures)
+    return Finding(finding.variant, "wrong", f"{verdict}, {sigmas:.2g} σ.", measures)
