@@ -38,6 +38,7 @@ GROUPS = {
 _COMMANDS = (
     *("cli/", "measure/", "report/", "runner/"),
     *("verify/drift/", "verify/experiment/difference", "verify/experiment/operator"),
+    "verify/experiment/training",
     "verify/compare/thresholds",
 )
 """Left out: what they say is about the options just typed."""

@@ -238,7 +238,7 @@ def train_command(
     """
     with one_line_errors(train_command):
         from flexvarlen.verify.drift.named_models import NamedModels
-        from flexvarlen.verify.drift.training.suite import TrainingDrift
+        from flexvarlen.verify.experiment.training import TrainingDrift
 
         where = device_of(device)
         named = NamedModels([model], text or [], where)

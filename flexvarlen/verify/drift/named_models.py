@@ -15,8 +15,8 @@ from flexvarlen.runner.suite import checked_names
 from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, packed_text, read_documents
 from flexvarlen.verify.drift.each import check_baseline
 from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelCase
-from flexvarlen.verify.drift.training.suite import TrainingCase
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.training import TrainingCase
 from flexvarlen.verify.models import build_model, checked_model
 
 if TYPE_CHECKING:

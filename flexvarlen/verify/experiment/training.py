@@ -1,16 +1,19 @@
-"""`TrainingDrift`: steps of an optimizer on several backends, compared with the seeds' noise.
+"""Suite "drift-training": steps of an optimizer on several backends, beside the seeds' noise.
 
-The rule of the verdict is in `seed_noise.py`.
+Every variant starts from the same parameters and takes the same rows in the same order; the rule of
+the verdict is in `seed_noise.py`.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import nn
 
 import flexvarlen as fv
 from flexvarlen.report.records import Record
@@ -18,15 +21,8 @@ from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Case, DeviceLost, Finding, GivenCases, Options, UnknownVariant
 from flexvarlen.verify.drift.each import check_baseline
-from flexvarlen.verify.drift.training.run import (
-    UNPACKED,
-    GradientLog,
-    Schedule,
-    nudge,
-    step_of,
-    train,
-)
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.gradient_angles import GradientLog, Gradients
 from flexvarlen.verify.experiment.seed_noise import (
     FEWEST_SEEDS,
     PASSED,
@@ -35,14 +31,24 @@ from flexvarlen.verify.experiment.seed_noise import (
     final_loss,
     is_rounding,
 )
+from flexvarlen.verify.experiment.step import causal_step
+from flexvarlen.verify.experiment.variant import Sizes, make_variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+UNPACKED = "unpacked"
+"""The variant without packing: each document in a row of its own, transformers' own sdpa."""
 
 FEWEST_STEPS = 4  # a quarter of them must be one
 
 MOST_ANGLES = 10
 KEPT_BYTES = 16 * 2**30  # of the baseline's gradients, in the CPU's memory
+
+Step = Callable[[PackedBatch], float]
+"""Forward and backward of a row: its loss; the gradients are in the parameters' `.grad`."""
+AfterBackward = Callable[[int, Gradients], None]
+"""Gets the step and the gradients of all parameters."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class TrainingCase:
         tokens: of each step's row.
         steps: of AdamW, at least 4.
         seeds: at least 3 different ones; all variants share the first.
-        lr: learning rate, constant.
+        lr: learning rate, constant; all else is torch's default.
         baseline: a backend, or "unpacked": each document in a row of its own.
         make_model: a new model from a seed, on the device and in the dtype to train in; the same
             seed gives the same parameters. Where it ignores the seed (a checkpoint), the noise is
@@ -93,16 +99,9 @@ class TrainingCase:
 
     def data(self) -> dict[str, Any]:
         """As in a record."""
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "seeds": list(self.seeds),
-            "lr": self.lr,
-            "baseline": self.baseline,
-            **({"text_crc32": self.text} if self.text else {}),
-        }
+        fields = ("model", "dtype", "tokens", "steps", "lr", "baseline")
+        data = {name: getattr(self, name) for name in fields} | {"seeds": list(self.seeds)}
+        return data | ({"text_crc32": self.text} if self.text else {})
 
 
 class TrainingDrift(GivenCases):
@@ -127,21 +126,21 @@ class TrainingDrift(GivenCases):
             DeviceLost: a variant broke the device; only its record is kept.
         """
         assert isinstance(case, TrainingCase)
-        trainings = _Trainings.of(case)
+        trainings = _Trainings(case)
         seeds = trainings.baseline_losses()
-        others = [name for name in variants if name not in (case.baseline, ROUNDING)]
+        others = [name for name in variants if name not in self.controls(case)]
         names = [ROUNDING, *others]
         try:
             found = measure_each(case.name, names, trainings.finding, options.device)
         except DeviceLost as error:  # without the noise of the baseline there is no verdict
             fatal = [finding for finding in error.findings if finding.measures.get("fatal")]
             raise DeviceLost(str(error), fatal) from error
-        runs = {finding.variant: finding for finding in found}
-        noise, twin = SeedNoise.of(list(map(final_loss, seeds))), _first(runs[ROUNDING])
+        noise = SeedNoise.of(list(map(final_loss, seeds)))
+        twin = next(_first_angle(finding) for finding in found if finding.variant == ROUNDING)
         baseline = {"losses": seeds[0], "loss": final_loss(seeds[0]), "sigma": noise.sigma}
         return [
             Finding(case.baseline, "ok", measures=baseline | {"seed_losses": seeds}),
-            *(_judged(finding, seeds[0], noise, twin) for finding in runs.values()),
+            *(_judged(finding, seeds[0], noise, twin) for finding in found),
         ]
 
     def section(self, records: Sequence[Record]) -> str:
@@ -151,55 +150,152 @@ class TrainingDrift(GivenCases):
         return section(records)
 
 
-@dataclass(frozen=True)
 class _Trainings:
-    """The trainings of a case, and the baseline's gradients."""
+    """The trainings of a case on its rows, and the baseline's gradients.
 
-    case: TrainingCase
-    schedule: Schedule
-    log: GradientLog
+    Raises:
+        UnknownVariant: the baseline cannot train here.
+    """
 
-    @classmethod
-    def of(cls, case: TrainingCase) -> _Trainings:
-        """Refuses a baseline that cannot train before any training."""
-        schedule = Schedule(tuple(case.make_batches()), case.steps, case.lr)
+    def __init__(self, case: TrainingCase) -> None:
+        self.case, self.batches = case, tuple(case.make_batches())
         model = case.make_model(case.seeds[0])
         try:
-            step_of(case.baseline, model, schedule.sizes())
+            step_of(case.baseline, model, self.batches)
         except Unsupported as error:
             raise UnknownVariant(
                 f"baseline must be a variant that trains here, got {case.baseline!r}: {error} "
                 "Choose another."
             ) from error
         size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        return cls(case, schedule, GradientLog(angle_steps(case.steps, size)))
+        self.log = GradientLog(angle_steps(case.steps, size))
 
     def baseline_losses(self) -> list[list[float]]:
         """Of each seed; the first seed's gradients are kept."""
         first, *others = self.case.seeds
-        losses = [self._train(self.case.baseline, first, self.log.keep)]
-        return losses + [self._train(self.case.baseline, seed, _nothing) for seed in others]
+        losses = [self.losses(self.case.baseline, first, self.log.keep)]
+        return losses + [self.losses(self.case.baseline, seed) for seed in others]
 
     def finding(self, name: str) -> Finding:
         """One variant from the first seed; no verdict yet."""
         angles: list[float] = []
 
-        def measure_angle(step: int, gradients: list[Tensor | None]) -> None:
+        def measure_angle(step: int, gradients: Gradients) -> None:
             angle = self.log.angle(step, gradients)
             angles.extend([] if angle is None else [angle])
 
-        losses = self._train(name, self.case.seeds[0], measure_angle)
+        losses = self.losses(name, self.case.seeds[0], measure_angle)
         measures = {"losses": losses, "loss": final_loss(losses), "angles": angles}
         return Finding(name, "ok", measures=measures | {"angle_steps": list(self.log.steps)})
 
-    def _train(
-        self, name: str, seed: int, after_backward: Callable[[int, list[Tensor | None]], None]
+    def losses(
+        self, name: str, seed: int, after_backward: AfterBackward = lambda step, gradients: None
     ) -> list[float]:
+        """The loss of each step of one training, before its update: over all labels of the row.
+
+        Parameters of half precision are updated through a copy in fp32, as in mixed-precision
+        training: else most of AdamW's updates would be rounded away.
+
+        Args:
+            name: a backend, "transformers:" and an implementation of theirs, `UNPACKED`, or
+                `ROUNDING`.
+            seed: of the parameters, of the rows' order, and of dropout.
+
+        Raises:
+            Unsupported: the variant cannot train here.
+        """
         model = self.case.make_model(seed)
         if name == ROUNDING:
             nudge(model, seed)
             name = self.case.baseline
-        return train(model, name, self.schedule, seed, after_backward)
+        step = step_of(name, model, self.batches)
+        torch.manual_seed(seed)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = _MasterAdamW(parameters, self.case.lr)
+        losses = []
+        for index, row in enumerate(shuffled(len(self.batches), self.case.steps, seed)):
+            losses.append(step(self.batches[row].to(model.device)))
+            after_backward(index, [p.grad for p in parameters])
+            optimizer.step()
+        return losses
+
+
+# ---- a training ----
+
+
+def shuffled(rows: int, steps: int, seed: int) -> list[int]:
+    """Which row each step takes: all of them, shuffled, before any comes again."""
+    rng = random.Random(seed)
+    order: list[int] = []
+    while len(order) < steps:
+        order += rng.sample(range(rows), rows)
+    return order[:steps]
+
+
+def step_of(name: str, model: PreTrainedModel, rows: Sequence[PackedBatch]) -> Step:
+    """Forward and backward of one of these rows under that variant; raises `Unsupported`."""
+    if name == UNPACKED:
+        model.set_attn_implementation("sdpa")
+        model.train()
+        return _unpacked_step(model)
+    variant = make_variant(name, model, Sizes.of(*rows))
+
+    def step(row: PackedBatch) -> float:
+        labels = row.labels()
+        return causal_step(variant, row, labels, row.counted(labels)).loss
+
+    return step
+
+
+def _unpacked_step(model: PreTrainedModel) -> Step:
+    def step(row: PackedBatch) -> float:
+        model.zero_grad(set_to_none=True)
+        counted = row.counted(row.labels())
+        total = torch.zeros((), device=model.device)
+        for start, end in row.spans():
+            if end - start == 1:  # nothing to predict
+                continue
+            ids = row.input_ids[:, start:end]
+            out = model(input_ids=ids, labels=ids, num_items_in_batch=counted, use_cache=False)
+            out.loss.backward()
+            total += out.loss.detach()
+        return float(total)
+
+    return step
+
+
+def nudge(model: PreTrainedModel, seed: int) -> None:
+    """Move each parameter by a unit in its last place (or two), up or down at random."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            signs = torch.randint(0, 2, p.shape, device=p.device, dtype=torch.int8) * 2 - 1
+            wide = torch.promote_types(p.dtype, torch.float32)
+            moved = p.to(wide) + p.to(wide) * signs * torch.finfo(p.dtype).eps
+            p.copy_(moved)
+
+
+class _MasterAdamW:
+    """AdamW on parameters of fp32, and on copies in fp32 of all others."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
+        self._pairs = [
+            (p, p if p.dtype == torch.float32 else p.detach().float()) for p in parameters
+        ]
+        self._adam = torch.optim.AdamW([master for _, master in self._pairs], lr=lr)
+
+    def step(self) -> None:
+        half = [(p, master) for p, master in self._pairs if master is not p]
+        for p, master in half:
+            master.grad = None if p.grad is None else p.grad.float()
+        self._adam.step()
+        with torch.no_grad():
+            for p, master in half:
+                p.copy_(master)
+                master.grad = None
+
+
+# ---- angles and verdicts ----
 
 
 def angle_steps(steps: int, gradient_bytes: int) -> range:
@@ -208,14 +304,9 @@ def angle_steps(steps: int, gradient_bytes: int) -> range:
     return range(0, steps, math.ceil(steps / most)) if most else range(0)
 
 
-def _nothing(step: int, gradients: list[Tensor | None]) -> None:
-    pass
-
-
-def _first(finding: Finding) -> float | None:
+def _first_angle(finding: Finding) -> float | None:
     """Degrees between a run's first gradient and the baseline's; None: not measured."""
-    angles = finding.measures.get("angles")
-    return angles[0] if angles else None
+    return next(iter(finding.measures.get("angles", ())), None)
 
 
 def _judged(
@@ -231,7 +322,7 @@ def _judged(
         return finding
     losses = finding.measures["losses"]
     difference = final_loss(losses) - final_loss(baseline)
-    verdict = noise.verdict([difference], losses, is_rounding(_first(finding), twin))
+    verdict = noise.verdict([difference], losses, is_rounding(_first_angle(finding), twin))
     sigmas = noise.in_sigmas(difference)
     measures = {
         **finding.measures,
@@ -241,5 +332,6 @@ def _judged(
         "equal": losses == baseline,
     }
     if verdict in PASSED:
-        return Finding(finding.variant, "ok", None, measures)
-    return Finding(finding.variant, "wrong", f"{verdict}, {sigmas:.2g} σ.", measures)
+        return replace(finding, measures=measures)
+    reason = f"{verdict}, {sigmas:.2g} σ."
+    return replace(finding, status="wrong", reason=reason, measures=measures)

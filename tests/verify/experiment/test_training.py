@@ -11,19 +11,20 @@ import torch
 from flexvarlen.runner.run import records_of
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.corpus import pack, read_documents, tokenize
-from flexvarlen.verify.drift.training.run import (
-    GradientLog,
-    Schedule,
-    _MasterAdamW,
-    degrees_between,
-    nudge,
-    step_of,
-)
-from flexvarlen.verify.drift.training.suite import TrainingCase, TrainingDrift, angle_steps
+from flexvarlen.verify.experiment.gradient_angles import GradientLog, degrees_between
 from flexvarlen.verify.experiment.seed_noise import (
     BEYOND,
     NOT_ROUNDING,
     WITHIN,
+)
+from flexvarlen.verify.experiment.training import (
+    TrainingCase,
+    TrainingDrift,
+    _MasterAdamW,
+    angle_steps,
+    nudge,
+    shuffled,
+    step_of,
 )
 from flexvarlen.verify.models import build_model
 from tests.verify.planted import KernelError, leak, nan, plant, raising, wrong_scale
@@ -112,22 +113,20 @@ def test_kernel_that_raises_ends_the_comparison(monkeypatch, kind):
 def test_unpacked_loss_is_the_packed_loss():
     """The mean over all labels, not a mean of means; gradients of the same loss."""
     model, batch = make_model(0), batches()[0]
-    sizes = Schedule((batch,), 4, 1e-3).sizes()
-    loss = step_of("unpacked", model, sizes)(batch)
+    loss = step_of("unpacked", model, [batch])(batch)
     gradients = [p.grad.clone() for p in model.parameters()]
     packed = make_model(0)
-    assert step_of("reference", packed, sizes)(batch) == pytest.approx(loss, rel=1e-6)
+    assert step_of("reference", packed, [batch])(batch) == pytest.approx(loss, rel=1e-6)
     assert degrees_between([p.grad for p in packed.parameters()], gradients) < 1e-3
 
 
 def test_every_seed_has_the_same_rows_in_another_order():
-    schedule = Schedule(tuple(batches()), 10, 1e-3)
-    orders = [schedule.order(seed) for seed in range(5)]
+    orders = [shuffled(4, 10, seed) for seed in range(5)]
     assert len({tuple(order) for order in orders}) > 1
     for order in orders:
         assert len(order) == 10
         assert sorted(order[:4]) == sorted(order[4:8]) == [0, 1, 2, 3]
-    assert schedule.order(3) == orders[3]
+    assert shuffled(4, 10, 3) == orders[3]
 
 
 def test_angles():
