@@ -6,10 +6,11 @@ with transformers as soon as its modeling code is there.
 """
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flexvarlen._registration import register_with_transformers
 from flexvarlen._version import __version__
+from flexvarlen.import_hook import after_import
 
 if TYPE_CHECKING:
     from flexvarlen.attention.api import packed_attention
@@ -98,7 +99,23 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-register_with_transformers()
+
+def _register_attention(_: ModuleType) -> None:
+    """The `flexvarlen_*` attention implementations, with transformers."""
+    from flexvarlen.patches.attention.functions import register
+
+    register()
+
+
+def _register_callback(_: ModuleType) -> None:
+    """What every Trainer checks of our collators' batches."""
+    from flexvarlen.patches.trainer_callback import register_callback
+
+    register_callback()
+
+
+after_import("transformers.modeling_utils", _register_attention)
+after_import("transformers.trainer", _register_callback)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,8 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,125 +17,124 @@ import flexvarlen
 ROOT = Path(flexvarlen.__file__).parent
 
 ORDER = (
-    # each imports those below it alone
+    # Each imports those below it alone. "flexvarlen" is `flexvarlen/__init__.py`: what it names,
+    # the modules below it import from where it is defined.
+    "__main__",
     "cli",
     "bench",
+    "flexvarlen",
     "verify",
     "runner",
     "report",
-    "flexvarlen",
+    # patches/, the only part of the runtime that knows transformers
+    "patches.trainers",
     "patches.embed",
     "patches.sentence_transformers_files",
+    "patches.lm_head",
+    "patches.trainer_callback",
     "patches.api",
     "patches.verification",
     "patches.isolation",
     "patches.forward",
     "patches.attention",
+    "patches.why_not",
     "patches.state",
+    "patches.parts",
     "patches.models",
     "patches.batch",
+    "patches",
     "packing",
     "parallel",
     "attention.explain",
     "attention.api",
     "attention.choose",
     "attention.auto",
-    "attention.backends.registry",
-    "attention.backends.nested",
-    "attention.backends.cu_seqlens",
-    "attention.backends.cu_seqlens.triton",
     "attention.backends",
     "attention",
+    "recurrent",
     "mask",
-    "mask.triton",
-    "mask.table_shapes",
-    "mask.spec",
     "layout",
-    "layout.triton",
     "measure",
     "reference",
-    "environment",
     "env",
+    "import_hook",
     "_version",
 )
 
 
-def runtime() -> dict[str, Path]:
-    """The modules of the runtime, by name without the package's."""
+def modules() -> dict[str, Path]:
+    """All of the package, by name; without "flexvarlen." but for `flexvarlen/__init__.py`."""
     found = {}
     # bench/ and patches/ are symbolic links, which rglob does not follow.
     folders = os.walk(ROOT, followlinks=True)
     for path in (Path(folder) / name for folder, _, names in folders for name in names):
-        if path.suffix != ".py":
-            continue
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if rank_of(name) is not None and name:
-            found[name] = path
+        if path.suffix == ".py":
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name or "flexvarlen"] = path
     return found
 
 
-def rank_of(name: str) -> int | None:
-    """Where a module stands: that of the longest entry of `ORDER` it is in."""
+def entry_of(name: str) -> str | None:
+    """The longest entry of `ORDER` that the module is in."""
     own = [entry for entry in ORDER if name == entry or name.startswith(f"{entry}.")]
-    return ORDER.index(max(own, key=len)) if own else None
+    return max(own, key=len) if own else None
 
 
-def imports_of(path: Path, modules) -> set[str]:
-    """The runtime's modules that a file imports, anywhere but for annotations."""
+def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Module and name (perhaps a module too) of all imports, also those inside functions."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return  # nothing is imported for annotations
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, "") for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        yield from ((node.module, alias.name) for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imported(child)
+
+
+def own_imports(path: Path) -> set[str]:
+    """The package's modules that a file imports."""
     found = set()
-    tree = ast.parse(path.read_text())
-    for_types = [
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    ]
-    for node in ast.walk(tree):
-        if node in for_types or not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            own = name.removeprefix("flexvarlen.")
-            if own != name and own in modules:
-                found.add(own)
-    packages = {name for name in found if modules[name].name == "__init__.py"}
-    return {x for x in found if x not in packages or not any(y.startswith(f"{x}.") for y in found)}
+    for module, name in imported(ast.parse(path.read_text())):
+        own = module.removeprefix("flexvarlen.")
+        inside = name if module == "flexvarlen" else f"{own}.{name}"
+        found.add(inside if inside in MODULES else own)
+    return found & MODULES.keys()
 
 
-MODULES = runtime()
-GRAPH = {name: imports_of(path, MODULES) for name, path in MODULES.items()}
+MODULES = modules()
+GRAPH = {name: own_imports(path) for name, path in MODULES.items()}
 
 
-def test_every_package_is_looked_at():
-    packages = {name.partition(".")[0] for name in MODULES}
-    assert packages >= {"bench", "patches", "cli", "attention", "verify"}
+def test_every_module_is_ranked():
+    entries = {name: entry_of(name) for name in MODULES}
+    assert [name for name, entry in entries.items() if entry is None] == []
+    assert [entry for entry in ORDER if entry not in entries.values()] == [], "no such modules"
 
 
-@pytest.mark.parametrize("name", sorted(GRAPH))
-def test_arrows_point_down(name):
-    upward = [other for other in GRAPH[name] if rank_of(other) < rank_of(name)]
-    assert not upward, f"{name} imports {upward}, which stand above it"
+def test_arrows_point_down():
+    rank = {name: ORDER.index(entry_of(name)) for name in MODULES}
+    for name, others in GRAPH.items():
+        upward = [other for other in others if rank[other] < rank[name]]
+        assert not upward, f"{name} imports {upward}, which stand above it"
 
 
-def test_no_cycle():
-    done, path = set(), []
+def test_no_circle():
+    try:
+        list(TopologicalSorter(GRAPH).static_order())
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
-    def visit(name):
-        assert name not in path, " -> ".join([*path[path.index(name) :], name])
-        if name in done:
-            return
-        path.append(name)
-        for other in sorted(GRAPH[name]):
-            visit(other)
-        path.pop()
-        done.add(name)
 
-    for name in sorted(GRAPH):
-        visit(name)
+def test_no_private_name_of_another_package():
+    for name, path in MODULES.items():
+        for module, private in imported(ast.parse(path.read_text())):
+            top, package, *_ = f"{module}.".split(".")
+            if top == "flexvarlen" and package != name.partition(".")[0]:
+                is_private = private.startswith("_") and private not in ("_version", "__version__")
+                assert not is_private, f"{name} imports {private} of {module}"
 
 
 def test_backends_do_not_import_one_another():
@@ -143,12 +144,13 @@ def test_backends_do_not_import_one_another():
         assert not GRAPH[name] & backends, name
 
 
-@pytest.mark.parametrize("package", ["layout", "mask", "attention", "packing", "parallel", "env"])
-def test_transformers_is_known_to_patches_alone(package):
+def test_transformers_is_known_to_patches_and_above():
     for name, path in MODULES.items():
-        if name == package or name.startswith(f"{package}."):
-            assert "import transformers" not in path.read_text(), name
-            assert "from transformers" not in path.read_text(), name
+        if ORDER.index(entry_of(name)) > ORDER.index("patches"):
+            packages = {
+                module.partition(".")[0] for module, _ in imported(ast.parse(path.read_text()))
+            }
+            assert "transformers" not in packages, name
 
 
 SLOW = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from flexvarlen._registration import after_import
+from flexvarlen.import_hook import after_import
 from flexvarlen.patches.state import ATTRIBUTE
 
 _ON_EACH_TOKEN = {

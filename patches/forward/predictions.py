@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flexvarlen._registration import after_import
+from flexvarlen.import_hook import after_import
 from flexvarlen.patches.models.heads import PER_DOCUMENT
 from flexvarlen.patches.state import ATTRIBUTE
 

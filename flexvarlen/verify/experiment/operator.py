@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-import flexvarlen as fv
-from flexvarlen.attention.backends.registry import our_name
+from flexvarlen.attention.api import packed_attention
+from flexvarlen.attention.backends.registry import BACKENDS, our_name, why_not
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
 from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone
 from flexvarlen.report.records import Record
@@ -70,7 +71,7 @@ class OperatorDrift(GivenCases):
         """All backends; on the CPU few are compiled."""
         assert isinstance(case, OpCase)
         quick = case.comparison == "eager-compiled" and not options.on_gpu
-        return QUICKLY_COMPILED if quick else fv.BACKENDS
+        return QUICKLY_COMPILED if quick else BACKENDS
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         """The comparison of each backend."""
@@ -136,7 +137,7 @@ def backend_variants(backends: Sequence[str]) -> tuple[str, ...] | None:
     Raises:
         ValueError: an unknown backend.
     """
-    names = checked_names("backends", [our_name(name) for name in backends], fv.BACKENDS)
+    names = checked_names("backends", [our_name(name) for name in backends], BACKENDS)
     return None if "all" in backends else tuple(names)
 
 
@@ -148,8 +149,8 @@ class _Backend:
     """
 
     def __init__(self, name: str, case: OpCase, inputs: Inputs) -> None:
-        why_not: Callable[..., str | None] = partial(
-            fv.why_not,
+        refusal: Callable[..., str | None] = partial(
+            why_not,
             name,
             device=inputs.q.device,
             dtype=case.dtype,
@@ -159,12 +160,12 @@ class _Backend:
             causal=case.causal,
             window=case.window,
         )
-        refusal = why_not(needs_grad=False)
-        if refusal is not None:
-            raise Unsupported(refusal)
+        reason = refusal(needs_grad=False)
+        if reason is not None:
+            raise Unsupported(reason)
         self.name, self.case, self.inputs = name, case, inputs
-        self.train = case.train and why_not(needs_grad=True) is None
-        self.returns_lse = why_not(needs_grad=self.train, return_lse=True) is None
+        self.train = case.train and refusal(needs_grad=True) is None
+        self.returns_lse = refusal(needs_grad=self.train, return_lse=True) is None
 
     def together(self) -> Results:
         """All documents in one call."""
@@ -186,12 +187,12 @@ class _Backend:
         return self._results(torch.compile(own, fullgraph=True, dynamic=False), self.inputs)
 
     def _attend(self, lengths: tuple[int, ...]) -> types.FunctionType:
-        layout = fv.PackedLayout.from_lengths(lengths, device=self.inputs.q.device)
+        layout = PackedLayout.from_lengths(lengths, device=self.inputs.q.device)
         causal, window = self.case.causal, self.case.window
         options: dict[str, Any] = {"backend": self.name, "return_lse": self.returns_lse}
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return fv.packed_attention(q, k, v, layout, causal=causal, window=window, **options)
+            return packed_attention(q, k, v, layout, causal=causal, window=window, **options)
 
         assert isinstance(attend, types.FunctionType)
         return attend

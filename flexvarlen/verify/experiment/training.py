@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-import flexvarlen as fv
+from flexvarlen.attention.backends.registry import BACKENDS
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
@@ -111,7 +111,7 @@ class TrainingDrift(GivenCases):
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         """All backends."""
-        return fv.BACKENDS
+        return BACKENDS
 
     def controls(self, case: Case) -> Sequence[str]:
         """The baseline, and its rounding twin."""

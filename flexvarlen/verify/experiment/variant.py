@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import flexvarlen as fv
-from flexvarlen.attention.backends.registry import our_name
+from flexvarlen.attention.backends.registry import BACKENDS, our_name, why_not
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.api import patch_model
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.reference.model import share
 from flexvarlen.runner.failures import Unsupported
@@ -88,7 +89,7 @@ class Variant:
         """Where the boundaries come from."""
         return self.name.partition("@")[2] or FORMS[self.theirs][0]
 
-    def layout(self, row: Row) -> fv.PackedLayout:
+    def layout(self, row: Row) -> PackedLayout:
         """The row's documents, in this variant's sizes."""
         return row.layout(self.sizes.capacity, self.sizes.max_seqlen_bound)
 
@@ -197,11 +198,11 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
         theirs = ["sdpa"]
         if device.type == "cuda":
             theirs += ["flex_attention", "flash_attention_2"]
-        return [*fv.BACKENDS, "auto", *(THEIRS + name for name in theirs)]
+        return [*BACKENDS, "auto", *(THEIRS + name for name in theirs)]
     for name in names:
-        if not name.startswith(THEIRS) and name not in (*fv.BACKENDS, "auto"):
+        if not name.startswith(THEIRS) and name not in (*BACKENDS, "auto"):
             raise ValueError(
-                f"backends must be all, {', '.join(fv.BACKENDS)}, auto or {THEIRS}<implementation>,"
+                f"backends must be all, {', '.join(BACKENDS)}, auto or {THEIRS}<implementation>,"
                 f" got {name!r}; choose among these."
             )
     return list(dict.fromkeys(names))
@@ -215,9 +216,9 @@ def require_known(name: str) -> None:
     """
     kind, _, form = name.partition("@")
     theirs = kind.startswith(THEIRS)
-    if form not in ("", *FORMS[theirs]) or not (theirs or kind in (*fv.BACKENDS, "auto")):
+    if form not in ("", *FORMS[theirs]) or not (theirs or kind in (*BACKENDS, "auto")):
         raise UnknownVariant(
-            f"variant must be auto, a backend ({', '.join(fv.BACKENDS)}) or "
+            f"variant must be auto, a backend ({', '.join(BACKENDS)}) or "
             f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(FORMS[theirs])}, got "
             f"{name!r}; choose one."
         )
@@ -261,7 +262,7 @@ def make_variant(
         if refusal is not None:
             raise Unsupported(refusal)
         try:
-            fv.patch_model(model, attention)
+            patch_model(model, attention)
         except NotImplementedError as error:
             raise Unsupported(str(error)) from error
     train = train and why_no_backward is None
@@ -274,7 +275,7 @@ def why_not_layers(name: str, model: PreTrainedModel, *, needs_grad: bool) -> st
     if name == "auto":
         return None
     for kind in ModelParts.of(model).kinds:
-        reason = fv.why_not(
+        reason = why_not(
             name,
             device=model.device,
             dtype=model.dtype,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import flexvarlen as fv
-from flexvarlen.attention.backends.registry import our_name
+from flexvarlen.attention.backends.registry import BACKENDS, our_name
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.api import patch_model
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.report.table import Column, Table
@@ -69,9 +70,9 @@ class Question:
                 "form must be one that transformers knows, got 'packed_layout' with --unpatched; "
                 "choose another."
             )
-        if self.backend is not None and self.backend not in (*fv.BACKENDS, "auto"):
+        if self.backend is not None and self.backend not in (*BACKENDS, "auto"):
             raise ValueError(
-                f"backend must be auto, {', '.join(fv.BACKENDS)}, got {self.backend!r}; choose one."
+                f"backend must be auto, {', '.join(BACKENDS)}, got {self.backend!r}; choose one."
             )
 
     @property
@@ -124,7 +125,7 @@ def packed_inputs(
     form: str, lengths: Sequence[int], vocabulary: int, seed: int, device: torch.device
 ) -> dict[str, Any]:
     """Keyword arguments of a forward: random tokens `[1, T]`, and the documents in that form."""
-    layout = fv.PackedLayout.from_lengths(lengths, device=device)
+    layout = PackedLayout.from_lengths(lengths, device=device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (1, layout.total_tokens), generator=generator, device="cpu")
     ids = ids.to(device)
@@ -155,7 +156,7 @@ def ask(name: str, question: Question, *, device: torch.device, dtype: torch.dty
         except Unsupported as error:
             raise ValueError(str(error)) from error
     else:
-        fv.patch_model(model, question.backend)
+        patch_model(model, question.backend)
     model.train(question.train)
     vocabulary = int(model.config.get_text_config().vocab_size)
     batch = packed_inputs(question.form, question.lengths, vocabulary, question.seed, device)

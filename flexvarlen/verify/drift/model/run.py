@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import flexvarlen as fv
+from flexvarlen.patches.api import patched
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.drift.model.hidden_states import Recorder
 from flexvarlen.verify.experiment.batch import PackedBatch
@@ -85,7 +85,7 @@ def run_padded(variant: Variant, batch: PackedBatch) -> DriftRun:
     if variant.name.startswith(THEIRS):
         return run_pieces(variant, batch, pieces)
     # The sizes that the variant was patched with have no room for the runs of padding.
-    with fv.patched(variant.model, variant.name):
+    with patched(variant.model, variant.name):
         return run_pieces(variant, batch, pieces)
 
 

@@ -1,7 +1,7 @@
-"""Register what other packages need to know, once their modules are imported.
+"""Call a function once another package's module is imported.
 
-Importing transformers here would add seconds to every `import flexvarlen`. So for a module that has
-not been imported yet, an import hook registers at the end of its import.
+Importing transformers would add seconds to every `import flexvarlen`. So what needs a module that
+has not been imported yet waits for the end of its import.
 """
 
 from __future__ import annotations
@@ -13,24 +13,6 @@ from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-
-
-def register_with_transformers() -> None:
-    """Register the `flexvarlen_*` attention implementations, and a callback with Trainer."""
-    after_import("transformers.modeling_utils", _register_attention)
-    after_import("transformers.trainer", _register_callback)
-
-
-def _register_attention(_: ModuleType) -> None:
-    from flexvarlen.patches.attention.functions import register
-
-    register()
-
-
-def _register_callback(_: ModuleType) -> None:
-    from flexvarlen.patches.trainer_callback import register_callback
-
-    register_callback()
 
 
 def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
