@@ -10,11 +10,12 @@ import torch
 import flexvarlen as fv
 from flexvarlen.bench import report
 from flexvarlen.bench.suites.model import compile_time, packings, small_inference
-from flexvarlen.bench.suites.model.compile_time import CompileCase, Process, in_process
+from flexvarlen.bench.suites.model.compile_time import CompileCase, in_process, measured
 from flexvarlen.bench.suites.model.geometries import new_base_model
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Options
+from flexvarlen.verify.experiment import experiment
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant
 
@@ -66,7 +67,7 @@ def test_a_graph_that_keeps_the_first_documents_is_wrong(monkeypatch):
 
 
 def test_no_packing_begins_when_time_is_up(monkeypatch):
-    monkeypatch.setattr(packings, "PACKINGS_S", -1.0)
+    monkeypatch.setattr(experiment, "PACKINGS_S", -1.0)
     (found,) = packings.SUITE.measure(PACKINGS, ["sdpa"], QUICK)
     assert (found.status, found.measures["other_packings"]) == ("ok", 0)
     assert "error_last_packing" not in found.measures
@@ -93,7 +94,7 @@ def compile_case(scope):
 
 @pytest.mark.parametrize(("scope", "graphs"), [("whole", 1), ("layer", 4), ("decoder", 1)])
 def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
-    found = Process(compile_case(scope), "sdpa", CPU).run(compile_time.WARM)
+    found = measured(compile_case(scope), "sdpa", compile_time.WARM, CPU)
     assert (found["graphs"], found["graph_breaks"], found["graphs_later"]) == (graphs, 0, 0)
     assert found["compile_wall_s"] == found["first_step_s"] - found["step_s"]
     assert found["ms_p50"] > 0
@@ -103,14 +104,14 @@ def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
 def test_layers_that_ran_eagerly_are_no_compile_time(monkeypatch):
     """accelerate before 1.15, and patch_model first: each layer keeps its eager forward."""
     monkeypatch.setattr(compile_time, "compiled", lambda variant, *_: (variant, "nothing"))
-    found = Process(compile_case("layer"), "sdpa", CPU).run(compile_time.COLD)
+    found = measured(compile_case("layer"), "sdpa", compile_time.COLD, CPU)
     assert found["status"] == "failed"
     assert "nothing was compiled (nothing)" in found["reason"]
 
 
 def test_wrong_outputs_are_not_timed(monkeypatch):
     monkeypatch.setattr(Variant, "inputs", one_document)
-    found = Process(compile_case("decoder"), "transformers:sdpa", CPU).run(compile_time.WARM)
+    found = measured(compile_case("decoder"), "transformers:sdpa", compile_time.WARM, CPU)
     assert found["status"] == "wrong"
     assert "ms_p50" not in found
 

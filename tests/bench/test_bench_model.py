@@ -10,7 +10,6 @@ import torch
 
 from flexvarlen.bench import report
 from flexvarlen.bench.suites import suite_of
-from flexvarlen.bench.suites.model import train
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.documents import text_lengths
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_base_model, new_causal_lm
@@ -21,12 +20,12 @@ from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options
-from flexvarlen.verify.experiment import inputs, measure, step
+from flexvarlen.verify.experiment import experiment, inputs, measure, step
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.inputs import BATCHINGS, forwards_of, in_order, padded_groups
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
 from flexvarlen.verify.experiment.step import next_token_gradient
-from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant
+from flexvarlen.verify.experiment.variant import make_variant
 
 CPU = torch.device("cpu")
 QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
@@ -77,7 +76,7 @@ def test_a_variant_that_leaks_is_wrong_and_not_timed(monkeypatch):
         monkeypatch.setattr(type(made), "inputs", lambda self, row: {"use_cache": False})
         return made
 
-    monkeypatch.setattr(train, "make_variant", leaking)
+    monkeypatch.setattr(experiment, "make_variant", leaking)
     found = measured(TEXT, "packed:sdpa", "packed:transformers:sdpa")
     leaked = found["packed:transformers:sdpa"]
     assert (leaked.status, found["packed:sdpa"].status) == ("wrong", "ok")
@@ -88,9 +87,9 @@ def test_a_variant_that_leaks_is_wrong_and_not_timed(monkeypatch):
 def test_a_short_document_that_leaks_in_a_long_row_is_wrong(monkeypatch):
     monkeypatch.setattr(ModelCase, "lengths", lambda self, files: [1023, 1, 1024])
     training = Training(dataclasses.replace(TEXT, tokens=2048, dtype="bfloat16"), QUICK)
-    assert training.check("packed:sdpa").wrong is None
+    assert training.check_named("packed:sdpa").wrong is None
     training.row = dataclasses.replace(training.row, lengths=(1024, 1024))
-    found = training.check("packed:sdpa")
+    found = training.check_named("packed:sdpa")
     assert found.wrong.startswith("outputs")
     assert found.measures["error_worst_document"] > 0.1
 
@@ -111,12 +110,11 @@ def test_labels_of_the_next_document_are_wrong(monkeypatch):
 
 def test_steps_leave_the_weights_alone_and_the_optimizer_works():
     training = Training(TEXT, QUICK)
-    before = [p.detach().clone() for p in training.lm.parameters()]
-    sizes = Sizes.of(training.row)
-    variant = Variant("sdpa", training.base, sizes, training.base)
-    training.step(variant, inputs.serial(training.row))
-    assert all(p.grad.abs().max() > 0 for p in training.lm.parameters())
-    assert all(map(torch.equal, before, training.lm.parameters()))
+    before = [p.detach().clone() for p in training.model.parameters()]
+    checked = training.check_named("serial:sdpa")
+    checked.call()
+    assert all(p.grad.abs().max() > 0 for p in training.model.parameters())
+    assert all(map(torch.equal, before, training.model.parameters()))
     assert all(s["exp_avg_sq"].abs().max() > 0 for s in training.optimizer.state.values())
 
 

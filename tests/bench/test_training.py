@@ -20,7 +20,7 @@ from flexvarlen.bench.suites.training.convergence_tables import (
     final_loss,
     outcomes,
 )
-from flexvarlen.bench.suites.training.first_step import FirstStep
+from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.trainer import Clock
 from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.run import RunRequest, run_suite
@@ -76,7 +76,7 @@ def test_a_packed_row_that_leaks_is_seen(trained):
     leaky = next(each for each in outcomes(trained) if each.variant == "unpatched")
     assert {r.status for r in leaky.records} == {"wrong"}
     assert leaky.verdict in (NOT_ROUNDING, BEYOND)
-    assert "of the first step" in leaky.runs[0].reason
+    assert "in the first step" in leaky.runs[0].reason
     assert f"**{leaky.verdict}**" in convergence.SUITE.section(trained)
 
 
@@ -233,22 +233,23 @@ def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch, tmp_path
     (record,) = measured(end_to_end.SUITE, tmp_path, "packed:transformers:sdpa", cases=EAGER)
     assert record.status == "wrong"
     assert "tokens_per_s" not in record.measures
-    assert "of the first step" in record.reason
+    assert "in the first step" in record.reason
 
 
 def test_a_gradient_that_is_missing_or_wrong_is_seen():
     case = end_to_end.SUITE.cases(OPTIONS)[0]
-    first = FirstStep.of(lambda: case.new_model(CPU), [[1, 2, 3], [4], [5, 6]], dtype=torch.float32)
+    documents = [[1, 2, 3], [4], [5, 6]]
+    first = first_step_alone(lambda: case.new_model(CPU), documents, dtype=torch.float32)
     model = case.new_model(CPU)
-    assert "gradient" in first.check(model, first.loss)[1]
-    for name, expected in first.gradients.items():
+    assert "gradient" in check_first_step(first, model, first.results.loss)[1]
+    for name, expected in first.results.gradients.items():
         model.get_parameter(name).grad = expected.float()
-    assert first.check(model, first.loss)[1] is None
-    assert "loss" in first.check(model, first.loss + 0.01)[1]
+    assert check_first_step(first, model, first.results.loss)[1] is None
+    assert "loss" in check_first_step(first, model, first.results.loss + 0.01)[1]
     # A small gradient, whose error is lost in the norm of all.
-    name = min(first.gradients, key=lambda name: first.gradients[name].norm())
+    name = min(first.results.gradients, key=lambda name: first.results.gradients[name].norm())
     model.get_parameter(name).grad *= 1.00001
-    assert f"gradient of {name}" in first.check(model, first.loss)[1]
+    assert f"gradient of {name}" in check_first_step(first, model, first.results.loss)[1]
 
 
 def test_padded_batches_hold_each_document_once():

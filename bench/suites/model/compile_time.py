@@ -20,15 +20,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.row import RowCase, RowSteps
+from flexvarlen.bench.suites.model.row import RowCase, rows_of
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -46,8 +46,11 @@ from flexvarlen.report.records import Record, by_machine, grouped
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.failures import status_of
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
-from flexvarlen.verify.experiment.alone import gradients_of
-from flexvarlen.verify.experiment.variant import Variant, make_variant, require_known
+from flexvarlen.verify.experiment.alone import Alone, gradients_of
+from flexvarlen.verify.experiment.experiment import Experiment
+from flexvarlen.verify.experiment.inputs import packed
+from flexvarlen.verify.experiment.step import base_step
+from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, require_known
 
 SCOPES = {
     "whole": "the whole model",
@@ -148,63 +151,59 @@ def child() -> None:
     task = json.loads(sys.argv[-1])
     try:
         case, device = CompileCase(**task["case"]), torch.device(task["device"])
-        answer = Process(case, task["variant"], device).run(task["part"])
+        answer = measured(case, task["variant"], task["part"], device)
     except Exception as error:  # kernel packages assert, and raise types of their own
         status, reason = status_of(error)
         answer = {"status": status, "reason": reason}
     Path(task["answer"]).write_text(json.dumps(answer))
 
 
-class Process(RowSteps):
-    """A model, its packed row, and one variant."""
+def measured(case: CompileCase, name: str, part: str, device: torch.device) -> dict[str, Any]:
+    """Two eager steps, the first compiled one, and those after it."""
+    base, (row,), grad_output = rows_of(case, device)
 
-    def __init__(self, case: CompileCase, variant: str, device: torch.device) -> None:
-        super().__init__(case, device)
-        self.name, self.scope = variant, case.scope
-        self.inputs = self.forwards(self.variant(), self.rows[0])
+    def step_of(variant: Variant) -> Callable[[], Tensor]:
+        forwards = packed(row, variant.inputs(row), grad_output)
+        return lambda: base_step(variant, forwards, parameters_of=base, keep=True)[0]
 
-    def variant(self) -> Variant:
-        """A model over the shared parameters."""
-        return make_variant(self.name, self.base, self.sizes)
+    def new_variant() -> Variant:
+        return make_variant(name, base, Sizes.of(row))
 
-    def run(self, part: str) -> dict[str, Any]:
-        """Two eager steps, the first compiled one, and those after it."""
-        found: dict[str, Any] = {"attends": self.name}
-        if "flex" not in self.name:
-            eager = partial(self.step, self.variant(), self.inputs)
-            found["eager_start_s"] = wall_seconds(eager, self.device) - wall_seconds(
-                eager, self.device
-            )
-        variant, found["how"] = compiled(self.variant(), self.case.compiler, self.scope)
-        step = partial(self.step, variant, self.inputs)
-        with watch_compilation() as stats:
-            first = wall_seconds(step, self.device)
-        with watch_compilation() as after:
-            rest = [wall_seconds(step, self.device) for _ in range(STEPS_AFTER)]
-        reason = nothing_compiled(stats.compilations, found["how"])
-        if reason is not None:
-            return found | {"status": "failed", "reason": reason}
-        found |= {
-            "compile_wall_s": first - min(rest),
-            "first_step_s": first,
-            "step_s": min(rest),
-            "compile_s": stats.compile_s,
-            "graphs": stats.compilations,
-            "graph_breaks": stats.graph_breaks,
-            "graphs_later": after.compilations,
-        }
-        return found | (self.checked(step) if part == WARM else {})
+    found: dict[str, Any] = {"attends": name}
+    if "flex" not in name:
+        eager = step_of(new_variant())
+        found["eager_start_s"] = wall_seconds(eager, device) - wall_seconds(eager, device)
+    variant, found["how"] = compiled(new_variant(), case.compiler, case.scope)
+    step = step_of(variant)
+    with watch_compilation() as stats:
+        first = wall_seconds(step, device)
+    with watch_compilation() as after:
+        rest = [wall_seconds(step, device) for _ in range(STEPS_AFTER)]
+    reason = nothing_compiled(stats.compilations, found["how"])
+    if reason is not None:
+        return found | {"status": "failed", "reason": reason}
+    found |= {
+        "compile_wall_s": first - min(rest),
+        "first_step_s": first,
+        "step_s": min(rest),
+        "compile_s": stats.compile_s,
+        "graphs": stats.compilations,
+        "graph_breaks": stats.graph_breaks,
+        "graphs_later": after.compilations,
+    }
+    if part == COLD:
+        return found
+    alone = Experiment(base, [row], grad_output=grad_output).alone
+    return found | checked(step, alone, base)
 
-    def checked(self, step: Callable[[], Tensor]) -> dict[str, Any]:
-        """A step compared with the reference, and timed if it is right."""
-        alone = self.alone(self.rows[0])
-        found, wrong = alone.check(step(), gradients_of(self.base))
-        if wrong is not None:
-            return found | {"status": "wrong", "reason": wrong}
-        timing = time_interleaved(
-            {"": step}, device=self.device, repeats=TIMED_STEPS, flush_l2=False
-        )[""]
-        return found | asdict(timing)
+
+def checked(step: Callable[[], Tensor], alone: Alone, base: PreTrainedModel) -> dict[str, Any]:
+    """A step compared with the reference, and timed if it is right."""
+    found, wrong = alone.check(step(), gradients_of(base))
+    if wrong is not None:
+        return found | {"status": "wrong", "reason": wrong}
+    timed = time_interleaved({"": step}, device=base.device, repeats=TIMED_STEPS, flush_l2=False)
+    return found | asdict(timed[""])
 
 
 def compiled(variant: Variant, compiler: str, scope: str) -> tuple[Variant, str]:

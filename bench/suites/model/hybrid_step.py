@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flexvarlen.bench.suites.model.documents import drawn_lengths, text_lengths
 from flexvarlen.bench.suites.model.geometries import new_base_model
-from flexvarlen.bench.suites.model.packings import run_others
 from flexvarlen.bench.suites.model.recurrences import (
     convolution_of_fla,
     kernels_of,
@@ -24,29 +23,12 @@ from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.recurrences import CONVOLUTION, DELTA_RULE, Replacements, replaced
 from flexvarlen.runner.suite import Finding, Options, UnknownVariant
-from flexvarlen.verify.experiment.alone import (
-    Alone,
-    from_gradient,
-    gradients_of,
-    probed_parameters,
-)
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.inputs import (
-    SORTED,
-    ModelInputs,
-    forwards_of,
-    in_order,
-    packed,
-    positions_of,
-)
-from flexvarlen.verify.experiment.measure import (
-    CheckedVariant,
-    Measures,
-    first_run,
-    measure_variants,
-)
-from flexvarlen.verify.experiment.step import base_step, checkpoint_layers
-from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, require_known
+from flexvarlen.verify.experiment.experiment import Experiment
+from flexvarlen.verify.experiment.inputs import SORTED, ModelInputs
+from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
+from flexvarlen.verify.experiment.step import checkpoint_layers
+from flexvarlen.verify.experiment.variant import Variant, require_known
 
 Kind = Literal["eager", "compiled", "padded", "packings"]
 
@@ -124,7 +106,7 @@ def split_variant(variant: str) -> tuple[str, str, bool]:
     return batching, attention, attention != rest
 
 
-class HybridSteps:
+class HybridSteps(Experiment):
     """A case's model with random weights, its packings, and the references of first and last.
 
     The reference, and the low-precision baseline, run transformers' functions in plain torch:
@@ -135,84 +117,49 @@ class HybridSteps:
         self.case, self.options = case, options
         torch.manual_seed(case.seed)
         dtype: torch.dtype = getattr(torch, case.dtype)
-        self.base = new_base_model(case.geometry, case.layers, dtype, options.device).train()
-        config = self.base.config
+        base = new_base_model(case.geometry, case.layers, dtype, options.device).train()
         with options.device:
-            ids = torch.randint(config.vocab_size, (1, case.tokens))
-            self.grad_output = torch.randn(case.tokens, config.hidden_size, dtype=dtype)
-        self.rows = [
-            PackedBatch(ids, tuple(case.lengths(index, options.text)))
-            for index in range(1 + case.other_packings)
-        ]
-        self.sizes = Sizes.of(*self.rows)
-        starts = self.grad_output.split(list(self.rows[0].lengths))
-        self.first = Alone.of(
-            self.base,
-            self.rows[0],
-            loss=from_gradient(lambda document, _: starts[document]),
-            parameters=probed_parameters(self.base),
-        )
-        self.last = Alone.of(self.base, self.rows[-1]) if case.other_packings else None
+            ids = torch.randint(base.config.vocab_size, (1, case.tokens))
+            grad_output = torch.randn(case.tokens, base.config.hidden_size, dtype=dtype)
+        packings = (case.lengths(i, options.text) for i in range(1 + case.other_packings))
+        rows = [PackedBatch(ids, tuple(lengths)) for lengths in packings]
+        super().__init__(base, rows, grad_output=grad_output)
         if case.checkpointing:
-            checkpoint_layers(self.base)
+            checkpoint_layers(base)
 
     def measure(self, variants: Sequence[str]) -> list[Finding]:
-        return measure_variants(variants, self.check, self.options, slow_s=SLOW_S)
+        return measure_variants(variants, self.check_named, self.options, slow_s=SLOW_S)
 
-    def check(self, name: str) -> CheckedVariant:
+    def check_named(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
         batching, attention, fla_convolution = split_variant(name)
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
-        variant, row = make_variant(attention, self.base, self.sizes), self.rows[0]
+        variant, compiler = self.variant(attention), self.case.compiler
         functions: Replacements = {DELTA_RULE: untraced} if variant.theirs else {}
         if fla_convolution:
             convolve = convolution_of_fla(self.base)
             functions[CONVOLUTION] = lambda _: convolve
-        took = None
-        if batching == "packed" or variant.attention != "auto":
-            took = attends(variant, row, compiled=bool(self.case.compiler))
+        took = attends(variant, self.row, packed=batching == "packed", compiled=bool(compiler))
         if self.case.kind == "compiled":
-            variant.compile_layers(self.case.compiler)
-        elif self.case.compiler:
-            variant = variant.compiled(self.case.compiler, fullgraph=False)
-        forwards = forwards_of(batching, row, variant.inputs, self.grad_output)
-        step = partial(self.step, variant, functions, forwards)
+            variant.compile_layers(compiler)
+        elif compiler:
+            variant = variant.compiled(compiler, fullgraph=False)
         with refusals():
-            outputs, compilation = first_run(lambda: torch.cat(step(keep=True)))
-        errors, wrong = self.first.check(in_order(row, outputs, batching), gradients_of(self.base))
-        measures: Measures = {
-            "attends": took,
-            **kernels_of(self.base, theirs=variant.theirs, fla_convolution=fla_convolution),
-            "documents": len(row.lengths),
-            "longest_document": max(row.lengths),
-            "forwards": len(forwards),
-            "positions_per_token": positions_of(forwards) / self.case.tokens,
-            **compilation,
-        }
-        checked = CheckedVariant(step, measures | errors, wrong, self.throughput)
-        if self.last is not None:
-            other = partial(self.other_packing, variant, functions)
-            checked.afterwards = partial(run_others, other, self.rows[1:], self.last)
+            checked = self.check(variant, batching, partial(self.step_with, functions))
+        kernels = kernels_of(self.base, theirs=variant.theirs, fla_convolution=fla_convolution)
+        ratio = checked.measures["positions"] / self.case.tokens
+        checked.measures |= {"attends": took, **kernels, "positions_per_token": ratio}
+        checked.conclude = lambda ms: {"tokens_per_s": self.case.tokens / (ms / 1e3)}
         return checked
 
-    def step(
+    def step_with(
         self,
-        variant: Variant,
         functions: Replacements,
+        variant: Variant,
         forwards: Sequence[ModelInputs],
         *,
         keep: bool = False,
     ) -> list[Tensor]:
-        """What is timed."""
+        """A step in which the recurrent layers call these functions."""
         with replaced(self.base, functions):
-            return base_step(variant, forwards, parameters_of=self.base, keep=keep)
-
-    def other_packing(self, variant: Variant, functions: Replacements, row: PackedBatch) -> Tensor:
-        """A step on a packed row of these documents; its outputs."""
-        forwards = packed(row, variant.inputs(row), self.grad_output)
-        (outputs,) = self.step(variant, functions, forwards, keep=True)
-        return outputs
-
-    def throughput(self, ms: float) -> Measures:
-        """Of the documents' own tokens."""
-        return {"tokens_per_s": self.case.tokens / (ms / 1e3)}
+            return self.step(variant, forwards, keep=keep)

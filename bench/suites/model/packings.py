@@ -8,17 +8,14 @@ are checked again.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
-
-import torch
-from torch import Tensor
+from typing import ClassVar
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.row import RowCase, RowSteps
+from flexvarlen.bench.suites.model.row import RowCase, rows_of
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -32,24 +29,15 @@ from flexvarlen.bench.suites.model.tables import (
     where,
 )
 from flexvarlen.bench.suites.model.utilisation import attends, utilised
-from flexvarlen.measure import watch_compilation
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, one_line, provenance, records_alike
+from flexvarlen.report.records import Record, provenance, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
-from flexvarlen.verify.experiment.alone import Alone, gradients_of
-from flexvarlen.verify.experiment.measure import (
-    CheckedVariant,
-    Measures,
-    first_run,
-    measure_variants,
-)
-from flexvarlen.verify.experiment.variant import make_variant, require_known
+from flexvarlen.verify.experiment.experiment import Experiment
+from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
+from flexvarlen.verify.experiment.variant import require_known
 
-T = TypeVar("T")
 OTHER_PACKINGS = 50
-PACKINGS_S = 120.0
-"""No other packing of a variant begins later, in seconds: some compile anew for each."""
 VARIANTS = (
     "transformers:flash_attention_2",
     "transformers:flash_attention_3",
@@ -86,8 +74,9 @@ class Packings(Suite):
         for variant in variants:
             require_known(variant)
         others = 2 if options.quick else OTHER_PACKINGS
-        steps = PackingSteps(case, options.device, others)
-        return measure_variants(variants, steps.check, options)
+        base, rows, grad_output = rows_of(case, options.device, other_packings=others)
+        experiment = Experiment(base, rows, grad_output=grad_output)
+        return measure_variants(variants, partial(checked, experiment, case), options)
 
     def section(self, records: Sequence[Record]) -> str:
         groups = records_alike(records, ("variant",), of_one_run=True)
@@ -99,78 +88,14 @@ class Packings(Suite):
         return [draw(max(groups, key=_extent), folder)] if groups else []
 
 
-class PackingSteps(RowSteps):
-    """A case's model, its packings, and the references of the first and the last of them."""
-
-    def __init__(self, case: RowCase, device: torch.device, others: int) -> None:
-        super().__init__(case, device, other_packings=others)
-        self.first = self.alone(self.rows[0])
-        self.last = self.alone(self.rows[-1], gradients=False)
-
-    def check(self, name: str) -> CheckedVariant:
-        """Compile a variant, and compare its first step with the reference."""
-        variant, row = make_variant(name, self.base, self.sizes), self.rows[0]
-        took = attends(variant, row, compiled=True)
-        variant = variant.compiled(self.case.compiler)
-        step = partial(self.step, variant, self.forwards(variant, row))
-        outputs, compilation = first_run(step)
-        errors, wrong = self.first.check(outputs, gradients_of(self.base))
-        measures: Measures = {
-            "attends": took,
-            **compilation,
-            "documents": len(row.lengths),
-            "longest_document": max(row.lengths),
-            "capacity": self.sizes.capacity,
-            "max_seqlen_bound": self.sizes.max_seqlen_bound,
-        }
-        return CheckedVariant(
-            step,
-            measures | errors,
-            wrong,
-            lambda ms: utilised(self.base, row.lengths, ms, self.case.dtype),
-            lambda: run_others(
-                lambda other: self.step(variant, self.forwards(variant, other)),
-                self.rows[1:],
-                self.last,
-            ),
-        )
-
-
-def run_others(
-    step: Callable[[T], Tensor], packings: Sequence[T], last: Alone
-) -> tuple[Measures, str | None]:
-    """Run other packings of a compiled step.
-
-    Args:
-        step: a packing -> outputs `[T, hidden]`.
-        packings: the other ones.
-        last: the reference of the last of them.
-
-    Returns:
-        What they compiled, and why one of them is wrong, or None.
-    """
-    done, wrong, measures, begin = 0, None, {}, time.perf_counter()
-    outputs = None
-    with watch_compilation() as stats:
-        for packing in packings:
-            if time.perf_counter() - begin > PACKINGS_S:
-                break
-            try:
-                outputs = step(packing)
-            except Exception as error:  # kernels and compilers raise types of their own
-                wrong = f"raised on another packing: {one_line(error)}"
-                break
-            done += 1
-    if outputs is not None and done == len(packings):
-        errors, wrong = last.check(outputs)
-        measures["error_last_packing"] = errors["error"]
-    measures |= {
-        "other_packings": done,
-        "recompilations": stats.recompilations,
-        "recompile_s": stats.compile_s,
-        "recompile_reasons": stats.first_reasons(),
-    }
-    return measures, wrong
+def checked(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
+    """Compile a variant, and compare its first step with the reference."""
+    variant, lengths = experiment.variant(name), experiment.row.lengths
+    took = attends(variant, experiment.row, compiled=True)
+    found = experiment.check(variant.compiled(case.compiler))
+    found.measures |= {"attends": took, **asdict(experiment.sizes)}
+    found.conclude = lambda ms: utilised(experiment.base, lengths, ms, case.dtype)
+    return found
 
 
 # --- the table and the chart ---------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import new_causal_lm
-from flexvarlen.bench.suites.model.packings import run_others
 from flexvarlen.bench.suites.model.tree_cases import REPEATED, Tree, TreeCase
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
@@ -27,6 +26,7 @@ from flexvarlen.verify.experiment.alone import (
     probed_parameters,
 )
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.experiment import run_others
 from flexvarlen.verify.experiment.inputs import ModelInputs
 from flexvarlen.verify.experiment.measure import (
     CheckedVariant,

@@ -95,17 +95,25 @@ def utilised(
 
 
 def attends(
-    variant: Variant, row: Row, *, compiled: bool = False, needs_grad: bool = True
+    variant: Variant,
+    row: Row,
+    *,
+    packed: bool = True,
+    compiled: bool = False,
+    needs_grad: bool = True,
 ) -> str | None:
     """The backend that attends to a row; "auto" is resolved, and measures if it has not yet.
 
     Call it before anything is compiled: inside a graph nothing is measured. None for transformers'
-    own, and for "auto" from position_ids: its sizes are known in the graph only.
+    own, for "auto" from position_ids, whose sizes are known in the graph only, and for "auto" where
+    the documents are not packed.
     """
-    if variant.theirs or (variant.attention == "auto" and variant.form != "packed_layout"):
+    if variant.theirs:
         return None
     if variant.attention != "auto":
         return variant.attention
+    if variant.form != "packed_layout" or not packed:
+        return None
     found = resolved_auto(
         variant.model, variant.layout(row), compiled=compiled, needs_grad=needs_grad
     )

@@ -35,13 +35,14 @@ from flexvarlen.bench.suites.model.utilisation import resolved_auto
 from flexvarlen.bench.suites.training import convergence_tables, texts
 from flexvarlen.bench.suites.training.batches import Inputs, pack, pad
 from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED, final_loss
-from flexvarlen.bench.suites.training.first_step import FirstStep
+from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.verify.experiment.alone import Alone
 
 ON_GPU = (PADDED, "auto", "fa3", "fa4", "fa2", "varlen", "flex", "flex_fa4", "nested", UNPATCHED)
 ON_CPU = (PADDED, "auto", "sdpa", "reference", UNPATCHED)
@@ -137,7 +138,7 @@ class Convergence(Suite):
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, ConvergenceCase)
         rows, device = case.rows(), options.device
-        first = FirstStep.of(
+        first = first_step_alone(
             partial(case.new_model, device),
             rows[0],
             dtype=getattr(torch, case.dtype),
@@ -220,10 +221,10 @@ class Training:
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def finding(self, first: FirstStep) -> Finding:
+    def finding(self, first: Alone) -> Finding:
         """Train to the end."""
         self.backward(0)
-        measures, reason = first.check(self.model, float(self.losses[0]))
+        measures, reason = check_first_step(first, self.model, float(self.losses[0]))
         self.update()
         steps, warmup = self.case.steps, min(WARMUP_STEPS, self.case.steps - 1)
         begun: list[float] = []

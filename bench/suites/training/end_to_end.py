@@ -41,7 +41,7 @@ from flexvarlen.bench.suites.model.utilisation import (
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
 from flexvarlen.bench.suites.training.batches import Collate, flatten, pack, pad, padded_batches
 from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
-from flexvarlen.bench.suites.training.first_step import FirstStep
+from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.bench.suites.training.trainer import Clock, OrderedTrainer, fresh_accelerate
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
@@ -173,7 +173,7 @@ class _TrainerCase:
         self.dtype: torch.dtype = getattr(torch, case.dtype)
         self.steps = case.documents()
         new_model = partial(case.new_model, self.device)
-        self.first = FirstStep.of(new_model, self.steps[0], dtype=self.dtype)
+        self.first = first_step_alone(new_model, self.steps[0], dtype=self.dtype)
 
     def finding(self, variant: str) -> Finding:
         """One run of Trainer."""
@@ -198,7 +198,7 @@ class _TrainerCase:
             trainer.remove_callback(PrinterCallback)
 
             def check(loss: float) -> bool:
-                checked.append(self.first.check(model, loss))
+                checked.append(check_first_step(self.first, model, loss))
                 return checked[0][1] is None
 
             trainer.go_on_after_first_backward = check

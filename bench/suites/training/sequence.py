@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import flexvarlen as fv
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.batches import pack
-from flexvarlen.bench.suites.training.first_step import FirstStep
+from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
@@ -36,10 +36,10 @@ def measure_sequence(case: SequenceCase, device: torch.device) -> Measured:
     (row,) = rows_of(case, 1)
     tokens = [token for ids in row for token in ids]
     document = (tokens * (case.document // len(tokens) + 1))[: case.document]
-    first = FirstStep.of(lambda: new_model(case, device), row, dtype=getattr(torch, case.dtype))
+    first = first_step_alone(lambda: new_model(case, device), row, dtype=getattr(torch, case.dtype))
     model = patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
     loss_of = _sequence_loss(data_parallel(model, device), case, device)
-    measures, reason = first.check(model, float(loss_of(row)))
+    measures, reason = check_first_step(first, model, float(loss_of(row)))
     reasons: list[str | None] = [None] * case.ranks
     dist.all_gather_object(reasons, reason)  # no rank may return alone
     reason = next(filter(None, reasons), None)

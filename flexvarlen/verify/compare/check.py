@@ -39,18 +39,10 @@ class Checks:
     seed: int
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """Measures for the record, and the wall seconds of a step that compiled nothing."""
-
-    measures: dict[str, Any]
-    step_s: float
-
-
 def check_variant(
     variant: Variant, checks: Checks, say: Callable[[str], None], did: Callable[[], None]
-) -> CheckResult:
-    """Run a variant that was not called yet on all of `checks`.
+) -> dict[str, Any]:
+    """Run a variant that was not called yet on all of `checks`; measures for its record.
 
     Args:
         say: takes what is being done.
@@ -76,15 +68,10 @@ def check_variant(
     did()
     say(f"checking {variant.name}: does a {row.unit} see another?")
     leak = find_leak(variant, row, checks.seed, did)
-    begin = time.perf_counter()
-    step()
-    step_s = time.perf_counter() - begin
     say(f"checking {variant.name}: other packings")
     more, why_other = _other_packings(variant, checks)
     did()
-    verdict = _verdict(leak, why or why_other, row.unit)
-    measures |= _leak_measures(leak) | more | verdict
-    return CheckResult(measures, step_s)
+    return measures | _leak_measures(leak) | more | _verdict(leak, why or why_other, row.unit)
 
 
 def _fresh_cache(compile: bool) -> AbstractContextManager[Any]:

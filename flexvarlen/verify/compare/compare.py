@@ -7,39 +7,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexvarlen.measure import Timing, environment, memory_meaning, peak_memory_mib
+from flexvarlen.measure import environment
 from flexvarlen.patches.isolation.documents import units_of
 from flexvarlen.patches.isolation.tokens import halves_of
 from flexvarlen.reference.model import baseline_model, own_parameters, run_alone
-from flexvarlen.report.records import Record, Status, one_line
-from flexvarlen.runner.failures import Unsupported, is_lost, status_of
-from flexvarlen.runner.suite import Finding
+from flexvarlen.report.records import Record
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.suite import Finding, Options
 from flexvarlen.verify.compare.accuracy import (
     describe,
     error_measures,
     is_whole,
     reference_of,
 )
-from flexvarlen.verify.compare.check import CheckResult, Checks, check_variant
+from flexvarlen.verify.compare.check import Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import batch_of
 from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
-from flexvarlen.verify.experiment.measure import FEWEST_REPEATS, LIMITS, time_in_turns
+from flexvarlen.verify.experiment.measure import LIMITS, CheckedVariant, check_and_time
 from flexvarlen.verify.experiment.step import causal_step, free
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
 from flexvarlen.verify.experiment.variant import (
     THEIRS,
     Sizes,
-    Variant,
     make_variant,
     variant_names,
 )
@@ -52,6 +51,8 @@ Progress = Callable[[int, int, str], None]
 
 TIMING_BUDGET_S = 3.0  # of each variant
 MOST_REPEATS = 20
+TIMED_PARTS = 3  # of a variant's timed calls, those that the progress counts
+NOT_TIMED = "not timed: some documents are too long for eager attention."
 
 
 def compare(
@@ -97,6 +98,7 @@ def compare(
         ValueError: `model` is not a transformers model, an unknown backend, a batch that breaks the
             contract, or too little memory for the reference.
         NotImplementedError: the model type is not verified.
+        DeviceLost: a kernel broke the device.
     """
     from transformers import PreTrainedModel
 
@@ -158,9 +160,11 @@ class _Comparison:
         self.train, self.compile = case["passes"] != "forward", case["compiled"]
         self.seed = case["seed"]
         self.environment = environment(base.device)
-        self.sizes = sizes = Sizes.of(batch)
         self.others: list[PackedBatch] = []
+        self.last: Alone | None = None
+        self.why_no_backward: dict[str, str | None] = {}
         if isinstance(batch, PackedBatch):
+            sizes = Sizes.of(batch)
             self.others = [
                 recut(batch, self.seed + i, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
                 for i in range(packings)
@@ -169,79 +173,18 @@ class _Comparison:
 
     def report(self, names: Sequence[str]) -> Report:
         """All records, in order."""
-        variants, refused = self._make(names)
-        self._say(f"each {self.batch.sample} alone, in fp64")
-        checks = self._checks()
-        self.case["reference"] = describe(checks.reference)
-        records = {name: self._record(name, "unsupported", why) for name, why in refused.items()}
-        checked: dict[str, CheckResult] = {}
-        for name, variant in variants.items():
-            found = self._check(variant, checks)
-            if isinstance(found, Record):
-                records[name] = found
-            else:
-                checked[name] = found
-        reference = checks.reference.without_tensors()
-        del checks  # its fp64 tensors would count into everybody's peak memory
-        timings = self._time({name: variants[name] for name in checked}, checked, reference)
-        for name, done in checked.items():
-            records[name] = self._finish(variants[name], done, timings[name])
-        self._did(self.total - self.done)
-        baseline = self._baseline_record(reference, timings.get(BASELINE))
-        return Report((baseline, *(records[name] for name in names)))
-
-    def _make(self, names: Sequence[str]) -> tuple[dict[str, Variant], dict[str, str]]:
-        """The variants that can run, and why the others cannot."""
-        variants: dict[str, Variant] = {}
-        refused: dict[str, str] = {}
-        for name in names:
-            if name.startswith(THEIRS) and isinstance(self.batch, TreeBatch):
-                refused[name] = f"{name} takes no packed_layout of trees."
-                continue
-            try:
-                made = make_variant(name, self.base, self.sizes, train=self.train, or_forward=True)
-            except Unsupported as error:
-                refused[name] = str(error)
-                continue
-            # Graph breaks are counted.
-            variants[name] = made.compiled("inductor", fullgraph=False) if self.compile else made
         units = units_of(self.batch.layout())
-        each = 3 + len(halves_of(range(len(units)), units)) + FEWEST_REPEATS
-        self.total = 2 + FEWEST_REPEATS + each * len(variants)
-        return variants, refused
-
-    def _checks(self) -> Checks:
-        reference = reference_of(self.base, self.batch, train=self.train, seed=self.seed)
+        self.parts = 2 + len(halves_of(range(len(units)), units)) + TIMED_PARTS
+        self.total = 2 + TIMED_PARTS + self.parts * len(names)
+        self._say(f"each {self.batch.sample} alone, in fp64")
+        self.reference = reference_of(self.base, self.batch, train=self.train, seed=self.seed)
         self._did()
-        last = None
         if self.others:
-            last = reference_of(self.base, self.others[-1], train=False, seed=self.seed)
+            self.last = reference_of(self.base, self.others[-1], train=False, seed=self.seed)
         self._did()
-        return Checks(reference, self.others, last, self.compile, self.seed)
-
-    def _check(self, variant: Variant, checks: Checks) -> CheckResult | Record:
-        """What the checks found; a record if the variant broke."""
-        try:
-            return check_variant(variant, checks, self._say, self._did)
-        except Exception as error:  # kernels and compilers raise types of their own: a finding
-            if is_lost(error, self.base.device):
-                raise
-            status, _ = status_of(error)
-            return self._record(variant.name, status, one_line(error))
-        finally:
-            free(self.base.device, self.base)
-
-    def _time(
-        self,
-        variants: Mapping[str, Variant],
-        checked: Mapping[str, CheckResult],
-        reference: Alone,
-    ) -> dict[str, Timing | Finding]:
-        """Time the variants, and each document alone where the reference covers them all."""
-        calls = {name: self._step_of(variant) for name, variant in variants.items()}
-        if is_whole(reference):
-            calls[BASELINE] = self._baseline_step(reference)
-        left = dict.fromkeys(calls, FEWEST_REPEATS)
+        self.case["reference"] = describe(self.reference)
+        timed = [BASELINE] if is_whole(self.reference) else []
+        left = dict.fromkeys([*timed, *names], TIMED_PARTS)
 
         def progress(name: str) -> None:
             if left[name]:
@@ -249,71 +192,72 @@ class _Comparison:
                 self._did()
             self._say("speed of all, in turns")
 
-        timings = time_in_turns(
-            calls,
-            {name: done.step_s for name, done in checked.items()},
-            self.base.device,
-            seconds=TIMING_BUDGET_S,
+        findings = check_and_time(
+            [*timed, *names],
+            self._check,
+            Options(self.base.device, seconds=TIMING_BUDGET_S, say=lambda line: None),
             most_repeats=MOST_REPEATS,
+            slow_s=math.inf,
+            after_checks=self._drop_references,
             progress=progress,
         )
-        free(self.base.device, self.base)
-        return timings
-
-    def _step_of(self, variant: Variant) -> Callable[[], object]:
-        labels = self.batch.labels()
-        return partial(causal_step, variant, self.batch, labels, self.batch.counted(labels))
-
-    def _baseline_step(self, reference: Alone) -> Callable[[], object]:
-        model, samples, documents = (
-            baseline_model(self.base),
-            self.batch.samples,
-            reference.documents,
+        self._did(self.total - self.done)
+        records = {finding.variant: self._record(finding) for finding in findings}
+        baseline = records.get(BASELINE) or self._record(
+            Finding(BASELINE, "ok", NOT_TIMED, error_measures(self.reference.baseline))
         )
+        return Report((baseline, *(records[name] for name in names)))
+
+    def _check(self, name: str) -> CheckedVariant:
+        """What the checks found of a variant; whether that is right is for the report to say.
+
+        Raises:
+            Unsupported: it cannot run here.
+        """
+        if name == BASELINE:
+            return self._baseline()
+        try:
+            if name.startswith(THEIRS) and isinstance(self.batch, TreeBatch):
+                raise Unsupported(f"{name} takes no packed_layout of trees.")
+            sizes = Sizes.of(self.batch)
+            variant = make_variant(name, self.base, sizes, train=self.train, or_forward=True)
+        except Unsupported:
+            self._did(self.parts)
+            raise
+        if self.compile:  # graph breaks are counted
+            variant = variant.compiled("inductor", fullgraph=False)
+        self.why_no_backward[name] = variant.why_no_backward
+        checks = Checks(self.reference, self.others, self.last, self.compile, self.seed)
+        measures = check_variant(variant, checks, self._say, self._did)
+        measures["passes"] = "forward+backward" if variant.train else "forward"
+        labels = self.batch.labels()
+        step = partial(causal_step, variant, self.batch, labels, self.batch.counted(labels))
+        return CheckedVariant(step, measures, conclude=self._speed)
+
+    def _baseline(self) -> CheckedVariant:
+        model, samples = baseline_model(self.base), self.batch.samples
+        documents = self.reference.documents
         loss = self.batch.loss_alone(model, documents) if self.train else None
-        return partial(
+        step = partial(
             run_alone, model, samples.input_ids, samples.lengths, documents=documents, loss=loss
         )
+        return CheckedVariant(step, error_measures(self.reference.baseline), conclude=self._speed)
 
-    # ---- records ----
-
-    def _baseline_record(self, reference: Alone, timing: Timing | Finding | None) -> Record:
-        measures = error_measures(reference.baseline)
-        if isinstance(timing, Finding):
-            return self._record(BASELINE, "ok", f"not timed: {timing.reason}", measures)
-        if timing is None:
-            why = "not timed: some documents are too long for eager attention."
-            return self._record(BASELINE, "ok", why, measures)
-        return self._record(BASELINE, "ok", None, measures | self._speed(timing))
-
-    def _finish(self, variant: Variant, checked: CheckResult, timing: Timing | Finding) -> Record:
-        self._say(f"{variant.name}: memory")
+    def _drop_references(self) -> None:
+        """Their fp64 tensors would count into everybody's peak memory."""
+        self.reference, self.last = self.reference.without_tensors(), None
         free(self.base.device, self.base)
-        measures = checked.measures | {"passes": "forward+backward" if variant.train else "forward"}
-        if isinstance(timing, Finding):
-            return self._record(
-                variant.name, timing.status, f"not timed: {timing.reason}", measures
-            )
-        try:
-            peak = peak_memory_mib(self._step_of(variant), self.base.device)
-        except Exception as error:  # as in `_check`; what the checks found stays
-            if is_lost(error, self.base.device):
-                raise
-            status, reason = status_of(error)
-            return self._record(variant.name, status, f"memory not measured: {reason}", measures)
-        self._did()
-        memory = {"peak_mib": peak, "peak_meaning": memory_meaning(self.base.device)}
-        measures |= self._speed(timing) | memory
-        return self._record(variant.name, "ok", variant.why_no_backward, measures)
 
-    def _speed(self, timing: Timing) -> dict[str, Any]:
-        return {"tokens_per_s": self.batch.total_tokens / timing.ms_p50 * 1e3, **asdict(timing)}
+    def _speed(self, ms: float) -> dict[str, Any]:
+        return {"tokens_per_s": self.batch.total_tokens / ms * 1e3}
 
-    def _record(
-        self, name: str, status: Status, reason: str | None, measures: dict[str, Any] | None = None
-    ) -> Record:
-        case = self.case | {"variant": name}
-        return Record(SUITE, case, status, reason, measures or {}, self.environment)
+    def _record(self, finding: Finding) -> Record:
+        status, reason = finding.status, finding.reason
+        if finding.variant == BASELINE:
+            status = "ok"  # its errors are known, whatever its timing raised
+        reason = reason or self.why_no_backward.get(finding.variant)
+        case = self.case | {"variant": finding.variant}
+        return Record(SUITE, case, status, reason, dict(finding.measures), self.environment)
 
     # ---- progress ----
 

@@ -21,12 +21,12 @@ from flexvarlen.measure import (
 from flexvarlen.measure.timing import wall_seconds
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import is_lost, status_of
-from flexvarlen.runner.suite import Finding, Options
+from flexvarlen.runner.suite import DeviceLost, Finding, Options
 from flexvarlen.verify.experiment.step import free
 
 # Variants of one class share their code objects, and Dynamo's limits go by code object.
 LIMITS = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
-FEWEST_REPEATS, MOST_REPEATS = 3, 15
+MOST_REPEATS = 15
 SLOW_S = 2.0
 """A call that takes longer is not timed again: the seconds of its second run stand, if nothing was
 compiled in them. A shorter one is timed after another of its own, as a hot GPU's clocks follow the
@@ -79,7 +79,32 @@ def measure_variants(
     slow_s: float = SLOW_S,
     lead_in: int = 1,
 ) -> list[Finding]:
-    """A finding of each variant.
+    """A finding of each variant, as `check_and_time` makes them; Dynamo is reset before and after.
+
+    Before: what another case compiled goes, with the models that it holds.
+    """
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(LIMITS):
+        found = check_and_time(
+            variants, check, options, most_repeats=most_repeats, slow_s=slow_s, lead_in=lead_in
+        )
+    torch._dynamo.reset()
+    free(options.device)
+    return found
+
+
+def check_and_time(
+    variants: Sequence[str],
+    check: Callable[[str], CheckedVariant],
+    options: Options,
+    *,
+    most_repeats: int = MOST_REPEATS,
+    slow_s: float = SLOW_S,
+    lead_in: int = 0,
+    after_checks: Callable[[], object] = lambda: None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Finding]:
+    """Check every variant; run the right ones again, for their memory; then time them in turns.
 
     Args:
         variants: names.
@@ -88,40 +113,55 @@ def measure_variants(
         most_repeats: timed calls of a variant at most.
         slow_s: calls that take longer are timed once.
         lead_in: untimed calls before each timed one; 0 where all variants draw like power.
+        after_checks: called when no variant is checked any more.
+        progress: called with a variant's name before each timed call.
+
+    Returns:
+        Of each variant. One that raises once it is checked keeps its measures.
 
     Raises:
         DeviceLost: nothing can be measured any more in this process.
     """
     right: dict[str, CheckedVariant] = {}
 
-    def first_runs(variant: str) -> Finding:
+    def first(variant: str) -> Finding:
         checked = check(variant)
+        options.say(f"{variant}: {'right' if checked.wrong is None else 'wrong'}")
         if checked.wrong is not None:
-            finding = Finding(variant, "wrong", checked.wrong, checked.measures)
-        else:
-            _run_again(checked, options)
-            right[variant] = checked
-            finding = Finding(variant, "ok")
-        options.say(f"{variant}: {'right' if variant in right else 'wrong'}")
-        return finding
+            return Finding(variant, "wrong", checked.wrong, checked.measures)
+        right[variant] = checked
+        return Finding(variant, "ok")
 
-    torch._dynamo.reset()  # what another case compiled, and the models it holds
-    with torch._dynamo.config.patch(LIMITS):
-        found = measure_each("its first runs", variants, first_runs, options.device)
-        findings = [finding for finding in found if finding.variant not in right]
-        for variant, timing in _time(right, options, most_repeats, slow_s, lead_in).items():
-            checked = right[variant]
-            if isinstance(timing, Finding):
-                reason = f"not timed: {timing.reason}"
-                findings.append(Finding(variant, timing.status, reason, checked.measures))
-                continue
-            more, wrong = checked.afterwards()
-            free(options.device)
-            measures = checked.measures | asdict(timing) | checked.conclude(timing.ms_p50) | more
-            findings.append(Finding(variant, "wrong" if wrong else "ok", wrong, measures))
-    torch._dynamo.reset()
+    def second(variant: str) -> Finding:
+        _run_again(right[variant], options)
+        return Finding(variant, "ok")
+
+    try:
+        found = measure_each("its first run", variants, first, options.device)
+        after_checks()
+        found += measure_each("its second run", list(right), second, options.device)
+    except DeviceLost as lost:  # those that are right are not measured yet
+        raise DeviceLost(str(lost), [x for x in lost.findings if x.status != "ok"]) from lost
+    outcomes: dict[str, Finding | Timing] = {x.variant: x for x in found if x.status != "ok"}
+    timed = {name: checked for name, checked in right.items() if name not in outcomes}
+    outcomes |= _time(timed, options, most_repeats, slow_s, lead_in, progress)
+    return [_concluded(name, outcomes[name], right.get(name), options) for name in variants]
+
+
+def _concluded(
+    name: str, outcome: Finding | Timing, checked: CheckedVariant | None, options: Options
+) -> Finding:
+    """The finding of a variant, of its timing or of what became of it before."""
+    if checked is None:
+        assert isinstance(outcome, Finding)
+        return outcome
+    if isinstance(outcome, Finding):
+        reason = f"not timed: {outcome.reason}"
+        return Finding(name, outcome.status, reason, checked.measures)
+    more, wrong = checked.afterwards()
     free(options.device)
-    return findings
+    measures = checked.measures | asdict(outcome) | checked.conclude(outcome.ms_p50) | more
+    return Finding(name, "wrong" if wrong else "ok", wrong, measures)
 
 
 def _run_again(checked: CheckedVariant, options: Options) -> None:
@@ -138,84 +178,42 @@ def _run_again(checked: CheckedVariant, options: Options) -> None:
 
 
 def _time(
-    right: dict[str, CheckedVariant],
+    right: Mapping[str, CheckedVariant],
     options: Options,
     most_repeats: int,
     slow_s: float,
     lead_in: int,
+    progress: Callable[[str], None] | None,
 ) -> dict[str, Timing | Finding]:
-    """Timings of all variants, in turns; of those that are slow, their second run's."""
-    slow = {x: c.took_s for x, c in right.items() if c.took_s is not None and c.took_s > slow_s}
-    fast = {x: c for x, c in right.items() if x not in slow}
-    found: dict[str, Timing | Finding] = dict(
-        time_in_turns(
-            {name: checked.call for name, checked in fast.items()},
-            {name: checked.took_s or slow_s for name, checked in fast.items()},
-            options.device,
-            seconds=options.seconds,
-            most_repeats=most_repeats,
-            warmup=0,  # each ran twice
-            lead_in=lead_in,
-        )
-    )
-    found |= {name: summarize([took * 1e3]) for name, took in slow.items()}
-    return {name: found[name] for name in right}
-
-
-def time_in_turns(
-    calls: Mapping[str, Callable[[], object]],
-    took_s: Mapping[str, float],
-    device: torch.device,
-    *,
-    seconds: float,
-    most_repeats: int = MOST_REPEATS,
-    warmup: int = 1,
-    lead_in: int = 0,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Timing | Finding]:
-    """Timings of all variants' calls, interleaved.
+    """Timings of all variants, in turns; of those that are slow, their second run's.
 
     One that raises, as of memory, is timed no further: its finding says why.
-
-    Args:
-        calls: by variant.
-        took_s: seconds of one call; one that is not there runs first.
-        seconds: that a variant is timed for, about.
-        most_repeats: timed calls of a variant at most.
-        warmup, lead_in, progress: as in `time_interleaved`.
-
-    Raises:
-        RuntimeError: the device is lost.
     """
+    slow = {x: c.took_s for x, c in right.items() if c.took_s is not None and c.took_s > slow_s}
+    fast = {x: c for x, c in right.items() if x not in slow}
     raised: dict[str, Finding] = {}
 
-    def guarded(name: str) -> None:
+    def call(name: str) -> None:
         if name in raised:
             return
         try:
-            calls[name]()
+            fast[name].call()
         except Exception as error:  # kernels and compilers raise types of their own
-            if is_lost(error, device):
+            if is_lost(error, options.device):
                 raise
             raised[name] = Finding(name, *status_of(error))
-            free(device)
+            free(options.device)
 
-    guarded_calls = {name: partial(guarded, name) for name in calls}
-    first_s = {
-        name: wall_seconds(call, device)
-        for name, call in guarded_calls.items()
-        if name not in took_s
-    }
-    timings = time_interleaved(
-        guarded_calls,
-        device=device,
-        warmup=warmup,
+    found = time_interleaved(
+        {name: partial(call, name) for name in fast},
+        device=options.device,
+        warmup=0,  # each ran twice
         repeats={
-            name: max(FEWEST_REPEATS, min(most_repeats, int(seconds / took)))
-            for name, took in (first_s | dict(took_s)).items()
+            name: max(3, min(most_repeats, int(options.seconds / (checked.took_s or slow_s))))
+            for name, checked in fast.items()
         },
         flush_l2=False,  # a model's step evicts it by itself
         lead_in=lead_in,
         progress=progress,
     )
-    return timings | raised
+    return found | {name: summarize([took * 1e3]) for name, took in slow.items()} | raised

@@ -280,8 +280,7 @@ def test_backend_that_raises_has_a_record_and_the_others_theirs(
 @pytest.mark.parametrize("stage", ["time_interleaved", "peak_memory_mib"])
 def test_error_after_the_checks_costs_no_verdict(llama, monkeypatch, stage):
     """As too little memory, in the turns of timing or in the step whose memory is measured."""
-    where = "compare.compare" if stage == "peak_memory_mib" else "experiment.measure"
-    module = sys.modules[f"flexvarlen.verify.{where}"]
+    module = sys.modules["flexvarlen.verify.experiment.measure"]
     measure, now = getattr(module, stage), []
 
     def measured(*args, **options):
