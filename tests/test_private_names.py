@@ -150,7 +150,7 @@ def _own_words(name):
     return last | _words(f"{name.takes} {name.says}")
 
 
-PYTHONS = {"_asdict", "_fields", "_replace", "_getframe"}
+PYTHONS = {"_asdict", "_fields", "_make", "_replace", "_getframe"}
 FLASH_ATTENTIONS = {
     "_flash_attn_bwd",
     "_flash_attn_fwd",

@@ -111,8 +111,8 @@ class Forms(Suite):
                 batch_of = partial(models.batch, form)
                 found = models.answer(model, [batch_of(models.ids)], gradients=trains)
                 leaks = count_leaks(model, batch_of, models.ids)
-        except ValueError as error:  # that is how transformers refuses, and ours a cache of states
-            if variant.startswith("transformers:") or (models.recurrent and form.cached):
+        except ValueError as error:  # that is how transformers refuses, and ours a cache
+            if variant.startswith("transformers:") or form.cached:
                 raise Unsupported(one_line(error)) from error
             raise
         finally:
