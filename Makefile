@@ -13,7 +13,7 @@ CORE := $(addprefix tests/patches/,test_patch_undo.py test_accelerate.py test_tr
 	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py test_embed.py \
 	test_lm_head.py forward/test_adapters.py forward/test_neftune.py \
 	attention/test_routing.py attention/test_generate.py batch/test_found_layout.py \
-	batch/test_keywords.py batch/test_packed_caches.py forward/test_pooling_heads.py \
+	batch/test_keywords.py batch/test_caches.py forward/test_pooling_heads.py \
 	forward/test_recurrent_layers.py forward/test_unpad.py forward/test_context_parallel.py \
 	forward/test_liger.py forward/test_replaced_forward.py models/test_gemma4.py \
 	models/test_image_masks.py models/test_vision_towers.py \
