@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from flexvarlen.bench.suites.contract.batch_forms import FORMS
 from flexvarlen.bench.suites.contract.forms import Forms
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.reference.acceptance import largest
@@ -17,6 +18,7 @@ class Families(Forms):
 
     name = "families"
     models = tuple(BY_TYPE)
+    forms = tuple(form for form in FORMS if not form.cached)  # refused: see the suite leaks
     gradients = True
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:

@@ -76,6 +76,7 @@ class Forms(Suite):
 
     name: ClassVar[str]
     models: ClassVar[tuple[str, ...]]
+    forms: ClassVar[Sequence[Form]] = FORMS
     gradients: ClassVar[bool]
     whole_on_cpu: ClassVar[bool] = True
 
@@ -86,7 +87,7 @@ class Forms(Suite):
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, FormsCase)
-        forms = [f for f in FORMS if f.name in QUICK_FORMS] if options.quick else FORMS
+        forms = [f for f in FORMS if f.name in QUICK_FORMS] if options.quick else self.forms
         models = TinyModels(case, options.device)
         findings: list[Finding] = []
         for form in forms:
