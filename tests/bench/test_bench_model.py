@@ -13,9 +13,8 @@ from flexvarlen.bench.suites import suite_of
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.documents import text_lengths
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_base_model, new_causal_lm
-from flexvarlen.bench.suites.model.train import Training
 from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop
-from flexvarlen.bench.suites.model.whole_model import SUITE
+from flexvarlen.bench.suites.model.whole_model import SUITE, Training
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
@@ -24,7 +23,7 @@ from flexvarlen.verify.experiment import experiment, inputs, measure, step
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.inputs import BATCHINGS, forwards_of, in_order, padded_groups
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
-from flexvarlen.verify.experiment.step import next_token_gradient
+from flexvarlen.verify.experiment.step import HeadLoss
 from flexvarlen.verify.experiment.variant import make_variant
 
 CPU = torch.device("cpu")
@@ -87,9 +86,9 @@ def test_a_variant_that_leaks_is_wrong_and_not_timed(monkeypatch):
 def test_a_short_document_that_leaks_in_a_long_row_is_wrong(monkeypatch):
     monkeypatch.setattr(ModelCase, "lengths", lambda self, files: [1023, 1, 1024])
     training = Training(dataclasses.replace(TEXT, tokens=2048, dtype="bfloat16"), QUICK)
-    assert training.check_named("packed:sdpa").wrong is None
+    assert training.check("packed:sdpa").wrong is None
     training.row = dataclasses.replace(training.row, lengths=(1024, 1024))
-    found = training.check_named("packed:sdpa")
+    found = training.check("packed:sdpa")
     assert found.wrong.startswith("outputs")
     assert found.measures["error_worst_document"] > 0.1
 
@@ -111,7 +110,7 @@ def test_labels_of_the_next_document_are_wrong(monkeypatch):
 def test_steps_leave_the_weights_alone_and_the_optimizer_works():
     training = Training(TEXT, QUICK)
     before = [p.detach().clone() for p in training.model.parameters()]
-    checked = training.check_named("serial:sdpa")
+    checked = training.check("serial:sdpa")
     checked.call()
     assert all(p.grad.abs().max() > 0 for p in training.model.parameters())
     assert all(map(torch.equal, before, training.model.parameters()))
@@ -189,7 +188,7 @@ def test_the_loss_is_that_of_transformers(rows_at_once, monkeypatch):
     expected = {name: p.grad.clone() for name, p in lm.named_parameters()}
     lm.zero_grad()
     hidden = lm.base_model(ids).last_hidden_state
-    hidden.backward(next_token_gradient(hidden, lm.lm_head.weight, labels, counted=30))
+    hidden.backward(HeadLoss(lm.lm_head.weight, counted=30).of(hidden, labels))
     for name, parameter in lm.named_parameters():  # transformers takes the logits to fp32
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-7)
 

@@ -85,10 +85,10 @@ def test_other_packings_are_run_and_the_last_is_checked(records):
 
 def test_a_packed_row_as_one_document_is_wrong():
     steps = HybridSteps(EAGER, QUICK)
-    assert steps.check_named("sdpa").wrong is None
+    assert steps.check("sdpa").wrong is None
     steps.row = replace(steps.row, lengths=(EAGER.tokens,))
     steps.sizes = Sizes.of(steps.row)
-    assert steps.check_named("sdpa").wrong.startswith("outputs")
+    assert steps.check("sdpa").wrong.startswith("outputs")
 
 
 def test_the_table_has_every_variant_and_reason(records):
@@ -117,7 +117,7 @@ def test_the_convolution_of_fla_stands_in_for_transformers_own(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(recurrences, "why_not_fla", lambda x: None)
-    checked = HybridSteps(PADDED, QUICK).check_named("padded:transformers:sdpa+fla-conv")
+    checked = HybridSteps(PADDED, QUICK).check("padded:transformers:sdpa+fla-conv")
     assert checked.wrong is None
     channels = 3 * 2 * 64  # queries, keys and values of two heads
     assert {(shape[-1], ends) for shape, ends in seen} == {(channels, None)}
@@ -158,7 +158,7 @@ def test_transformers_delta_rule_is_in_no_graph(monkeypatch):
         return rule(*args, **kwargs)
 
     monkeypatch.setattr(modeling_qwen3_5, DELTA_RULE, noting)
-    checked = HybridSteps(COMPILED, QUICK).check_named("transformers:sdpa")
+    checked = HybridSteps(COMPILED, QUICK).check("transformers:sdpa")
     assert checked.measures["graphs"] > 0
     with watch_compilation() as stats:
         checked.call()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.row import RowCase, rows_of
+from flexvarlen.bench.suites.model.packings import RowCase, rows_of
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,

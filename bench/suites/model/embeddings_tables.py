@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
+from flexvarlen.bench.suites.model.tables import made, number
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
@@ -65,29 +66,16 @@ def _shown(record: Record, quote: str = "") -> str:
     return f"{THEIRS}, {quote}{kernel}{quote}"
 
 
-def _measure(text: Callable[[Record], str]) -> Callable[[Record], str]:
-    return lambda record: text(record) if record.status == "ok" else NOTHING
-
-
-def _texts_per_s(record: Record) -> str:
-    return f"{_speed(record):,.0f}" if record.status == "ok" else record.outcome
-
-
-def _peak(record: Record) -> str:
-    peak = record.measures["peak_mib"]
-    return NOTHING if peak is None else f"{peak / 1024:.2f}"
-
-
 def _table(records: Sequence[Record]) -> Table:
     columns = [
         Column("embeds", lambda r: _shown(r, quote="`")),
         Column("batch size", lambda r: str(batch_size_of(r.case["variant"]) or NOTHING)),
-        Column("texts/s", _texts_per_s),
-        Column("tokens/s", _measure(lambda r: f"{r.measures['tokens_per_s']:,.0f}")),
-        Column("seconds", _measure(lambda r: f"{r.measures['seconds']:.1f}")),
-        Column("texts", _measure(lambda r: f"{r.measures['texts']:,}")),
-        Column("peak GiB", _measure(_peak)),
-        Column("1 − lowest cosine", _measure(lambda r: f"{1 - r.measures['lowest_cosine']:.0e}")),
+        number("texts/s", "texts_per_s", ",.0f", outcome=True),
+        number("tokens/s", "tokens_per_s", ",.0f"),
+        number("seconds", "seconds", ".1f"),
+        number("texts", "texts", ",.0f"),
+        number("peak GiB", "peak_mib", ".2f", 1 / 1024),
+        made("1 − lowest cosine", lambda r: f"{1 - r.measures['lowest_cosine']:.0e}"),
     ]
     return Table.of(records, columns, _title(records), notes=_notes(records))
 

@@ -128,9 +128,9 @@ class HybridSteps(Experiment):
             checkpoint_layers(base)
 
     def measure(self, variants: Sequence[str]) -> list[Finding]:
-        return measure_variants(variants, self.check_named, self.options, slow_s=SLOW_S)
+        return measure_variants(variants, self.check, self.options, slow_s=SLOW_S)
 
-    def check_named(self, name: str) -> CheckedVariant:
+    def check(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
         batching, attention, fla_convolution = split_variant(name)
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
@@ -145,7 +145,7 @@ class HybridSteps(Experiment):
         elif compiler:
             variant = variant.compiled(compiler, fullgraph=False)
         with refusals():
-            checked = self.check(variant, batching, partial(self.step_with, functions))
+            checked = self.checked(variant, batching, partial(self.step_with, functions))
         kernels = kernels_of(self.base, theirs=variant.theirs, fla_convolution=fla_convolution)
         ratio = checked.measures["positions"] / self.case.tokens
         checked.measures |= {"attends": took, **kernels, "positions_per_token": ratio}

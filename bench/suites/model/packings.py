@@ -9,13 +9,20 @@ are checked again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES
-from flexvarlen.bench.suites.model.row import RowCase, rows_of
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexvarlen.bench.suites.model.geometries import (
+    GEOMETRIES,
+    log_normal_lengths,
+    new_base_model,
+)
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -33,6 +40,7 @@ from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.experiment import Experiment
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
 from flexvarlen.verify.experiment.variant import require_known
@@ -48,6 +56,45 @@ VARIANTS = (
     "fa3",
     "flex",
 )
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """One model, and rows of documents drawn alike."""
+
+    geometry: str
+    layers: int
+    tokens: int
+    mean_doc: int
+    dtype: str = "bfloat16"
+    compiler: str = "inductor"
+    sigma: float = 1.0
+    seed: int = 0
+    passes: str = "forward+backward"
+
+    @property
+    def name(self) -> str:
+        return f"{self.geometry}-t{self.tokens}-mean{self.mean_doc}"
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def packing(self, index: int = 0) -> list[int]:
+        """Tokens of each document of one packing."""
+        return log_normal_lengths(self.tokens, self.mean_doc, self.sigma, self.seed + index)
+
+
+def rows_of(
+    case: RowCase, device: torch.device, *, other_packings: int = 0
+) -> tuple[PreTrainedModel, list[PackedBatch], Tensor]:
+    """A base model with random weights, the packings of a row, and where the backward starts."""
+    torch.manual_seed(case.seed)
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    base = new_base_model(case.geometry, case.layers, dtype, device).train()
+    ids = torch.randint(base.config.vocab_size, (1, case.tokens), device=device)
+    grad_output = torch.randn(case.tokens, base.config.hidden_size, device=device, dtype=dtype)
+    rows = [PackedBatch(ids, tuple(case.packing(i))) for i in range(1 + other_packings)]
+    return base, rows, grad_output
 
 
 class Packings(Suite):
@@ -71,12 +118,11 @@ class Packings(Suite):
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, RowCase)
-        for variant in variants:
-            require_known(variant)
+        require_known(*variants)
         others = 2 if options.quick else OTHER_PACKINGS
         base, rows, grad_output = rows_of(case, options.device, other_packings=others)
         experiment = Experiment(base, rows, grad_output=grad_output)
-        return measure_variants(variants, partial(checked, experiment, case), options)
+        return measure_variants(variants, partial(check, experiment, case), options)
 
     def section(self, records: Sequence[Record]) -> str:
         groups = records_alike(records, ("variant",), of_one_run=True)
@@ -88,11 +134,11 @@ class Packings(Suite):
         return [draw(max(groups, key=_extent), folder)] if groups else []
 
 
-def checked(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
+def check(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
     """Compile a variant, and compare its first step with the reference."""
     variant, lengths = experiment.variant(name), experiment.row.lengths
     took = attends(variant, experiment.row, compiled=True)
-    found = experiment.check(variant.compiled(case.compiler))
+    found = experiment.checked(variant.compiled(case.compiler))
     found.measures |= {"attends": took, **asdict(experiment.sizes)}
     found.conclude = lambda ms: utilised(experiment.base, lengths, ms, case.dtype)
     return found

@@ -93,8 +93,7 @@ class SmallInference(Suite):
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, SmallCase)
-        for variant in variants:
-            require_known(variant)
+        require_known(*variants)
         repeats = 3 if options.quick else REPEATS
         check = OneMode(case, options).check
         return measure_variants(variants, check, options, most_repeats=repeats)

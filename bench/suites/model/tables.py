@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
 from flexvarlen.report.records import Record, commits_of, ran_on
@@ -75,14 +75,45 @@ def spread(record: Record | None, digits: int = 0, name: str = "ms") -> str | No
     return f"{p50} ({p20}–{p80})"
 
 
-def number(title: str, name: str, form: str, scale: float = 1.0) -> Column:
-    """A column of a measure, in that format; empty where a record is not right."""
+def made(title: str, text: Callable[[Record], str | None], *, outcome: bool = False) -> Column:
+    """A column of text that a record gives where it is right.
 
-    def text(record: Record) -> str:
-        found = value(record, name)
-        return NOTHING if found is None else f"{found * scale:{form}}"
+    Args:
+        outcome: say what became of the others; else their cells are empty.
+    """
 
-    return Column(title, text)
+    def shown(record: Record) -> str:
+        if not is_ok(record):
+            return record.outcome if outcome else NOTHING
+        return text(record) or NOTHING
+
+    return Column(title, shown)
+
+
+def number(
+    title: str,
+    name: str,
+    form: str,
+    scale: float = 1.0,
+    *,
+    outcome: bool = False,
+    notes: Notes | None = None,
+) -> Column:
+    """A column of a measure in that format.
+
+    Args:
+        outcome: as in `made`.
+        notes: say it there.
+    """
+
+    def text(record: Record) -> str | None:
+        found = record.measures.get(name)
+        return None if found is None else f"{found * scale:{form}}"
+
+    column = made(title, text, outcome=outcome)
+    if notes is None:
+        return column
+    return Column(title, lambda record: cell(record, column.cell(record), notes))
 
 
 def to_best(record: Record, name: str, others: Iterable[Record]) -> float:

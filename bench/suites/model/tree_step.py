@@ -69,7 +69,7 @@ class TreeSteps:
             labelled_alone=True,
             loss_of=torch.compile(next_token_loss, backend=own_backend(case.compiler))
             if case.compiler
-            else None,
+            else next_token_loss,
         )
         self.first = self.alone(self.trees[0], gradients=True)
         self.last = self.alone(self.trees[-1], gradients=False) if case.other_trees else None

@@ -114,21 +114,19 @@ def attends(
         return variant.attention
     if variant.form != "packed_layout" or not packed:
         return None
-    found = resolved_auto(
-        variant.model, variant.layout(row), compiled=compiled, needs_grad=needs_grad
-    )
-    return ", ".join(dict.fromkeys(found.values()))
+    layout = variant.layout(row)
+    return taken_by_auto(variant.model, layout, compiled=compiled, needs_grad=needs_grad)
 
 
-def resolved_auto(
+def taken_by_auto(
     model: PreTrainedModel,
     layout: fv.PackedLayout,
     dtype: torch.dtype | None = None,
     *,
     needs_grad: bool = True,
     compiled: bool = False,
-) -> dict[str, str]:
-    """What "auto" takes for a model's layers, by layer type."""
+) -> str:
+    """What "auto" takes for a model's layers, once each."""
     found = {}
     for kind in ModelParts.of(model).kinds:
         mask = fv.DocumentMask.of(layout, causal=kind.causal, window=kind.window, chunk=kind.chunk)
@@ -136,4 +134,4 @@ def resolved_auto(
         call = call._replace(spec=mask.spec)
         decision = decision_for(call, sizes(mask), mask, compiled=compiled)
         found[kind.layer_type] = decision.backend
-    return found
+    return ", ".join(dict.fromkeys(found.values()))

@@ -4,15 +4,21 @@ Llama and Qwen geometries with random weights; documents of a text collection's 
 or of one length. Every variant of a case shares weights, documents and process; each one's first
 step is compared with every document alone in fp64, and what is wrong is not timed. Throughput
 counts the documents' tokens, never padding.
+
+A step is forward, next-token loss, backward and optimizer. The base model is compiled without its
+loss, which is the same code in every variant. The learning rate is 0: AdamW does all its work, and
+each variant meets the same weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
+
+import torch
 
 from flexvarlen.bench.suites.model.cases import (
     WHOLE,
@@ -21,6 +27,7 @@ from flexvarlen.bench.suites.model.cases import (
     split_variant,
     variants_of,
 )
+from flexvarlen.bench.suites.model.geometries import new_causal_lm
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -32,12 +39,16 @@ from flexvarlen.bench.suites.model.tables import (
     where,
     with_ratio,
 )
-from flexvarlen.bench.suites.model.train import Training
+from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, by_machine, grouped, provenance
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
-from flexvarlen.verify.experiment.inputs import BATCHINGS
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.experiment import Experiment
+from flexvarlen.verify.experiment.inputs import BATCHINGS, forwards_of, shapes_of
+from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
+from flexvarlen.verify.experiment.step import checkpoint_layers, free
 
 
 class Model(Suite):
@@ -73,6 +84,61 @@ class Model(Suite):
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         shown = [r for r in records if r.case["geometry"] == WHOLE and _is_drawn(r)]
         return [draw(shown, folder)] if shown else []
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+class Training(Experiment):
+    """A training case: shared weights, one optimizer, one reference."""
+
+    def __init__(self, case: ModelCase, options: Options) -> None:
+        self.case, self.options = case, options
+        torch.manual_seed(case.seed)
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        lm = new_causal_lm(case.geometry, case.layers, dtype, options.device).train()
+        ids = torch.randint(lm.config.vocab_size, (1, case.tokens), device=options.device)
+        super().__init__(lm, [PackedBatch(ids, tuple(case.lengths(options.text)))])
+        if case.checkpointing:
+            checkpoint_layers(self.base)
+        self.optimizer = torch.optim.AdamW(lm.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+        # Its state is there before any step, so that all steps' peaks hold it.
+        for parameter in lm.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        free(options.device, lm)
+
+    def measure(self, variants: Sequence[str]) -> list[Finding]:
+        return measure_variants(variants, self.check, self.options)
+
+    def check(self, name: str) -> CheckedVariant:
+        """Make a variant, compile it if asked, and compare its first step with the reference."""
+        batching, attention = split_variant(name)
+        variant, compiled = self.variant(attention), self.case.mode == "compiled"
+        took = attends(variant, self.row, packed=batching == "packed", compiled=compiled)
+        if compiled:
+            forwards = forwards_of(batching, self.row, variant.inputs)
+            variant = variant.compiled(
+                "inductor" if self.options.on_gpu else "aot_eager",
+                fullgraph=not variant.theirs and batching == "packed",
+                dynamic=True if shapes_of(forwards) > 1 else None,
+            )
+        checked = self.checked(variant, batching)
+        checked.measures["attends"] = took
+        checked.call = partial(self.train, checked.call)
+        checked.conclude = self.conclude
+        return checked
+
+    def train(self, forward_backward: Callable[[], object]) -> None:
+        """What is timed."""
+        forward_backward()
+        self.optimizer.step()
+
+    def conclude(self, ms: float) -> Measures:
+        """Throughput of the documents' own tokens, and MFU."""
+        head = self.model.get_output_embeddings().weight.numel()
+        found = utilised(self.base, self.row.lengths, ms, self.case.dtype, head=head)
+        return {"tokens_per_s": self.case.tokens / (ms / 1e3), **found}
 
 
 # --- tables --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.utilisation import resolved_auto
+from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import convergence_tables, texts
 from flexvarlen.bench.suites.training.batches import Inputs, pack, pad
 from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED, final_loss
@@ -263,8 +263,7 @@ class Training:
         if self.variant != "auto":
             return None
         layout = self.batches[0]["packed_layout"].to(self.device)
-        dtype = getattr(torch, self.case.dtype)
-        return ", ".join(dict.fromkeys(resolved_auto(self.model, layout, dtype).values()))
+        return taken_by_auto(self.model, layout, getattr(torch, self.case.dtype))
 
 
 SUITE = Convergence()

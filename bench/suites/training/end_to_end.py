@@ -34,8 +34,8 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
 from flexvarlen.bench.suites.model.utilisation import (
     peak_tflops,
-    resolved_auto,
     step_tflop,
+    taken_by_auto,
     utilisation,
 )
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
@@ -262,9 +262,7 @@ class _TrainerCase:
     def attends(self, model: PreTrainedModel) -> str:
         """The kernel that "auto" took for the first step."""
         layout = pack(self.case.tokens, self.steps)(self.steps[0])["packed_layout"]
-        return ", ".join(
-            dict.fromkeys(resolved_auto(model, layout.to(self.device), self.dtype).values())
-        )
+        return taken_by_auto(model, layout.to(self.device), self.dtype)
 
     def measures(
         self,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
+from flexvarlen.bench.suites.model.tables import made, number
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, commits_of, provenance, ran_on, records_alike
-from flexvarlen.report.table import NOTHING, Column, Table
+from flexvarlen.report.table import Column, Table
 
 OURS = "packed:auto"
 KEPT = "@kept"
@@ -39,14 +40,6 @@ def _shown(record: Record, quote: str = "") -> str:
     return f"{batching}, {name}" + (", attention outputs saved" if kept else "")
 
 
-def _speed(record: Record) -> str:
-    return f"{record.measures['tokens_per_s']:,.0f}" if record.status == "ok" else record.outcome
-
-
-def _measure(text: Callable[[Record], str | None]) -> Callable[[Record], str]:
-    return lambda record: (text(record) if record.status == "ok" else None) or NOTHING
-
-
 def _compiling(r: Record) -> str:
     steps = r.measures["steps_compiling"]
     return f"{steps} of {r.case['steps']}" if steps else "0"
@@ -54,20 +47,17 @@ def _compiling(r: Record) -> str:
 
 COLUMNS = (
     Column("batch, attention", partial(_shown, quote="`")),
-    Column("tokens/s", _speed),
-    Column("ms per step", _measure(lambda r: f"{r.measures['ms_p50']:,.0f}")),
-    Column("MFU", _measure(lambda r: (x := r.measures["mfu"]) and f"{x:.1%}")),
-    Column("peak GiB", _measure(lambda r: (x := r.measures["peak_mib"]) and f"{x / 1024:.1f}")),
-    Column(
-        "positions per token",
-        _measure(lambda r: f"{r.measures['positions'] / r.case['tokens']:.2f}"),
-    ),
-    Column("batches per step", _measure(lambda r: str(r.measures["batches"]))),
-    Column(
+    number("tokens/s", "tokens_per_s", ",.0f", outcome=True),
+    number("ms per step", "ms_p50", ",.0f"),
+    number("MFU", "mfu", ".1%"),
+    number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+    made("positions per token", lambda r: f"{r.measures['positions'] / r.case['tokens']:.2f}"),
+    number("batches per step", "batches", ".0f"),
+    made(
         "graph breaks",
-        _measure(lambda r: str(r.measures["graph_breaks"]) * (r.case["mode"] == "compiled")),
+        lambda r: str(r.measures["graph_breaks"]) * (r.case["mode"] == "compiled"),
     ),
-    Column("steps with recompilation", _measure(_compiling)),
+    made("steps with recompilation", _compiling),
 )
 
 
@@ -93,7 +83,7 @@ def table(records: Sequence[Record]) -> Table:
             for what in ("loss", "gradient")
         ]
         notes[0] += f" The first step's largest relative errors: {', '.join(errors)}."
-    columns = [*COLUMNS, Column("`auto` speedup over this variant", _measure(ratio))]
+    columns = [*COLUMNS, made("`auto` speedup over this variant", ratio)]
     return Table.of(records, columns, _title(records), notes=notes)
 
 

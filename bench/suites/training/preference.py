@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.utilisation import resolved_auto
+from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import preference_tables
 from flexvarlen.bench.suites.training.preference_trainers import (
     TASKS,
@@ -49,10 +49,16 @@ from flexvarlen.bench.suites.training.preference_trainers import (
 from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.state import CONTEXT
-from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
+from flexvarlen.reference.acceptance import Error, largest
 from flexvarlen.reference.model import own_parameters, share
 from flexvarlen.report.records import Record
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.verify.experiment.alone import (
+    Compared,
+    over_allowed,
+    scalar_error,
+    why_one_is_wrong,
+)
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.verify.experiment.step import checkpoint_layers, free
 from flexvarlen.verify.experiment.variant import own_backend, set_transformers
@@ -154,8 +160,7 @@ class _Outcome:
 
     def errors(self, reference: _Outcome) -> dict[str, Error]:
         """By parameter, and that of the loss as "loss". Reads the device."""
-        losses = [torch.tensor([x], dtype=torch.float64) for x in (self.loss, reference.loss)]
-        found = {"loss": Error.between(*losses)}
+        found = {"loss": scalar_error(self.loss, reference.loss)}
         for name, expected in reference.gradients.items():
             gradient = self.gradients.get(name)
             found[name] = Error.missing()
@@ -303,12 +308,12 @@ class _Run:
     def verdict(self, found: _Outcome) -> tuple[Measures, str | None]:
         """The errors, and the sentence about the first that the rule does not allow, or None."""
         errors = found.errors(self.reference)
-        reasons, ratios = [], {}
-        for name, error in errors.items():
-            baseline, gradient = self.baseline[name], name != "loss"
-            what = f"gradient of {name}" if gradient else name
-            reasons.append(why_wrong(what, error, baseline, self.dtype, gradient=gradient))
-            ratios[name] = allowed(baseline, self.dtype, gradient=gradient).ratio(error)
+        compared = [
+            Compared(f"the gradient of {name}", error, self.baseline[name], True)
+            if name != "loss"
+            else Compared("the loss", error, self.baseline[name])
+            for name, error in errors.items()
+        ]
 
         def worst(of: Mapping[str, Error]) -> float:
             return largest(error.relative for name, error in of.items() if name != "loss")
@@ -321,17 +326,16 @@ class _Run:
             "gradients": len(errors) - 1,
             "gradient_error": worst(errors),
             "baseline_gradient_error": worst(self.baseline),
-            "error_over_allowed": largest(ratios.values()),
+            "error_over_allowed": over_allowed(compared, self.dtype),
         }
-        return measures, next((reason for reason in reasons if reason is not None), None)
+        return measures, why_one_is_wrong(compared, self.dtype)
 
     def attends(self, variant: str, trainer: Any, layout: fv.PackedLayout | None) -> str | None:
         """The kernel that "auto" took for these documents."""
         if _split(variant)[0] != "auto" or layout is None:
             return None
         compiled = self.case.mode == "compiled"
-        found = resolved_auto(trainer.model, layout, self.dtype, compiled=compiled)
-        return ", ".join(dict.fromkeys(found.values()))
+        return taken_by_auto(trainer.model, layout, self.dtype, compiled=compiled)
 
     def step(self, trainer: Any, call: Callable[..., Any], batches: Any) -> None:
         """What is timed."""

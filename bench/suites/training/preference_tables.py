@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexvarlen.bench.suites.model.tables import (
-    cell,
     is_ok,
     model_title,
+    number,
     spread,
     table_of,
     value,
@@ -43,16 +43,16 @@ def table(records: Sequence[Record]) -> Table:
     notes = Notes()
     columns = [
         Column("variant", _shown),
-        Column("samples/s", lambda r: cell(r, _number(r, "samples_per_s", ".2f"), notes)),
+        number("samples/s", "samples_per_s", ".2f", notes=notes),
         Column("ms a step (p20–p80)", lambda r: spread(r) or "–"),
-        Column("peak GiB", lambda r: _number(r, "peak_mib", ".1f", 1024) or "–"),
+        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
     ]
     if records[0].case["mode"] == "compiled":
         columns += [
-            Column("graphs", lambda r: _number(r, "compilations", ".0f") or "–"),
-            Column("recompilations", lambda r: _number(r, "recompilations", ".0f") or "–"),
-            Column("graph breaks", lambda r: _number(r, "graph_breaks", ".0f") or "–"),
-            Column("s of compiling", lambda r: _number(r, "compile_s", ".0f") or "–"),
+            number("graphs", "compilations", ".0f"),
+            number("recompilations", "recompilations", ".0f"),
+            number("graph breaks", "graph_breaks", ".0f"),
+            number("s of compiling", "compile_s", ".0f"),
         ]
     base, name = _base(records)
     if base is not None:
@@ -69,25 +69,18 @@ def table(records: Sequence[Record]) -> Table:
             return f"{found * (m.get('tokens_run') or m['tokens_real']) / m['tokens_padded']:.0%}"
 
         if any(r.case["variant"].endswith("+shared") for r in records):
-            columns.append(Column("tokens run", lambda r: _number(r, "tokens_run", ",.0f") or "–"))
+            columns.append(number("tokens run", "tokens_run", ",.0f"))
         columns += [
             Column(f"speed ÷ `{name}`'s", lambda r: "–" if (x := gain(r)) is None else f"{x:.2f}×"),
             Column("share of the possible speedup", used),
         ]
-    columns.append(
-        Column("error ÷ allowed", lambda r: _number(r, "error_over_allowed", ".2f") or "–")
-    )
+    columns.append(number("error ÷ allowed", "error_over_allowed", ".2f"))
     return table_of(records, columns, _title(records), notes, *_said(records))
 
 
 def _shown(record: Record) -> str:
     variant, attends = record.case["variant"], record.measures.get("attends")
     return f"`{variant}`" + (f" ({attends})" if attends else "")
-
-
-def _number(record: Record, name: str, form: str, unit: float = 1) -> str | None:
-    found = value(record, name)
-    return None if found is None else f"{found / unit:{form}}"
 
 
 def _base(records: Sequence[Record]) -> tuple[float | None, str]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
-from flexvarlen.bench.suites.model.utilisation import resolved_auto
+from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase, TrainingCase
 from flexvarlen.bench.suites.training.texts import Document
@@ -56,8 +56,7 @@ def attends(
     if case.backend != "auto":
         return case.backend
     layout = batch["packed_layout"].to(device)
-    found = resolved_auto(model, layout, getattr(torch, case.dtype))
-    return ", ".join(dict.fromkeys(found.values()))
+    return taken_by_auto(model, layout, getattr(torch, case.dtype))
 
 
 def data_parallel(model: nn.Module, device: torch.device) -> DistributedDataParallel:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
+from flexvarlen.bench.suites.model.tables import made, number
 from flexvarlen.report.figure import bars, chart, save
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
@@ -44,23 +45,9 @@ def efficiency_of(record: Record, records: Sequence[Record]) -> float | None:
     return float(record.measures["tokens_per_s_rank"]) / alone
 
 
-def _measure(title: str, text: Callable[[Record], str]) -> Column:
-    return Column(title, lambda r: text(r) if r.status == "ok" else NOTHING)
-
-
-def _first(title: str, text: Callable[[Record], str]) -> Column:
-    """The column that says what became of a case that is not "ok"."""
-    return Column(title, lambda r: text(r) if r.status == "ok" else r.outcome)
-
-
-def _gib(record: Record) -> str:
-    peak = record.measures["peak_mib"]
-    return NOTHING if peak is None else f"{peak / 1024:.1f}"
-
-
 GPUS = Column("GPUs", lambda r: str(r.case["ranks"]))
-TOKENS = _first("tokens/s", lambda r: f"{r.measures['tokens_per_s']:,.0f}")
-PEAK = _measure("peak GiB", _gib)
+TOKENS = number("tokens/s", "tokens_per_s", ",.0f", outcome=True)
+PEAK = number("peak GiB", "peak_mib", ".1f", 1 / 1024)
 
 
 def training_table(records: Sequence[Record]) -> Table:
@@ -76,10 +63,10 @@ def training_table(records: Sequence[Record]) -> Table:
         GPUS,
         Column("rows", lambda r: r.case["order"]),
         TOKENS,
-        _measure("tokens/s per GPU", lambda r: f"{r.measures['tokens_per_s_rank']:,.0f}"),
-        _measure("scaling efficiency", efficiency),
-        _measure("ms per step", lambda r: f"{r.measures['ms_step']:,.0f}"),
-        _measure("attention imbalance", lambda r: f"{r.measures['imbalance'] - 1:.1%}"),
+        number("tokens/s per GPU", "tokens_per_s_rank", ",.0f"),
+        made("scaling efficiency", efficiency),
+        number("ms per step", "ms_step", ",.0f"),
+        made("attention imbalance", lambda r: f"{r.measures['imbalance'] - 1:.1%}"),
         PEAK,
     ]
     case = records[0].case
@@ -110,12 +97,12 @@ def ulysses_table(records: Sequence[Record]) -> Table:
     columns = [
         Column("heads / KV heads", lambda r: f"{r.case['num_heads']} / {r.case['num_kv_heads']}"),
         GPUS,
-        _first("forward ms, one GPU → all", partial(both, which="forward_")),
-        _measure("forward + backward ms", partial(both, which="")),
-        _measure("faster", lambda r: f"{speed_up(r):.2f}×"),
-        _measure("efficiency", lambda r: f"{speed_up(r) / r.case['ranks']:.0%}"),
-        _measure("error ÷ single-GPU error", error),
-        _measure("largest difference", lambda r: f"{r.measures['max_difference']:.1e}"),
+        made("forward ms, one GPU → all", partial(both, which="forward_"), outcome=True),
+        made("forward + backward ms", partial(both, which="")),
+        made("faster", lambda r: f"{speed_up(r):.2f}×"),
+        made("efficiency", lambda r: f"{speed_up(r) / r.case['ranks']:.0%}"),
+        made("error ÷ single-GPU error", error),
+        number("largest difference", "max_difference", ".1e"),
     ]
     case, where = records[0].case, records[0].environment
     documents = next((r.measures["documents"] for r in records if r.measures), None)
@@ -141,10 +128,10 @@ def sequence_table(records: Sequence[Record]) -> Table:
     columns = [
         GPUS,
         TOKENS,
-        _measure("ms per step", lambda r: f"{r.measures['ms_p50']:,.0f}"),
+        number("ms per step", "ms_p50", ",.0f"),
         PEAK,
-        _measure("loss", partial(errors, what="loss")),
-        _measure("gradients", partial(errors, what="gradient")),
+        made("loss", partial(errors, what="loss")),
+        made("gradients", partial(errors, what="gradient")),
     ]
     case = records[0].case
     title = (

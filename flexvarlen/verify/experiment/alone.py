@@ -195,18 +195,7 @@ class Alone:
 
     def why_wrong(self, errors: Errors) -> str | None:
         """The acceptance rule: a sentence about what is wrong, or None."""
-        reasons = (
-            why_wrong(name, error, baseline, self.dtype, gradient=gradient)
-            for name, error, baseline, gradient in self.compared(errors)
-        )
-        return next((reason for reason in reasons if reason is not None), None)
-
-    def over_allowed(self, errors: Errors) -> float:
-        """The largest ratio of an error to its limit; above 1, or NaN, is wrong."""
-        return largest(
-            allowed(baseline, self.dtype, gradient=gradient).ratio(error)
-            for _, error, baseline, gradient in self.compared(errors)
-        )
+        return why_one_is_wrong(self.compared(errors), self.dtype)
 
     def check(
         self, outputs: Tensor, gradients: Mapping[str, Tensor | None] | None = None
@@ -225,12 +214,29 @@ class Alone:
             measures["grad_error"] = largest(x.relative for x in errors.gradients.values())
             plain = (x.relative for x in self.baseline.gradients.values())
             measures["baseline_grad_error"] = largest(plain)
-        measures["error_over_allowed"] = self.over_allowed(errors)
+        measures["error_over_allowed"] = over_allowed(self.compared(errors), self.dtype)
         return measures, self.why_wrong(errors)
 
     def without_tensors(self) -> Alone:
         """What is needed once all variants are checked."""
         return replace(self, results=replace(self.results, hidden=(), gradients={}, head=None))
+
+
+def why_one_is_wrong(results: Iterable[Compared], dtype: torch.dtype) -> str | None:
+    """The acceptance rule: a sentence about the first that is wrong, or None."""
+    reasons = (
+        why_wrong(name, error, baseline, dtype, gradient=gradient)
+        for name, error, baseline, gradient in results
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def over_allowed(results: Iterable[Compared], dtype: torch.dtype) -> float:
+    """The largest ratio of an error to its limit; above 1, or NaN, is wrong."""
+    return largest(
+        allowed(baseline, dtype, gradient=gradient).ratio(error)
+        for _, error, baseline, gradient in results
+    )
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

@@ -79,7 +79,7 @@ class Experiment:
         """A variant of the base model."""
         return make_variant(name, self.base, self.sizes)
 
-    def check(
+    def checked(
         self, variant: Variant, batching: str = "packed", run: Run | None = None
     ) -> CheckedVariant:
         """Compare a variant's first step with the reference.

@@ -101,10 +101,10 @@ def check_and_time(
     most_repeats: int = MOST_REPEATS,
     slow_s: float = SLOW_S,
     lead_in: int = 0,
-    after_checks: Callable[[], object] = lambda: None,
+    after_checks: Callable[[], object] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[Finding]:
-    """Check every variant; run the right ones again, for their memory; then time them in turns.
+    """Check every variant, run the right ones again, for their memory, and time them in turns.
 
     Args:
         variants: names.
@@ -113,7 +113,8 @@ def check_and_time(
         most_repeats: timed calls of a variant at most.
         slow_s: calls that take longer are timed once.
         lead_in: untimed calls before each timed one; 0 where all variants draw like power.
-        after_checks: called when no variant is checked any more.
+        after_checks: called when no variant is checked any more; the second runs come after it.
+            Without it each follows its first: a peak then holds the variants checked before it.
         progress: called with a variant's name before each timed call.
 
     Returns:
@@ -130,7 +131,7 @@ def check_and_time(
         if checked.wrong is not None:
             return Finding(variant, "wrong", checked.wrong, checked.measures)
         right[variant] = checked
-        return Finding(variant, "ok")
+        return Finding(variant, "ok") if after_checks is not None else second(variant)
 
     def second(variant: str) -> Finding:
         _run_again(right[variant], options)
@@ -138,8 +139,9 @@ def check_and_time(
 
     try:
         found = measure_each("its first run", variants, first, options.device)
-        after_checks()
-        found += measure_each("its second run", list(right), second, options.device)
+        if after_checks is not None:
+            after_checks()
+            found += measure_each("its second run", list(right), second, options.device)
     except DeviceLost as lost:  # those that are right are not measured yet
         raise DeviceLost(str(lost), [x for x in lost.findings if x.status != "ok"]) from lost
     outcomes: dict[str, Finding | Timing] = {x.variant: x for x in found if x.status != "ok"}

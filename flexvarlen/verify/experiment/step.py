@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -150,59 +150,6 @@ def base_step(
     )
 
 
-@dataclass(frozen=True)
-class HeadLoss:
-    """The loss of an LM head over a base model's outputs, as a gradient of these.
-
-    Attributes:
-        head: `[V, hidden]`, a parameter.
-        counted: as in `next_token_loss`.
-        labelled_alone: compute the logits of tokens that have a label, and no others.
-        loss_of: `next_token_loss`, or the same compiled.
-    """
-
-    head: Tensor
-    counted: int
-    labelled_alone: bool = False
-    loss_of: Callable[..., Tensor] | None = None
-
-    def gradient(self, outputs: Tensor, inputs: ModelInputs) -> Tensor:
-        """For `base_step`; fills `head.grad`."""
-        assert inputs.labels is not None
-        loss_of = next_token_loss if self.loss_of is None else self.loss_of
-        return self._gradient(outputs, self.head, inputs.labels, inputs.counts, loss_of)
-
-    def alone(self, labels: Sequence[Tensor]) -> Callable[[int, Tensor], Tensor]:
-        """The same of a document by its index, for `from_gradient`; the head gets no gradient.
-
-        Args:
-            labels: of each document, int64 `[L]`.
-        """
-
-        def gradient(document: int, states: Tensor) -> Tensor:
-            head = self.head.detach().to(states.dtype)
-            return self._gradient(states, head, labels[document], None, next_token_loss)
-
-        return gradient
-
-    def _gradient(
-        self,
-        hidden: Tensor,
-        head: Tensor,
-        labels: Tensor,
-        counts: Tensor | None,
-        loss_of: Callable[..., Tensor],
-    ) -> Tensor:
-        if not self.labelled_alone:
-            return next_token_gradient(hidden, head, labels, self.counted, counts, loss_of)
-        hidden, has_label = hidden.detach(), labels != IGNORE_INDEX
-        own = None if counts is None else counts[has_label]
-        found = torch.zeros_like(hidden)
-        given = (hidden[has_label], head, labels[has_label], self.counted, own, loss_of)
-        found[has_label] = next_token_gradient(*given)
-        return found
-
-
 def next_token_loss(
     hidden: Tensor, head: Tensor, labels: Tensor, counts: Tensor, counted: int
 ) -> Tensor:
@@ -221,38 +168,71 @@ def next_token_loss(
     return (losses * counts).sum() / counted
 
 
-def next_token_gradient(
-    hidden: Tensor,
-    head: Tensor,
-    labels: Tensor,
-    counted: int,
-    counts: Tensor | None = None,
-    loss_of: Callable[..., Tensor] = next_token_loss,
-) -> Tensor:
-    """The gradient of the language model's loss, a chunk of logits at a time; fills `head.grad`.
+@dataclass(frozen=True)
+class HeadLoss:
+    """The loss of an LM head over a base model's outputs, as a gradient of these.
 
-    Chunks, as in fused linear cross-entropy kernels, because the logits of a long row would not
-    fit: they are 40 GB in bf16 at 128K tokens.
+    A chunk of logits at a time, as in fused linear cross-entropy kernels: of a long row they would
+    not fit, they are 40 GB in bf16 at 128K tokens.
 
-    Args:
-        hidden, labels, counts: as in `next_token_loss`, of any shape; counts of None are ones.
-        head: a parameter gets a gradient, another tensor does not.
+    Attributes:
+        head: `[V, hidden]`; a parameter gets a gradient, another tensor does not.
         counted: as in `next_token_loss`.
+        labelled_alone: compute the logits of tokens that have a label, and no others.
         loss_of: `next_token_loss`, or the same compiled.
-
-    Returns:
-        Of the shape and dtype of `hidden`.
     """
-    found = []
-    counts = torch.ones_like(labels) if counts is None else counts
-    rows = hidden.detach().flatten(0, -2).split(LOSS_ROWS)
-    others = (x.flatten().split(LOSS_ROWS) for x in (labels, counts))
-    for chunk, wanted, weights in zip(rows, *others, strict=True):
-        chunk.requires_grad_()
-        loss_of(chunk, head, wanted, weights, counted).backward()  # type: ignore[no-untyped-call]
-        assert chunk.grad is not None
-        found.append(chunk.grad)
-    return torch.cat(found).view_as(hidden)
+
+    head: Tensor
+    counted: int
+    labelled_alone: bool = False
+    loss_of: Callable[..., Tensor] = next_token_loss
+
+    def gradient(self, outputs: Tensor, inputs: ModelInputs) -> Tensor:
+        """For `base_step`."""
+        assert inputs.labels is not None
+        return self.of(outputs, inputs.labels, inputs.counts)
+
+    def alone(self, labels: Sequence[Tensor]) -> Callable[[int, Tensor], Tensor]:
+        """The same of a document by its index, for `from_gradient`; the head gets no gradient.
+
+        Args:
+            labels: of each document, int64 `[L]`.
+        """
+
+        def gradient(document: int, states: Tensor) -> Tensor:
+            head = self.head.detach().to(states.dtype)
+            return replace(self, head=head, loss_of=next_token_loss).of(states, labels[document])
+
+        return gradient
+
+    def of(self, hidden: Tensor, labels: Tensor, counts: Tensor | None = None) -> Tensor:
+        """The gradient of `hidden`, of its shape and dtype.
+
+        Args:
+            hidden, labels, counts: as in `next_token_loss`, of any shape; counts of None are ones.
+        """
+        counts = torch.ones_like(labels) if counts is None else counts
+        hidden = hidden.detach()
+        if not self.labelled_alone:
+            given = (hidden.flatten(0, -2), labels.flatten(), counts.flatten())
+            return self._of_rows(*given).view_as(hidden)
+        has_label = labels != IGNORE_INDEX
+        found = torch.zeros_like(hidden)
+        given = (hidden[has_label], labels[has_label], counts[has_label])
+        found[has_label] = self._of_rows(*given)
+        return found
+
+    def _of_rows(self, hidden: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+        """`[N, hidden]`, `[N]`, `[N]` -> `[N, hidden]`."""
+        found = []
+        pieces = (x.split(LOSS_ROWS) for x in (hidden, labels, counts))
+        for chunk, wanted, weights in zip(*pieces, strict=True):
+            chunk.requires_grad_()
+            loss = self.loss_of(chunk, self.head, wanted, weights, self.counted)
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert chunk.grad is not None
+            found.append(chunk.grad)
+        return torch.cat(found)
 
 
 # ---- memory ----

@@ -208,20 +208,21 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     return list(dict.fromkeys(names))
 
 
-def require_known(name: str) -> None:
-    """Check a variant's name.
+def require_known(*names: str) -> None:
+    """Check variants' names.
 
     Raises:
         UnknownVariant: there is no such attention, or no such source of boundaries.
     """
-    kind, _, form = name.partition("@")
-    theirs = kind.startswith(THEIRS)
-    if form not in ("", *FORMS[theirs]) or not (theirs or kind in (*BACKENDS, "auto")):
-        raise UnknownVariant(
-            f"variant must be auto, a backend ({', '.join(BACKENDS)}) or "
-            f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(FORMS[theirs])}, got "
-            f"{name!r}; choose one."
-        )
+    for name in names:
+        kind, _, form = name.partition("@")
+        theirs = kind.startswith(THEIRS)
+        if form not in ("", *FORMS[theirs]) or not (theirs or kind in (*BACKENDS, "auto")):
+            raise UnknownVariant(
+                f"variant must be auto, a backend ({', '.join(BACKENDS)}) or "
+                f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(FORMS[theirs])}, "
+                f"got {name!r}; choose one."
+            )
 
 
 # ---- making one ----
