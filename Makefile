@@ -7,7 +7,7 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
 # Tests marked "slow" repeat in breadth what the others check once; `make test-all` runs them too.
 PYTEST_ARGS ?= -n 2 --dist worksteal
-EVIDENCE := tests/bench tests/verify/drift tests/verify/experiment tests/docs/test_notebooks.py
+EVIDENCE := tests/bench tests/verify/experiment tests/docs/test_notebooks.py
 # What test-newest runs: each mechanism that touches another package, in a few minutes.
 CORE := $(addprefix tests/patches/,test_patch_undo.py test_accelerate.py test_trainer.py \
 	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py test_embed.py \

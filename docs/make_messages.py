@@ -37,8 +37,8 @@ GROUPS = {
 
 _COMMANDS = (
     *("cli/", "measure/", "report/", "runner/"),
-    *("verify/drift/", "verify/experiment/difference", "verify/experiment/operator"),
-    "verify/experiment/training",
+    *("verify/experiment/difference", "verify/experiment/operator", "verify/experiment/training"),
+    *("verify/compare/differences", "verify/compare/hidden_states"),
     "verify/compare/thresholds",
 )
 """Left out: what they say is about the options just typed."""

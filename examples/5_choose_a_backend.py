@@ -26,7 +26,7 @@ from flexvarlen.measure import time_interleaved
 from flexvarlen.report.figure import STYLES, style_of
 from flexvarlen.report.table import markdown
 from flexvarlen.verify.compare.drift_report import DriftReport
-from flexvarlen.verify.drift.model.suite import model_drift
+from flexvarlen.verify.compare.pairs import model_drift
 from flexvarlen.verify.experiment.operator import operator_drift
 from flexvarlen.verify.experiment.operator_cases import OpCase
 from flexvarlen.verify.models import build_model

@@ -175,8 +175,8 @@ def model_command(
     a limit of yours. Whether a backend is right is what flexvarlen compare says.
     """
     with one_line_errors(model_command):
-        from flexvarlen.verify.drift.model.suite import ModelDrift
-        from flexvarlen.verify.drift.named_models import NamedModels
+        from flexvarlen.verify.compare.named_models import NamedModels
+        from flexvarlen.verify.compare.pairs import ModelDrift
 
         where = device_of(device)
         named = NamedModels(model or [CPU_MODELS[1]], text or [], where)
@@ -237,7 +237,7 @@ def train_command(
     A finding is a backend of flexvarlen beyond it, or a measure above a limit of yours.
     """
     with one_line_errors(train_command):
-        from flexvarlen.verify.drift.named_models import NamedModels
+        from flexvarlen.verify.compare.named_models import NamedModels
         from flexvarlen.verify.experiment.training import TrainingDrift
 
         where = device_of(device)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,18 +34,19 @@ SMALLEST_VOCABULARY = 257  # 256 bytes and one merge
 CUT_SHARES = (16, 4)
 
 
-def batch_of(
+def row_of(
     model: PreTrainedModel,
-    batch: PackedBatch | Mapping[str, Any] | None,
+    batch: Row | Mapping[str, Any] | None,
     *,
     tokens: int | None = None,
     seed: int = 0,
-) -> PackedBatch:
+) -> Row:
     """The documents that a model is compared on, on its device.
 
     Args:
         model: whose vocabulary and device count.
-        batch: a `PackedBatch`, or a forward's keyword arguments; None: real text.
+        batch: a row, or a forward's keyword arguments, a `TreeBatch` if its documents are trees;
+            None: real text.
         tokens: of that text; default `DEFAULT_TOKENS`.
         seed: of how it is packed.
 
@@ -55,7 +57,9 @@ def batch_of(
         if tokens is None:
             tokens = DEFAULT_TOKENS.get(model.device.type, DEFAULT_TOKENS["cpu"])
         batch = packed_text(vocabulary=model.config.vocab_size, tokens=tokens, seed=seed)
-    return PackedBatch.of(batch).to(model.device)
+    if isinstance(batch, Mapping):
+        batch = TreeBatch.of(batch) or PackedBatch.of(batch)
+    return batch.to(model.device)
 
 
 def read_documents(files: Sequence[str | Path] = ()) -> tuple[str, ...]:

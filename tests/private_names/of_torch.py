@@ -45,14 +45,8 @@ TORCH = (
     Name("torch._C.DispatchKey.CUDA", _OPERATOR),
     Name("torch._dynamo.exc.FailOnRecompileLimitHit", _FLEX),
     Name("torch._dynamo.maybe_mark_dynamic", f"{_FLEX} layout/launch_sizes.py"),
-    Name(
-        "torch._dynamo.config.recompile_limit",
-        "verify/experiment/measure.py verify/drift/model/run.py",
-    ),
-    Name(
-        "torch._dynamo.backends.registry.lookup_backend",
-        "verify/experiment/variant.py verify/drift/model/run.py",
-    ),
+    Name("torch._dynamo.config.recompile_limit", "verify/experiment/measure.py"),
+    Name("torch._dynamo.backends.registry.lookup_backend", "verify/experiment/variant.py"),
     Name("torch._dynamo.utils.counters", _METRICS),
     Name("torch._dynamo.utils.get_compilation_metrics", _METRICS),
     Name("torch._dynamo.utils.set_compilation_metrics_limit", _METRICS),

@@ -7,11 +7,11 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.verify import corpus
 from flexvarlen.verify.corpus import (
     DEFAULT_TOKENS,
-    batch_of,
     pack,
     packed_rows,
     packed_text,
     read_documents,
+    row_of,
     tokenize,
 )
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
@@ -114,14 +114,14 @@ def test_rows_of_several_seeds_are_tokenized_once_for_all(monkeypatch):
 
 def test_default_batch_is_that_of_the_seed_and_the_device():
     model, _ = build_model("qwen3@1")
-    found = batch_of(model, None, seed=4)
+    found = row_of(model, None, seed=4)
     right = packed_text(vocabulary=1024, tokens=DEFAULT_TOKENS["cpu"], seed=4)
     assert torch.equal(found.input_ids, right.input_ids)
     assert found.lengths == right.lengths
-    assert batch_of(model, None, tokens=32).total_tokens == 32
+    assert row_of(model, None, tokens=32).total_tokens == 32
     model.to("meta")  # a kind of device that has no default of its own
-    assert batch_of(model, right).input_ids.device.type == "meta"
-    assert batch_of(model, None).total_tokens == DEFAULT_TOKENS["cpu"]
+    assert row_of(model, right).input_ids.device.type == "meta"
+    assert row_of(model, None).total_tokens == DEFAULT_TOKENS["cpu"]
 
 
 def test_labels_never_cross_a_boundary():

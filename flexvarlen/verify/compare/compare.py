@@ -30,7 +30,7 @@ from flexvarlen.verify.compare.accuracy import (
 )
 from flexvarlen.verify.compare.check import Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
-from flexvarlen.verify.corpus import batch_of
+from flexvarlen.verify.corpus import row_of
 from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
 from flexvarlen.verify.experiment.measure import LIMITS, CheckedVariant, check_and_time
@@ -113,7 +113,7 @@ def compare(
     require_verified(model.config.model_type)
     names = variant_names(backends, model.device)
     base = unpatch_model(own_parameters(model, model.dtype if dtype is None else dtype))
-    packed = _row(base, batch, tokens=tokens, seed=seed)
+    packed = row_of(base, batch, tokens=tokens, seed=seed)
     lengths = packed.samples.lengths
     case = {
         "model": name or str(model.config.name_or_path or model.config.model_type),
@@ -130,19 +130,6 @@ def compare(
         case["segments"] = len(units_of(packed.trees))
     with torch._dynamo.config.patch(LIMITS) if compile else nullcontext():
         return _Comparison(base, packed, case, packings, progress).report(names)
-
-
-def _row(
-    base: PreTrainedModel,
-    batch: PackedBatch | Mapping[str, Any] | None,
-    *,
-    tokens: int | None,
-    seed: int,
-) -> Row:
-    trees = TreeBatch.of(batch) if isinstance(batch, Mapping) else None
-    if trees is None:
-        return batch_of(base, batch, tokens=tokens, seed=seed)
-    return trees.to(base.device)
 
 
 class _Comparison:

@@ -72,8 +72,8 @@ class PackedBatch:
         layout = layout_of(batch)
         if layout.segments is not None:
             raise NotImplementedError(
-                "a packed_layout of trees is taken by fv.compare and fv.verify_isolation alone, "
-                "got one; pack each path as a document."
+                "a packed_layout of trees is taken by fv.compare, fv.verify_isolation and "
+                "model_drift alone, got one; pack each path as a document."
             )
         ids_T = batch["input_ids"].reshape(-1)
         pieces = [ids_T[document.tokens] for document in units_of(layout)]

@@ -20,9 +20,9 @@ from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Case, DeviceLost, Finding, GivenCases, Options, UnknownVariant
-from flexvarlen.verify.drift.each import check_baseline
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.gradient_angles import GradientLog, Gradients
+from flexvarlen.verify.experiment.inputs import ModelInputs
 from flexvarlen.verify.experiment.seed_noise import (
     FEWEST_SEEDS,
     PASSED,
@@ -31,8 +31,8 @@ from flexvarlen.verify.experiment.seed_noise import (
     final_loss,
     is_rounding,
 )
-from flexvarlen.verify.experiment.step import causal_step
-from flexvarlen.verify.experiment.variant import Sizes, make_variant
+from flexvarlen.verify.experiment.step import causal_step, run_step
+from flexvarlen.verify.experiment.variant import THEIRS, Sizes, backend_name, make_variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +90,7 @@ class TrainingCase:
                 "noise is measured over them."
             )
         if self.baseline != UNPACKED:
-            object.__setattr__(self, "baseline", check_baseline(self.baseline))
+            object.__setattr__(self, "baseline", backend_name("baseline", self.baseline))
 
     @property
     def name(self) -> str:
@@ -234,34 +234,31 @@ def shuffled(rows: int, steps: int, seed: int) -> list[int]:
 
 def step_of(name: str, model: PreTrainedModel, rows: Sequence[PackedBatch]) -> Step:
     """Forward and backward of one of these rows under that variant; raises `Unsupported`."""
-    if name == UNPACKED:
-        model.set_attn_implementation("sdpa")
-        model.train()
-        return _unpacked_step(model)
-    variant = make_variant(name, model, Sizes.of(*rows))
+    variant = make_variant(f"{THEIRS}sdpa" if name == UNPACKED else name, model, Sizes.of(*rows))
 
     def step(row: PackedBatch) -> float:
         labels = row.labels()
         return causal_step(variant, row, labels, row.counted(labels)).loss
 
-    return step
-
-
-def _unpacked_step(model: PreTrainedModel) -> Step:
-    def step(row: PackedBatch) -> float:
-        model.zero_grad(set_to_none=True)
+    def unpacked(row: PackedBatch) -> float:
         counted = row.counted(row.labels())
-        total = torch.zeros((), device=model.device)
-        for start, end in row.spans():
-            if end - start == 1:  # nothing to predict
-                continue
-            ids = row.input_ids[:, start:end]
-            out = model(input_ids=ids, labels=ids, num_items_in_batch=counted, use_cache=False)
-            out.loss.backward()
-            total += out.loss.detach()
-        return float(total)
+        options = {"num_items_in_batch": counted, "use_cache": False}
+        documents = row.input_ids.split(list(row.lengths), dim=1)
+        forwards = [
+            ModelInputs({"input_ids": ids, "labels": ids, **options})
+            for ids in documents
+            if ids.shape[1] > 1  # else there is nothing to predict
+        ]
+        losses = run_step(
+            variant,
+            forwards,
+            lambda loss, _: loss.backward(),
+            take=lambda output: output.loss,
+            keep=lambda loss, _: loss.detach(),
+        )
+        return float(sum(losses))
 
-    return step
+    return unpacked if name == UNPACKED else step
 
 
 def nudge(model: PreTrainedModel, seed: int) -> None:

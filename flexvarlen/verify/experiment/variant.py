@@ -208,6 +208,15 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     return list(dict.fromkeys(names))
 
 
+def backend_name(option: str, name: str) -> str:
+    """The variant of that name; raises a ValueError about the option for the name of none."""
+    try:
+        (found,) = variant_names([name], torch.device("cpu"))
+    except ValueError as error:
+        raise ValueError(str(error).replace("backends", option, 1)) from error
+    return found
+
+
 def require_known(*names: str) -> None:
     """Check variants' names.
 

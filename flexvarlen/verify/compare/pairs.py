@@ -1,4 +1,4 @@
-"""`ModelDrift`: how far a model's outputs and gradients move when one thing alone changes.
+"""Suite "drift-model": how far a model's outputs and gradients move when one thing alone changes.
 
 | comparison | of what |
 |---|---|
@@ -7,6 +7,8 @@
 | backend-backend | the packed row, against the same on another backend |
 | eager-compiled | the packed row compiled, against eager |
 | dtype | the packed row in low precision, against float32 with the same weights |
+
+Of a row of trees, the samples take the documents' place.
 """
 
 from __future__ import annotations
@@ -23,18 +25,20 @@ from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import records_of
 from flexvarlen.runner.suite import Case, Finding, GivenCases, Options, checked_names
-from flexvarlen.verify.corpus import batch_of
-from flexvarlen.verify.drift.each import check_baseline
-from flexvarlen.verify.drift.model.measures import run_measures, why_not_finite
-from flexvarlen.verify.drift.model.run import (
-    DriftRun,
-    compiled,
-    run_packed,
-    run_padded,
-    run_unpacked,
-)
+from flexvarlen.verify.compare.differences import run_measures, why_not_finite
+from flexvarlen.verify.compare.model_run import ModelRun, run_model
+from flexvarlen.verify.corpus import row_of
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, variant_names
+from flexvarlen.verify.experiment.measure import LIMITS
+from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
+from flexvarlen.verify.experiment.variant import (
+    THEIRS,
+    Sizes,
+    Variant,
+    backend_name,
+    make_variant,
+    variant_names,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +50,7 @@ BASELINE = "sdpa"
 # On the CPU inductor's C++ compiler alone takes a minute a model.
 COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
 
-Load = Callable[[], "tuple[PreTrainedModel, PackedBatch]"]
+Load = Callable[[], "tuple[PreTrainedModel, Row]"]
 
 
 @dataclass(frozen=True)
@@ -82,16 +86,10 @@ class ModelCase:
 
     def data(self) -> dict[str, Any]:
         """As in a record."""
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "tokens": self.tokens,
-            "seed": self.seed,
-            "train": self.train,
-            **({"text_crc32": self.text} if self.text else {}),
-            "comparison": self.comparison,
-            "other": self.baseline if self.comparison == "backend-backend" else None,
-        }
+        fields = ("model", "dtype", "tokens", "seed", "train", "comparison")
+        data = {name: getattr(self, name) for name in fields}
+        data["other"] = self.baseline if self.comparison == "backend-backend" else None
+        return data | ({"text_crc32": self.text} if self.text else {})
 
 
 class ModelDrift(GivenCases):
@@ -113,14 +111,18 @@ class ModelDrift(GivenCases):
         from flexvarlen.patches import unpatch_model
 
         assert isinstance(case, ModelCase)
-        model, batch = case.load()
+        model, row = case.load()
         base = unpatch_model(own_parameters(model, model.dtype))
 
-        def compare(name: str) -> Finding:
+        def compare(backend: str) -> Finding:
             try:
-                return _Comparison(case, base, batch).finding(name)
+                found, other, about = _Pairs(case, base, row).runs(backend)
             finally:
                 base.zero_grad(set_to_none=True)
+            measures = run_measures(found, other, row) | about
+            measures |= {"documents": len(row.samples.lengths), "source": row.source}
+            reason = why_not_finite(found, other)
+            return Finding(backend, "wrong" if reason else "ok", reason, measures)
 
         return measure_each(case.name, variants, compare, options.device)
 
@@ -149,7 +151,9 @@ def model_drift(
     Args:
         model: a transformers model of a verified family, with a head for causal language modelling.
         batch: a forward's keyword arguments (boundaries found by the contract of `patch_model`;
-            labels are not used), or a `PackedBatch`. None: real text, packed to `tokens`.
+            labels are not used), or a `PackedBatch`. None: real text, packed to `tokens`. With a
+            `packed_layout` of trees, each sample, a path from a root to a leaf, is what runs alone
+            or padded; the loss is as in `compare`.
         backends: "all" (flexvarlen's, and transformers' own for contrast), or names; also
             "transformers:sdpa" and similar. "all" leaves out on the CPU what compiles long.
         comparisons: of `COMPARISONS`, or "all".
@@ -169,21 +173,21 @@ def model_drift(
     from flexvarlen.patches.models.families import require_verified
 
     require_verified(model.config.model_type)
-    baseline = check_baseline(baseline)
+    baseline = backend_name("baseline", baseline)
     names = variant_names(backends, model.device)
     chosen = None if backends in ("all", ["all"], ("all",)) else tuple(names)
-    packed = batch_of(model, batch, tokens=tokens, seed=seed)
+    row = row_of(model, batch, tokens=tokens, seed=seed)
     suite = ModelDrift(
         [
             ModelCase(
                 str(model.config.name_or_path or model.config.model_type),
                 str(model.dtype).removeprefix("torch."),
-                packed.total_tokens,
+                row.total_tokens,
                 comparison,
                 baseline,
                 train,
                 seed,
-                lambda: (model, packed),
+                lambda: (model, row),
             )
             for comparison in checked_names("comparisons", comparisons, COMPARISONS)
         ]
@@ -192,57 +196,51 @@ def model_drift(
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _Pairs:
     """A case with its model (unpatched, with gradients of its own) and its documents."""
 
     case: ModelCase
     base: PreTrainedModel
-    batch: PackedBatch
+    row: Row
 
-    def finding(self, backend: str) -> Finding:
-        found, other, about = self._runs(backend)
-        measures = run_measures(found, other, self.batch) | about
-        measures |= {"documents": len(self.batch.lengths), "source": self.batch.source}
-        reason = why_not_finite(found, other)
-        return Finding(backend, "wrong" if reason else "ok", reason, measures)
-
-    def _runs(self, backend: str) -> tuple[DriftRun, DriftRun, dict[str, Any]]:
-        """The two runs, and what their record says about them."""
-        comparison, batch = self.case.comparison, self.batch
+    def runs(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+        """The two runs of a backend, and what their record says about them."""
+        comparison, row = self.case.comparison, self.row
         if comparison == "dtype":
             return self._dtypes(backend)
         variant = self._variant(backend, self.base)
         about = {"why_no_gradients": variant.why_no_backward} if variant.why_no_backward else {}
-        if comparison == "eager-compiled":
-            compiler = COMPILERS[self.base.device.type]
-            eager = run_packed(variant, batch)
-            again = self._variant(backend, self.base)
-            with compiled(again.model, compiler) as call:
-                return run_packed(again, batch, call=call), eager, about | {"compiler": compiler}
-        packed = run_packed(variant, batch)
+        packed = run_model(variant, row)
         if comparison == "packed-alone":
-            return packed, run_unpacked(variant, batch), about
+            return packed, run_model(variant, row, "serial"), about
         if comparison == "packed-padded":
-            return packed, run_padded(variant, batch), about
-        return packed, run_packed(self._variant(self.case.baseline, self.base), batch), about
+            return packed, run_model(variant, row, "padded"), about
+        if comparison == "backend-backend":
+            return packed, run_model(self._variant(self.case.baseline, self.base), row), about
+        compiler = COMPILERS[self.base.device.type]
+        compiled = self._variant(backend, self.base).compiled(compiler, fullgraph=False)
+        with torch._dynamo.config.patch(LIMITS):
+            return run_model(compiled, row), packed, about | {"compiler": compiler}
 
-    def _dtypes(self, backend: str) -> tuple[DriftRun, DriftRun, dict[str, Any]]:
+    def _dtypes(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
         """bfloat16 (or the model's half precision) against float32 of the weights so rounded.
 
         Where a backend has no float32, the other run is that of `sdpa`.
         """
         is_half = self.base.dtype.itemsize < 4
         low = self.base if is_half else own_parameters(self.base, torch.bfloat16)
-        found = run_packed(self._variant(backend, low), self.batch)
+        found = run_model(self._variant(backend, low), self.row)
         wide = own_parameters(low, torch.float32)
         try:
             variant = self._variant(backend, wide)
         except Unsupported:
             variant = self._variant(BASELINE, wide)
         about = {"other_backend": variant.name, "other_dtype": "float32"}
-        return found, run_packed(variant, self.batch), about
+        return found, run_model(variant, self.row), about
 
     def _variant(self, name: str, base: PreTrainedModel) -> Variant:
         """A backend on the parameters of `base`; raises `Unsupported`."""
-        sizes = Sizes.of(self.batch)
+        if name.startswith(THEIRS) and isinstance(self.row, TreeBatch):
+            raise Unsupported(f"{name} takes no packed_layout of trees.")
+        sizes = Sizes.of(self.row)
         return make_variant(name, base, sizes, train=self.case.train, or_forward=True)

@@ -40,7 +40,7 @@ class Recorder:
     transformers' own output_hidden_states does not, and gives the last block's after the norm.
 
     Attributes:
-        states: `[B, S, hidden]` each, detached, of the call since `clear`.
+        states: `[B, S, hidden]` each, detached, of the call since `taken`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -56,9 +56,10 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
 
-    def clear(self) -> None:
-        """Forget the last call."""
-        self.states = []
+    def taken(self) -> list[Tensor]:
+        """Those of the last call, which are then forgotten."""
+        states, self.states = self.states, []
+        return states
 
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output

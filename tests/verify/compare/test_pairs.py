@@ -9,27 +9,23 @@ import pytest
 import torch
 from torch import nn
 
+import flexvarlen as fv
 from flexvarlen.reference.model import own_parameters
 from flexvarlen.runner.suite import Options
-from flexvarlen.verify.drift.model import suite as model_suite
-from flexvarlen.verify.drift.model.measures import (
+from flexvarlen.verify.compare import pairs
+from flexvarlen.verify.compare.differences import (
     gradient_measures,
     run_measures,
     token_measures,
     why_not_finite,
 )
-from flexvarlen.verify.drift.model.run import (
-    DriftRun,
-    padded_groups,
-    run_packed,
-    run_padded,
-    run_unpacked,
-    targets_of,
-)
-from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelDrift, model_drift
-from flexvarlen.verify.drift.named_models import NamedModels
+from flexvarlen.verify.compare.model_run import ModelRun, Targets, run_model
+from flexvarlen.verify.compare.named_models import NamedModels
+from flexvarlen.verify.compare.pairs import COMPARISONS, ModelDrift, model_drift
+from flexvarlen.verify.experiment.tree_batch import TreeBatch
 from flexvarlen.verify.experiment.variant import Sizes, make_variant
 from flexvarlen.verify.models import build_model
+from tests.planted import ignore_branches
 from tests.verify.planted import LENGTHS, TOKENS, KernelError, new_batch
 
 
@@ -59,14 +55,14 @@ def variant_of(model, batch=None, train=True):
 
 def test_loss_or_order_differs_between_forms(llama):
     variant, batch = variant_of(llama)
-    packed = run_packed(variant, batch)
+    packed = run_model(variant, batch)
     logits = packed.logits.log_softmax(-1)
-    targets = targets_of(batch)
+    targets = Targets.of(batch).labels
     counted = targets >= 0
     assert int(counted.sum()) == TOKENS - len(LENGTHS)
     by_hand = -logits[counted].gather(1, targets[counted, None]).mean().item()
     assert packed.loss == pytest.approx(by_hand, rel=1e-6)
-    for run in (run_unpacked(variant, batch), run_padded(variant, batch)):
+    for run in (run_model(variant, batch, "serial"), run_model(variant, batch, "padded")):
         assert run.loss == pytest.approx(packed.loss, rel=1e-5)
         assert torch.allclose(run.logits, packed.logits, atol=1e-3)
         assert len(run.hidden) == 3
@@ -76,25 +72,17 @@ def test_loss_or_order_differs_between_forms(llama):
             assert torch.allclose(run.gradients[name], gradient, atol=1e-4), name
 
 
-def test_padded_calls_are_larger_than_the_row():
-    assert padded_groups((100, 1, 1, 1)) == [(0, 1), (1, 4)]
-    for lengths in (LENGTHS, (1,) * 9, (50, 2, 2, 50, 1), (5,)):
-        groups = padded_groups(lengths)
-        assert [d for group in groups for d in range(*group)] == list(range(len(lengths)))
-        assert max(max(lengths[a:b]) * (b - a) for a, b in groups) <= sum(lengths)
-
-
 def test_padded_rows_have_no_room_for_their_padding(llama):
     batch = new_batch((3, 4) * 7 + (3,))  # 13 rows in the first call, 7 of them padded
     variant, _ = variant_of(llama, batch, train=False)
-    packed, padded = run_packed(variant, batch), run_padded(variant, batch)
+    packed, padded = run_model(variant, batch), run_model(variant, batch, "padded")
     assert torch.allclose(padded.logits, packed.logits, atol=1e-3)
 
 
 def test_hidden_states_are_behind_the_last_norm(llama):
     variant, batch = variant_of(llama)
     hooks = [len(module._forward_hooks) for module in variant.model.modules()]
-    run = run_packed(variant, batch)
+    run = run_model(variant, batch)
     assert torch.equal(run.hidden[0], llama.get_input_embeddings()(batch.input_ids[0]))
     logits = llama.lm_head(llama.model.norm(run.hidden[-1]))
     assert torch.allclose(logits, run.logits, atol=1e-4)
@@ -122,7 +110,7 @@ def test_pieces_of_logits_are_not_the_whole(monkeypatch):
     found, other = torch.randn(2, 37, 11, generator=generator)
     targets = torch.randint(11, (37,), generator=generator)
     whole = token_measures(found, other, targets)
-    monkeypatch.setattr("flexvarlen.verify.drift.model.measures.PIECE_ELEMENTS", 55)
+    monkeypatch.setattr("flexvarlen.verify.compare.differences.PIECE_ELEMENTS", 55)
     assert token_measures(found, other, targets) == pytest.approx(whole, rel=1e-12)
 
 
@@ -147,10 +135,10 @@ def test_gradients_and_worst_parameter_by_hand():
 
 def test_difference_in_the_head_alone_is_in_a_layer(llama):
     variant, batch = variant_of(llama, train=False)
-    other = run_packed(variant, batch)
+    other = run_model(variant, batch)
     moved = other.logits.clone()
     moved[35, 7] += 1
-    measures = run_measures(DriftRun(moved, other.hidden, other.loss), other, batch)
+    measures = run_measures(ModelRun(moved, other.hidden, other.loss), other, batch)
     assert (measures["first_layer"], measures["first_part"]) == (None, "head")
     assert "gradient_relative" not in measures
     assert measures["layers_relative"] == [0, 0, 0]
@@ -160,13 +148,13 @@ def test_difference_in_the_head_alone_is_in_a_layer(llama):
 @pytest.mark.parametrize("part", ["gradients", "hidden states"])
 def test_one_number_that_is_not_finite_is_right(llama, part):
     variant, batch = variant_of(llama)
-    other = run_packed(variant, batch)
+    other = run_model(variant, batch)
     assert why_not_finite(other, other) is None
     gradients = {name: gradient.clone() for name, gradient in other.gradients.items()}
     hidden = [state.clone() for state in other.hidden]
     changed = next(iter(gradients.values())) if part == "gradients" else hidden[1]
     changed.view(-1)[0] = math.inf
-    found = DriftRun(other.logits, tuple(hidden), other.loss, gradients)
+    found = ModelRun(other.logits, tuple(hidden), other.loss, gradients)
     assert why_not_finite(found, other).endswith(f"of the {part} of the run.")
     assert why_not_finite(other, found).endswith(f"of the {part} of what it is compared with.")
 
@@ -265,10 +253,12 @@ def test_dtypes_differ_by_their_weights(llama):
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, KernelError])
 def test_what_breaks_ends_the_run(llama, monkeypatch, kind):
-    def broken(*args, **kwargs):
-        raise kind("the kernel broke\nsomewhere")
+    def broken(variant, row, batching="packed"):
+        if batching == "serial":
+            raise kind("the kernel broke\nsomewhere")
+        return run_model(variant, row, batching)
 
-    monkeypatch.setattr(model_suite, "run_unpacked", broken)
+    monkeypatch.setattr(pairs, "run_model", broken)
     first, second = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
     assert (first.status, first.reason) == ("failed", f"{kind.__name__}: the kernel broke")
     assert second.status == "ok"
@@ -280,6 +270,65 @@ def test_nan_everywhere_is_right():
     (record,) = drift(model, comparisons=["backend-backend"])
     assert record.status == "wrong"
     assert record.reason.startswith("not finite: 100% of the logits of the run, ")
+
+
+# ---- trees ----
+
+PROMPT = list(range(3, 23))
+SAMPLES = [[*PROMPT, 50, 51, 52], [*PROMPT, 50, 61], [*PROMPT, *range(70, 90)], [90, 91, 92]]
+SAMPLES += [SAMPLES[1]]
+"""Three answers to a prompt, two of them alike at first; another prompt; a twin."""
+
+
+def trees():
+    return fv.share_prefixes(SAMPLES, total_tokens=80).batch()
+
+
+def tree_drift(model, backends="sdpa", comparisons=("packed-alone",), **options):
+    return model_drift(model, trees(), backends, comparisons=comparisons, **options)
+
+
+def test_paths_of_a_tree_differ_from_the_samples_alone(llama):
+    for record in tree_drift(llama, "sdpa,reference", ["packed-alone", "packed-padded"]):
+        measures = measures_of([record])
+        assert measures["documents"] == len(measures["documents_relative"]) == 4
+        assert measures["logits_relative"] < 1e-5
+        assert 0 < measures["gradient_relative"] < 1e-4
+        assert measures["loss"] == pytest.approx(measures["other_loss"], rel=1e-6)
+        assert measures["top1"] == 1
+
+
+def test_loss_of_trees_is_not_that_of_the_samples(llama):
+    """Twins count twice, and a shared token for each of its samples."""
+    variant, row = variant_of(llama, TreeBatch.of(trees()))
+    rows = [torch.tensor([ids]) for ids in SAMPLES]
+    with torch.no_grad():
+        alone = [float(llama(ids, labels=ids).loss) * (ids.shape[1] - 1) for ids in rows]
+    mean = sum(alone) / sum(ids.shape[1] - 1 for ids in rows)
+    for batching in ("packed", "serial"):
+        run = run_model(variant, row, batching)
+        assert run.loss == pytest.approx(mean, rel=1e-5)
+        assert len(run.logits) == sum(map(len, SAMPLES[:4]))
+
+
+def test_every_comparison_takes_trees_and_transformers_own_takes_none(llama):
+    records = tree_drift(llama, "sdpa,transformers:sdpa", ["all"])
+    ran = [record for record in records if record.case["variant"] == "sdpa"]
+    assert {record.status for record in ran} == {"ok"}
+    assert [record.case["comparison"] for record in ran] == list(COMPARISONS)
+    assert max(record.measures["gradient_relative"] for record in ran) < 0.05
+    others = [record for record in records if record not in ran]
+    assert {record.status for record in others} == {"unsupported"}
+    assert "no packed_layout of trees" in others[0].reason
+
+
+def test_kernel_that_ignores_branches_looks_like_rounding(llama, monkeypatch):
+    ignore_branches(monkeypatch)
+    measures = measures_of(tree_drift(llama, "reference"))
+    first, *others, alone = measures["documents_relative"]
+    assert max(first, alone) < 1e-5  # no branch stands before these
+    assert min(others) > 0.1
+    assert measures["first_part"] == "block 0"
 
 
 # ---- cases ----
@@ -303,7 +352,7 @@ def test_comparisons_of_a_model_build_it_again(monkeypatch):
         built.append((args, kwargs["dtype"]))
         return build_model(*args, **kwargs)
 
-    monkeypatch.setattr("flexvarlen.verify.drift.named_models.build_model", build)
+    monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", build)
     named = NamedModels(["qwen3@1"], [], torch.device("cpu"))
     options = {"tokens": 48, "baseline": "sdpa", "train": False, "seed": 0}
     cases = named.cases([torch.float32, torch.bfloat16], ["all"], **options)

@@ -14,12 +14,12 @@ from torch import Tensor
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.reference.attention import PIECE_ELEMENTS
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.drift.model.run import DriftRun, targets_of
-from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.compare.model_run import ModelRun, Targets
 from flexvarlen.verify.experiment.difference import Difference
+from flexvarlen.verify.experiment.tree_batch import Row
 
 
-def run_measures(found: DriftRun, other: DriftRun, batch: PackedBatch) -> dict[str, Any]:
+def run_measures(found: ModelRun, other: ModelRun, row: Row) -> dict[str, Any]:
     """Everything in which two runs differ, as a record's measures.
 
     `layers_relative` is of the embeddings, then of each block; `documents_relative` of each
@@ -27,17 +27,17 @@ def run_measures(found: DriftRun, other: DriftRun, batch: PackedBatch) -> dict[s
 
     Args:
         found, other: of the same documents, on one device.
-        batch: the documents.
+        row: the documents; of trees the samples.
     """
     layers = [Difference.between(*two) for two in zip(found.hidden, other.hidden, strict=True)]
     documents = [
         Difference.between(found.logits[start:end], other.logits[start:end])
-        for start, end in batch.spans()
+        for start, end in row.samples.spans()
     ]
     logits = Difference.between(found.logits, other.logits)
     measures: dict[str, Any] = {
         **logits.measures("logits"),
-        **token_measures(found.logits, other.logits, targets_of(batch)),
+        **token_measures(found.logits, other.logits, Targets.of(row).labels),
         "loss": found.loss,
         "other_loss": other.loss,
         "loss_difference": found.loss - other.loss,
@@ -50,7 +50,7 @@ def run_measures(found: DriftRun, other: DriftRun, batch: PackedBatch) -> dict[s
     return measures
 
 
-def why_not_finite(found: DriftRun, other: DriftRun) -> str | None:
+def why_not_finite(found: ModelRun, other: ModelRun) -> str | None:
     """What of two runs is not finite, as a reason; None if everything is."""
     bad = []
     for who, run in (("the run", found), ("what it is compared with", other)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexvarlen.runner.suite import checked_names
-from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, packed_text, read_documents
-from flexvarlen.verify.drift.each import check_baseline
-from flexvarlen.verify.drift.model.suite import COMPARISONS, ModelCase
+from flexvarlen.verify.compare.pairs import COMPARISONS, ModelCase
+from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, read_documents
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.training import TrainingCase
+from flexvarlen.verify.experiment.variant import backend_name
 from flexvarlen.verify.models import build_model, checked_model
 
 if TYPE_CHECKING:
@@ -60,19 +60,19 @@ class NamedModels:
             ValueError: an unknown comparison or baseline.
         """
         wanted = checked_names("comparisons", comparisons, COMPARISONS)
-        baseline = check_baseline(baseline)
+        baseline = backend_name("baseline", baseline)
         width = tokens or DEFAULT_TOKENS[self.device.type]
         return [
             ModelCase(
-                spec.label,
-                str(dtype).removeprefix("torch."),
-                width,
-                comparison,
-                baseline,
-                train,
-                seed,
-                partial(self._load, spec.name, dtype, width, seed),
-                self.checksum,
+                model=spec.label,
+                dtype=str(dtype).removeprefix("torch."),
+                tokens=width,
+                comparison=comparison,
+                baseline=baseline,
+                train=train,
+                seed=seed,
+                load=partial(self._load, spec.name, dtype, width, seed),
+                text=self.checksum,
             )
             for spec, dtype, comparison in product(self.specs, dtypes, wanted)
         ]
@@ -95,16 +95,16 @@ class NamedModels:
         width = tokens or TRAINING_TOKENS[self.device.type]
         return [
             TrainingCase(
-                spec.label,
-                str(dtype).removeprefix("torch."),
-                width,
-                steps,
-                tuple(seeds),
-                lr,
-                baseline,
-                partial(self._new_model, spec.name, dtype),
-                partial(self._rows, spec.name, dtype, width, steps),
-                self.checksum,
+                model=spec.label,
+                dtype=str(dtype).removeprefix("torch."),
+                tokens=width,
+                steps=steps,
+                seeds=tuple(seeds),
+                lr=lr,
+                baseline=baseline,
+                make_model=partial(self._new_model, spec.name, dtype),
+                make_batches=partial(self._rows, spec.name, dtype, width, range(steps)),
+                text=self.checksum,
             )
             for spec, dtype in product(self.specs, dtypes)
         ]
@@ -116,25 +116,25 @@ class NamedModels:
         if self._last is None or self._last[0] != key:
             self._last = None  # before the next is built: two may not fit
             model, tokenizer = build_model(name, device=self.device, dtype=dtype, seed=seed)
-            batch = packed_text(
-                vocabulary=model.config.vocab_size,
-                tokens=tokens,
-                seed=seed,
-                files=self.text,
-                tokenizer=tokenizer,
-            )
-            self._last = key, (model, batch.to(self.device))
+            (row,) = self._packed(model, tokenizer, tokens, [seed])
+            self._last = key, (model, row.to(self.device))
         return self._last[1]
 
     def _new_model(self, name: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
         return build_model(name, device=self.device, dtype=dtype, seed=seed)[0]
 
-    def _rows(self, name: str, dtype: torch.dtype, tokens: int, steps: int) -> list[PackedBatch]:
-        model, tokenizer = build_model(name, device=self.device, dtype=dtype)
+    def _rows(
+        self, name: str, dtype: torch.dtype, tokens: int, seeds: Iterable[int]
+    ) -> list[PackedBatch]:
+        return self._packed(*build_model(name, device=self.device, dtype=dtype), tokens, seeds)
+
+    def _packed(
+        self, model: PreTrainedModel, tokenizer: object, tokens: int, seeds: Iterable[int]
+    ) -> list[PackedBatch]:
         return packed_rows(
             vocabulary=model.config.vocab_size,
             tokens=tokens,
-            seeds=range(steps),
+            seeds=seeds,
             files=self.text,
             tokenizer=tokenizer,
         )

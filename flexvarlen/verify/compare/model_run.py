@@ -1,0 +1,157 @@
+"""`ModelRun`: what one run of a model gives for the documents of a row, in whatever form.
+
+The same documents run as one packed row, each alone, or as padded rows; what comes out is put in
+one order, token after token of document after document, so that runs can be compared. Of a row of
+trees the samples, each a path from a root to a leaf, take the documents' place: what they share is
+there for each of them.
+
+Shapes: T tokens of all documents; N documents; V = vocabulary; B rows of S tokens in one forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from flexvarlen.reference.model import IGNORE_INDEX
+from flexvarlen.verify.compare.hidden_states import Recorder
+from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.inputs import ModelInputs, forwards_of
+from flexvarlen.verify.experiment.step import run_step
+from flexvarlen.verify.experiment.tree_batch import Row
+from flexvarlen.verify.experiment.variant import Variant
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """What a model gave.
+
+    Attributes:
+        logits: `[T, V]`.
+        hidden: `[T, hidden]` each: the embeddings, then what each block put out.
+        loss: mean over the counted labels, from losses in fp32 (fp64 of an fp64 model).
+        gradients: of every parameter, by name, of the loss; None for a forward alone. Of several
+            forwards they are summed in at least fp32, so that their rounding is the dtype's alone.
+    """
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    loss: float
+    gradients: dict[str, Tensor] | None = field(default=None, repr=False)
+
+
+class Targets(NamedTuple):
+    """What the tokens of all documents predict.
+
+    Attributes:
+        labels: int64 `[T]`, `IGNORE_INDEX` where there is none.
+        weights: `[T]`, what each label counts; None: one.
+        counted: what the summed loss is divided by.
+    """
+
+    labels: Tensor
+    weights: Tensor | None
+    counted: int
+
+    @classmethod
+    def of(cls, row: Row) -> Targets:
+        """Of trees, a token's weight is divided among the samples that share it."""
+        counted = int(row.counted(row.labels()))
+        if isinstance(row, PackedBatch):
+            return cls(row.next_tokens()[0], None, counted)
+        order = torch.cat(row.paths)
+        sharing = order.bincount(minlength=row.input_ids.shape[1])
+        weights = row.sample_counts[0] / sharing.clamp(min=1)
+        return cls(row.labels()[0][order], weights[order], counted)
+
+    def losses(self, logits_TV: Tensor, lengths: Sequence[int], first: int = 0) -> Tensor:
+        """`[N]`: the sum of each document's cross entropies, in at least fp32.
+
+        Each document's logits are copied first, so that neither the shape nor the address of
+        what the kernels get depends on the other documents.
+
+        Args:
+            logits_TV: logits of some documents' tokens.
+            lengths: tokens of each of them.
+            first: the first token's index.
+        """
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        sums = []
+        for logits in logits_TV.split(list(lengths)):
+            own = slice(first, first := first + len(logits))
+            losses = cross_entropy(
+                logits.to(wide, copy=True),
+                self.labels[own],
+                reduction="none",
+                ignore_index=IGNORE_INDEX,
+            )
+            sums.append((losses if self.weights is None else losses * self.weights[own]).sum())
+        return torch.stack(sums)
+
+
+def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
+    """The documents in one row, or apart.
+
+    Args:
+        variant: the model, and whether it trains.
+        row: the documents, on the model's device.
+        batching: "packed", "padded" (of at most as many positions as the row) or "serial".
+    """
+    lengths, targets = row.samples.lengths, Targets.of(row)
+    if batching == "packed":
+        forwards = [ModelInputs({"input_ids": row.input_ids, **variant.boundaries(row)})]
+    else:
+        forwards = forwards_of(batching, row.samples, variant.boundaries)
+    shared = batching == "packed" and not isinstance(row, PackedBatch)
+    order = torch.cat(row.paths) if shared else None
+    gradients: dict[str, Tensor] = {}
+    done = 0  # documents
+
+    def own(x_BSN: Tensor, each: ModelInputs) -> Tensor:
+        x = x_BSN.flatten(0, 1) if each.real is None else x_BSN[each.real]
+        return x if order is None else x[order]
+
+    def backward(logits: Tensor, each: ModelInputs) -> None:
+        nonlocal done
+        documents = len(lengths) if batching == "packed" else len(logits)
+        some, first = lengths[done : done + documents], sum(lengths[:done])
+        done += documents
+        (targets.losses(own(logits, each), some, first).sum() / targets.counted).backward()
+        _take_gradients(variant.model, gradients)
+
+    with Recorder(variant.model) as recorder:
+        kept = run_step(
+            variant,
+            forwards,
+            backward,
+            take=lambda output: output.logits,
+            keep=lambda logits, each: [own(x, each) for x in (logits.detach(), *recorder.taken())],
+        )
+    logits, *hidden = kept[0] if len(kept) == 1 else map(torch.cat, zip(*kept, strict=True))
+    with torch.no_grad():
+        # Document by document, so that how they are batched does not decide how they are summed.
+        loss = math.fsum(targets.losses(logits, lengths).tolist()) / targets.counted
+    if not variant.train:
+        return ModelRun(logits, tuple(hidden), loss)
+    for name, parameter in variant.model.named_parameters():
+        if name not in gradients:
+            gradients[name] = torch.zeros_like(parameter)
+    return ModelRun(logits, tuple(hidden), loss, gradients)
+
+
+def _take_gradients(model: nn.Module, sums: dict[str, Tensor]) -> None:
+    """Take what a backward left off the parameters; from the second on, sum in at least fp32."""
+    for name, parameter in model.named_parameters():
+        found, parameter.grad = parameter.grad, None
+        if found is None:
+            continue
+        total: Any = sums.get(name)
+        if total is not None:
+            found = total.to(torch.promote_types(total.dtype, torch.float32)).add_(found)
+        sums[name] = found
