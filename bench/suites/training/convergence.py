@@ -34,7 +34,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import convergence_tables, texts
 from flexvarlen.bench.suites.training.batches import Inputs, pack, pad
-from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED, final_loss
+from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED
 from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib
@@ -43,6 +43,7 @@ from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
 from flexvarlen.verify.experiment.alone import Alone
+from flexvarlen.verify.experiment.seed_noise import final_loss
 
 ON_GPU = (PADDED, "auto", "fa3", "fa4", "fa2", "varlen", "flex", "flex_fa4", "nested", UNPATCHED)
 ON_CPU = (PADDED, "auto", "sdpa", "reference", UNPATCHED)

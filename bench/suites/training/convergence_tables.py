@@ -1,17 +1,6 @@
-"""The verdict on trainings that began alike, with their table and chart, from records alone.
+"""The verdicts on trainings that began alike, with their table and chart, from records alone.
 
-A variant is trained on seeds of the padded baseline: the same parameters, documents and order.
-
-1. "beyond seed noise": over n seeds the final losses (means of the last 50 steps) lie on average
-   more than two standard errors, σ √(2/n), from the baseline's of the same seeds, or on one seed
-   more than 4 σ, or a loss is not finite. σ is the standard deviation of the baseline's final
-   losses, over at least 3 seeds.
-2. Else "not rounding": the gradient of a first step is wrong. A small model learns in spite of a
-   wrong attention, and losses alone would not show it.
-3. Else "no verdict" with fewer than 3 seeds.
-4. Else "within seed noise".
-
-A single seed proves little: rounding alone separates two runs of one seed by about σ.
+The baseline is the padded training; the rule is that of `flexvarlen.verify.experiment.seed_noise`.
 """
 
 from __future__ import annotations
@@ -34,20 +23,16 @@ from flexvarlen.report.records import (
     records_alike,
 )
 from flexvarlen.report.table import NOTHING, Column, Table
+from flexvarlen.verify.experiment.seed_noise import (
+    BEYOND,
+    MOST_SIGMAS,
+    MOST_STANDARD_ERRORS,
+    NOT_ROUNDING,
+    WITHIN,
+    SeedNoise,
+)
 
 PADDED, UNPATCHED = "padded", "unpatched"
-WITHIN, BEYOND = "within seed noise", "beyond seed noise"
-NOT_ROUNDING, NO_VERDICT = "not rounding", "no verdict"
-LAST_STEPS = 50
-FEWEST_SEEDS = 3  # below, neither a standard deviation nor a mean says much
-MOST_STANDARD_ERRORS = 2.0  # of the mean
-MOST_SIGMAS = 4.0  # of one seed
-
-
-def final_loss(losses: Sequence[float]) -> float:
-    """The mean over the last 50 steps, or the last quarter of fewer than 200."""
-    count = min(LAST_STEPS, math.ceil(len(losses) / 4))
-    return math.fsum(losses[-count:]) / count
 
 
 @dataclass(frozen=True)
@@ -85,14 +70,13 @@ def ended(records: Sequence[Record]) -> dict[int, Record]:
     return dict(sorted(found.items()))
 
 
-def sigma_of(baseline: dict[int, Record]) -> float | None:
-    """The standard deviation of the baseline's final losses; None with fewer than 3 seeds."""
-    losses = [float(r.measures["final_loss"]) for r in baseline.values()]
-    return statistics.stdev(losses) if len(losses) >= FEWEST_SEEDS else None
+def noise_of(baseline: dict[int, Record]) -> SeedNoise:
+    """The noise of the seeds, from the baseline's trainings."""
+    return SeedNoise.of([float(r.measures["final_loss"]) for r in baseline.values()])
 
 
 def outcomes(records: Sequence[Record]) -> list[TrainingOutcome]:
-    """Each variant by the rule above, the baseline first."""
+    """Each variant by the rule, the baseline first."""
     by_variant = grouped(records, "variant")
     baseline = ended(by_variant.get(PADDED, []))
     found = [_outcome(name, own, baseline) for name, own in by_variant.items()]
@@ -100,28 +84,22 @@ def outcomes(records: Sequence[Record]) -> list[TrainingOutcome]:
 
 
 def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) -> TrainingOutcome:
-    runs, sigma = ended(records), sigma_of(baseline)
-    wrong = any(r.status == "wrong" for r in runs.values())
+    runs, noise = ended(records), noise_of(baseline)
+    is_right = all(r.status != "wrong" for r in runs.values())
     if name == PADDED:
-        return TrainingOutcome(name, records, NOT_ROUNDING if wrong else "the baseline")
-    shared = [seed for seed in runs if seed in baseline]
-    if sigma is None or not shared:
-        return TrainingOutcome(name, records, NOT_ROUNDING if wrong else NO_VERDICT)
-    final = "final_loss"
-    gaps = [runs[seed].measures[final] - baseline[seed].measures[final] for seed in shared]
+        return TrainingOutcome(name, records, "the baseline" if is_right else NOT_ROUNDING)
+    gaps = [
+        run.measures["final_loss"] - baseline[seed].measures["final_loss"]
+        for seed, run in runs.items()
+        if seed in baseline
+    ]
+    losses = [loss for run in runs.values() for loss in run.measures["losses"]]
+    verdict = noise.verdict(gaps, losses, is_right)
+    if noise.sigma is None or not gaps:
+        return TrainingOutcome(name, records, verdict)
     worst = max(gaps, key=lambda gap: math.inf if math.isnan(gap) else abs(gap))
     mean = math.fsum(gaps) / len(gaps)
-    error = sigma * math.sqrt(2 / len(gaps))
-    errors = abs(mean) / error if error > 0 else (0.0 if mean == 0 else math.inf)
-    finite = all(math.isfinite(x) for r in runs.values() for x in r.measures["losses"])
-    # Comparisons with NaN are False: a NaN anywhere is beyond.
-    if not (errors <= MOST_STANDARD_ERRORS and abs(worst) <= MOST_SIGMAS * sigma and finite):
-        verdict = BEYOND
-    elif wrong:
-        verdict = NOT_ROUNDING
-    else:
-        verdict = WITHIN if len(shared) >= FEWEST_SEEDS else NO_VERDICT
-    return TrainingOutcome(name, records, verdict, mean, errors, worst)
+    return TrainingOutcome(name, records, verdict, mean, noise.standard_errors(gaps), worst)
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -197,15 +175,15 @@ def table(records: Sequence[Record]) -> Table:
     """The verdicts on one group."""
     found, case = outcomes(records), records[0].case
     baseline = ended([r for r in records if r.case["variant"] == PADDED])
-    sigma = sigma_of(baseline)
+    sigma = noise_of(baseline).sigma
     spread = "not known" if sigma is None else f"{sigma:.4f} over {len(baseline)} seeds"
     parameters = next((r.measures["parameters"] for r in records if r.measures), 0)
     commits = commits_of(records)
     notes = [
         "Final loss: the mean over the last 50 steps. Difference: from the padded runs of the same "
         f"seeds. σ is the padded runs' standard deviation, {spread}. The verdict is within seed "
-        f"noise if over n ≥ {FEWEST_SEEDS} seeds the mean difference is at most "
-        f"{MOST_STANDARD_ERRORS:g} standard errors σ √(2/n), no seed's is above {MOST_SIGMAS:g} σ, "
+        f"noise if over n seeds the mean difference is at most {MOST_STANDARD_ERRORS:g} standard "
+        f"errors σ √(2/n), no seed's is above {MOST_SIGMAS:g} σ, "
         "and the first gradient is right.",
         "Tokens are the documents' own; medians over the seeds."
         + (
@@ -237,8 +215,8 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
     found = {each.variant: each for each in outcomes(records) if each.runs}
     drawn, leak = {x: found[x] for x in DRAWN if x in found}, found.get(UNPATCHED)
     padded = found[PADDED].runs if PADDED in found else {}
-    sigma = sigma_of(padded)
-    if sigma is None or not drawn or leak is None:
+    noise = noise_of(padded)
+    if noise.sigma is None or not drawn or leak is None:
         return None
     curves = {seed: _curve(r) for seed, r in padded.items()}
     within = sum(each.verdict == WITHIN for each in drawn.values())
@@ -250,14 +228,14 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
         f"Llama of {parameters / 1e6:.1f}M parameters, {case['steps']} steps of up to "
         f"{case['tokens']:,} tokens, {case['dtype']}; means over {seeds} seeds (not patched: "
         f"{len(leak.runs)}). Grey: the verdict's ±{MOST_STANDARD_ERRORS:g} standard errors of a "
-        f"final loss's difference, σ √(2/n) for n seeds, σ = {sigma:.4f}. Backends not drawn are "
-        f"in the table. {provenance(records)}",
+        f"final loss's difference, σ √(2/n) for n seeds, σ = {noise.sigma:.4f}. Backends not drawn "
+        f"are in the table. {provenance(records)}",
         panels=2,
     )
     for axes, shown in zip(panels, (drawn, {UNPATCHED: leak}), strict=True):
         count = min(len(each.runs) for each in shown.values())
-        noise = MOST_STANDARD_ERRORS * sigma * math.sqrt(2 / count)
-        axes.axhspan(-noise, noise, color="#DDDDDD", linewidth=0)
+        most = noise.allowed(count)
+        axes.axhspan(-most, most, color="#DDDDDD", linewidth=0)
         lines(
             axes,
             {name: _difference(each, curves) for name, each in shown.items()},

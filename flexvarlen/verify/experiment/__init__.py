@@ -8,4 +8,7 @@
 | `alone.py` | each document alone: the reference, and the errors of the baseline |
 | `step.py` | forward, loss and backward |
 | `measure.py` | variants checked one by one, then timed in turns |
+| `operator.py`, `operator_cases.py` | attention alone, in several ways that should agree |
+| `training.py`, `gradient_angles.py`, `seed_noise.py` | steps of an optimizer; the verdict |
+| `difference.py` | `Difference`: two tensors, in four numbers |
 """
