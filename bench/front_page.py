@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flexvarlen.bench.suites.contract.leaks import HYBRID
-from flexvarlen.bench.suites.masks.mask_build import BASELINES, COMPARED, HEADLINE_TOKENS
+from flexvarlen.bench.suites.masks.builders import BASELINES, COMPARED
+from flexvarlen.bench.suites.masks.mask_build import HEADLINE_TOKENS
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
 from flexvarlen.report.table import Table, three_digits

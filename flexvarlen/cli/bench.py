@@ -15,6 +15,8 @@ from flexvarlen.bench.suites import SUITES, suite_of, use_fla_configs
 from flexvarlen.cli.console import (
     FAILURE,
     FINDING,
+    Again,
+    Commit,
     Device,
     Text,
     console,
@@ -222,22 +224,13 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
                 show_default=False,
             ),
         ] = None,
-        again: Annotated[
-            bool, typer.Option("--again", help="Re-measure cases that are already recorded.")
-        ] = False,
+        again: Again = False,
         list_: Annotated[
             bool, typer.Option("--list", help="Print the cases' names and stop.")
         ] = False,
         text: Text = None,
         device: Device = None,
-        commit: Annotated[
-            str | None,
-            typer.Option(
-                "--commit",
-                help="Commit to record when git cannot determine it.",
-                show_default=False,
-            ),
-        ] = None,
+        commit: Commit = None,
     ) -> None:
         asked = _Asked(out, quick, cases, variants, seconds, until, again, text, device, commit)
         with one_line_errors(run):

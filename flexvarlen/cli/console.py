@@ -83,6 +83,13 @@ RowTokens = Annotated[
         show_default=False,
     ),
 ]
+Again = Annotated[bool, typer.Option("--again", help="Re-measure cases that are already recorded.")]
+Commit = Annotated[
+    str | None,
+    typer.Option(
+        "--commit", help="Commit to record when git cannot determine it.", show_default=False
+    ),
+]
 """Options of several commands; `dtype_of` and `device_of` read the first two."""
 
 

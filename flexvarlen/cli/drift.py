@@ -12,6 +12,8 @@ from flexvarlen.cli.console import (
     CPU_MODELS,
     FAILURE,
     FINDING,
+    Again,
+    Commit,
     Device,
     RowTokens,
     Seed,
@@ -64,13 +66,6 @@ FailAbove = Annotated[
         help="End with exit code 1 if a measure is larger in any record; MEASURE is a name as in "
         "the records, or the end of several (relative, max_abs). Repeatable.",
         show_default=False,
-    ),
-]
-Again = Annotated[bool, typer.Option("--again", help="Re-measure cases that are already recorded.")]
-Commit = Annotated[
-    str | None,
-    typer.Option(
-        "--commit", help="Commit to record when git cannot determine it.", show_default=False
     ),
 ]
 

@@ -9,16 +9,16 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.masks import mask_build
-from flexvarlen.bench.suites.masks.check import difference, expected_tables
-from flexvarlen.bench.suites.masks.mask_build import (
+from flexvarlen.bench.suites.masks.builders import (
     BUILDERS,
     COMPARED,
     KINDS,
-    SUITE,
     TREES,
     MaskCase,
     layout_of,
 )
+from flexvarlen.bench.suites.masks.check import difference, expected_tables
+from flexvarlen.bench.suites.masks.mask_build import SUITE
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import DeviceLost, Options

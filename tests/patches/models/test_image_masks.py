@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PaliGemmaConfig, PaliGemmaForCond
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.contract.tiny_configs import TINY
+from flexvarlen.bench.suites.contract.tiny_sizes import TINY
 from tests.tiny_models import config_of, new_model
 
 GEMMA = TINY["gemma3"]
