@@ -10,7 +10,7 @@ from flexvarlen.measure.machine import without_paths
 from flexvarlen.report.records import Record, in_short
 from flexvarlen.report.table import Table, nan_last, share
 from flexvarlen.verify.compare.drift_tables import BAD, RATIOS, Records, tables
-from flexvarlen.verify.compare.thresholds import Measured, Threshold, broken_limits
+from flexvarlen.verify.compare.thresholds import Threshold, broken_limits
 from flexvarlen.verify.experiment.seed_noise import ROUNDING
 from flexvarlen.verify.experiment.variant import is_ours
 
@@ -54,7 +54,7 @@ class DriftReport:
         """A sentence for each limit that a record passes; the rounding twin has none."""
         ran = [r for r in self.records if r.status in ("ok", "wrong")]
         ran = [r for r in ran if r.case["variant"] != ROUNDING]
-        return broken_limits(limits, [Measured(_name(r), r.measures) for r in ran])
+        return broken_limits(limits, ran, _name)
 
     def save(self, path: Path) -> None:
         """Write tables and sentences as Markdown."""

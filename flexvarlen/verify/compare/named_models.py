@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexvarlen.runner.suite import checked_names
-from flexvarlen.verify.compare.pairs import COMPARISONS, ModelCase
+from flexvarlen.verify.compare.pairs import ModelCase, cases_of
 from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, read_documents
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.training import TrainingCase
-from flexvarlen.verify.experiment.variant import backend_name
 from flexvarlen.verify.models import build_model, checked_model
 
 if TYPE_CHECKING:
@@ -59,22 +57,21 @@ class NamedModels:
         Raises:
             ValueError: an unknown comparison or baseline.
         """
-        wanted = checked_names("comparisons", comparisons, COMPARISONS)
-        baseline = backend_name("baseline", baseline)
         width = tokens or DEFAULT_TOKENS[self.device.type]
         return [
-            ModelCase(
+            case
+            for spec, dtype in product(self.specs, dtypes)
+            for case in cases_of(
+                comparisons,
                 model=spec.label,
                 dtype=str(dtype).removeprefix("torch."),
                 tokens=width,
-                comparison=comparison,
                 baseline=baseline,
                 train=train,
                 seed=seed,
                 load=partial(self._load, spec.name, dtype, width, seed),
                 text=self.checksum,
             )
-            for spec, dtype, comparison in product(self.specs, dtypes, wanted)
         ]
 
     def trainings(

@@ -173,26 +173,36 @@ def model_drift(
     from flexvarlen.patches.models.families import require_verified
 
     require_verified(model.config.model_type)
-    baseline = backend_name("baseline", baseline)
     names = variant_names(backends, model.device)
     chosen = None if backends in ("all", ["all"], ("all",)) else tuple(names)
     row = row_of(model, batch, tokens=tokens, seed=seed)
-    suite = ModelDrift(
-        [
-            ModelCase(
-                str(model.config.name_or_path or model.config.model_type),
-                str(model.dtype).removeprefix("torch."),
-                row.total_tokens,
-                comparison,
-                baseline,
-                train,
-                seed,
-                lambda: (model, row),
-            )
-            for comparison in checked_names("comparisons", comparisons, COMPARISONS)
-        ]
+    cases = cases_of(
+        comparisons,
+        model=str(model.config.name_or_path or model.config.model_type),
+        dtype=str(model.dtype).removeprefix("torch."),
+        tokens=row.total_tokens,
+        baseline=baseline,
+        train=train,
+        seed=seed,
+        load=lambda: (model, row),
     )
-    return records_of(suite, Options(model.device, variants=chosen))
+    return records_of(ModelDrift(cases), Options(model.device, variants=chosen))
+
+
+def cases_of(comparisons: Sequence[str], *, baseline: str, **shared: Any) -> list[ModelCase]:
+    """A case for each comparison, of one model on one row.
+
+    Args:
+        comparisons: of `COMPARISONS`, or "all".
+        baseline: the other backend of "backend-backend".
+        shared: the other fields of `ModelCase`.
+
+    Raises:
+        ValueError: an unknown comparison or baseline.
+    """
+    names = checked_names("comparisons", comparisons, COMPARISONS)
+    baseline = backend_name("baseline", baseline)
+    return [ModelCase(comparison=name, baseline=baseline, **shared) for name in names]
 
 
 @dataclass(frozen=True)

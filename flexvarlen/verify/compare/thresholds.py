@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-_PARTS = ("out", "lse", "dq", "dk", "dv")
+from flexvarlen.report.records import Record
+from flexvarlen.report.table import nan_last
+from flexvarlen.verify.compare.drift_tables import PARTS, RATIOS
 
 
 def _differences(*prefixes: str) -> tuple[str, ...]:
@@ -16,10 +18,7 @@ def _differences(*prefixes: str) -> tuple[str, ...]:
     return tuple(map("_".join, product(prefixes, ("max_abs", "mean_abs", "relative"))))
 
 
-OP_MEASURES = (
-    *_differences(*_PARTS),
-    *(f"{of}ratio_{part}" for of in ("", "serial_") for part in _PARTS),
-)
+OP_MEASURES = (*_differences(*PARTS), *RATIOS)
 MODEL_MEASURES = (
     *_differences("logits"),
     *("layers_relative", "documents_relative", "logprob_mean_abs", "logprob_max_abs"),
@@ -48,14 +47,6 @@ class Threshold:
     text: str
     measures: tuple[str, ...]
     limit: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a limit is compared with: a record's name, for the sentence, and its measures."""
-
-    name: str
-    measures: Mapping[str, Any]
 
 
 def parse_thresholds(texts: Sequence[str], known: Sequence[str]) -> list[Threshold]:
@@ -99,7 +90,11 @@ def _threshold(text: str, known: Sequence[str]) -> Threshold:
     return Threshold(text, meant, limit)
 
 
-def broken_limits(thresholds: Iterable[Threshold], measured: Sequence[Measured]) -> list[str]:
+def broken_limits(
+    thresholds: Iterable[Threshold],
+    records: Sequence[Record],
+    name_of: Callable[[Record], str],
+) -> list[str]:
     """A sentence for each limit that is passed, with the worst record.
 
     A limit on a measure that no record has is passed too: else a run that measures nothing would
@@ -108,17 +103,15 @@ def broken_limits(thresholds: Iterable[Threshold], measured: Sequence[Measured])
     sentences = []
     for threshold in thresholds:
         found = [
-            (value, measure, record.name)
-            for record in measured
+            (value, measure, name_of(record))
+            for record in records
             for measure in threshold.measures
             if (value := _size(record.measures.get(measure))) is not None
         ]
         if not found:
             sentences.append(f"fail-above {threshold.text}: no record has such a measure.")
             continue
-        value, measure, name = max(
-            found, key=lambda one: math.inf if math.isnan(one[0]) else one[0]
-        )
+        value, measure, name = max(found, key=lambda one: nan_last(one[0]))
         if not value <= threshold.limit:
             sentences.append(f"fail-above {threshold.text}: {measure} is {value:.3g} in {name}.")
     return sentences

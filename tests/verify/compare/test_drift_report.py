@@ -14,8 +14,6 @@ from flexvarlen.verify.compare.thresholds import (
     MODEL_MEASURES,
     OP_MEASURES,
     TRAINING_MEASURES,
-    Measured,
-    broken_limits,
     parse_thresholds,
 )
 
@@ -191,8 +189,9 @@ def test_limit_on_nothing_passes():
     assert limits("dq_relative=1", OPS[0]) == [
         "fail-above dq_relative=1: no record has such a measure."
     ]
-    runs = [Measured("run", {"angles": []})]
-    assert broken_limits(parse_thresholds(["angles=1"], ["angles"]), runs)
+    record = training_record("fa3")
+    nothing = replace(record, measures=record.measures | {"angles": []})
+    assert limits("angles=1", nothing, known=TRAINING_MEASURES)
 
 
 @pytest.mark.parametrize(
