@@ -87,6 +87,21 @@ class Options:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def is_small(self) -> bool:
+        """Whether cases must be small."""
+        return self.quick or not self.on_gpu
+
+    @property
+    def dtype(self) -> str:
+        """Of cases of which nothing else is asked: in half precision a CPU is slow."""
+        return "bfloat16" if self.on_gpu else "float32"
+
+    @property
+    def compiler(self) -> str:
+        """The backend of torch.compile: on a CPU inductor would compile for minutes."""
+        return "inductor" if self.on_gpu else "aot_eager"
+
 
 class Suite(ABC):
     """A benchmark. Instances hold no state of a run."""

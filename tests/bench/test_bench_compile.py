@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import flexvarlen as fv
 from flexvarlen.bench import report
 from flexvarlen.bench.suites.model import compile_time, packings, small_inference
 from flexvarlen.bench.suites.model.compile_time import CompileCase, in_process, measured
-from flexvarlen.bench.suites.model.geometries import new_base_model
 from flexvarlen.report.records import read_records
-from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment import experiment
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant
+from flexvarlen.verify.experiment.variant import Variant
 
 CPU = torch.device("cpu")
 QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
@@ -163,27 +160,3 @@ def test_every_attention_is_one_line_over_all_modes():
         variants
     )
     assert "(eager: fa2, cuda graphs: flex, compiled: flex) | 19.42 (1.03) | 4.39 (1.00)" in text
-
-
-# --- variants ------------------------------------------------------------------------------------
-
-
-def test_variants_share_parameters_and_leave_the_base_alone():
-    base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
-    made = make_variant("sdpa", base, Sizes.of(row_of(5, 3)))
-    assert fv.is_patched(made.model)
-    assert not fv.is_patched(base)
-    assert next(made.model.parameters()) is next(base.parameters())
-    with pytest.raises(Unsupported):
-        make_variant("fa2", base, Sizes.of(row_of(5, 3)))
-    with pytest.raises(ValueError, match="@cu_seq_lens"):
-        make_variant("sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3)))
-
-
-def test_their_fast_form_gets_boundaries_made_ahead():
-    base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
-    made = make_variant("transformers:sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3), row_of(4, 4)))
-    found = made.inputs(row_of(5, 3))
-    assert found["cu_seq_lens_q"].tolist() == [0, 5, 8]
-    assert found["max_length_k"] == 5
-    assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]

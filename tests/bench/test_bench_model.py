@@ -12,18 +12,13 @@ from flexvarlen.bench import report
 from flexvarlen.bench.suites import suite_of
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.documents import text_lengths
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_base_model, new_causal_lm
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_base_model
 from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop
 from flexvarlen.bench.suites.model.whole_model import SUITE, Training
-from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
-from flexvarlen.runner.suite import DeviceLost, Options
-from flexvarlen.verify.experiment import experiment, inputs, measure, step
-from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.inputs import BATCHINGS, forwards_of, in_order, padded_groups
-from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
-from flexvarlen.verify.experiment.step import HeadLoss
+from flexvarlen.runner.suite import Options
+from flexvarlen.verify.experiment import experiment, inputs
 from flexvarlen.verify.experiment.variant import make_variant
 
 CPU = torch.device("cpu")
@@ -124,99 +119,7 @@ def test_a_variant_must_say_how_it_batches_and_what_attends():
         split_variant("packed:fa9")
 
 
-# --- timing --------------------------------------------------------------------------------------
-
-
-def checked(**fields):
-    return CheckedVariant(lambda: None, {"error": 0.0}, **fields)
-
-
-def test_what_raises_is_a_finding_and_the_others_go_on():
-    def check(name):
-        if name == "full":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return checked(wrong="leaks" if name == "leaking" else None)
-
-    found = measure_variants(["full", "leaking", "right"], check, QUICK)
-    assert {f.variant: f.status for f in found} == {
-        "full": "oom",
-        "leaking": "wrong",
-        "right": "ok",
-    }
-
-
-def test_an_error_that_takes_the_device_ends_the_case():
-    def check(name):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with pytest.raises(DeviceLost) as raised:
-        measure_variants(["first", "second"], check, QUICK)
-    (finding,) = raised.value.findings
-    assert finding.measures["fatal"]
-
-
-def test_a_slow_step_is_timed_once_unless_something_compiled_in_it(monkeypatch):
-    found = measure_variants(["a"], lambda name: checked(), QUICK, slow_s=-1.0)
-    assert found[0].measures["repeats"] == 1
-    monkeypatch.setattr(measure, "wall_seconds", lambda call, device: (call(), 5.0)[1])
-    again = checked()
-    again.call = lambda: torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    found = measure_variants(["a"], lambda name: again, QUICK, slow_s=2.0)
-    assert found[0].measures["repeats"] >= 3
-
-
-def test_what_turns_out_wrong_after_timing_is_wrong():
-    later = checked(afterwards=lambda: ({"done": 3}, "another packing leaks"))
-    (found,) = measure_variants(["a"], lambda name: later, QUICK)
-    assert (found.status, found.reason) == ("wrong", "another packing leaks")
-    assert found.measures["done"] == 3
-
-
 # --- batches and documents -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows_at_once", [5, 4096])
-def test_the_loss_is_that_of_transformers(rows_at_once, monkeypatch):
-    monkeypatch.setattr(step, "LOSS_ROWS", rows_at_once)
-    torch.manual_seed(0)
-    lm = new_causal_lm("qwen3-tiny", None, torch.float64, CPU)
-    ids = torch.randint(128, (1, 32))
-    labels = PackedBatch(ids, (12, 20)).next_tokens()
-    theirs = ids.clone()
-    theirs[:, [0, 12]] = IGNORE_INDEX  # transformers shifts by itself
-    lm(ids, labels=theirs).loss.backward()
-    expected = {name: p.grad.clone() for name, p in lm.named_parameters()}
-    lm.zero_grad()
-    hidden = lm.base_model(ids).last_hidden_state
-    hidden.backward(HeadLoss(lm.lm_head.weight, counted=30).of(hidden, labels))
-    for name, parameter in lm.named_parameters():  # transformers takes the logits to fp32
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-7)
-
-
-def test_every_batching_holds_the_same_tokens_labels_and_gradients():
-    row = PackedBatch(torch.randint(1, 128, (1, 40)), (5, 1, 17, 9, 8))
-    start = torch.randn(40, 3)
-    assert int((row.next_tokens() != IGNORE_INDEX).sum()) == 35
-    for batching in BATCHINGS:
-        forwards = forwards_of(batching, row, lambda row: {}, start)
-
-        def tokens(of, forwards=forwards, batching=batching):
-            return in_order(row, torch.cat([x.tokens_of(of(x)) for x in forwards]), batching)
-
-        assert torch.equal(tokens(lambda x: x.inputs["input_ids"]), row.input_ids[0])
-        assert torch.equal(tokens(lambda x: x.labels), row.next_tokens()[0])
-        if batching != "serial":
-            assert torch.equal(tokens(lambda x: x.grad_output), start)
-    by_length = forwards_of("padded-sorted", row, lambda row: {})
-    assert [tuple(x.labels.shape) for x in by_length] == [(2, 17), (3, 8)]
-
-
-def test_padded_batches_fit_where_the_row_fits():
-    lengths = [300, 1, 1, 1000, 20, 700, 4]
-    groups = list(padded_groups(lengths, 2026))
-    assert [index for group in groups for index in group] == list(range(7))
-    assert all(len(g) * max(lengths[i] for i in g) <= 2026 for g in groups)
-    assert list(padded_groups([9], 3)) == [[0]]
 
 
 def test_a_row_of_texts_holds_many_documents():

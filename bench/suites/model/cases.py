@@ -117,7 +117,7 @@ MEASURED = (WHOLE, "llama-3.2-1b", "llama-3.1-8b", "qwen3-4b", "qwen3-0.6b")
 
 def cases_of(options: Options) -> list[ModelCase]:
     """All cases, geometry by geometry."""
-    if options.quick or not options.on_gpu:
+    if options.is_small:
         return list(_quick(options))
     return [case for geometry in MEASURED for case in _geometry(geometry, options)]
 
@@ -164,7 +164,7 @@ def _case(
         mean_doc=None if texts else min(MEAN_DOC, tokens // 8),
         longest_doc=max(1, tokens // LONGEST_SHARE) if texts else None,
         checkpointing=checkpointing,
-        dtype="bfloat16" if options.on_gpu else "float32",
+        dtype=options.dtype,
         seed=SEED,
     )
 

@@ -80,8 +80,8 @@ class CompileTime(Suite):
     name: ClassVar[str] = "compile"
 
     def cases(self, options: Options) -> Sequence[CompileCase]:
-        if options.quick or not options.on_gpu:
-            how = ("bfloat16", "inductor") if options.on_gpu else ("float32", "aot_eager")
+        if options.is_small:
+            how = (options.dtype, options.compiler)
             return [CompileCase("qwen3-tiny", 4, 256, 32, *how, scope=scope) for scope in SCOPES]
         layers = GEOMETRIES["qwen3-1.7b"](None).num_hidden_layers
         return [CompileCase("qwen3-1.7b", layers, 32_768, 2048, scope=scope) for scope in SCOPES]

@@ -112,9 +112,10 @@ class Embeddings(Suite):
     name: ClassVar[str] = "embeddings"
 
     def cases(self, options: Options) -> Sequence[TextsCase]:
-        if options.quick or not options.on_gpu:
-            dtype = "bfloat16" if options.on_gpu else "float32"
-            return [TextsCase(300, "modernbert-tiny", 2, mean=12.0, longest=64, dtype=dtype)]
+        if options.is_small:
+            return [
+                TextsCase(300, "modernbert-tiny", 2, mean=12.0, longest=64, dtype=options.dtype)
+            ]
         return [TextsCase(100_000, at_most_s=12.0), TextsCase(20_000)]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:

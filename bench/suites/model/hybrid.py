@@ -102,7 +102,7 @@ class Hybrid(Suite):
 
 
 def _case(kind: Kind, options: Options) -> HybridCase:
-    small = options.quick or not options.on_gpu
+    small = options.is_small
     compiled = kind in ("compiled", "packings")
     tokens = 128 if small else 8192 if kind == "packings" else 32_768
     texts = kind == "padded" and not small  # texts are longer than a small case's row
@@ -116,8 +116,8 @@ def _case(kind: Kind, options: Options) -> HybridCase:
         longest_doc=tokens // LONGEST_SHARE if texts else None,
         other_packings=0 if kind != "packings" else 2 if small else OTHER_PACKINGS,
         checkpointing=not compiled,
-        dtype="bfloat16" if options.on_gpu else "float32",
-        compiler="" if not compiled else "inductor" if options.on_gpu else "aot_eager",
+        dtype=options.dtype,
+        compiler="" if not compiled else options.compiler,
     )
 
 

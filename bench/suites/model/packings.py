@@ -103,8 +103,8 @@ class Packings(Suite):
     name: ClassVar[str] = "packings"
 
     def cases(self, options: Options) -> Sequence[RowCase]:
-        if options.quick or not options.on_gpu:
-            how = ("bfloat16", "inductor") if options.on_gpu else ("float32", "aot_eager")
+        if options.is_small:
+            how = (options.dtype, options.compiler)
             return [RowCase("qwen3-tiny", 2, 256, 32, *how)]
         llama = GEOMETRIES["llama-3.2-1b"](None).num_hidden_layers
         return [

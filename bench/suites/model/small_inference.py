@@ -83,8 +83,8 @@ class SmallInference(Suite):
     name: ClassVar[str] = "small-inference"
 
     def cases(self, options: Options) -> Sequence[SmallCase]:
-        if options.quick or not options.on_gpu:
-            how = ("bfloat16", "inductor") if options.on_gpu else ("float32", "aot_eager")
+        if options.is_small:
+            how = (options.dtype, options.compiler)
             return [SmallCase(mode, "qwen3-tiny", 2, (9, 4, 2, 1), *how) for mode in MODES]
         return [SmallCase(mode, "qwen3-1.7b", 14) for mode in MODES]
 

@@ -45,8 +45,8 @@ class Trees(Suite):
     name: ClassVar[str] = "trees"
 
     def cases(self, options: Options) -> Sequence[TreeCase]:
-        shapes = QUICK_SHAPES if _is_small(options) else SHAPES
-        document = (QUICK_TOKENS if _is_small(options) else ROW_TOKENS) // 16
+        shapes = QUICK_SHAPES if options.is_small else SHAPES
+        document = (QUICK_TOKENS if options.is_small else ROW_TOKENS) // 16
         return [
             *(_case("attention", levels, options) for levels in shapes),
             _case("plain", ((1, document),), options),
@@ -77,17 +77,13 @@ class Trees(Suite):
         return "\n\n".join(_table(group).markdown() for group in groups)
 
 
-def _is_small(options: Options) -> bool:
-    return options.quick or not options.on_gpu
-
-
 def _kernel(options: Options) -> str:
     """The backend whose rate on the repeated samples is the ideal."""
     return "fa3" if options.on_gpu else "sdpa"
 
 
 def _case(kind: Kind, levels: Shape, options: Options) -> TreeCase:
-    small, compiled = _is_small(options), kind == "compiled"
+    small, compiled = options.is_small, kind == "compiled"
     tokens = QUICK_TOKENS if small else ROW_TOKENS
     groups = max(1, tokens // sum(Tree.of(levels, 1).lengths))
     if kind == "memory":
@@ -96,8 +92,8 @@ def _case(kind: Kind, levels: Shape, options: Options) -> TreeCase:
         *(kind, levels, groups, tokens),
         geometry="qwen3-tiny" if small else "qwen3-1.7b",
         layers=2 if small else 14,
-        dtype="bfloat16" if options.on_gpu else "float32",
-        compiler="" if not compiled else "inductor" if options.on_gpu else "aot_eager",
+        dtype=options.dtype,
+        compiler="" if not compiled else options.compiler,
         other_trees=0 if not compiled else 2 if small else OTHER_TREES,
     )
 

@@ -119,7 +119,7 @@ class Training(Experiment):
         if compiled:
             forwards = forwards_of(batching, self.row, variant.inputs)
             variant = variant.compiled(
-                "inductor" if self.options.on_gpu else "aot_eager",
+                self.options.compiler,
                 fullgraph=not variant.theirs and batching == "packed",
                 dynamic=True if shapes_of(forwards) > 1 else None,
             )

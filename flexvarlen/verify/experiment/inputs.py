@@ -106,10 +106,10 @@ def padded(
 
 def _padded(row: PackedBatch, documents: Sequence[int], grad_output: Tensor | None) -> ModelInputs:
     """These documents, each in a row."""
-    paths = row.paths
-    at = torch.cat([paths[index] for index in documents])
-    lengths = torch.tensor([row.lengths[index] for index in documents], device=at.device)
-    real = torch.arange(int(lengths.max()), device=at.device) < lengths[:, None]
+    spans, device = row.spans(), row.input_ids.device
+    at = torch.cat([torch.arange(*spans[index]) for index in documents]).to(device)
+    lengths = torch.tensor([row.lengths[index] for index in documents])
+    real = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
 
     def put(of_tokens: Tensor, fill: int) -> Tensor:
         found = of_tokens.new_full((*real.shape, *of_tokens.shape[1:]), fill)

@@ -13,14 +13,10 @@ import flexvarlen as fv
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.reference.acceptance import Error
 from flexvarlen.verify.compare import Report
 from flexvarlen.verify.compare import compare as run_compare
-from flexvarlen.verify.compare.accuracy import limit_measures
 from flexvarlen.verify.compare.report import BASELINE, read_report
-from flexvarlen.verify.experiment.alone import Alone, Errors
-from flexvarlen.verify.experiment.batch import PackedBatch, recut
-from flexvarlen.verify.experiment.variant import Sizes, variant_names
+from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.models import GEOMETRIES, build_model, parse_model
 from tests.planted import plant, with_gradient
 from tests.tiny_models import config_of
@@ -317,23 +313,6 @@ def test_nan_is_wrong(llama, monkeypatch):
     assert math.isnan(row["logits_max"])
 
 
-def test_rule_names_what_is_too_far_off():
-    small = Error(1e-5, 1e-6, 1e-6, 1.0, 0.5)
-    right = Errors(small, (), 1.0, small, {"w": small})
-    reference = Alone(new_batch(), (0,), "logits", torch.float32, None, right)
-    assert reference.why_wrong(right) is None
-    assert limit_measures(reference, right)["worst_gradient_ratio"] < 1 / 2.9
-    large, nan = replace(small, mean_abs=1e-4), replace(small, max_abs=math.nan)
-    for wrong, words in (
-        (replace(right, outputs=large), "logits"),
-        (replace(right, loss=large), "the loss"),
-        (replace(right, gradients={"w": large}), "the gradient of w"),
-        (replace(right, gradients={"w": nan}), "the gradient of w"),
-        (replace(right, gradients={"w": Error.missing()}), "the gradient of w"),
-    ):
-        assert words in reference.why_wrong(wrong)
-
-
 # ---- the model, the batch, the options ----
 
 
@@ -359,11 +338,6 @@ def test_batch_of_keyword_arguments_is_compared_by_its_boundaries(llama):
     assert (record.case["documents"], record.measures["verdict"]) == (len(LENGTHS), "right")
 
 
-def test_names_of_transformers_are_those_of_our_backends():
-    names = variant_names("flash_attention_2,flex_attention,sdpa,fa2", torch.device("cpu"))
-    assert names == ["fa2", "flex", "sdpa"]
-
-
 def test_unknown_backend_is_one_sentence(llama):
     with pytest.raises(ValueError, match="backends must be all, reference"):
         run_compare(llama, new_batch(), "falsh")
@@ -375,16 +349,6 @@ def test_unverified_model_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     with pytest.raises(NotImplementedError, match="gpt2"):
         run_compare(model, new_batch((4, 4), 16), "sdpa")
-
-
-def test_other_packings_fit_the_shapes_of_the_first():
-    batch = new_batch()
-    sizes = Sizes.of(batch)
-    for seed in range(30):
-        other = recut(batch, seed, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
-        PackedLayout.from_lengths(
-            other.lengths, capacity=sizes.capacity, max_seqlen_bound=sizes.max_seqlen_bound
-        )
 
 
 def test_progress_reaches_its_end(llama):

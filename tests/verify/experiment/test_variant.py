@@ -1,0 +1,53 @@
+"""Variants: their names, their sizes, and what they share."""
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.runner.failures import Unsupported
+from flexvarlen.verify.experiment.batch import PackedBatch, recut
+from flexvarlen.verify.experiment.variant import Sizes, make_variant, variant_names
+
+CPU = torch.device("cpu")
+
+
+def row_of(*lengths):
+    return PackedBatch(torch.zeros(1, sum(lengths), dtype=torch.int64), lengths)
+
+
+def test_variants_share_parameters_and_leave_the_base_alone():
+    base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
+    made = make_variant("sdpa", base, Sizes.of(row_of(5, 3)))
+    assert fv.is_patched(made.model)
+    assert not fv.is_patched(base)
+    assert next(made.model.parameters()) is next(base.parameters())
+    with pytest.raises(Unsupported):
+        make_variant("fa2", base, Sizes.of(row_of(5, 3)))
+    with pytest.raises(ValueError, match="@cu_seq_lens"):
+        make_variant("sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3)))
+
+
+def test_their_fast_form_gets_boundaries_made_ahead():
+    base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
+    made = make_variant("transformers:sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3), row_of(4, 4)))
+    found = made.inputs(row_of(5, 3))
+    assert found["cu_seq_lens_q"].tolist() == [0, 5, 8]
+    assert found["max_length_k"] == 5
+    assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+
+
+def test_names_of_transformers_are_those_of_our_backends():
+    names = variant_names("flash_attention_2,flex_attention,sdpa,fa2", torch.device("cpu"))
+    assert names == ["fa2", "flex", "sdpa"]
+
+
+def test_other_packings_fit_the_shapes_of_the_first():
+    batch = row_of(30, 1, 17, 40, 8)
+    sizes = Sizes.of(batch)
+    for seed in range(30):
+        other = recut(batch, seed, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
+        PackedLayout.from_lengths(
+            other.lengths, capacity=sizes.capacity, max_seqlen_bound=sizes.max_seqlen_bound
+        )
