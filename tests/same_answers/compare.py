@@ -6,6 +6,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.same_answers.child import GRADIENT, Tensors
@@ -76,7 +77,8 @@ def apart(a: Tensors | str, b: Tensors | str) -> list[float]:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
+    a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
 
 
 def relative(of: Tensors, others: Tensors, name: str) -> float:
