@@ -190,19 +190,19 @@ def share_prefixes_of_rows(
     before it are equal.
 
     Args:
-        padded: of documents.
+        padded: without any that is shared yet.
         inputs: the base model's arguments. Nothing is shared if there are embeddings among them.
         multiple_of: T is rounded up to a multiple of this.
 
     Compares all pairs of rows, in B·B·S steps on the device, which it reads once.
     """
-    lengths, batch = padded.layout.lengths, padded.batch
-    assert lengths is not None  # `find_padding` read them
+    batch = padded.batch
     of_tokens = padded.inputs_of_tokens(inputs).values()
-    if not any(lengths) or any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
+    if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
         return padded
     real = padded.to_batch(torch.ones_like(padded.offsets, dtype=torch.bool)[None])
     common = _common_tokens([x for x in of_tokens if len(x) == batch], real).tolist()
+    lengths = [common[row][row] for row in range(batch)]
     tree = PrefixTree(  # the first row that shares a token stands for all that do
         lengths,
         common=lambda a, b, start: common[a][b] - start,
@@ -213,7 +213,8 @@ def share_prefixes_of_rows(
     if tokens == sum(lengths):
         return padded
     total = _round_up(tokens, multiple_of)
-    slots, token_offsets = batch * padded.row_tokens, padded.offsets[: sum(lengths)]
+    slots = batch * padded.row_tokens
+    token_offsets = real.flatten().nonzero_static(size=sum(lengths))[:, 0]  # row by row
     offsets = tree.take(token_offsets.split(lengths))
     # Padding reads different tokens: a backward that adds all of it into one is slow.
     index = torch.arange(slots, device=offsets.device) % total

@@ -225,6 +225,32 @@ def test_a_classifier(kind):
     assert shapes == [(1, TOKENS)]
 
 
+@pytest.mark.parametrize("form", ["seq_idx", "document ids", "mask and positions", "two rows"])
+def test_a_classifier_of_packed_rows_with_padding(form):
+    """Padding is among the documents of such a row, before others too, and has no row of logits."""
+    plain = model_with("SequenceClassification", "mistral").eval()
+    texts = rows()[:4]
+    with torch.no_grad():
+        alone = torch.cat([plain(input_ids=text[None]).logits for text in texts])
+    ours = sharing(plain)
+    shapes = seen_tokens(ours)
+    ids, documents, positions = (torch.zeros(4, 120, dtype=torch.long) for _ in range(3))
+    for row, text in enumerate(texts):  # padding follows each document
+        ids[row, : len(text)], documents[row, : len(text)] = text, row + 1
+        positions[row, : len(text)] = torch.arange(len(text))
+    batch = (2, -1) if form == "two rows" else (1, -1)
+    ids, documents, positions = (x.view(batch) for x in (ids, documents, positions))
+    mask = (documents != 0).long()
+    given = {
+        "seq_idx": {"seq_idx": documents.int(), "attention_mask": mask},
+        "mask and positions": {"attention_mask": mask, "position_ids": positions},
+    }.get(form, {"attention_mask": documents})
+    with torch.no_grad():
+        logits = ours(input_ids=ids, **given).logits
+    torch.testing.assert_close(logits, alone)
+    assert shapes == [(1, SYSTEM + 2 * PROMPT + 9 + 20 + 3 + 10)]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_gradient_checkpointing(reentrant):
     plain = model_with("CausalLM", "qwen3")
