@@ -81,7 +81,7 @@ class ModelParts:
     def of(cls, model: PreTrainedModel) -> ModelParts:
         """The parts of a model, whether it is patched or not."""
         base = _base_of(model)
-        text = base._modules.get("language_model") or base
+        text = base._modules.get("language_model", base)
         vision = base._modules.get("visual")
         if not isinstance(vision, PreTrainedModel):
             vision = None
@@ -138,7 +138,7 @@ class ModelParts:
         """The module that processes packed images, if there is one."""
         if not self.vision_name:
             return None
-        tower: Any = _part(self.base(model), self.vision_name)
+        tower: Any = getattr(self.base(model), self.vision_name, None)
         return tower
 
 
@@ -153,9 +153,9 @@ def _base_of(model: PreTrainedModel) -> nn.Module:
 
 
 def _part(whole: nn.Module, name: str) -> nn.Module:
-    part: Any = whole._modules[name] if name else whole
-    found: nn.Module = part
-    return found
+    """A module's attribute, also where torch.compile or PEFT wraps the module; itself for ""."""
+    part: nn.Module = getattr(whole, name) if name else whole
+    return part
 
 
 def _name_of(part: nn.Module, whole: nn.Module) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import peft
 import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -156,6 +157,30 @@ def test_a_copy_runs_its_own_tower():
         for parameter in model.model.visual.parameters():
             parameter.zero_()
         assert torch.equal(twin(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("wrap", ["peft", "compiled"])
+@pytest.mark.parametrize("when", ["base after", "tower after", "tower before"])
+def test_a_base_model_or_tower_that_is_wrapped(when, wrap):
+    """The wrapper holds the towers under other names."""
+
+    def wrapped(module):
+        lora = peft.LoraConfig(target_modules=["q_proj"])
+        return peft.get_peft_model(module, lora) if wrap == "peft" else torch.compile(module)
+
+    model, inputs = new_model("qwen2_5_vl"), inputs_of(documents()[:1])
+    if when == "tower before":
+        model.model.language_model = wrapped(model.model.language_model)
+    fv.patch_model(model, "sdpa")
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        expected = model(**inputs).logits
+        if when == "tower after":
+            model.model.language_model = wrapped(model.model.language_model)
+        elif when == "base after":
+            model.model = wrapped(model.model)
+        assert torch.equal(model(**inputs).logits, expected)
+    fv.unpatch_model(model)
+    assert not fv.is_patched(model)
 
 
 def test_backends_of_towers(monkeypatch):
