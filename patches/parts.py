@@ -81,7 +81,8 @@ class ModelParts:
     def of(cls, model: PreTrainedModel) -> ModelParts:
         """The parts of a model, whether it is patched or not."""
         base = _base_of(model)
-        text = base._modules.get("language_model", base)
+        tower = base._modules.get("language_model")
+        text = base if tower is None else tower
         vision = base._modules.get("visual")
         if not isinstance(vision, PreTrainedModel):
             vision = None
