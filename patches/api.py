@@ -52,7 +52,7 @@ from flexvarlen.patches.state import (
     wrapped_modules,
 )
 from flexvarlen.patches.verification import Verification, refuse_unloaded
-from flexvarlen.patches.why_not import why_not
+from flexvarlen.patches.why_not import why_not, why_not_class
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -219,11 +219,8 @@ def patch_model(
     if isinstance(model, nn.Module):
         refuse_adapters_of_rows(*model.modules())
     inner = transformers_model(model)
-    parts = ModelParts.of(inner)
     _, capacity, max_seqlen_bound = checked_sizes(None, capacity, max_seqlen_bound)
     check_unpad(unpad, unpad_to_multiple_of, share_prefixes)
-    if verify:
-        refuse_unloaded(inner)
     settings = Settings(
         backend=backend,
         deterministic=resolve_flag(DETERMINISTIC, deterministic),
@@ -236,6 +233,12 @@ def patch_model(
         sequence_parallel_group=sequence_parallel_group,
         verify=verify,
     )
+    why = why_not_class(type(inner), inner.config, settings)
+    if why is not None:
+        raise NotImplementedError(why)
+    if verify:
+        refuse_unloaded(inner)
+    parts = ModelParts.of(inner)
     why = why_not(parts, settings)
     if why is not None:
         raise NotImplementedError(why)

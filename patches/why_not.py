@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from flexvarlen.patches.models.families import is_verified, why_not_by_type
 from flexvarlen.patches.models.heads import heads_of
 from flexvarlen.patches.models.rope import why_not_dynamic
@@ -24,6 +26,20 @@ ROUTER_LOGITS = (
 )
 
 
+def why_not_class(
+    model_class: type[PreTrainedModel], config: Any, settings: Settings
+) -> str | None:
+    """The first reason against all models of a class and config, or None.
+
+    Asked before the parts of a model are found, as other models may have other parts.
+
+    Args:
+        config: of the whole model.
+    """
+    found = (reason(model_class, config, settings) for reason in WHY_NOT_CLASS)
+    return next((why for why in found if why is not None), None)
+
+
 def why_not(parts: ModelParts, settings: Settings) -> str | None:
     """The first reason why a model of these parts cannot be patched with these settings, or None.
 
@@ -33,35 +49,46 @@ def why_not(parts: ModelParts, settings: Settings) -> str | None:
     return next((why for why in found if why is not None), None)
 
 
-# ---- the kind of model ----
+# ---- the class of model ----
 
 
-def encoder_and_decoder(parts: ModelParts, settings: Settings) -> str | None:
+def encoder_and_decoder(
+    model_class: type[PreTrainedModel], config: Any, settings: Settings
+) -> str | None:
     """Two stacks of layers, such as T5's."""
-    if not getattr(parts.model_config, "is_encoder_decoder", False):
+    if not getattr(config, "is_encoder_decoder", False):
         return None
     return (
-        f"model must have one stack of layers, got {parts.model_class.__name__}, an encoder with a "
+        f"model must have one stack of layers, got {model_class.__name__}, an encoder with a "
         "decoder, which is not supported; use its own attention, one document per row."
     )
 
 
-def model_type(parts: ModelParts, settings: Settings) -> str | None:
+def model_type(model_class: type[PreTrainedModel], config: Any, settings: Settings) -> str | None:
     """A type that is not among the verified families."""
-    return why_not_by_type(parts.model_config.model_type, verify=settings.verify)
+    return why_not_by_type(config.model_type, verify=settings.verify)
 
 
-def code_of_another(parts: ModelParts, settings: Settings) -> str | None:
+def code_of_another(
+    model_class: type[PreTrainedModel], config: Any, settings: Settings
+) -> str | None:
     """A class that is not transformers', such as one from a model's repository."""
-    kind, cls = parts.model_config.model_type, parts.model_class
-    if settings.verify or is_verified(cls, kind):
+    kind = config.model_type
+    if settings.verify or is_verified(model_class, kind):
         return None
     return (
-        f"model must be of a class of transformers for the verified {kind}, got {cls.__name__} of "
-        f"{cls.__module__}, in which packed documents could leak into one another; call "
-        "patch_model(model, verify=True), which checks a causal text model for leaks, or load it "
-        "with transformers' own class, without trust_remote_code."
+        f"model must be of a class of transformers for the verified {kind}, got "
+        f"{model_class.__name__} of {model_class.__module__}, in which packed documents could leak "
+        "into one another; call patch_model(model, verify=True), which checks a causal text model "
+        "for leaks, or load it with transformers' own class, without trust_remote_code."
     )
+
+
+WHY_NOT_CLASS = (encoder_and_decoder, model_type, code_of_another)
+"""The reasons against a class of models, in the order in which they are looked for."""
+
+
+# ---- the kind of model ----
 
 
 def not_verifiable(parts: ModelParts, settings: Settings) -> str | None:
@@ -230,9 +257,6 @@ def dynamic_rope(parts: ModelParts, settings: Settings) -> str | None:
 
 
 WHY_NOT = (
-    encoder_and_decoder,
-    model_type,
-    code_of_another,
     not_verifiable,
     encoder_as_decoder,
     unknown_head,
@@ -243,4 +267,4 @@ WHY_NOT = (
     windows_both_ways,
     dynamic_rope,
 )
-"""The reasons, in the order in which they are looked for."""
+"""The reasons against a model and its settings, in the order in which they are looked for."""

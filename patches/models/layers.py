@@ -184,7 +184,8 @@ def window_of(layer: nn.Module) -> int | None:
     config: Any = layer.__dict__.get("config")
     own = {} if config is None else config.__dict__
     types: list[str] | None = own.get("layer_types")
-    if types is not None and types[layer.layer_idx] != SLIDING:  # type: ignore[index]
+    index: int | None = layer.__dict__.get("layer_idx")  # layers of some vision towers have none
+    if types is not None and index is not None and types[index] != SLIDING:
         return None
     unused = own.get("model_type") == "nemotron_h"  # its config has the field, its layers do not
     window: int | None = layer.__dict__.get(

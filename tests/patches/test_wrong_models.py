@@ -33,3 +33,34 @@ def test_both_names_of_sdpa_load_a_model_that_keeps_documents_apart(name):
     fv.verify_isolation(model, batch)
     fv.unpatch_model(model)
     torch.testing.assert_close(model(**batch).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "not_there"}, "of a verified family, got 'not_there'"),
+        ({"is_encoder_decoder": True}, "an encoder with a decoder"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_refused_type_may_have_any_parts(changes, words, device):
+    """Its parts need not be found: here the layers' heads cannot be read."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of("qwen3"))
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    for layer in model.model.layers:
+        layer.self_attn.num_key_value_groups = "unknown"
+    refused(NotImplementedError, words, "use", lambda: fv.patch_model(model))
+    if "model_type" not in changes:
+        refused(NotImplementedError, words, "use", lambda: fv.patch_model(model, verify=True))
+
+
+def test_layers_without_an_index_are_refused_in_a_sentence():
+    model = AutoModelForCausalLM.from_config(config_of("qwen3"))
+    model.config.model_type = "not_there"
+    for layer in model.model.layers:
+        del layer.self_attn.layer_idx
+        layer.self_attn.is_causal = False
+    words = "has attention layers that are not causal"
+    refused(NotImplementedError, words, "use", lambda: fv.patch_model(model, verify=True))
