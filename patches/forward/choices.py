@@ -22,7 +22,7 @@ def flatten_choices(patch: Patch, inputs: Inputs) -> tuple[Inputs, Callable[[Inp
     ids = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if ids is None else ids
     if patch.parts.head != CHOICES or not isinstance(tokens, Tensor):
-        return inputs, _unchanged
+        return inputs, lambda prepared: prepared
     rows = tokens.shape[:2]
     of_tokens = [
         name
@@ -38,7 +38,3 @@ def flatten_choices(patch: Patch, inputs: Inputs) -> tuple[Inputs, Callable[[Inp
         return prepared
 
     return inputs | {name: inputs[name].flatten(0, 1) for name in of_tokens}, restore
-
-
-def _unchanged(prepared: Inputs) -> Inputs:
-    return prepared

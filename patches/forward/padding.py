@@ -23,7 +23,6 @@ from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
     find_padding,
     pad_documents,
-    share_prefixes_of_rows,
 )
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.models.heads import PER_DOCUMENT
@@ -91,7 +90,7 @@ def _unpad(forward: ForwardInputs) -> PaddedBatch | None:
     found: PaddedBatch | None = find_padding(
         mask,
         inputs.get("position_ids"),
-        multiple_of=_multiple_of(forward),
+        multiple_of=multiple_of_row(forward),
         even_without=patch.share_prefixes,
     )
     if found is None:
@@ -107,17 +106,8 @@ def _unpad(forward: ForwardInputs) -> PaddedBatch | None:
     return found
 
 
-def share_prefixes(forward: ForwardInputs, padded: PaddedBatch) -> PaddedBatch:
-    """The batch that a base model runs, with what its rows have in common once if so patched."""
-    if not forward.patch.share_prefixes:
-        return padded
-    multiple_of = _multiple_of(forward)
-    found: PaddedBatch = share_prefixes_of_rows(padded, forward.inputs, multiple_of=multiple_of)
-    return found
-
-
-def _multiple_of(forward: ForwardInputs) -> int:
-    """What the tokens of the packed row are rounded up to a multiple of."""
+def multiple_of_row(forward: ForwardInputs) -> int:
+    """What the tokens of a padded batch's packed row are rounded up to a multiple of."""
     if forward.patch.unpad_to_multiple_of is not None:
         return forward.patch.unpad_to_multiple_of
     compiled = torch.compiler.is_compiling() or is_compiled_by_layer(forward.tower)

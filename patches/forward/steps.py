@@ -23,7 +23,7 @@ from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.batch.cache import ONE_DOCUMENT_PER_ROW, tokens_seen
 from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.labels import mask_labels
-from flexvarlen.patches.batch.padded_batch import PaddedBatch
+from flexvarlen.patches.batch.padded_batch import PaddedBatch, share_prefixes_of_rows
 from flexvarlen.patches.batch.positions import causal_positions, positions_by_run
 from flexvarlen.patches.batch.unpacked_rows import (
     check_one_document,
@@ -38,12 +38,12 @@ from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import (
     find_padded_batch,
     layout_of_pooling_head,
+    multiple_of_row,
     note_pooler,
     pad_and_pool,
     reads_first_token,
     refuse_hidden_first_token,
     refuse_rows_to_pool,
-    share_prefixes,
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS
 from flexvarlen.patches.forward.refusals import (
@@ -160,7 +160,9 @@ def drop_padding(forward: ForwardInputs) -> None:
     """Find the padded batch that runs as a packed row, and in the base model make it that row."""
     padded = find_padded_batch(forward)
     if padded is not None and not forward.parts.base_name:
-        padded = share_prefixes(forward, padded)
+        if forward.patch.share_prefixes:
+            multiple_of = multiple_of_row(forward)
+            padded = share_prefixes_of_rows(padded, forward.inputs, multiple_of=multiple_of)
         forward.inputs = padded.inputs_of_row(forward.inputs)
         forward.tokens = padded.to_row(forward.tokens)
     forward.padded = padded
