@@ -65,31 +65,22 @@ def compare(
     with one_line_errors(compare):
         from flexvarlen.report.records import append_records, require_file
         from flexvarlen.verify import compare as comparison
-        from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
+        from flexvarlen.verify.compare.named_models import NamedModels
         from flexvarlen.verify.experiment.variant import variant_names
-        from flexvarlen.verify.models import build_model, checked_model
 
         quiet_transformers()
         where = device_of(device)
         what = dtype_of(dtype, where)
-        specs = [checked_model(x) for x in model or CPU_MODELS]  # all mistakes before any work
+        named = NamedModels(model or CPU_MODELS, text or [], where)  # all mistakes before any work
         variant_names(backends, where)
-        read_documents(text or [])
         require_file(out / "records.jsonl")
         report = comparison.Report(())
-        for spec in specs:
-            built, tokenizer = build_model(spec.name, device=where, dtype=what, seed=seed)
-            batch = packed_text(
-                vocabulary=built.config.vocab_size,
-                tokens=tokens or DEFAULT_TOKENS[where.type],
-                seed=seed,
-                files=text or [],
-                tokenizer=tokenizer,
-            )
+        for spec in named.specs:
+            built, row = named.load(spec.name, what, tokens, seed)
             with progress_bar(spec.label) as progress:
                 found = comparison.compare(
                     built,
-                    batch,
+                    row,
                     backends,
                     train=train,
                     compile=compile,

@@ -69,7 +69,7 @@ class NamedModels:
                 baseline=baseline,
                 train=train,
                 seed=seed,
-                load=partial(self._load, spec.name, dtype, width, seed),
+                load=partial(self.load, spec.name, dtype, width, seed),
                 text=self.checksum,
             )
         ]
@@ -106,14 +106,16 @@ class NamedModels:
             for spec, dtype in product(self.specs, dtypes)
         ]
 
-    def _load(
-        self, name: str, dtype: torch.dtype, tokens: int, seed: int
+    def load(
+        self, name: str, dtype: torch.dtype, tokens: int | None, seed: int
     ) -> tuple[PreTrainedModel, PackedBatch]:
+        """A model, and a row of `tokens`, by default `DEFAULT_TOKENS`, on the device."""
         key = (name, dtype)
         if self._last is None or self._last[0] != key:
             self._last = None  # before the next is built: two may not fit
             model, tokenizer = build_model(name, device=self.device, dtype=dtype, seed=seed)
-            (row,) = self._packed(model, tokenizer, tokens, [seed])
+            width = tokens or DEFAULT_TOKENS[self.device.type]
+            (row,) = self._packed(model, tokenizer, width, [seed])
             self._last = key, (model, row.to(self.device))
         return self._last[1]
 
