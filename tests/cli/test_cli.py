@@ -171,7 +171,8 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):
-    monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", None)  # before any work
+    # before any work
+    monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", None)
     result = CliRunner().invoke(app, ["compare", *args])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

@@ -47,9 +47,6 @@ COMPARISONS = ("packed-alone", "packed-padded", "backend-backend", "eager-compil
 BASELINE = "sdpa"
 """Runs and differentiates anywhere; what "backend-backend" compares with by default."""
 
-# On the CPU inductor's C++ compiler alone takes a minute a model.
-COMPILERS = {"cpu": "aot_eager", "cuda": "inductor"}
-
 Load = Callable[[], "tuple[PreTrainedModel, Row]"]
 
 
@@ -116,7 +113,7 @@ class ModelDrift(GivenCases):
 
         def compare(backend: str) -> Finding:
             try:
-                found, other, about = _Pairs(case, base, row).runs(backend)
+                found, other, about = _Pairs(case, base, row, options.compiler).runs(backend)
             finally:
                 base.zero_grad(set_to_none=True)
             measures = run_measures(found, other, row) | about
@@ -212,6 +209,7 @@ class _Pairs:
     case: ModelCase
     base: PreTrainedModel
     row: Row
+    compiler: str
 
     def runs(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
         """The two runs of a backend, and what their record says about them."""
@@ -227,10 +225,9 @@ class _Pairs:
             return packed, run_model(variant, row, "padded"), about
         if comparison == "backend-backend":
             return packed, run_model(self._variant(self.case.baseline, self.base), row), about
-        compiler = COMPILERS[self.base.device.type]
-        compiled = self._variant(backend, self.base).compiled(compiler, fullgraph=False)
+        compiled = self._variant(backend, self.base).compiled(self.compiler, fullgraph=False)
         with torch._dynamo.config.patch(LIMITS):
-            return run_model(compiled, row), packed, about | {"compiler": compiler}
+            return run_model(compiled, row), packed, about | {"compiler": self.compiler}
 
     def _dtypes(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
         """bfloat16 (or the model's half precision) against float32 of the weights so rounded.
