@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall
@@ -241,7 +240,7 @@ def _call_compiled(
         try:
             with _ONE_AT_A_TIME:
                 return _compiled(kind, ordered_backward, generation)(*args)
-        except FailOnRecompileLimitHit:
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # not imported above: it takes seconds
             _generations[kind] = generation + 1
             warnings.warn(
                 "flexvarlen: flex has compiled as many graphs for this kind of call as Dynamo "
