@@ -1,33 +1,6 @@
-"""`python -m tests.mutations`: the tests still fail when a guarantee is broken.
+"""Mutations of `flexvarlen/`: layouts, masks, trees, attention, recurrences."""
 
-Each mutation changes one line of the runtime in a copy of the checkout; the test file that it names
-must fail then. Takes half a minute each; `--only WORD` runs those whose name has the word in it.
-"""
-
-from __future__ import annotations
-
-import argparse
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple
-
-ROOT = Path(__file__).parents[1]
-
-
-class Mutation(NamedTuple):
-    """`before` becomes `after`, once, in a file of the runtime; `killer` is what pytest gets."""
-
-    name: str
-    file: str
-    before: str
-    after: str
-    killer: str
-
+from tests.mutations.mutation import Mutation
 
 LAYOUT, MASK = "flexvarlen/layout", "flexvarlen/mask"
 ATTENTION, BACKENDS = "flexvarlen/attention", "flexvarlen/attention/backends"
@@ -182,60 +155,67 @@ MUTATIONS = (
         "tests/layout/test_per_document.py",
     ),
     Mutation(
-        "labels: first tokens are learned",
-        "patches/batch/labels.py",
-        "return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)",
-        "return labels",
-        "tests/patches/batch/test_labels.py",
-    ),
-    Mutation(
-        "batch: seq_idx is not read",
-        "patches/batch/find_layout.py",
-        "starts = starts | (changes if padding is None else changes & ~padding)",
-        "starts = starts | False",
-        "tests/patches/batch/test_seq_idx.py",
-    ),
-    Mutation(
-        "cache: a packed row fills one that is asked for",
-        "patches/forward/steps.py",
-        "raise_or_assert(one_document_per_row(layout, forward.batch), ONE_DOCUMENT_PER_ROW)",
+        "packing: labels at first tokens are learned",
+        "flexvarlen/packing/collator.py",
+        """each["labels"][0] = IGNORED""",
         "pass",
-        "tests/patches/batch/test_caches.py",
+        "tests/packing/test_collator.py",
     ),
     Mutation(
-        "layers: one without its documents attends",
-        "patches/attention/functions.py",
-        "            _refuse_lost_documents(module)",
-        "            pass",
-        "tests/patches/test_patch_undo.py",
+        "parallel: the last label of a document counts",
+        "flexvarlen/parallel.py",
+        "shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)",
+        "shifted = shifted + 0",
+        "tests/parallel/test_ulysses.py",
     ),
     Mutation(
-        "heads: one that drops the documents is believed",
-        "patches/forward/steps.py",
-        "if ATTRIBUTE in base.__dict__ and packed.packs and not packed.reached_base:",
-        "if False:",
-        "tests/patches/batch/test_batch_refusals.py",
+        "trees: a token sees branches beside its path",
+        f"{MASK}/vectors.py",
+        "seen = q < self.end[k]",
+        "seen = q >= k",
+        "tests/mask/test_trees.py",
     ),
     Mutation(
-        "unpad: labels that padding predicts count",
-        "patches/forward/steps.py",
-        "mask_labels(module, inputs, padded.unpredicted_tokens())",
-        "pass",
-        "tests/patches/forward/test_unpad.py",
+        "trees: a segment's subtree ends with its first child",
+        f"{LAYOUT}/segments.py",
+        "ends[above[segment]] = max(ends[above[segment]], ends[segment])",
+        "ends[above[segment]] = ends[segment]",
+        "tests/mask/test_trees.py",
     ),
     Mutation(
-        "unpad: positions do not count padding",
-        "patches/batch/padded_batch.py",
-        "(self.offsets % self.row_tokens)[None]",
-        "self.layout.position_ids()[None]",
-        "tests/patches/forward/test_unpad.py",
+        "trees: a chunk inside a window is forgotten",
+        f"{MASK}/vectors.py",
+        "first = begin if first is None else torch.maximum(first, begin)",
+        "first = begin if first is None else first",
+        "tests/mask/test_trees.py",
     ),
     Mutation(
-        "unpad: a packed row under a mask is taken for one document",
-        "patches/batch/padded_batch.py",
-        "several = several | (jumps & real[:, 1:] & real[:, :-1]).any()",
-        "pass",
-        "tests/patches/forward/test_unpad.py",
+        "trees: blocks of keys of several branches are not listed",
+        f"{MASK}/tree_tables.py",
+        "(k_first <= q_last) & (end_most > q_first)",
+        "(k_first <= q_last) & (end_least > q_first)",
+        "tests/mask/test_trees.py",
+    ),
+    Mutation(
+        "trees: positions count from the start of the segment",
+        f"{LAYOUT}/segments.py",
+        "return ends[segment], offsets[segment] + tokens - starts[segment]",
+        "return ends[segment], tokens - starts[segment]",
+        "tests/layout/test_trees.py",
+    ),
+    Mutation(
+        "trees: a shared token counts once in the loss",
+        f"{LAYOUT}/tree_loss.py",
+        "return (losses_T * counts_T).sum() / num_items_in_batch",
+        "return losses_T.sum() / num_items_in_batch",
+        "tests/packing/test_prefixes.py",
+    ),
+    Mutation(
+        "trees: a shared label counts once in the loss's divisor",
+        f"{LAYOUT}/tree_loss.py",
+        "torch.where(shift_labels == IGNORE_INDEX, 0, sample_counts).sum()",
+        "(shift_labels != IGNORE_INDEX).sum()",
+        "tests/packing/test_prefixes.py",
     ),
     Mutation(
         "recurrent: a convolution reaches over the start of a document",
@@ -252,20 +232,6 @@ MUTATIONS = (
         "tests/recurrent/test_functions.py",
     ),
     Mutation(
-        "recurrent: a layer without documents runs",
-        "patches/forward/recurrent_layers.py",
-        "    elif not isinstance(context, Unpacked):",
-        "    elif False:",
-        "tests/patches/forward/test_recurrent_layers.py",
-    ),
-    Mutation(
-        "recurrent: a layer that the search misses",
-        "patches/why_not.py",
-        "if len(parts.recurrent_classes) != expected:",
-        "if False:",
-        "tests/patches/forward/test_recurrent_layers.py",
-    ),
-    Mutation(
         "recurrent: padding is not zeroed",
         "flexvarlen/recurrent/documents.py",
         "        if self.padding is None:\n            return x",
@@ -273,76 +239,31 @@ MUTATIONS = (
         "tests/recurrent/test_functions.py",
     ),
     Mutation(
-        "verify: wrong outputs of most tokens pass",
-        "patches/verification.py",
-        "len(errors) - 1 - may_differ",
-        "0",
-        "tests/patches/test_verify_unknown.py",
+        "recurrent: tokens are counted from the start of the row",
+        "flexvarlen/recurrent/documents.py",
+        "self.offsets = layout.position_ids()",
+        "self.offsets = torch.arange(layout.total_tokens)",
+        "tests/recurrent/test_documents.py",
     ),
     Mutation(
-        "families: BERT by the name alone",
-        "patches/models/families.py",
-        "by_name_alone=False,  # positions are embedded before any layer sees the documents",
-        "by_name_alone=True,",
-        "tests/patches/models/test_encoders.py",
+        "recurrent: chunks are counted from the start of the row",
+        "flexvarlen/recurrent/documents.py",
+        "index - (ends - chunks)[slot]",
+        "index",
+        "tests/recurrent/test_documents.py",
     ),
     Mutation(
-        "packing: labels at first tokens are learned",
-        "flexvarlen/packing/collator.py",
-        """each["labels"][0] = IGNORED""",
-        "pass",
-        "tests/packing/test_collator.py",
+        "recurrent: a kernel is given one document",
+        "flexvarlen/recurrent/documents.py",
+        "self.seq_idx = layout.document_ids()[None]",
+        "self.seq_idx = torch.zeros_like(layout.document_ids())[None]",
+        "tests/recurrent/test_functions.py",
     ),
     Mutation(
-        "parallel: the last label of a document counts",
-        "flexvarlen/parallel.py",
-        "shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)",
-        "shifted = shifted + 0",
-        "tests/parallel/test_ulysses.py",
+        "recurrent: a state that is asked for is not made",
+        "flexvarlen/recurrent/functions.py",
+        "if initial is not None or final:",
+        "if initial is not None:",
+        "tests/recurrent/test_functions.py",
     ),
 )
-
-
-def survives(mutation: Mutation) -> str | None:
-    """Why a mutation is not killed, or None."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "checkout"
-        ignored = shutil.ignore_patterns(".git", ".venv", "build", "results", "__pycache__", ".*")
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-        file = copy / mutation.file
-        text = file.read_text()
-        if mutation.before not in text:
-            return f"{mutation.file} has no line {mutation.before!r}"
-        file.write_text(text.replace(mutation.before, mutation.after, 1))
-        command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, mutation.killer],
-            cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode == 1:
-        return None
-    last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-    return f"{mutation.killer} ends with code {done.returncode}: {' '.join(last)}"
-
-
-def main() -> None:
-    """Run them, two at a time; the exit code is the number that survive."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="WORD")
-    only = parser.parse_args().only
-    chosen = [mutation for mutation in MUTATIONS if only in mutation.name]
-    alive = 0
-    with ThreadPoolExecutor(2) as pool:
-        for mutation, reason in zip(chosen, pool.map(survives, chosen), strict=True):
-            alive += reason is not None
-            print(f"{'killed' if reason is None else 'SURVIVES'}  {mutation.name}", flush=True)
-            if reason is not None:
-                print(f"          {reason}", flush=True)
-    sys.exit(alive)
-
-
-if __name__ == "__main__":
-    main()
