@@ -196,7 +196,7 @@ def test_one_process_has_another_order_each_epoch(folder, one_process):
     assert first != second
 
 
-def test_no_run_goes_on_from_another(folder, killed, one_process):
+def test_no_run_goes_on_from_another(folder, one_process):
     """A number of processes, rows, an order: whatever decides what comes next."""
     out = folder / "other"
     one_process("other", out=out, steps=1)
@@ -204,8 +204,10 @@ def test_no_run_goes_on_from_another(folder, killed, one_process):
     for changed in ({"tokens": 96}, {"seed": 1}, {"accumulate": 2}, {"data": folder / "few.txt"}):
         with pytest.raises(typer.BadParameter, match=r"run must be .*, got"):
             one_process("other", **{"out": out, "steps": 2, "resume": True, **changed})
+    (progress,) = out.glob("checkpoint-*/progress.json")
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"processes": 2}))
     with pytest.raises(typer.BadParameter, match=r"run must be .'processes': 2.*'processes': 1"):
-        one_process("other", out=folder / "out", accumulate=2, resume=True)
+        one_process("other", out=out, steps=2, resume=True)
     with pytest.raises(typer.BadParameter, match="out must hold no checkpoint"):
         one_process("other", out=out)
     with pytest.raises(typer.BadParameter, match="out must hold a checkpoint"):

@@ -300,7 +300,7 @@ TREE = fv.PackedLayout.from_tree([3, 1, 1], parents=[-1, 0, 0])
 SHARED = fv.share_prefixes([[1, 2], [1, 3]])
 
 
-@pytest.mark.parametrize("value", [None, "5", 5, [5.0], np.zeros(5)], ids=str)
+@pytest.mark.parametrize("value", [None, 5, np.zeros(5)], ids=str)
 @pytest.mark.parametrize(
     ("name", "call"),
     [

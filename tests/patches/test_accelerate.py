@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -91,8 +92,9 @@ PLACES = {
 EMPTY = ("half_on_disk", "all_on_disk", "in_memory")  # weights come for a forward, and go
 
 
-@pytest.mark.parametrize("order", ["patch_first", "place_first"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "order"), [*zip(PLACES, cycle(["patch_first", "place_first"]), strict=False)]
+)
 def test_packs_and_generates_wherever_weights_are(place, order, tmp_path):
     model = new_model("qwen3")
     if order == "patch_first":
@@ -215,9 +217,9 @@ def test_prepared_model_learns(precision, order):
         assert torch.equal(model(BATCH.ids).logits, expected)
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["wrapper_kept", "wrapper_taken_off"])
-@pytest.mark.parametrize("order", ["patch_first", "prepare_first"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.pairwise(
+    keep=[True, False], order=["patch_first", "prepare_first"], precision=["no", "bf16"]
+)
 def test_unwrapped_model_still_packs(precision, order, keep):
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     model = new_model("qwen3")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
@@ -23,7 +23,6 @@ from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
     batch_of,
-    config_of,
     exact_and_peer,
     new_model,
     one_by_one,
@@ -187,22 +186,6 @@ def test_a_foreign_attn_implementation_on_a_patched_model_raises():
         logits_of(model)
     logits_of(fv.patch_model(model, "sdpa"))
     logits_of(fv.unpatch_model(model))
-
-
-def test_two_models_of_one_config_object():
-    """The last of them to be unpatched restores their config (more: test_shared_config.py)."""
-    config = config_of("llama")
-    config._attn_implementation = "sdpa"
-    first, second = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
-    before = logits_of(second)
-    fv.patch_model(first, "sdpa")
-    fv.patch_model(second, "reference")
-    fv.unpatch_model(first)
-    assert config._attn_implementation == "flexvarlen_reference"
-    logits_of(second)
-    fv.unpatch_model(second)
-    assert config._attn_implementation == "sdpa"
-    assert torch.equal(logits_of(second), before)
 
 
 @pytest.mark.parametrize("base_first", [False, True])

@@ -198,41 +198,6 @@ def _lora(model):
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("patch", ["before_peft", "after_peft"])
-@pytest.mark.parametrize("way", ["position_ids", "checkpointing", "checkpointing_reentrant"])
-@pytest.mark.sampled(2)
-def test_lora(way, patch, tmp_path):
-    model = new_model("qwen3")
-    if patch == "before_peft":
-        fv.patch_model(model, "sdpa")
-    model = _lora(model)
-    if patch == "after_peft":
-        fv.patch_model(model, "sdpa")
-    if "reentrant" in way:  # else no input of a layer would have a gradient
-        model.enable_input_require_grads()
-    changes = WAYS.get(way, {})
-    trainer = check(model, tmp_path, plain=_lora(new_model("qwen3")), **changes)
-    assert len(trainer.model.get_base_model().model.layers) == 2
-
-
-def test_patched_after_the_trainer_was_made(tmp_path):
-    """Trainer looks at the model's forward before it trains."""
-    model = new_model("qwen3")
-    collator = Collator()
-    trainer, recorder = recorded(
-        Trainer,
-        model=model,
-        args=TrainingArguments(**settings(tmp_path)),
-        train_dataset=[{"input_ids": x} for x in documents()],
-        data_collator=collator,
-    )
-    fv.patch_model(model, "sdpa")
-    trainer.train()
-    assert len(recorder.steps) == 2
-    for step, features in zip(recorder.steps, collator.seen, strict=False):  # one is fetched ahead
-        check_step(step, new_model("qwen3"), [x["input_ids"] for x in features])
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 def test_evaluation_and_prediction(bf16, tmp_path):
     """In eval mode, where a model makes a cache: it is not among what was predicted."""

@@ -183,23 +183,6 @@ def test_padded_rows_share_their_prefix(tmp_path):
         assert tokens <= sum(map(len, different)) - len(prompt) * (len(different) - 1)
 
 
-def test_a_model_whose_documents_are_lost_fails_the_oracle(tmp_path):
-    """Each row is taken for one document."""
-    model = fv.patch_model(new_model("qwen3"), "sdpa")
-    trainer, recorder, seen = sft(model, tmp_path, **PACKING)
-    collate = trainer.data_collator
-
-    def without_documents(features):
-        batch = collate(features)
-        rows = torch.arange(batch["input_ids"].shape[1])[None]  # TRL itself asks for positions
-        return {**{x: batch[x] for x in ("input_ids", "labels")}, "position_ids": rows}
-
-    trainer.data_collator = without_documents
-    trainer.train()
-    with pytest.raises(AssertionError, match="exceeds"):
-        check(recorder, seen, new_model("qwen3"))
-
-
 def test_no_document_sees_another_in_training(tmp_path, caplog, recwarn):
     """Nor does TRL make logits, or ask for a kernel of FlashAttention by its name."""
     model = fv.patch_model(new_model("qwen3"), "sdpa")

@@ -235,16 +235,13 @@ def test_gradient_of_the_lse_is_refused_and_not_dropped(backend, compiled):
     out.backward(grad)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_lse_that_a_compiled_function_returns_hinders_nothing_until_it_is_differentiated(
-    backend, compiler
-):
+def test_lse_that_a_compiled_function_returns_hinders_nothing_until_it_is_differentiated(backend):
     """AOTAutograd asks for the gradients of all outputs of a graph, wanted or not."""
     run = attend(backend, layout_of(DOCUMENTS["padded_tail"]), return_lse=True)
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend=compiler)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     out, lse = compiled(q, k, v)
     found = torch.autograd.grad(out, inputs, grad)
     expected, expected_lse = run(q, k, v)

@@ -20,11 +20,14 @@ def alone(model, ids):
 
 
 @pytest.mark.parametrize(
-    ("backend", "device"),
-    [("sdpa", "cpu"), ("flex", "cpu")]
-    + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("flex", "varlen", "fa2")],
+    ("kind", "backend", "device"),
+    [("llama", "sdpa", "cpu"), ("qwen3", "flex", "cpu")]
+    + [
+        pytest.param(kind, name, "cuda", marks=pytest.mark.gpu)
+        for kind in ("llama", "qwen3")
+        for name in ("flex", "varlen", "fa2")
+    ],
 )
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_fp32_model_packs_under_autocast(kind, backend, device):
     reason = fv.why_not(backend, device=device, dtype=torch.bfloat16, needs_grad=False)
     if reason is not None:

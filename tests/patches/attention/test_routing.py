@@ -57,15 +57,14 @@ def test_each_type_of_layers_gets_its_backend(kind, swapped, attended):
     assert [call[:2] for call in attended] == [(full, -1), (sliding, 8)]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_windows", "qwen3_windows"])
-def test_mixed_backends_make_one_graph(kind):
+def test_mixed_backends_make_one_graph():
     torch._dynamo.reset()
-    model = fv.patch_model(new_model(kind), MIXED)
-    counter = CompileCounterWithBackend("aot_eager")
+    model = fv.patch_model(new_model("qwen3_windows"), MIXED)
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    check_right(kind, model, compiled(**PACKED))
+    check_right("qwen3_windows", model, compiled(**PACKED))
     model.zero_grad()
-    check_right(kind, model, compiled(**PACKED))
+    check_right("qwen3_windows", model, compiled(**PACKED))
     assert counter.frame_count == 1
 
 

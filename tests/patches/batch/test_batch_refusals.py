@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -83,13 +85,10 @@ PACKED_FORMS = {
 
 
 @pytest.mark.parametrize("form", PACKED_FORMS)
-@pytest.mark.parametrize("what", ["filled_cache", "static_cache", "4d_mask"])
+@pytest.mark.parametrize("what", ["filled_cache", "4d_mask"])
 def test_packed_with_other_keys_or_a_4d_mask(model, form, what):
     extra = {
         "filled_cache": lambda: {"past_key_values": _filled_cache()},
-        "static_cache": lambda: {
-            "past_key_values": StaticCache(config=model.config, max_cache_len=300)
-        },
         "4d_mask": lambda: {"attention_mask": torch.ones(1, 1, 256, 256, dtype=torch.bool)},
     }[what]()
     refused(ValueError, "packed batch", model, input_ids=ROW.ids, **PACKED_FORMS[form], **extra)
@@ -390,61 +389,6 @@ BOUNDARIES = {
 }
 
 
-@pytest.mark.parametrize("head", [DropsDocuments, DropsThemOnce, GivesThemToOneLayer])
-@pytest.mark.parametrize("boundaries", BOUNDARIES)
-def test_a_head_that_keeps_the_documents_to_itself(monkeypatch, head, boundaries):
-    """Seen when it is called: its base model finds others by itself."""
-    monkeypatch.undo()  # here kernels run
-    model = fv.patch_model(of_class(head), "sdpa")
-    given = {boundaries: BOUNDARIES[boundaries]}
-    with torch.no_grad():
-        for _ in range(2):  # what a call that failed leaves behind changes nothing
-            with pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
-                model(input_ids=ROW.ids, labels=ROW.ids, **given)
-        model.model(input_ids=ROW.ids)  # on its own it may take the row for one document
-        model(input_ids=ROW.ids)
-
-
-@pytest.mark.parametrize("head", [DropsDocuments, KeywordsForLossAlone])
-@pytest.mark.parametrize("boundaries", BOUNDARIES)
-@pytest.mark.parametrize("what", ["whole", "base"])
-@pytest.mark.sampled(1)
-def test_a_compiled_head_that_keeps_the_documents_to_itself(monkeypatch, head, boundaries, what):
-    """Whether its base model found the same by itself, a graph cannot ask."""
-    monkeypatch.undo()  # here kernels run
-    model = fv.patch_model(of_class(head), "sdpa")
-    if what == "base":
-        model.model.compile(backend="eager")
-    call = torch.compile(model, backend="eager", fullgraph=True) if what == "whole" else model
-    given = {boundaries: BOUNDARIES[boundaries]}
-    with (
-        torch.no_grad(),
-        pytest.raises((ValueError, Unsupported), match=r"must pass its \*\*kwargs"),
-    ):
-        call(input_ids=ROW.ids, labels=ROW.ids, **given)
-
-
-@pytest.mark.parametrize("base", ["checkpointed", "hooked"])
-def test_a_head_that_keeps_them_from_a_base_that_another_library_wrapped(monkeypatch, base):
-    """`wrap_forward`'s function is not the one that the head calls."""
-    monkeypatch.undo()  # here kernels run
-    model = fv.patch_model(of_class(DropsDocuments), "sdpa")
-    if base == "checkpointed":
-        model.model = checkpoint_wrapper(model.model)
-    else:
-        add_hook_to_module(model.model, ModelHook())
-    with torch.no_grad(), pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
-        model(input_ids=ROW.ids, labels=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
-
-
-def test_a_head_whose_base_model_finds_the_same_by_itself(monkeypatch):
-    """One rule: the documents come from the head, or it is refused."""
-    monkeypatch.undo()  # here kernels run
-    model = fv.patch_model(of_class(KeywordsForLossAlone), "sdpa")
-    with pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
-        model(input_ids=ROW.ids, position_ids=ROW.position_ids, labels=ROW.ids)
-
-
 class WithSecondModel(LlamaForCausalLM):
     """Whose rows are its own."""
 
@@ -452,14 +396,6 @@ class WithSecondModel(LlamaForCausalLM):
         shorter = self.model(input_ids[:, :100], use_cache=False).last_hidden_state
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden) + shorter.sum())
-
-
-def test_a_head_that_has_another_batch_for_its_base_model(monkeypatch):
-    """Whose documents it does not give."""
-    monkeypatch.undo()  # here kernels run
-    model = fv.patch_model(of_class(WithSecondModel), "sdpa")
-    with torch.no_grad(), pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
-        model(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
 
 
 class ExplicitSecondBatch(LlamaForCausalLM):
@@ -496,23 +432,53 @@ class MakesAMask(DropsDocuments):
         return self.model(input_ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 
-@pytest.mark.parametrize("head", [RunsLayers, MakesAMask])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_head_past_whose_base_model_they_never_come(monkeypatch, head, compiled):
+def _compiled_whole(model):
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+def _base_compiled(model):
+    model.model.compile(backend="eager")
+    return model
+
+
+def _base_checkpointed(model):
+    model.model = checkpoint_wrapper(model.model)
+    return model
+
+
+def _base_hooked(model):
+    add_hook_to_module(model.model, ModelHook())
+    return model
+
+
+# accelerate's regions are a second module of the same layers.
+WRAPPERS = (
+    *(_compiled_whole, _base_compiled, _base_checkpointed, _base_hooked),
+    partial(compile_regions, backend="eager"),
+)
+LOSING = (
+    *((head, None) for head in (DropsDocuments, DropsThemOnce, GivesThemToOneLayer)),
+    *((head, None) for head in (KeywordsForLossAlone, WithSecondModel, RunsLayers, MakesAMask)),
+    *((DropsDocuments, wrap) for wrap in WRAPPERS),
+    *((head, _compiled_whole) for head in (KeywordsForLossAlone, RunsLayers, MakesAMask)),
+)
+
+
+@pytest.mark.parametrize(("head", "wrap"), LOSING)
+def test_a_head_that_does_not_give_its_base_model_the_documents(monkeypatch, head, wrap):
+    """Also one whose base model would find the same ones by itself; a graph cannot ask."""
     monkeypatch.undo()  # here kernels run
+    torch._dynamo.reset()
     model = fv.patch_model(of_class(head), "sdpa")
-    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    call = model if wrap is None else wrap(model)
+    given = BOUNDARIES if wrap is None and head is DropsDocuments else ("packed_layout",)
     words = r"must pass its \*\*kwargs|must get its documents"
-    with torch.no_grad(), pytest.raises((ValueError, Unsupported), match=words):
-        call(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
-
-
-def test_a_head_compiled_by_regions(monkeypatch):
-    """accelerate makes a second module of the same layers."""
-    monkeypatch.undo()  # here kernels run
-    model = compile_regions(fv.patch_model(of_class(DropsDocuments), "sdpa"), backend="eager")
-    with torch.no_grad(), pytest.raises(ValueError, match=r"must pass its \*\*kwargs"):
-        model(input_ids=ROW.ids, packed_layout=BOUNDARIES["packed_layout"])
+    for name in (*given, *given):  # what a call that failed leaves behind changes nothing
+        with torch.no_grad(), pytest.raises((ValueError, Unsupported), match=words):
+            call(input_ids=ROW.ids, labels=ROW.ids, **{name: BOUNDARIES[name]})
+    if head is DropsDocuments and wrap is None:
+        model.model(input_ids=ROW.ids)  # on its own it may take the row for one document
+        model(input_ids=ROW.ids)
 
 
 def _drops_keywords(inner, with_mask):

@@ -49,9 +49,7 @@ def positions_of(form: str, seen: int) -> dict[str, Tensor]:
     return {"position_ids": torch.tensor([POSITIONS[form]]), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("kind", ["filled", "static"])
-@pytest.mark.parametrize("form", POSITIONS)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.pairwise(form=POSITIONS, kind=["filled", "static"], masked=[False, True])
 def test_positions_of_several_documents(form, kind, masked):
     model = shared_model("llama")
     cache, seen = cache_of(kind, model)
@@ -63,9 +61,7 @@ def test_positions_of_several_documents(form, kind, masked):
         model(ids, past_key_values=cache, **inputs)
 
 
-@pytest.mark.parametrize("room", [False, True])
-@pytest.mark.parametrize("kind", ["filled", "static"])
-@pytest.mark.parametrize("form", IDS)
+@pytest.mark.pairwise(form=IDS, kind=["filled", "static"], room=[False, True])
 def test_a_mask_of_document_ids(form, kind, room):
     model = shared_model("llama")
     cache, seen = cache_of(kind, model)
@@ -85,9 +81,9 @@ def test_a_mask_that_numbers_the_cache_and_the_new_tokens_apart(new):
         model(ids, past_key_values=cache, attention_mask=mask)
 
 
-@pytest.mark.parametrize("form", POSITIONS)
-@pytest.mark.parametrize("kind", ["filled", "static"])
-@pytest.mark.parametrize("name", ["flexvarlen_doc", "flexvarlen_auto"])
+@pytest.mark.pairwise(
+    form=POSITIONS, kind=["filled", "static"], name=["flexvarlen_doc", "flexvarlen_auto"]
+)
 def test_positions_of_several_documents_by_the_name_alone(name, kind, form):
     model = new_model("llama", implementation=name)
     cache, seen = cache_of(kind, model)
@@ -132,14 +128,14 @@ def _in_chunks(model, kind: str, chunk: int, mask_tokens: str, pad_position: int
     return torch.cat(logits, dim=1)[mask.bool()]
 
 
-@pytest.mark.parametrize("pad_position", [0, 1])
-@pytest.mark.parametrize("how", ["patched", "name"])
-@pytest.mark.parametrize(
-    ("kind", "mask_tokens"), [("filled", "seen"), ("static", "seen"), ("static", "all")]
+@pytest.mark.pairwise(
+    cache=["filled seen", "static seen", "static all"],
+    chunk=[4, 1],
+    how=["patched", "name"],
+    pad_position=[0, 1],
 )
-@pytest.mark.parametrize("chunk", [4, 1])
-def test_a_left_padded_prefill_in_chunks(kind, mask_tokens, chunk, how, pad_position):
-    model = shared_model("qwen3")
+def test_a_left_padded_prefill_in_chunks(cache, chunk, how, pad_position):
+    model, (kind, mask_tokens) = shared_model("qwen3"), cache.split()
     settings = (kind, chunk, mask_tokens, pad_position)
     expected = _in_chunks(model, *settings)
     if how == "patched":
@@ -191,9 +187,7 @@ def _padded(model, kind: str, form: str) -> Tensor:
     return out.logits[rows.bool()]
 
 
-@pytest.mark.parametrize("kind", ["static", "filled"])
-@pytest.mark.parametrize("form", PADDED)
-@pytest.mark.parametrize("name", ["llama", "qwen3_windows"])
+@pytest.mark.pairwise(name=["llama", "qwen3_windows"], form=PADDED, kind=["static", "filled"])
 def test_padding_beside_a_cache_is_no_document(name, form, kind):
     """Pads see the tokens before them, in the mask that transformers makes."""
     expected = _padded(shared_model(name), kind, form)

@@ -34,11 +34,27 @@ NAMES = {
     "positions": ROW.position_ids,
     "input_pos": ROW.position_ids,
     "block_mask": fv.document_block_mask(fv.PackedLayout.from_lengths(LENGTHS.tolist())),
+    "document_ids": ROW.document_ids,
+    "cu_seqlens": ROW.cu_seqlens,
+    "cu_seqlens_q": ROW.cu_seqlens,
+    "cu_seqlens_k": ROW.cu_seqlens,
+    "packed_layouts": fv.PackedLayout.from_lengths(LENGTHS.tolist()),
+}
+RIGHT_NAMES = {  # which the sentence gives for these
+    "document_ids": "attention_mask",
+    "cu_seqlens": "cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k",
+    "packed_layouts": "packed_layout",
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", ["patched", "name_alone"])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        *(("patched", name) for name in NAMES),
+        *(("name_alone", name) for name in ("seq_lengths", "layout", *RIGHT_NAMES)),
+    ],
+)
 def test_a_name_that_nobody_reads(how, name):
     """The documents would see one another; the sentence says which names are read."""
     if how == "patched":
@@ -46,6 +62,7 @@ def test_a_name_that_nobody_reads(how, name):
     else:
         model = new_model("llama", implementation="flexvarlen_doc")
     words = rf"packed_layout, cu_seq_lens_q, .*seq_idx\), got {name}=, .*; pass "
+    words += RIGHT_NAMES.get(name, "")
     with pytest.raises(ValueError, match=words):
         model(ROW.ids, **{name: NAMES[name]})
     assert model(ROW.ids, **{name: None}).logits.isfinite().all()

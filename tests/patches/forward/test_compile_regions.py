@@ -58,7 +58,7 @@ def inputs_of(form: str, lengths=LENGTHS) -> dict:
     return {"input_ids": BATCH.ids, "labels": BATCH.ids, **documents}
 
 
-def compiled_model(how, model, compiler="aot_eager", *, backend="sdpa", **settings):
+def compiled_model(how, model, compiler=DYNAMO_ALONE, *, backend="sdpa", **settings):
     """The patched model compiled, and the counter of its graphs."""
     counter = CompileCounterWithBackend(compiler)
     settings = {"fullgraph": True, "backend": counter, **settings}
@@ -170,7 +170,7 @@ def test_returning_to_an_earlier_form_compiles_nothing(how):
     if how == "whole":  # where each is seconds
         del settings[1]
     with torch._dynamo.config.patch(recompile_limit=32):
-        compiled, counter = compiled_model(how, model, DYNAMO_ALONE, backend=MIXED)
+        compiled, counter = compiled_model(how, model, backend=MIXED)
         counts = []
         for train, grad in settings * 2:
             for form in forms:
@@ -235,7 +235,7 @@ def checkpointed(how, **settings):
     model.gradient_checkpointing_enable(settings)
     if how == "eager":
         return fv.patch_model(model, "sdpa"), None
-    return compiled_model(how, model)
+    return compiled_model(how, model, "aot_eager")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

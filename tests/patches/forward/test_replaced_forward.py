@@ -58,9 +58,11 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("setter", SETTERS)
-@pytest.mark.parametrize("part", ["head", "both"])
+@pytest.mark.pairwise(
+    part=["head", "both"],
+    setter=[pytest.param(x, id=x.__name__) for x in SETTERS],
+    compiled=[False, True],
+)
 def test_raises_until_patched_again(part, setter, compiled):
     torch._dynamo.reset()
     model = fv.patch_model(new_model("llama"), "sdpa")

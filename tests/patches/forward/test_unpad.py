@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -99,8 +100,7 @@ def seen_tokens(model):
 # ---- the same loss and gradients ----
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", TEXT)
+@pytest.mark.parametrize(("kind", "side"), [*zip(TEXT, cycle(["left", "right"]), strict=False)])
 def test_loss_of_a_language_model(kind, side):
     head = "MaskedLM" if kind in ENCODERS else "CausalLM"
     plain = model_with(head, kind)
@@ -227,12 +227,11 @@ def test_mixed_precision_of_accelerate(head):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_a_compiled_encoder(kind):
+def test_a_compiled_encoder():
     """A graph must not pool the layout's spare slots, too; no table has positions for 1,024."""
     torch._dynamo.reset()
-    plain = model_with("SequenceClassification", kind).eval()
-    compiled = torch.compile(unpadding(plain), backend="aot_eager")
+    plain = model_with("SequenceClassification", "roberta").eval()
+    compiled = torch.compile(unpadding(plain), backend="eager")
     pad = plain.config.pad_token_id
     inputs = {name: x[:3] for name, x in padded("right", pad).items()}
     with torch.no_grad():
@@ -429,7 +428,7 @@ def test_recompilations():
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(ours)
+    compiled = torch.compile(ours, backend="eager")
     graphs = []
     for changed in (0, 7, 19, 25):
         inputs = padded("right")
@@ -472,15 +471,6 @@ def test_router_losses():
     fv.unpatch_model(model).config.output_router_logits = True
     with pytest.raises(NotImplementedError, match="output_router_logits must be False"):
         fv.patch_model(model, unpad=True)
-
-
-def test_unpatching():
-    model, inputs = new_model("llama"), padded("right")
-    with torch.no_grad():
-        before = model(**inputs).logits
-        with fv.patched(model, "sdpa", unpad=True, unpad_to_multiple_of=8):
-            pass
-        assert torch.equal(model(**inputs).logits, before)
 
 
 def test_auto_chooses_for_training_without_gradients_too(monkeypatch):

@@ -121,8 +121,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((name, "packed_layout") for name in KINDS), *(("qwen2_5_vl", form) for form in FORMS)],
+)
 def test_packed_equals_one_by_one(name, form):
     """Positions of the row, an image of another document, a tower told the text's boundaries."""
     exact, peer = one_by_one(name, torch.float64), one_by_one(name, torch.float32)
@@ -140,9 +142,7 @@ def test_packed_equals_one_by_one(name, form):
         assert_as_accurate(gradient, exact[2][name], peer[2][name], 3, name)
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("rows", [((0,), (2,)), ((0, 1), (2, 3))], ids=["one", "several"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.pairwise(name=KINDS, rows=[((0,), (2,)), ((0, 1), (2, 3))], left=[False, True])
 def test_padded_rows(name, rows, left):
     """Padding between images, one document per row or two."""
     exact, peer = one_by_one(name, torch.float64)[0], one_by_one(name, torch.float32)[0]

@@ -36,8 +36,10 @@ def image_by_image(tower, dtype):
     return out.detach(), {"patches": patches.grad, **gradients}
 
 
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "new", "reentrant"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [*((name, None) for name in KINDS), ("qwen2_5_vl", False), ("qwen3_vl", True)],
+)
 def test_images_equal_image_by_image(name, checkpointing):
     """Frames of one image see one another, or a full layer gets the windows."""
     model = new_model(name)
@@ -53,18 +55,6 @@ def test_images_equal_image_by_image(name, checkpointing):
     found = {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
     for name, gradient in {"patches": patches.grad, **found}.items():
         assert_as_accurate(gradient, exact[1][name], peer[1][name], 3, name)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_no_bit_of_another_image_changes(name):
-    tower = fv.patch_model(new_model(name), "sdpa").model.visual
-    changed = PATCHES.clone()
-    changed[: SIZES[0]] = PATCHES[: SIZES[0]].flip(0)
-    with torch.no_grad():
-        before, after = (tower(x, grid_thw=GRID).pooler_output for x in (PATCHES, changed))
-    own = SIZES[0] // 4  # a token for 2 x 2 patches
-    assert torch.equal(before[own:], after[own:])
-    assert not torch.equal(before[:own], after[:own])
 
 
 @pytest.mark.parametrize("name", KINDS)
