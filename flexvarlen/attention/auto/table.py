@@ -61,11 +61,12 @@ class Case(NamedTuple):
         """Of each kernel that can do it, forward or forward and backward."""
         found = {}
         for name, (forward, backward, host_forward, host_backward) in self.ms.items():
+            if forward is None or (needs_grad and backward is None):
+                continue
             if not needs_grad:
-                found[name] = Times(forward or 0.0, host_forward or 0.0)
-            elif backward is not None:
-                host_ms = (host_forward or 0.0) + (host_backward or 0.0)
-                found[name] = Times((forward or 0.0) + backward, host_ms)
+                backward = host_backward = 0.0
+            host_ms = (host_forward or 0.0) + (host_backward or 0.0)
+            found[name] = Times(forward + (backward or 0.0), host_ms)
         return found
 
     def __str__(self) -> str:
