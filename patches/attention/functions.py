@@ -1,7 +1,7 @@
 """The attention and mask functions registered with transformers as `flexvarlen_*`.
 
 A patched model passes each layer a `PackedForward`. Without `patch_model` (attn_implementation
-only) a layer reads the boundaries from its arguments: see `by_name.py`.
+only) a layer reads the boundaries from its arguments: see `without_patch.py`.
 
 Fewer queries than keys, or a 4D mask, means decoding, which is not packed: see `decoding.py`.
 
