@@ -50,8 +50,8 @@ def refuse_boundaries(given: Mapping[str, Any], with_what: str) -> None:
     """
     if any(given.get(name) is not None for name in BOUNDARIES):
         raise ValueError(
-            f"a packed batch must not have {with_what}; pass an empty cache or use_cache=False, "
-            "and no 4D attention_mask."
+            f"a packed batch must not have {with_what}; pass use_cache=False and no cache, and no "
+            "4D attention_mask."
         )
 
 
@@ -111,8 +111,8 @@ def check_one_document(
             ~torch.stack(wrong).any(),
             f"a packed batch must not have {with_what}, got position_ids that do not increase by "
             "1 in a row or begin at 0 after cached tokens, or an attention_mask that holds "
-            "document ids or padding between tokens; pass an empty cache or use_cache=False, and "
-            "no 4D attention_mask.",
+            "document ids or padding between tokens; pass use_cache=False and no cache, and no 4D "
+            "attention_mask.",
         )
 
 
