@@ -152,10 +152,10 @@ def has_head(family: str, head: str) -> bool:
 
 
 def backends_on(device: str) -> list[str]:
-    """Those to sample. On a GPU `auto` may choose another kernel in each process."""
+    """Those to sample, which serve most cases. On a GPU `auto` may choose anew in each process."""
     if device == "cpu":
         return ["sdpa", "reference", "auto"]
-    kind = {"device": device, "dtype": torch.bfloat16, "head_dim": 64, "needs_grad": False}
+    kind = {"device": device, "dtype": torch.bfloat16, "head_dim": 64, "window": 9}
     return [x for x in fv.BACKENDS if x != "auto" and fv.why_not(x, **kind) is None]
 
 
