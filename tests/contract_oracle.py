@@ -1,7 +1,7 @@
 """What a training step should give: each document in a forward of its own, not packed, not patched.
 
-Exact in fp64; the peer in fp32 with transformers' eager attention, under autocast where the step
-ran under it.
+Exact in fp64; the low-precision baseline in fp32 with transformers' eager attention, under autocast
+where the step ran under it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_step(step: Step, plain: nn.Module, documents: Sequence[Sequence[int]],
     """
     plain.load_state_dict(step.weights)
     plain.eval()
-    peer = by_document(plain, documents, **how)
+    baseline = by_document(plain, documents, **how)
     exact = by_document(copy.deepcopy(plain).double(), documents, **{**how, "autocast": False})
-    assert_as_accurate(step.loss.float(), exact.loss, peer.loss.float(), 2, "loss")
-    assert_gradients_as_accurate(step.gradients, exact.gradients, peer.gradients)
+    assert_as_accurate(step.loss.float(), exact.loss, baseline.loss.float(), 2, "loss")
+    assert_gradients_as_accurate(step.gradients, exact.gradients, baseline.gradients)

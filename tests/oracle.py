@@ -141,7 +141,7 @@ def attend(
     """Output `[T, H, D]` and LSE `[H, T]`, a document at a time; differentiable.
 
     `keys` are the documents of k and v, if not the same; `options` as in `seen`. In fp64 the
-    oracle. In a low precision the plain peer: matrix products in the dtype, softmax in fp32,
+    oracle. In a low precision the plain baseline: matrix products in the dtype, softmax in fp32,
     probabilities in the dtype.
     """
     heads, groups = q_THD.shape[1], k_THD.shape[1]
@@ -210,55 +210,56 @@ def differentiate(function, inputs: list[Tensor], grad: Tensor) -> tuple[Tensor,
     return out.detach(), list(grads)
 
 
-FEW_ELEMENTS = 32  # too few for the largest error among them to say how accurate the peer is
+FEW_ELEMENTS = 32  # too few for the largest error among them to say how accurate the baseline is
 
 
 def assert_gradients_as_accurate(
-    found: dict[str, Tensor], exact: dict[str, Tensor], peer: dict[str, Tensor]
+    found: dict[str, Tensor], exact: dict[str, Tensor], baseline: dict[str, Tensor]
 ) -> None:
-    """Each parameter's gradient is at most 3 times as far from the exact one as the peer's.
+    """Each parameter's gradient is at most 3 times as far from the exact one as the baseline's.
 
-    Parameters of few elements share the peer's largest relative error among them.
+    Parameters of few elements share the baseline's largest relative error among them.
     """
     assert found.keys() == exact.keys()
     few = [name for name, x in exact.items() if x.numel() <= FEW_ELEMENTS and x.any()]
     errors = (
-        (peer[name].double() - exact[name]).abs().max() / exact[name].abs().max() for name in few
+        (baseline[name].double() - exact[name]).abs().max() / exact[name].abs().max()
+        for name in few
     )
     worst = max((x.item() for x in errors), default=0.0)
     for name, gradient in found.items():
         least = worst * exact[name].abs().max().item() if name in few else 0.0
-        assert_as_accurate(gradient, exact[name], peer[name], 3, name, least_error=least)
+        assert_as_accurate(gradient, exact[name], baseline[name], 3, name, least_error=least)
 
 
 def assert_as_accurate(
     out: Tensor,
     exact: Tensor,
-    peer: Tensor,
+    baseline: Tensor,
     factor: float,
     name: str = "out",
     *,
     least_error: float = 0.0,
 ) -> None:
-    """`out` is at most `factor` times as far from `exact` as the peer and one rounding.
+    """`out` is at most `factor` times as far from `exact` as the baseline and one rounding.
 
     Args:
-        least_error: of the peer, where its own may be small by chance.
+        least_error: of the baseline, where its own may be small by chance.
     """
     assert out.shape == exact.shape, f"{name}: shape {tuple(out.shape)}, not {tuple(exact.shape)}"
-    assert out.dtype == peer.dtype, f"{name}: {out.dtype}, not {peer.dtype}"
+    assert out.dtype == baseline.dtype, f"{name}: {out.dtype}, not {baseline.dtype}"
     assert torch.isfinite(out).all(), f"{name}: {int((~torch.isfinite(out)).sum())} non-finite"
     if out.numel() == 0:
         return
     error = (out.double() - exact.double()).abs().max().item()
-    peer_error = max((peer.double() - exact.double()).abs().max().item(), least_error)
+    baseline_error = max((baseline.double() - exact.double()).abs().max().item(), least_error)
     # Half a unit in the last place of the largest value: what rounding the exact answer costs. And
     # kernels sum in fp32: where the exact answer is 0 as a difference of sums of order one (the
     # gradient of q in a document of one token), a few of its units are left.
     rounding = torch.finfo(out.dtype).eps / 2 * exact.abs().max().item()
     rounding += 8 * torch.finfo(torch.float32).eps
-    allowed = factor * (peer_error + rounding)
+    allowed = factor * (baseline_error + rounding)
     assert error <= allowed, (
-        f"{name}: error {error:.3g} exceeds {factor} x (the peer's {peer_error:.3g} + rounding "
-        f"{rounding:.3g})"
+        f"{name}: error {error:.3g} exceeds {factor} x (the baseline's {baseline_error:.3g} + "
+        f"rounding {rounding:.3g})"
     )

@@ -132,15 +132,15 @@ def texts_alone(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]]) -> 
 
 
 @cache
-def exact_and_peer(
+def exact_and_baseline(
     kind: str, order: tuple[tuple[int, int], ...], dtype=torch.float32, device="cpu", head_dim=16
 ) -> tuple[Outcome, Outcome]:
     """One by one in fp64, and in the dtype of the packed model, both with transformers' eager."""
     model = copy.deepcopy(shared_model(kind, dtype, device, head_dim))
     model.set_attn_implementation("eager")
     with plain_recurrences(model):
-        peer = one_by_one(model, order)
-        return one_by_one(model.double(), order), peer
+        baseline = one_by_one(model, order)
+        return one_by_one(model.double(), order), baseline
 
 
 # ---- batches ----

@@ -64,7 +64,7 @@ def inputs(device, dtype):
 
 @cache
 def expected(documents, device, dtype, **mask):
-    """Output and gradients, exact and of the peer. Kept: every way hands over the same rows."""
+    """Output and gradients, exact and of the baseline. Kept: every way hands over the same rows."""
 
     def plain(*qkv):
         return oracle.attend(*qkv, documents, **mask)[0]
@@ -144,14 +144,14 @@ def test_other_documents_compile_nothing_again(kernel, way, mask):
     differentiable = (name, device) != ("flex", "cpu")
     for documents in packings():
         given = boundaries_of(documents, device)
-        exact, peer = expected(documents, device, dtype, **mask)
+        exact, baseline = expected(documents, device, dtype, **mask)
         if differentiable:
             out, grads = differentiate(lambda *x, g=given: compiled(*x, g, options), qkv, grad)
-            for which, mine, good, coarse in zip("qkv", grads, exact[1], peer[1], strict=True):
+            for which, mine, good, coarse in zip("qkv", grads, exact[1], baseline[1], strict=True):
                 assert_as_accurate(mine, good, coarse, 3, f"gradient of {which} of {documents}")
         else:
             out = compiled(*qkv, given, options)
-        assert_as_accurate(out, exact[0], peer[0], 2, f"out of {documents}")
+        assert_as_accurate(out, exact[0], baseline[0], 2, f"out of {documents}")
         padded = documents.padded().to(device)
         assert (out[padded] == 0).all()
     assert counters["stats"]["unique_graphs"] == 1

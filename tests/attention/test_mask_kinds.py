@@ -94,20 +94,22 @@ def check(case, name, device, dtype, head_dim):
         return oracle.attend(q, k, v, case.documents, case.keys, **case.options)[0]
 
     exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
-    peer, peer_grads = differentiate(plain, qkv, grad)
+    baseline, baseline_grads = differentiate(plain, qkv, grad)
     sees_nothing = ~case.dense().any(-1).to(device)
     seen_by_none = ~case.dense().any(0).to(device)
     if device == "cuda":
         poison_spare_memory()
     if differentiable((name, device)):
         out, grads = differentiate(ours, qkv, grad)
-        for which, mine, good, coarse in zip("qkv", grads, exact_grads, peer_grads, strict=True):
+        for which, mine, good, coarse in zip(
+            "qkv", grads, exact_grads, baseline_grads, strict=True
+        ):
             assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
             blank = sees_nothing if which == "q" else seen_by_none
             assert (mine[blank] == 0).all(), f"a token outside the mask has a gradient of {which}"
     else:
         out = ours(*qkv)
-    assert_as_accurate(out, exact, peer, 2)
+    assert_as_accurate(out, exact, baseline, 2)
     assert (out[sees_nothing] == 0).all(), "a query that sees nothing has an output"
 
 
@@ -305,9 +307,9 @@ def assert_right(attend, case, qkv, grad):
 
     out, grads = differentiate(attend, qkv, grad)
     exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
-    peer, peer_grads = differentiate(plain, qkv, grad)
-    assert_as_accurate(out, exact, peer, 2)
-    for mine, good, coarse in zip(grads, exact_grads, peer_grads, strict=True):
+    baseline, baseline_grads = differentiate(plain, qkv, grad)
+    assert_as_accurate(out, exact, baseline, 2)
+    for mine, good, coarse in zip(grads, exact_grads, baseline_grads, strict=True):
         assert_as_accurate(mine, good, coarse, 3)
 
 

@@ -16,7 +16,7 @@ import flexvarlen as fv
 from tests import forms
 from tests.contract_oracle import Step, check_step, gradients_of
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import documents, exact_and_peer, new_model, one_by_one, one_row
+from tests.tiny_models import documents, exact_and_baseline, new_model, one_by_one, one_row
 
 BATCH = one_row()
 PACKED = {"input_ids": BATCH.ids, "labels": BATCH.ids, **forms.given("position_ids", BATCH)}
@@ -41,11 +41,11 @@ def close(ours, expected):
 
 
 def check_packed(model):
-    exact, peer = exact_and_peer("qwen3", BATCH.order)
+    exact, baseline = exact_and_baseline("qwen3", BATCH.order)
     for form in FORMS.values():
         with torch.no_grad():
             out = model(**form)
-        assert_as_accurate(out.logits[0], exact.logits, peer.logits, 2)
+        assert_as_accurate(out.logits[0], exact.logits, baseline.logits, 2)
         if "labels" in form:
             close(out.loss, exact.loss.float())
 
@@ -171,9 +171,9 @@ def test_a_model_loaded_onto_a_device_map(tmp_path):
         check_as_unpatched(fv.unpatch_model(model))
     named = {"device_map": {"": "cpu"}, "attn_implementation": "flexvarlen_doc"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **named)
-    exact, peer = exact_and_peer("qwen3", BATCH.order)
+    exact, baseline = exact_and_baseline("qwen3", BATCH.order)
     with torch.no_grad():
-        assert_as_accurate(model(**PACKED).logits[0], exact.logits, peer.logits, 2)
+        assert_as_accurate(model(**PACKED).logits[0], exact.logits, baseline.logits, 2)
 
 
 def test_learns_on_a_device_map(tmp_path):

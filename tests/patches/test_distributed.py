@@ -67,11 +67,11 @@ def test_gradients_under_autocast(made):
 def test_gradients_of_weights_gathered_in_bf16(made):
     step, plain = step_of(made, "fsdp2_bf16"), new_model("qwen3")
     exact = by_document(copy.deepcopy(plain).double(), DOCUMENTS)
-    peer = by_document(plain.bfloat16(), DOCUMENTS)
-    assert abs(step.loss - exact.loss) <= 2 * abs(peer.loss - exact.loss) + 1e-2
+    baseline = by_document(plain.bfloat16(), DOCUMENTS)
+    assert abs(step.loss - exact.loss) <= 2 * abs(baseline.loss - exact.loss) + 1e-2
     assert step.gradients.keys() == exact.gradients.keys()
     for name, gradient in step.gradients.items():
-        low = peer.gradients[name]
+        low = baseline.gradients[name]
         assert_as_accurate(gradient.to(low.dtype), exact.gradients[name], low, 3, name)
 
 

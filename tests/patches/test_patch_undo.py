@@ -23,7 +23,7 @@ from tests import forms
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import (
     batch_of,
-    exact_and_peer,
+    exact_and_baseline,
     new_model,
     one_by_one,
     one_row,
@@ -47,7 +47,7 @@ def logits_of(model, **inputs):
 @pytest.fixture(scope="module")
 def expected():
     """Logits of the documents one by one."""
-    return exact_and_peer("llama", BATCH.order)[1].logits
+    return exact_and_baseline("llama", BATCH.order)[1].logits
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_unpatching_restores_a_forward_of_the_instance():
     model = new_model("llama")
     of_instance = lambda *args, _forward=model.forward, **kwargs: _forward(*args, **kwargs)  # noqa: E731
     model.forward = of_instance
-    expected = exact_and_peer("llama", BATCH.order)[1].logits
+    expected = exact_and_baseline("llama", BATCH.order)[1].logits
     fv.patch_model(model, "sdpa")
     close(logits_of(model)[0], expected)
     with torch.no_grad():  # names of arguments are the class's
@@ -130,7 +130,7 @@ def test_a_deep_copy_with_a_forward_of_the_instance_uses_its_own_weights(how):
     own = twin.forward.__self__ if how == "method" else twin.forward.args[0]
     assert own is twin
     assert torch.equal(logits_of(twin), logits_of(_halved(new_model("llama"))))
-    close(logits_of(model)[0], exact_and_peer("llama", BATCH.order)[1].logits)
+    close(logits_of(model)[0], exact_and_baseline("llama", BATCH.order)[1].logits)
 
 
 def test_a_deep_copy_of_an_accelerated_model_uses_its_own_weights():
@@ -406,9 +406,9 @@ def test_the_name_alone_is_right(kind, how, form, tmp_path):
     rows, way, *beside = NAMED_FORMS[form]
     batch = forms.ROWS[rows]()
     inputs = forms.given(way, batch, *beside)
-    exact, peer = exact_and_peer(kind, batch.order)
+    exact, baseline = exact_and_baseline(kind, batch.order)
     logits = batch.of_documents(logits_of(model, input_ids=batch.ids, **inputs))
-    assert_as_accurate(logits, exact.logits, peer.logits, 2)
+    assert_as_accurate(logits, exact.logits, baseline.logits, 2)
 
 
 def test_the_name_alone_finds_cu_seq_lens_without_position_ids():
@@ -416,7 +416,7 @@ def test_the_name_alone_finds_cu_seq_lens_without_position_ids():
     out = logits_of(model, input_ids=BATCH.ids, cu_seq_lens_q=BATCH.cu_seqlens)
     # Positions run on through the row, and RoPE loses precision: 2e-4 (FACTS.md).
     torch.testing.assert_close(
-        out[0], exact_and_peer("llama", BATCH.order)[1].logits, rtol=1e-3, atol=1e-2
+        out[0], exact_and_baseline("llama", BATCH.order)[1].logits, rtol=1e-3, atol=1e-2
     )
 
 
@@ -442,7 +442,7 @@ def test_the_name_alone_is_not_misled_by_the_layout_of_the_last_forward(write, m
             WRITES[write](positions, batch.position_ids)
             assert torch.equal(model(batch.ids, position_ids=positions).logits, logits)
     if layers == 2:
-        close(expected[1][0], exact_and_peer("llama", batches[1].order)[1].logits)
+        close(expected[1][0], exact_and_baseline("llama", batches[1].order)[1].logits)
 
 
 def test_the_name_alone_is_not_misled_after_a_forward_that_failed():
@@ -455,7 +455,7 @@ def test_the_name_alone_is_not_misled_after_a_forward_that_failed():
     other = batch_of(((5, 4, 3, 2, 1, 0),), row_tokens=256)
     positions.data.copy_(other.position_ids)
     out = logits_of(model, input_ids=other.ids, position_ids=positions)
-    close(out[0], exact_and_peer("llama", other.order)[1].logits)
+    close(out[0], exact_and_baseline("llama", other.order)[1].logits)
 
 
 def test_the_name_alone_plans_each_mask_once_a_forward(monkeypatch):

@@ -18,7 +18,7 @@ from flexvarlen.attention.backends import compiled_flex
 from flexvarlen.patches.attention.without_patch import _is_first_unpacked
 from tests import forms
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import batch_of, config_of, exact_and_peer, new_model
+from tests.tiny_models import batch_of, config_of, exact_and_baseline, new_model
 
 # As many tokens in each: only the documents tell them apart.
 BATCHES = [
@@ -75,8 +75,8 @@ def logits_of(model, i, form="position_ids"):
 
 def check(kind, outs):
     for batch, logits in outs:
-        exact, peer = exact_and_peer(kind, batch.order)
-        assert_as_accurate(logits, exact.logits, peer.logits, 2)
+        exact, baseline = exact_and_baseline(kind, batch.order)
+        assert_as_accurate(logits, exact.logits, baseline.logits, 2)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_gradients_of_two_models():
         return made
 
     for batch, made in zip(BATCHES, at_once(2, learn), strict=False):
-        exact, peer = exact_and_peer("qwen3", batch.order)
+        exact, baseline = exact_and_baseline("qwen3", batch.order)
         for gradients in made:
             for name, ours in gradients.items():
-                assert_as_accurate(ours, exact.gradients[name], peer.gradients[name], 3, name)
+                assert_as_accurate(ours, exact.gradients[name], baseline.gradients[name], 3, name)
 
 
 def test_one_model_patched_and_unpatched_beside_another():

@@ -18,7 +18,7 @@ from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.contract_oracle import Step, check_step
 from tests.contract_training import documents, recorded, settings
 from tests.patches.forward.test_unpad import seen_tokens
-from tests.tiny_models import VOCABULARY, exact_and_peer, new_model, one_row
+from tests.tiny_models import VOCABULARY, exact_and_baseline, new_model, one_row
 from tests.two_processes import WORLD, meet, start
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
@@ -228,7 +228,7 @@ def test_patched_after_the_trainer_was_made(tmp_path):
     batch = one_row()  # labels that TRL's collator did not mask
     with torch.no_grad():
         out = model(batch.ids, attention_mask=batch.document_ids, labels=batch.ids)
-    exact, _ = exact_and_peer("qwen3", batch.order)
+    exact, _ = exact_and_baseline("qwen3", batch.order)
     assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
     trainer.train()
     check(recorder, seen, new_model("qwen3"))

@@ -1,4 +1,4 @@
-"""Every backend against per-document attention in fp64, judged beside a plain peer in its dtype.
+"""Every backend against per-document attention in fp64, beside a low-precision baseline.
 
 Shape legend: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
@@ -64,11 +64,13 @@ def check(
         return oracle.attend(q, k, v, documents, sinks=s, **options)[0]
 
     exact, exact_grads = differentiate(plain, [x.double() for x in inputs], grad.double())
-    peer, peer_grads = differentiate(plain, inputs, grad)
+    baseline, baseline_grads = differentiate(plain, inputs, grad)
     padded = documents.padded().to(device)
     if differentiable(kernel):
         out, grads = differentiate(ours, inputs, grad)
-        for which, mine, good, coarse in zip("qkvs", grads, exact_grads, peer_grads, strict=False):
+        for which, mine, good, coarse in zip(
+            "qkvs", grads, exact_grads, baseline_grads, strict=False
+        ):
             if which == "s":
                 assert_sink_gradient(mine, good, exact, grad, dtype)
                 continue
@@ -76,12 +78,12 @@ def check(
             assert (mine[padded] == 0).all(), f"padding has a gradient of {which}"
     else:
         out = ours(*inputs)
-    assert_as_accurate(out, exact, peer, 2)
+    assert_as_accurate(out, exact, baseline, 2)
     assert (out[padded] == 0).all(), "padding has an output"
 
 
 def assert_sink_gradient(mine, exact, out_THD, grad_THD, dtype):
-    """It sums `grad * out` over the whole row: few numbers, of which a peer may have lucky ones.
+    """It sums `grad * out` over the whole row: a baseline of few numbers may be right by chance.
 
     Every kernel has only the rounded output: three times what that is expected to cost.
     """
@@ -167,12 +169,12 @@ def test_lse_is_that_of_the_scores_and_minus_infinity_at_padding(kernel, documen
         return
     out, lse = ours()
     exact_out, exact = oracle.attend(q.double(), k.double(), v.double(), documents)
-    peer_out, peer = oracle.attend(q, k, v, documents)
+    baseline_out, baseline = oracle.attend(q, k, v, documents)
     padded = documents.padded().to(device)
     assert lse.dtype == torch.float32
     assert (lse[:, padded] == float("-inf")).all()
-    assert_as_accurate(lse[:, ~padded], exact[:, ~padded], peer[:, ~padded], 2, "lse")
-    assert_as_accurate(out, exact_out, peer_out, 2)
+    assert_as_accurate(lse[:, ~padded], exact[:, ~padded], baseline[:, ~padded], 2, "lse")
+    assert_as_accurate(out, exact_out, baseline_out, 2)
 
 
 @pytest.mark.parametrize("kernel", [*kernels("reference"), *kernels("flex", cpu=False)])
@@ -216,12 +218,12 @@ def test_views_of_a_fused_projection(kernel):
     q, k, v, _ = random_qkv(TOKENS, 6, 2, head_dim, dtype=dtype, device=device)
     layout = layout_of(documents, device=device)
     exact, _ = oracle.attend(q.double(), k.double(), v.double(), documents)
-    peer, _ = oracle.attend(q, k, v, documents)
+    baseline, _ = oracle.attend(q, k, v, documents)
     fused = torch.cat([q, k, v], dim=1).split([6, 2, 2], dim=1)
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     for views in (fused, heads_first):
         assert not any(x.is_contiguous() for x in views)
-        assert_as_accurate(packed_attention(*views, layout, backend=name), exact, peer, 2)
+        assert_as_accurate(packed_attention(*views, layout, backend=name), exact, baseline, 2)
 
 
 @pytest.mark.pairwise(

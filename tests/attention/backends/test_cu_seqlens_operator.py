@@ -90,9 +90,9 @@ def test_kernel_gets_the_right_boundaries_and_sinks(backend, mask, documents, co
         ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
     out, grads = differentiate(ours, inputs, grad)
     exact, exact_grads = differentiate(plain, [x.double() for x in inputs], grad.double())
-    peer, peer_grads = differentiate(plain, inputs, grad)
-    assert_as_accurate(out, exact, peer, 2)
-    for which, mine, good, coarse in zip("qkvs", grads, exact_grads, peer_grads, strict=False):
+    baseline, baseline_grads = differentiate(plain, inputs, grad)
+    assert_as_accurate(out, exact, baseline, 2)
+    for which, mine, good, coarse in zip("qkvs", grads, exact_grads, baseline_grads, strict=False):
         assert_as_accurate(mine, good, coarse, 3, f"gradient of {which}")
     assert (out[documents.padded()] == 0).all()
     for x in grads[:3]:

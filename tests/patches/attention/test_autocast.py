@@ -37,8 +37,8 @@ def test_fp32_model_packs_under_autocast(kind, backend, device):
     exact = alone(copy.deepcopy(model).double(), ids)
     layout = fv.PackedLayout.from_lengths(LENGTHS, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        peer = alone(model, ids)
+        baseline = alone(model, ids)
         with torch.no_grad(), fv.patched(model, backend):
             packed = model(input_ids=ids, packed_layout=layout).logits[0]
     assert packed.dtype == torch.bfloat16
-    assert_as_accurate(packed, exact, peer, 2)
+    assert_as_accurate(packed, exact, baseline, 2)

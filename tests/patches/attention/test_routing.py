@@ -14,7 +14,7 @@ from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import exact_and_peer, new_model, one_row
+from tests.tiny_models import exact_and_baseline, new_model, one_row
 
 BATCH = one_row()
 PACKED = {"input_ids": BATCH.ids, "position_ids": BATCH.position_ids, "labels": BATCH.ids}
@@ -40,10 +40,10 @@ def attended(monkeypatch):
 def check_right(kind, model, out):
     """Logits and gradients as of the documents one by one."""
     out.loss.backward()
-    exact, peer = exact_and_peer(kind, BATCH.order)
-    assert_as_accurate(out.logits[0].detach(), exact.logits, peer.logits, 2)
+    exact, baseline = exact_and_baseline(kind, BATCH.order)
+    assert_as_accurate(out.logits[0].detach(), exact.logits, baseline.logits, 2)
     for name, parameter in model.named_parameters():
-        assert_as_accurate(parameter.grad, exact.gradients[name], peer.gradients[name], 3, name)
+        assert_as_accurate(parameter.grad, exact.gradients[name], baseline.gradients[name], 3, name)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

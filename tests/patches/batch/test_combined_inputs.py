@@ -18,7 +18,7 @@ from tests.tiny_models import (
     Batch,
     batch_of,
     documents,
-    exact_and_peer,
+    exact_and_baseline,
     new_model,
     one_row,
     padded_rows,
@@ -107,11 +107,11 @@ def test_each_form_is_the_documents_one_by_one(form):
         inputs["inputs_embeds"] = embeddings(batch)
     else:
         inputs["input_ids"] = batch.ids
-    exact, peer = exact_and_peer(KIND, batch.order)
+    exact, baseline = exact_and_baseline(KIND, batch.order)
     with fv.patched(shared_model(KIND), "sdpa") as model, torch.no_grad():
         out = model(**inputs, labels=batch.ids)
     loss, logits = out[:2] if isinstance(out, tuple) else (out.loss, out.logits)
-    assert_as_accurate(batch.of_documents(logits), exact.logits, peer.logits, 2)
+    assert_as_accurate(batch.of_documents(logits), exact.logits, baseline.logits, 2)
     assert loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
 
 
@@ -119,13 +119,13 @@ def test_each_form_is_the_documents_one_by_one(form):
 def test_the_last_tokens_alone(form):
     """`logits_to_keep` takes tokens of the row, whatever document they are of."""
     given = forms.given(form, ONE)
-    exact, peer = exact_and_peer(KIND, ONE.order)
+    exact, baseline = exact_and_baseline(KIND, ONE.order)
     ends = ONE.cu_seqlens[1:].long() - 1
     with fv.patched(shared_model(KIND), "sdpa"), torch.no_grad():
         last = shared_model(KIND)(ONE.ids, logits_to_keep=ends, **given).logits[0]
         tail = shared_model(KIND)(ONE.ids, logits_to_keep=60, **given).logits[0]
-    assert_as_accurate(last, exact.logits[ends], peer.logits[ends], 2)
-    assert_as_accurate(tail, exact.logits[-60:], peer.logits[-60:], 2)
+    assert_as_accurate(last, exact.logits[ends], baseline.logits[ends], 2)
+    assert_as_accurate(tail, exact.logits[-60:], baseline.logits[-60:], 2)
 
 
 def causal_4d(kind: str, tokens: int) -> torch.Tensor:

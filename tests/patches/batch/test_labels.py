@@ -17,7 +17,7 @@ from tests.tiny_models import (
     Batch,
     batch_of,
     documents,
-    exact_and_peer,
+    exact_and_baseline,
     new_model,
     one_by_one,
     one_row,
@@ -39,7 +39,7 @@ def loss_of(model, batch: Batch, **inputs):
 
 def by_document(batch: Batch, labels: list[torch.Tensor], *, reduction: str = "mean") -> float:
     """Cross-entropy of the exact logits of each document against its own labels."""
-    exact, _ = exact_and_peer("llama", batch.order)
+    exact, _ = exact_and_baseline("llama", batch.order)
     logits = exact.logits.split([len(documents()[i]) for i, _ in batch.order])
     ahead = torch.cat([x[:-1] for x in logits]), torch.cat([x[1:] for x in labels])
     return cross_entropy(*ahead, ignore_index=IGNORED, reduction=reduction).item()

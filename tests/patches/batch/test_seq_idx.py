@@ -12,7 +12,7 @@ from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
 from flexvarlen.patches.isolation.documents import documents_of, layout_of, units_of
 from tests import forms
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import LENGTHS, documents, exact_and_peer, new_model, one_row, two_rows
+from tests.tiny_models import LENGTHS, documents, exact_and_baseline, new_model, one_row, two_rows
 
 ONE, TWO = one_row(), two_rows()
 KIND = "qwen3_windows"
@@ -48,8 +48,8 @@ def check(batch, logits, *, by_row=False):
         firsts.append(before % row_tokens if by_row else first)
         before += LENGTHS[index]
     order = tuple((i, first) for (i, _), first in zip(batch.order, firsts, strict=True))
-    exact, peer = exact_and_peer(KIND, order)
-    assert_as_accurate(batch.of_documents(logits), exact.logits, peer.logits, 2)
+    exact, baseline = exact_and_baseline(KIND, order)
+    assert_as_accurate(batch.of_documents(logits), exact.logits, baseline.logits, 2)
 
 
 @pytest.mark.pairwise(how=["patched", "name_alone"], form=BESIDE, rows=["one", "two"])
@@ -66,7 +66,7 @@ def test_a_change_begins_a_document(how, form, rows):
     by_row = how == "name_alone" or "position_ids" in given
     check(batch, out.logits, by_row=by_row)
     if how == "patched":  # labels, too
-        exact, _ = exact_and_peer(KIND, batch.order)
+        exact, _ = exact_and_baseline(KIND, batch.order)
         assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
 
 

@@ -15,7 +15,7 @@ import flexvarlen as fv
 from flexvarlen.attention.backends import sdpa
 from tests import forms
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
+from tests.tiny_models import LENGTHS, exact_and_baseline, new_model, one_row
 
 BATCH = one_row()
 T = 256
@@ -73,12 +73,12 @@ def compiled_model(how, model, compiler=DYNAMO_ALONE, *, backend="sdpa", **setti
 def check_right(kind, model, out):
     """Logits and gradients as of the documents one by one."""
     out.loss.backward()
-    exact, peer = exact_and_peer(kind, BATCH.order)
-    assert_as_accurate(out.logits[0].detach(), exact.logits, peer.logits, 2)
+    exact, baseline = exact_and_baseline(kind, BATCH.order)
+    assert_as_accurate(out.logits[0].detach(), exact.logits, baseline.logits, 2)
     seen = 0
     for name, parameter in model.named_parameters():
         name = name.replace("_orig_mod.", "")
-        assert_as_accurate(parameter.grad, exact.gradients[name], peer.gradients[name], 3, name)
+        assert_as_accurate(parameter.grad, exact.gradients[name], baseline.gradients[name], 3, name)
         seen += 1
     assert seen == len(exact.gradients)
     model.zero_grad()

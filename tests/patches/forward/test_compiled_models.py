@@ -18,7 +18,7 @@ from flexvarlen.patches.models import rope as rotary
 from tests import forms
 from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_peer, new_model
+from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_baseline, new_model
 
 T, PACKINGS, CAPACITY = 256, 13, 16
 ORDER = tuple((i, 0) for i in range(len(LENGTHS)))
@@ -96,10 +96,12 @@ def check(
     assert counter.frame_count == 1, f"{counter.frame_count} compilations"
     if layers != 2:
         return
-    exact, peer = exact_and_peer(kind, ORDER, dtype, device, head_dim)
-    assert_as_accurate(logits, exact.logits, peer.logits, 2)
+    exact, baseline = exact_and_baseline(kind, ORDER, dtype, device, head_dim)
+    assert_as_accurate(logits, exact.logits, baseline.logits, 2)
     for name in gradients:
-        assert_as_accurate(gradients[name], exact.gradients[name], peer.gradients[name], 3, name)
+        assert_as_accurate(
+            gradients[name], exact.gradients[name], baseline.gradients[name], 3, name
+        )
 
 
 GPU_BACKENDS = (*ON_GPU, "auto")

@@ -139,14 +139,14 @@ LABELS = {
 
 @cache
 def one_by_one(kind):
-    """Of the documents each alone, exact and of a peer."""
+    """Of the documents each alone, exact and of a low-precision baseline."""
     plain = new_model(kind)
     return by_document(copy.deepcopy(plain).double(), documents()), by_document(plain, documents())
 
 
 def check(kind, order, apply, given, device="cpu"):
     """One packed row makes no logits, and the loss and gradients of its documents one by one."""
-    exact, peer = one_by_one(kind)
+    exact, baseline = one_by_one(kind)
     model = new_model(kind).to(device)
     given = {k: v.to(device) if torch.is_tensor(v) else v for k, v in given.items()}
     with classes_kept(kind) as model_class:
@@ -154,12 +154,12 @@ def check(kind, order, apply, given, device="cpu"):
         out = model.train()(IDS.to(device), packed_layout=LAYOUT.to(device), **given)
         assert out.logits is None
         out.loss.backward()
-    assert_as_accurate(out.loss.cpu(), exact.loss, peer.loss, 2, "loss")
+    assert_as_accurate(out.loss.cpu(), exact.loss, baseline.loss, 2, "loss")
     gradients = gradients_of(model)
     assert gradients.keys() == exact.gradients.keys()
     for name, gradient in gradients.items():
-        of_exact, of_peer = exact.gradients[name], peer.gradients[name]
-        assert_as_accurate(gradient.cpu(), of_exact, of_peer, 3, name)
+        of_exact, of_baseline = exact.gradients[name], baseline.gradients[name]
+        assert_as_accurate(gradient.cpu(), of_exact, of_baseline, 3, name)
 
 
 @pytest.mark.parametrize(

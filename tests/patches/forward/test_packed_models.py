@@ -1,7 +1,7 @@
 """A packed batch gives what its documents give one by one: logits, loss, every gradient.
 
-The oracle is the unpatched model in fp64, a document at a time; the peer is the same in the packed
-model's dtype, with transformers' eager attention.
+The oracle is the unpatched model in fp64, a document at a time; the baseline is the same in the
+packed model's dtype, with transformers' eager attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import (
     KINDS,
     LENGTHS,
-    exact_and_peer,
+    exact_and_baseline,
     one_row,
     shared_model,
 )
@@ -90,7 +90,7 @@ def check(kind: str, backend: str, form: Form, *, grad: bool, **where: Any) -> N
     """Packed equals one by one, for a kind of model in a dtype, on a device, with a head_dim."""
     model = shared_model(kind, **where)
     batch = forms.ROWS[form.rows](device=model.device.type)
-    exact, peer = exact_and_peer(kind, batch.order, **where)
+    exact, baseline = exact_and_baseline(kind, batch.order, **where)
     with ready(model, backend, form), torch.set_grad_enabled(grad):
         inputs = {**forms.given(form.given[0], batch, *form.given[1:]), **form.others()}
         if form.embedded:
@@ -102,12 +102,12 @@ def check(kind: str, backend: str, form: Form, *, grad: bool, **where: Any) -> N
             out.loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     logits = batch.of_documents(out.logits.detach())
-    assert_as_accurate(logits, exact.logits, peer.logits, 2, "logits")
+    assert_as_accurate(logits, exact.logits, baseline.logits, 2, "logits")
     # A token's loss moves at most twice as far as its logits.
     moved = 2 * (logits.double() - exact.logits).abs().max().item()
     assert abs(out.loss.item() - exact.loss.item()) <= moved + 1e-6 * exact.loss.item()
     if grad:
-        assert_gradients_as_accurate(gradients, exact.gradients, peer.gradients)
+        assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
 
 
 @pytest.mark.pairwise(kind=KINDS, backend=["sdpa", "reference"], form=FORMS)
@@ -137,13 +137,13 @@ def test_packed_equals_one_by_one_in_bf16(kind, backend, form):
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_positional_arguments_are_not_looked_at(backend):
     model, batch = shared_model("llama"), one_row()
-    exact, peer = exact_and_peer("llama", batch.order)
+    exact, baseline = exact_and_baseline("llama", batch.order)
     ones = torch.ones_like(batch.ids)
     with fv.patched(model, backend), torch.no_grad():
         logits = model(batch.ids, ones, batch.position_ids).logits[0]
         hidden = model.model(batch.ids, ones, batch.position_ids).last_hidden_state
         head = model.lm_head(hidden)[0]
-    assert_as_accurate(logits, exact.logits, peer.logits, 2)
+    assert_as_accurate(logits, exact.logits, baseline.logits, 2)
     assert torch.equal(head, logits), "the base model alone differs from the whole"
 
 
@@ -171,7 +171,7 @@ def test_a_boundary_in_the_mask_alone_or_in_the_positions_alone():
     position_ids[0, sum(LENGTHS[:3])] = LENGTHS[
         2
     ]  # one token goes on: here only the mask has a boundary
-    exact, peer = exact_and_peer("qwen3", batch.order)
+    exact, baseline = exact_and_baseline("qwen3", batch.order)
     with fv.patched(model, "sdpa"), torch.no_grad():
         out = model(batch.ids, position_ids=batch.position_ids, attention_mask=halves)
-    assert_as_accurate(out.logits[0], exact.logits, peer.logits, 2)
+    assert_as_accurate(out.logits[0], exact.logits, baseline.logits, 2)

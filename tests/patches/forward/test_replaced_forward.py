@@ -13,7 +13,7 @@ import torch
 
 import flexvarlen as fv
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import exact_and_peer, new_model, one_row
+from tests.tiny_models import exact_and_baseline, new_model, one_row
 
 BATCH = one_row()
 NUMBERED = {"attention_mask": BATCH.document_ids, "labels": BATCH.ids}
@@ -22,10 +22,10 @@ SAYS = r"patch_model again"
 
 def check(model):
     """Logits and loss of the documents one by one."""
-    exact, peer = exact_and_peer("llama", BATCH.order)
+    exact, baseline = exact_and_baseline("llama", BATCH.order)
     with torch.no_grad():
         out = model(BATCH.ids, **NUMBERED)
-    assert_as_accurate(out.logits[0], exact.logits, peer.logits, 2)
+    assert_as_accurate(out.logits[0], exact.logits, baseline.logits, 2)
     assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
 
 
@@ -91,8 +91,8 @@ def test_of_the_base_model_alone(setter):
         model.model(BATCH.ids, position_ids=BATCH.position_ids)
     check(fv.patch_model(model, "sdpa"))
     states = model.model(BATCH.ids, attention_mask=BATCH.document_ids).last_hidden_state
-    exact, peer = exact_and_peer("llama", BATCH.order)
-    assert_as_accurate(model.lm_head(states)[0], exact.logits, peer.logits, 2)
+    exact, baseline = exact_and_baseline("llama", BATCH.order)
+    assert_as_accurate(model.lm_head(states)[0], exact.logits, baseline.logits, 2)
 
 
 def test_a_base_model_on_its_own_is_one_graph():
@@ -100,10 +100,10 @@ def test_a_base_model_on_its_own_is_one_graph():
     torch._dynamo.reset()
     model = fv.patch_model(new_model("llama"), "sdpa")
     compiled = torch.compile(model.model, backend="eager", fullgraph=True)
-    exact, peer = exact_and_peer("llama", BATCH.order)
+    exact, baseline = exact_and_baseline("llama", BATCH.order)
     with torch.no_grad():
         states = compiled(BATCH.ids, attention_mask=BATCH.document_ids).last_hidden_state
-        assert_as_accurate(model.lm_head(states)[0], exact.logits, peer.logits, 2)
+        assert_as_accurate(model.lm_head(states)[0], exact.logits, baseline.logits, 2)
     torch._dynamo.reset()
 
 

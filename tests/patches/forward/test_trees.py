@@ -58,7 +58,7 @@ def alone(model):
 def test_each_sample_is_a_document(family, checkpointing):
     plain = copy.deepcopy(shared_model(family))
     plain.set_attn_implementation("eager")
-    peer, exact = alone(plain), alone(plain.double())
+    baseline, exact = alone(plain), alone(plain.double())
     model = fv.patch_model(new_model(family), FAMILIES[family])
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -68,10 +68,10 @@ def test_each_sample_is_a_document(family, checkpointing):
     out = model(**shared.batch())
     out.loss.backward()
     logits = torch.cat(shared.unfold(out.logits.detach()))
-    assert_as_accurate(logits, exact.logits, peer.logits, 2, "logits")
-    assert_as_accurate(out.loss.detach(), exact.loss, peer.loss, 2, "loss")
+    assert_as_accurate(logits, exact.logits, baseline.logits, 2, "logits")
+    assert_as_accurate(out.loss.detach(), exact.loss, baseline.loss, 2, "loss")
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_gradients_as_accurate(gradients, exact.gradients, peer.gradients)
+    assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
 
 
 @pytest.mark.parametrize("chosen", [(0, 1, 2), (3, 4), (3,), (1, 5)])

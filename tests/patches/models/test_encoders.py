@@ -1,6 +1,6 @@
 """Bidirectional encoders: packed equals one by one, with labels of their own and no pooled row.
 
-The oracle is the unpatched model in fp64, a document at a time; the peer is the same in fp32.
+The oracle is the unpatched model in fp64, a document at a time; the baseline is the same in fp32.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def one_by_one(model, order):
 
 
 @cache
-def exact_and_peer(name, order):
-    peer = one_by_one(new_model(name), order)
-    return one_by_one(new_model(name).double(), order), peer
+def exact_and_baseline(name, order):
+    baseline = one_by_one(new_model(name), order)
+    return one_by_one(new_model(name).double(), order), baseline
 
 
 FORMS = {
@@ -116,28 +116,28 @@ CASES = [(rows, form) for rows, (_, forms) in BATCHES.items() for form in forms]
 def test_packed_equals_one_by_one(name, rows, form):
     """A causal mask, a window one too wide, a masked label, positions of the row."""
     batch = BATCHES[rows][0]()
-    exact, peer = exact_and_peer(name, batch.order)
+    exact, baseline = exact_and_baseline(name, batch.order)
     model = fv.patch_model(new_model(name), "sdpa").train()
     out = model(batch.ids, labels=labels_of(batch), **given_to(name, form, batch))
     out.loss.backward()
     logits = batch.of_documents(out.logits.detach())
-    assert_as_accurate(logits, exact[0], peer[0], 2, "logits")
+    assert_as_accurate(logits, exact[0], baseline[0], 2, "logits")
     moved = 2 * (logits.double() - exact[0]).abs().max().item()
     assert abs(out.loss.item() - exact[1].item()) <= moved + 1e-6 * exact[1].item()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == exact[2].keys()
     for name, gradient in gradients.items():
-        assert_as_accurate(gradient, exact[2][name], peer[2][name], 3, name)
+        assert_as_accurate(gradient, exact[2][name], baseline[2][name], 3, name)
 
 
 @pytest.mark.parametrize("backend", ["reference", "flex"])
 def test_other_backends(backend):
     batch = one_row()
-    exact, peer = exact_and_peer("modernbert", batch.order)
+    exact, baseline = exact_and_baseline("modernbert", batch.order)
     model = fv.patch_model(new_model("modernbert"), backend)
     with torch.no_grad():
         logits = model(batch.ids, packed_layout=fv.PackedLayout.from_lengths(LENGTHS)).logits[0]
-    assert_as_accurate(logits, exact[0], peer[0], 2)
+    assert_as_accurate(logits, exact[0], baseline[0], 2)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -186,11 +186,11 @@ def test_label_of_a_first_token_masked(name):
 def test_roberta_takes_a_collators_positions():
     """They begin at 0, where RoBERTa has the vectors of its padding."""
     batch = one_row()
-    exact, peer = exact_and_peer("roberta", batch.order)
+    exact, baseline = exact_and_baseline("roberta", batch.order)
     model = fv.patch_model(new_model("roberta"), "sdpa")
     with torch.no_grad():
         logits = model(batch.ids, position_ids=batch.position_ids).logits[0]
-    assert_as_accurate(logits, exact[0], peer[0], 2)
+    assert_as_accurate(logits, exact[0], baseline[0], 2)
 
 
 # ---- what pools the row ----
@@ -262,15 +262,15 @@ def test_a_decoder_that_became_an_encoder():
     """EmbeddingGemma: Gemma 3 with attention both ways, in windows on both sides."""
     torch.manual_seed(0)
     config = config_of("gemma3_text", use_bidirectional_attention=True)
-    peer = Gemma3TextModel._from_config(config, attn_implementation="eager").eval()
-    exact, batch = copy.deepcopy(peer).double(), one_row()
+    baseline = Gemma3TextModel._from_config(config, attn_implementation="eager").eval()
+    exact, batch = copy.deepcopy(baseline).double(), one_row()
     with torch.no_grad():
         alone = [
             torch.cat([m(documents()[i][None]).last_hidden_state[0] for i, _ in batch.order])
-            for m in (exact, peer)
+            for m in (exact, baseline)
         ]
-        fv.patch_model(peer, "sdpa")
-        out = peer(batch.ids, position_ids=batch.position_ids)
+        fv.patch_model(baseline, "sdpa")
+        out = baseline(batch.ids, position_ids=batch.position_ids)
     assert_as_accurate(out.last_hidden_state[0], *alone, 2)
     assert out.past_key_values is None
 

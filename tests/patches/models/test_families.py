@@ -20,7 +20,7 @@ from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.patches.forward import test_packed_models
 from tests.patches.forward.test_packed_models import check
-from tests.tiny_models import KINDS, LENGTHS, exact_and_peer, new_model, one_row, shared_model
+from tests.tiny_models import KINDS, LENGTHS, exact_and_baseline, new_model, one_row, shared_model
 
 # Without position_ids a row of one document counts its left padding, as in transformers: Llama 4
 # scales queries by that position, so the document alone is another computation.
@@ -82,7 +82,7 @@ PATCHED_ONLY = {"phi3": "longrope"} | {
 def test_by_the_plugin_name_alone(name):
     """What reaches a layer is enough, or it is refused."""
     model, batch = shared_model(name), one_row()
-    exact, peer = exact_and_peer(name, batch.order)
+    exact, baseline = exact_and_baseline(name, batch.order)
     implementation = {"sdpa": "flexvarlen_doc", "reference": "flexvarlen_reference"}
     model.set_attn_implementation(implementation[on_the_cpu(name)])
 
@@ -95,7 +95,7 @@ def test_by_the_plugin_name_alone(name):
             with pytest.raises(NotImplementedError, match=f"{PATCHED_ONLY[name]}.*patch_model"):
                 run()
         else:
-            assert_as_accurate(run(), exact.logits, peer.logits, 2)
+            assert_as_accurate(run(), exact.logits, baseline.logits, 2)
     finally:
         model.set_attn_implementation("eager")
 

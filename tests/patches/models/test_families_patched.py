@@ -99,10 +99,10 @@ def test_frequencies_of_dynamic_rope_that_change_with_the_batch():
         with pytest.raises(NotImplementedError, match="got dynamic"):
             fv.patch_model(model, "sdpa")
         return
-    peer = one_by_one(model, batch.order).logits
+    baseline = one_by_one(model, batch.order).logits
     exact = one_by_one(copy.deepcopy(model).double(), batch.order).logits
     found = logits(fv.patch_model(model, "sdpa"), position_ids=batch.position_ids)
-    assert_as_accurate(found[0], exact, peer, 2)
+    assert_as_accurate(found[0], exact, baseline, 2)
     fv.unpatch_model(model).set_attn_implementation("flexvarlen_doc")
     with pytest.raises(NotImplementedError, match="patch_model"):
         logits(model, position_ids=batch.position_ids, use_cache=False)

@@ -10,7 +10,7 @@ from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.patches.parts import ModelParts
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import LENGTHS, exact_and_peer, new_model, one_row
+from tests.tiny_models import LENGTHS, exact_and_baseline, new_model, one_row
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = {
@@ -35,8 +35,8 @@ def test_mixed_backends(backend):
     model, batch = fv.patch_model(new_model("gemma4_text"), backend), one_row()
     with torch.no_grad():
         found = model(batch.ids, position_ids=batch.position_ids).logits[0]
-    exact, peer = exact_and_peer("gemma4_text", batch.order)
-    assert_as_accurate(found, exact.logits, peer.logits, 2)
+    exact, baseline = exact_and_baseline("gemma4_text", batch.order)
+    assert_as_accurate(found, exact.logits, baseline.logits, 2)
 
 
 @pytest.mark.parametrize("keep", [1, 40, torch.tensor([3, 70])])

@@ -1,7 +1,7 @@
 """Encoders, models of images and their towers on a GPU's kernels: packed equals one by one in bf16.
 
 Decoders of text are in test_families. The oracle is the unpatched model in fp64, a document,
-or an image, at a time; the peer is the same in bf16.
+or an image, at a time; the baseline is the same in bf16.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ def test_images_equal_image_by_image(name, head_dim, backend):
         out.square().sum().backward()
         return out.detach(), gradients_of(unpatched)
 
-    exact, peer = alone(torch.float64), alone(torch.bfloat16)
+    exact, baseline = alone(torch.float64), alone(torch.bfloat16)
     patched_or_skip(model, backend)
     try:
         out = tower(patches, grid_thw=grid).pooler_output
         out.square().sum().backward()
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
-    assert_as_accurate(out.detach(), exact[0], peer[0], 2)
-    assert_gradients_as_accurate(gradients_of(tower), exact[1], peer[1])
+    assert_as_accurate(out.detach(), exact[0], baseline[0], 2)
+    assert_gradients_as_accurate(gradients_of(tower), exact[1], baseline[1])
 
 
 def one_by_one(model, dtype):
@@ -107,7 +107,7 @@ def one_by_one(model, dtype):
 def test_images_and_text_equal_one_by_one(name, backend):
     """The tower's boundaries reach the text's layers, or the text's the tower's."""
     model = with_wide_towers(name, 64)
-    exact, peer = (one_by_one(model, dtype) for dtype in (torch.float64, torch.bfloat16))
+    exact, baseline = (one_by_one(model, dtype) for dtype in (torch.float64, torch.bfloat16))
     patched_or_skip(model, backend)
     inputs = on_the_gpu(inputs_of(documents()), torch.bfloat16)
     try:
@@ -116,8 +116,8 @@ def test_images_and_text_equal_one_by_one(name, backend):
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
     assert len(logits) == sum(LENGTHS)
-    assert_as_accurate(logits.detach(), exact[0], peer[0], 2)
-    assert_gradients_as_accurate(gradients_of(model), exact[1], peer[1])
+    assert_as_accurate(logits.detach(), exact[0], baseline[0], 2)
+    assert_gradients_as_accurate(gradients_of(model), exact[1], baseline[1])
 
 
 @pytest.mark.gpu
@@ -128,7 +128,7 @@ def test_towers_compiled_by_layer(name):
 
     torch._dynamo.reset()
     model = with_wide_towers(name, 64)
-    exact, peer = (one_by_one(model, dtype)[0] for dtype in (torch.float64, torch.bfloat16))
+    exact, baseline = (one_by_one(model, dtype)[0] for dtype in (torch.float64, torch.bfloat16))
     compiled = compile_regions(fv.patch_model(model, "varlen"))
     inputs = on_the_gpu(inputs_of(documents()), torch.bfloat16) | {"cu_seq_lens_q": CU.cuda()}
     own = len(documents()[0].patches)
@@ -137,7 +137,7 @@ def test_towers_compiled_by_layer(name):
     with torch.no_grad():
         found = compiled(**inputs, use_cache=False).logits
         other = compiled(**{**inputs, "pixel_values": patches}, use_cache=False).logits
-    assert_as_accurate(found[0], exact, peer, 2)
+    assert_as_accurate(found[0], exact, baseline, 2)
     first = len(documents()[0].ids)
     assert torch.equal(other[:, first:], found[:, first:])
     assert not torch.equal(other[:, :first], found[:, :first])
@@ -162,7 +162,7 @@ def test_encoders_equal_one_by_one(name, backend):
         (loss / count).backward()
         return torch.cat(out).detach(), gradients_of(unpatched)
 
-    exact, peer = alone(torch.float64), alone(torch.bfloat16)
+    exact, baseline = alone(torch.float64), alone(torch.bfloat16)
     patched_or_skip(model, backend)
     given = {"position_ids": batch.position_ids + FIRST[name]}
     try:
@@ -170,5 +170,5 @@ def test_encoders_equal_one_by_one(name, backend):
         out.loss.backward()
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
-    assert_as_accurate(out.logits[0].detach(), exact[0], peer[0], 2)
-    assert_gradients_as_accurate(gradients_of(model), exact[1], peer[1])
+    assert_as_accurate(out.logits[0].detach(), exact[0], baseline[0], 2)
+    assert_gradients_as_accurate(gradients_of(model), exact[1], baseline[1])

@@ -1,7 +1,7 @@
 """Models of text and images: packed equals one by one.
 
 Text alone is in test_families, the vision towers in test_vision_towers. The oracle is the unpatched
-model in fp64, a document at a time with its own images; the peer is the same in fp32.
+model in fp64, a document at a time with its own images; the baseline is the same in fp32.
 """
 
 from __future__ import annotations
@@ -127,25 +127,25 @@ FORMS = {
 )
 def test_packed_equals_one_by_one(name, form):
     """Positions of the row, an image of another document, a tower told the text's boundaries."""
-    exact, peer = one_by_one(name, torch.float64), one_by_one(name, torch.float32)
+    exact, baseline = one_by_one(name, torch.float64), one_by_one(name, torch.float32)
     model = fv.patch_model(new_model(name), "sdpa").train(form == "packed_layout")
     inputs = {**inputs_of(documents()), **FORMS[form](exact[3])}
     out = model(**inputs, labels=inputs["input_ids"])
     out.loss.backward()
     logits = out.logits[0].detach()
-    assert_as_accurate(logits, exact[0], peer[0], 2, "logits")
+    assert_as_accurate(logits, exact[0], baseline[0], 2, "logits")
     moved = 2 * (logits.double() - exact[0]).abs().max().item()
     assert abs(out.loss.item() - exact[1].item()) <= moved + 1e-6 * exact[1].item()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == exact[2].keys()
     for name, gradient in gradients.items():
-        assert_as_accurate(gradient, exact[2][name], peer[2][name], 3, name)
+        assert_as_accurate(gradient, exact[2][name], baseline[2][name], 3, name)
 
 
 @pytest.mark.pairwise(name=KINDS, rows=[((0,), (2,)), ((0, 1), (2, 3))], left=[False, True])
 def test_padded_rows(name, rows, left):
     """Padding between images, one document per row or two."""
-    exact, peer = one_by_one(name, torch.float64)[0], one_by_one(name, torch.float32)[0]
+    exact, baseline = one_by_one(name, torch.float64)[0], one_by_one(name, torch.float32)[0]
     width = max(sum(LENGTHS[i] for i in row) for row in rows) + 3
     ids, types, mask = (torch.zeros(2, width, dtype=torch.long) for _ in range(3))
     for row, indices in enumerate(rows):
@@ -161,7 +161,7 @@ def test_padded_rows(name, rows, left):
     inputs |= {"input_ids": ids, "mm_token_type_ids": types}
     with torch.no_grad():
         logits = fv.patch_model(new_model(name), "sdpa")(**inputs, use_cache=False).logits
-    expected = (torch.cat([x.split(LENGTHS)[i] for i in order]) for x in (exact, peer))
+    expected = (torch.cat([x.split(LENGTHS)[i] for i in order]) for x in (exact, baseline))
     assert_as_accurate(logits[mask > 0], *expected, 2)
 
 
@@ -212,14 +212,14 @@ def test_decoding_from_where_the_images_end(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_text_tower_alone(name):
-    exact, peer = new_model(name).double().model.language_model, new_model(name).model
-    peer, rope = peer.language_model, one_by_one(name, torch.float64)[3]
+    exact, baseline = new_model(name).double().model.language_model, new_model(name).model
+    baseline, rope = baseline.language_model, one_by_one(name, torch.float64)[3]
     ids = torch.cat([x.ids for x in documents()])[None]
     alone = []
     with torch.no_grad():
-        for tower in (exact, peer):
+        for tower in (exact, baseline):
             pieces = zip(ids.split(LENGTHS, 1), rope[:, None].split(LENGTHS, 2), strict=True)
             out = [tower(x, position_ids=at, use_cache=False)[0][0] for x, at in pieces]
             alone.append(torch.cat(out))
-        out = fv.patch_model(peer, "sdpa")(ids, position_ids=four_rows(rope)).last_hidden_state
+        out = fv.patch_model(baseline, "sdpa")(ids, position_ids=four_rows(rope)).last_hidden_state
     assert_as_accurate(out[0], *alone, 2)

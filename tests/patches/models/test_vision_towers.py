@@ -44,17 +44,17 @@ def test_images_equal_image_by_image(name, checkpointing):
     """Frames of one image see one another, or a full layer gets the windows."""
     model = new_model(name)
     tower = model.model.visual
-    exact, peer = (image_by_image(tower, dtype) for dtype in (torch.float64, torch.float32))
+    exact, baseline = (image_by_image(tower, dtype) for dtype in (torch.float64, torch.float32))
     fv.patch_model(model, "sdpa")
     if checkpointing is not None:
         model.train().gradient_checkpointing_enable({"use_reentrant": checkpointing})
     patches = PATCHES.clone().requires_grad_()
     out = tower(patches, grid_thw=GRID).pooler_output
     out.square().sum().backward()
-    assert_as_accurate(out.detach(), exact[0], peer[0], 2)
+    assert_as_accurate(out.detach(), exact[0], baseline[0], 2)
     found = {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
     for name, gradient in {"patches": patches.grad, **found}.items():
-        assert_as_accurate(gradient, exact[1][name], peer[1][name], 3, name)
+        assert_as_accurate(gradient, exact[1][name], baseline[1][name], 3, name)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -187,8 +187,8 @@ def test_backends_of_towers(monkeypatch):
     with pytest.raises(ValueError, match="vision_attention"):
         fv.patch_model(model, {"full_attention": "sdpa"})
     fv.patch_model(model, {"full_attention": "sdpa", "vision_attention": "reference"})
-    exact, peer = (one_by_one("qwen2_5_vl", x)[0] for x in (torch.float64, torch.float32))
+    exact, baseline = (one_by_one("qwen2_5_vl", x)[0] for x in (torch.float64, torch.float32))
     with torch.no_grad():
         logits = model(**inputs_of(documents()), packed_layout=layout()).logits[0]
     assert used == ["reference"] * 2 + ["sdpa"] * 2
-    assert_as_accurate(logits, exact, peer, 2)
+    assert_as_accurate(logits, exact, baseline, 2)
