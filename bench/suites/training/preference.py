@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -43,6 +43,7 @@ from flexvarlen.bench.suites.training.preference_trainers import (
     TASKS,
     Batch,
     Draws,
+    PreferenceCase,
     Task,
     mask_of,
 )
@@ -73,39 +74,6 @@ COMPILED = ("auto@1", "auto@128", "auto@1024")
 SHARED = (*EAGER, "auto+shared", "fa3+shared", "flex+shared")
 KNOWN = (*PADDED, "auto", *fv.BACKENDS)
 REPEATS = 11
-
-
-@dataclass(frozen=True)
-class PreferenceCase:
-    """One trainer, model and batch.
-
-    Attributes:
-        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
-        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
-        samples: of a batch: pairs, completions of GRPO, or texts.
-        group: completions of one prompt in GRPO.
-        batches: taken in turns; the first is checked.
-        step: what is timed.
-    """
-
-    name: str
-    task: str
-    mode: str = "eager"
-    geometry: str = "qwen3-1.7b"
-    layers: int = 14
-    prompt: int = 1024
-    shortest: int = 128
-    longest: int = 768
-    samples: int = 8
-    group: int = 8
-    batches: int = 1
-    step: str = "forward, backward, AdamW"
-    dtype: str = "bfloat16"
-    seed: int = 0
-
-    def data(self) -> dict[str, Any]:
-        return {field: value for field, value in asdict(self).items() if field != "name"}
-
 
 CASES = (
     PreferenceCase("dpo", "dpo"),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -26,15 +26,44 @@ from transformers import (
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.bench.suites.training import texts
 
-if TYPE_CHECKING:
-    from flexvarlen.bench.suites.training.preference import PreferenceCase
-
 Batch = dict[str, Any]
 Settings = dict[str, Any]
 
 SPECIAL = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 KINDS = 3
 """Labels of a text in classification."""
+
+
+@dataclass(frozen=True)
+class PreferenceCase:
+    """One trainer, model and batch.
+
+    Attributes:
+        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
+        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
+        samples: of a batch: pairs, completions of GRPO, or texts.
+        group: completions of one prompt in GRPO.
+        batches: taken in turns; the first is checked.
+        step: what is timed.
+    """
+
+    name: str
+    task: str
+    mode: str = "eager"
+    geometry: str = "qwen3-1.7b"
+    layers: int = 14
+    prompt: int = 1024
+    shortest: int = 128
+    longest: int = 768
+    samples: int = 8
+    group: int = 8
+    batches: int = 1
+    step: str = "forward, backward, AdamW"
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def data(self) -> dict[str, Any]:
+        return {field: value for field, value in asdict(self).items() if field != "name"}
 
 
 class Draws:
