@@ -25,7 +25,7 @@ from transformers import (
 import flexvarlen as fv
 from flexvarlen.patches import trainers
 from flexvarlen.patches.batch import padded_batch
-from flexvarlen.patches.forward import padding
+from flexvarlen.patches.forward import steps
 from tests.contract_training import settings
 from tests.tiny_models import VOCABULARY, config_of
 
@@ -240,7 +240,7 @@ def test_shared_prompts(make, tmp_path, monkeypatch):
         shared.append(sum(padded.layout.lengths) - sum(found.layout.lengths))
         return found
 
-    monkeypatch.setattr(padding, "share_prefixes_of_rows", noting)
+    monkeypatch.setattr(steps, "share_prefixes_of_rows", noting)
     changes = IN_TWO_BATCHES if make is grpo else {}
     logs, weights, _ = run(make, tmp_path / "p", changes, patched=False, share_prefixes=True)
     ours, found, _ = run(make, tmp_path / "t", changes, patched=True, share_prefixes=True)
