@@ -60,6 +60,7 @@ _BUILTIN = {
     for name, value in vars(builtins).items()
     if isinstance(value, type) and issubclass(value, BaseException)
 } - _NO_MESSAGE
+_REASONS = "patches/why_not.py"  # each of its functions returns one
 _CHECKS = re.compile(r"why_not|why_missing|why_no_|refusal$|_problem$|^unavailable$")
 
 
@@ -207,7 +208,9 @@ def _direct(file: _File, exceptions: set[str]) -> Iterator[tuple[str, ast.expr]]
                 yield "device assertion", node.args[1]
         elif isinstance(node, ast.Return) and node.value is not None:
             scope = _scope(node)
-            if scope is not None and _CHECKS.search(f"{file.path} {scope.name}"):
+            if scope is None:
+                continue
+            if _CHECKS.search(scope.name) or file.path == _REASONS:
                 yield "refusal", node.value
 
 

@@ -44,12 +44,15 @@ __all__ = [
     "unpatch_model",
 ]
 
-_HOME_OF = {"IMPLEMENTATIONS": "state", "register": "attention.functions"}
+_HOME_OF = {
+    "IMPLEMENTATIONS": "flexvarlen.attention.backends.registry",
+    "register": "flexvarlen.patches.attention.functions",
+}
 
 
 def __getattr__(name: str) -> Any:
     """A public name, from its module: transformers may be half imported when this is."""
     if name not in __all__:
         raise AttributeError(f"module 'flexvarlen.patches' has no attribute {name!r}")
-    home = importlib.import_module(f"flexvarlen.patches.{_HOME_OF.get(name, 'api')}")
+    home = importlib.import_module(_HOME_OF.get(name, "flexvarlen.patches.api"))
     return getattr(home, name)

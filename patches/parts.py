@@ -87,20 +87,17 @@ class ModelParts:
         if not isinstance(vision, PreTrainedModel):
             vision = None
         config = text_config_of(model.config)
-        kinds = kinds_in(text, config)
-        recurrent = tuple(map(type, recurrent_layers(text)))
-        causal = bool(recurrent) or any(kind.causal for kind in kinds)
-        return cls(
+        parts = cls(
             model_class=type(model),
             model_config=model.config,
             config=config,
             base_name=_name_of(base, model),
             text_name=_name_of(text, base),
             vision_name="" if vision is None else "visual",
-            head="" if base is model else kind_of_head(type(model), causal=causal),
-            kinds=kinds,
+            head="",
+            kinds=kinds_in(text, config),
             vision_kinds=() if vision is None else _vision_kinds(vision),
-            recurrent_classes=recurrent,
+            recurrent_classes=tuple(map(type, recurrent_layers(text))),
             uses_hub_kernels=bool(getattr(model, "_use_kernels", False)),
             rotary_type=getattr(text._modules.get("rotary_emb"), "rope_type", None),
             first_position=first_position(base),
@@ -112,6 +109,9 @@ class ModelParts:
             shares_keys=shares_keys(config),
             drops_keywords=model.config.model_type == "mamba2",
         )
+        if base is model:
+            return parts
+        return replace(parts, head=kind_of_head(type(model), causal=parts.causal))
 
     @property
     def recurrent(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flexvarlen.patches.forward.inputs import tokens_of
 from flexvarlen.patches.models.heads import CHOICES
 from flexvarlen.patches.state import Patch
 
@@ -19,9 +20,8 @@ def flatten_choices(patch: Patch, inputs: Inputs) -> tuple[Inputs, Callable[[Inp
     Returns:
         Of any other model the arguments themselves, and a function that returns what it is given.
     """
-    ids = inputs.get("input_ids")
-    tokens = inputs.get("inputs_embeds") if ids is None else ids
-    if patch.parts.head != CHOICES or not isinstance(tokens, Tensor):
+    tokens = tokens_of(inputs) if patch.parts.head == CHOICES else None
+    if tokens is None:
         return inputs, lambda prepared: prepared
     rows = tokens.shape[:2]
     of_tokens = [

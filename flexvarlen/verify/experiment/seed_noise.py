@@ -87,7 +87,7 @@ class SeedNoise:
         return self.in_sigmas(mean) / math.sqrt(2 / len(differences))
 
     def allowed(self, seeds: int) -> float:
-        """The largest mean difference over so many seeds that is within; NaN: not known."""
+        """The largest mean difference over this number of seeds that is within; NaN: not known."""
         sigma = math.nan if self.sigma is None else self.sigma
         return MOST_STANDARD_ERRORS * sigma * math.sqrt(2 / seeds)
 
