@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from flexvarlen.patches.isolation.documents import units_of
-from flexvarlen.patches.isolation.tokens import halves_of, with_other_tokens
+from flexvarlen.patches.isolation.tokens import Unit, halves_of, with_other_tokens
 from flexvarlen.patches.isolation.trace import changed_tokens
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.experiment.step import causal_step
+from flexvarlen.verify.experiment.step import StepResult, causal_step
 from flexvarlen.verify.experiment.tree_batch import Row
 from flexvarlen.verify.experiment.variant import Variant
 
@@ -51,48 +50,57 @@ def find_leak(
     include those segments' losses, and are compared with a step that leaves these out too.
     """
     units = units_of(batch.layout())
+    everyone = range(len(units))
     vocabulary = variant.model.config.vocab_size
     labels = batch.labels()
     counted = batch.counted(labels)
-    step = partial(causal_step, variant, gradients=True)
-    before = step(batch, labels, counted)
-    repeats = None
-    if variant.train:
-        again = step(batch, labels, counted)
-        repeats = _same_bits(before.embedding_gradients, again.embedding_gradients)
-        del again
+
+    def step(row: Row, losses: Tensor) -> StepResult:
+        return causal_step(variant, row, losses, counted, gradients=True)
+
+    def repeats(result: StepResult, row: Row, losses: Tensor) -> bool:
+        again = step(row, losses).embedding_gradients
+        return not _changed(units, result.embedding_gradients, again, everyone)
+
+    before = step(batch, labels)
+    backward_repeats = repeats(before, batch, labels) if variant.train else None
     outputs: set[int] = set()
     gradients: set[int] = set()
-    for index, (replaced, watched) in enumerate(halves_of(range(len(units)), units)):
+    for index, (replaced, watched) in enumerate(halves_of(everyone, units)):
         tokens = [units[unit].tokens for unit in replaced]
         ids = with_other_tokens(batch.input_ids[0], tokens, vocabulary, seed + index)
+        other = replace(batch, input_ids=ids[None])
         losses = torch.full_like(labels, IGNORE_INDEX)
         for unit in watched:
             losses[:, units[unit].tokens] = labels[:, units[unit].tokens]
-        other = replace(batch, input_ids=ids[None])
-        after = step(other, losses, counted)
-        expected = before.embedding_gradients
-        if repeats and units[replaced[0]].depth > 0:
-            expected = step(batch, losses, counted).embedding_gradients
-        for unit in watched:
-            rows = units[unit].tokens
-            if not _same_bits(before.logits[rows], after.logits[rows]):
-                outputs.add(unit)
-            if repeats and not _same_bits(expected, after.embedding_gradients, rows):
-                gradients.add(unit)
+        after = step(other, losses)
+        outputs |= _changed(units, before.logits, after.logits, watched)
         if after.embedding_gradients is not None:
-            gradients |= {
-                unit
-                for unit in replaced
-                if not bool((after.embedding_gradients[units[unit].tokens] == 0).all())
-            }
+            zero = torch.zeros_like(after.embedding_gradients)
+            gradients |= _changed(units, zero, after.embedding_gradients, replaced)
+        if backward_repeats:
+            above = units[replaced[0]].depth > 0
+            kept = losses if above else labels
+            expected = step(batch, kept) if above else before
+            reached = _changed(
+                units, expected.embedding_gradients, after.embedding_gradients, watched
+            )
+            # Bits that differ between two backwards of one batch are no leak, but atomic additions.
+            if reached and repeats(expected, batch, kept) and repeats(after, other, losses):
+                gradients |= reached
+            elif reached:
+                backward_repeats = False
         if progress is not None:
             progress()
-    return Leak(frozenset(outputs), frozenset(gradients) if variant.train else None, repeats)
+    found = frozenset(gradients) if variant.train else None
+    return Leak(frozenset(outputs), found, backward_repeats)
 
 
-def _same_bits(first: Tensor | None, second: Tensor | None, rows: slice | None = None) -> bool:
+def _changed(
+    units: Sequence[Unit], first: Tensor | None, second: Tensor | None, among: Iterable[int]
+) -> set[int]:
+    """Which of `among` have a token whose bits differ."""
     assert first is not None
     assert second is not None
-    rows = slice(None) if rows is None else rows
-    return not bool(changed_tokens(first[rows], second[rows]).any())
+    tokens = changed_tokens(first, second)
+    return {unit for unit in among if bool(tokens[units[unit].tokens].any())}
