@@ -174,15 +174,15 @@ def nested_backward(
     heads, groups = q_THD.shape[1], k_THD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(heads // groups, 1) for x in (k_THD, v_THD))
     cu_seqlens = offsets.to(torch.int32)
-    segments = CallBoundaries(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    boundaries = CallBoundaries(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     call = AttentionCall(
         *(q_THD.device, q_THD.dtype, heads, heads, q_THD.shape[2]),
         spec=MaskSpec.of(causal=causal),
         scale=scale,
     )
     flash, qkv = KERNELS["varlen"], (q_THD, k_THD, v_THD)
-    out_THD, lse_HT = flash.forward(*qkv, segments, call)
-    grads = flash.backward(grad_THD.contiguous(), *qkv, out_THD, lse_HT, segments, call)
+    out_THD, lse_HT = flash.forward(*qkv, boundaries, call)
+    grads = flash.backward(grad_THD.contiguous(), *qkv, out_THD, lse_HT, boundaries, call)
     tail = (torch.arange(grad_THD.shape[0], device=grad_THD.device) >= offsets[-1])[:, None, None]
     dq, dk, dv = (x.masked_fill(tail, 0) for x in grads)
     dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))

@@ -22,14 +22,14 @@ class PlainBackend(CuSeqlensBackend):
         super().__init__()
         self.forwards = 0
 
-    def _documents(self, segments, call):
+    def _documents(self, boundaries, call):
         spans_q, spans_k = (
             list(zip(cu.tolist(), cu.tolist()[1:], strict=False))
-            for cu in (segments.cu_seqlens_q, segments.cu_seqlens_k)
+            for cu in (boundaries.cu_seqlens_q, boundaries.cu_seqlens_k)
         )
         for (a, b), (c, d) in zip(spans_q, spans_k, strict=True):
-            assert b - a <= segments.max_seqlen_q
-            assert d - c <= segments.max_seqlen_k
+            assert b - a <= boundaries.max_seqlen_q
+            assert d - c <= boundaries.max_seqlen_k
             window = (call.spec.left, call.spec.right)
             yield slice(a, b), slice(c, d), oracle.seen(b - a, d - c, causal=False, window=window)
 
@@ -41,22 +41,22 @@ class PlainBackend(CuSeqlensBackend):
             lse = torch.where(lse.isneginf(), float("inf"), lse)
         return (scores - lse[..., None]).exp(), lse
 
-    def forward(self, q, k, v, segments, call):
+    def forward(self, q, k, v, boundaries, call):
         self.forwards += 1
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         out = torch.full_like(q, float("nan"))
         lse = q.new_full((q.shape[1], q.shape[0]), float("nan"))
-        for rows, keys, seen in self._documents(segments, call):
+        for rows, keys, seen in self._documents(boundaries, call):
             p, lse[:, rows] = self._probabilities(q[rows], k[keys], seen, None, call)
             out[rows] = torch.einsum("hqk,khd->qhd", p, v[keys])
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, segments, call):
+    def backward(self, grad, q, k, v, out, lse, boundaries, call):
         groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
-        for rows, keys, seen in self._documents(segments, call):
+        for rows, keys, seen in self._documents(boundaries, call):
             p, _ = self._probabilities(q[rows], k[keys], seen, lse[:, rows], call)
             dv[keys] = torch.einsum("hqk,qhd->khd", p, grad[rows])
             delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
@@ -79,13 +79,13 @@ def call_of(q, k, mask, **asked):
 
 
 class Given(NamedTuple):
-    segments: CallBoundaries
+    boundaries: CallBoundaries
     call: AttentionCall
 
 
 @pytest.fixture
 def given(backend):
-    """The segments and the calls that the kernel gets, one by one."""
+    """The boundaries and the calls that the kernel gets, one by one."""
     kernel, calls = KERNELS["plain"], []
     forward, backward = kernel.forward, kernel.backward
 

@@ -310,8 +310,8 @@ def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend, give
         call = call_of(q, k, mask, batch_invariant=True)
         plan = backend.plan(mask, batch_invariant=True)
         backend.attend(q, k, v, None, call, mask, plan)
-        assert given[-1].segments.max_seqlen_k - 1 > mask.spec.left
-        assert given[-1].segments.max_seqlen_q - 1 > mask.spec.right
+        assert given[-1].boundaries.max_seqlen_k - 1 > mask.spec.left
+        assert given[-1].boundaries.max_seqlen_q - 1 > mask.spec.right
 
 
 def test_chunks_beyond_the_row_overflow_nowhere():

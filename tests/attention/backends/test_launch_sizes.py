@@ -259,9 +259,9 @@ def test_kernels_are_launched_for_the_segments_of_trees(backend, given, compiler
             whole = max([2, *layout.segments.tree_lengths()])
             launches = [(slots, segment), (2 * slots, whole), (2 * slots, whole)]
             assert [
-                (len(x.segments.cu_seqlens_q) - 1, x.segments.max_seqlen_q) for x in given
+                (len(x.boundaries.cu_seqlens_q) - 1, x.boundaries.max_seqlen_q) for x in given
             ] == 2 * launches  # forward and backward
-            assert {x.segments.max_seqlen_k for x in given} == {segment}
+            assert {x.boundaries.max_seqlen_k for x in given} == {segment}
     assert stats.compilations == (1 if compiler else 0)
 
 
@@ -291,8 +291,8 @@ def test_documents_that_one_side_does_not_know_are_launched_for(backend, given):
     mask = DocumentMask.of(known, layout_k=keys)
     q = torch.randn(LONG, 2, 8)
     attend(backend, q, q, mask)
-    assert given[-1].segments.cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
-    assert given[-1].segments.cu_seqlens_q.shape == given[-1].segments.cu_seqlens_k.shape
+    assert given[-1].boundaries.cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
+    assert given[-1].boundaries.cu_seqlens_q.shape == given[-1].boundaries.cu_seqlens_k.shape
 
 
 def test_documents_copied_into_a_layout_are_launched_for(backend, given):
@@ -302,8 +302,8 @@ def test_documents_copied_into_a_layout_are_launched_for(backend, given):
     mask = DocumentMask.of(layout)
     for lengths in ([9, 9, 9], [3] * 7):
         attend(backend, q, q, mask)
-        assert given[-1].segments.cu_seqlens_q.diff().tolist() == lengths
-        assert given[-1].segments.max_seqlen_q == lengths[0]
+        assert given[-1].boundaries.cu_seqlens_q.diff().tolist() == lengths
+        assert given[-1].boundaries.max_seqlen_q == lengths[0]
         layout.copy_(other)
 
 

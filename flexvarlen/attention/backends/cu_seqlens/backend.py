@@ -62,7 +62,7 @@ class CuSeqlensBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         raise NotImplementedError
@@ -75,7 +75,7 @@ class CuSeqlensBackend:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: CallBoundaries,
+        boundaries: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""

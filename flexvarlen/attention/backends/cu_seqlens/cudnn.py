@@ -47,7 +47,7 @@ class CudnnBackend(CuSeqlensBackend):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         out_THD, lse_TH1, *_ = torch.ops.aten._cudnn_attention_forward.default(
@@ -55,7 +55,7 @@ class CudnnBackend(CuSeqlensBackend):
             k,
             v,
             None,
-            *segments,
+            *boundaries,
             True,
             0.0,
             call.spec.right == 0,

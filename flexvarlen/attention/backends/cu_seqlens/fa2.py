@@ -41,7 +41,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
         return ampere_refusal(self.name, device)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
@@ -50,7 +50,7 @@ class FlashAttention2Backend(CuSeqlensBackend):
             q,
             k,
             v,
-            *segments,
+            *boundaries,
             0.0,
             call.scale,
             causal=call.spec.right == 0,
@@ -68,19 +68,19 @@ class FlashAttention2Backend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: CallBoundaries,
+        boundaries: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 
         if call.batch_invariant:
-            segments = one_split(segments, call.num_heads)
+            boundaries = one_split(boundaries, call.num_heads)
         grads = empty_gradients(q, k, v)
         _plain(_flash_attn_varlen_backward)(
             *(grad, q, k, v, out, lse),
             *grads,
-            *segments,
+            *boundaries,
             0.0,
             call.scale,
             call.spec.right == 0,

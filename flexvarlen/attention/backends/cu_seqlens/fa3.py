@@ -53,14 +53,14 @@ class FlashAttention3Backend(CuSeqlensBackend):
         return fa3_order_refusal(self.name, call)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         out_THD, lse_HT, *_ = _operators()[0](
             _rows(q),
             _rows(k),
             _rows(v),
-            **_keywords(segments, call),
+            **_keywords(boundaries, call),
             num_splits=1,  # more splits are for decoding, and break batch invariance
         )
         return out_THD, lse_HT
@@ -73,7 +73,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: CallBoundaries,
+        boundaries: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
@@ -81,7 +81,7 @@ class FlashAttention3Backend(CuSeqlensBackend):
         _operators()[1](
             *(grad, _rows(q), _rows(k), _rows(v), out, lse),
             *grads,
-            **_keywords(segments, call),
+            **_keywords(boundaries, call),
             deterministic=call.ordered_backward,
         )
         return grads
@@ -95,13 +95,13 @@ def _operators() -> tuple[Any, Any]:
     return torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
 
 
-def _keywords(segments: CallBoundaries, call: AttentionCall) -> dict[str, Any]:
+def _keywords(boundaries: CallBoundaries, call: AttentionCall) -> dict[str, Any]:
     """Return the keyword arguments common to the forward and backward operators."""
     return {
-        "cu_seqlens_q": segments.cu_seqlens_q,
-        "cu_seqlens_k": segments.cu_seqlens_k,
-        "max_seqlen_q": segments.max_seqlen_q,
-        "max_seqlen_k": segments.max_seqlen_k,
+        "cu_seqlens_q": boundaries.cu_seqlens_q,
+        "cu_seqlens_k": boundaries.cu_seqlens_k,
+        "max_seqlen_q": boundaries.max_seqlen_q,
+        "max_seqlen_k": boundaries.max_seqlen_k,
         "softmax_scale": call.scale,
         "is_causal": call.spec.right == 0,
         "window_size_left": call.spec.left,

@@ -38,7 +38,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
         return fa4_gradient_refusal(self.name, call)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         from flash_attn.cute.interface import _flash_attn_fwd
@@ -47,7 +47,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
             q,
             k,
             v,
-            **segments._asdict(),
+            **boundaries._asdict(),
             softmax_scale=call.scale,
             causal=call.spec.right == 0,
             softcap=call.softcap,
@@ -66,7 +66,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: CallBoundaries,
+        boundaries: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
@@ -79,7 +79,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
             call.softcap or 0.0,
             window_size_left=_side(call.spec.left),
             window_size_right=_side(call.spec.right),
-            **segments._asdict(),
+            **boundaries._asdict(),
             deterministic=call.ordered_backward,
         )
         return dq, dk, dv

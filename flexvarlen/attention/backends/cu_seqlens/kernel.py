@@ -61,7 +61,7 @@ class CuSeqlensKernel(Protocol):
     """A forward and a backward over cu_seqlens; q `[T, H, D]`, k and v `[Tk, Hkv, D]`."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """Return the output `[T, H, D]` and the LSE, fp32 `[H, T]`."""
         ...
@@ -74,7 +74,7 @@ class CuSeqlensKernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: CallBoundaries,
+        boundaries: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
@@ -97,8 +97,8 @@ def forward(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE, with tokens past the last boundary zeroed and sinks in the output."""
-    segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
-    out_THD, lse_HT = KERNELS[kernel].forward(q, k, v, segments, call)
+    boundaries = _boundaries(cu_seqlens_q, cu_seqlens_k, sizes, call)
+    out_THD, lse_HT = KERNELS[kernel].forward(q, k, v, boundaries, call)
     if not out_THD.is_contiguous():
         out_THD = out_THD.contiguous()
     if not lse_HT.is_contiguous():
@@ -131,13 +131,13 @@ def backward(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the sinks."""
-    segments = _segments(cu_seqlens_q, cu_seqlens_k, sizes, call)
+    boundaries = _boundaries(cu_seqlens_q, cu_seqlens_k, sizes, call)
     if not grad_THD.is_contiguous():
         grad_THD = grad_THD.contiguous()
     dsinks_H = None
     if sinks_H is not None:
         lse_HT, dsinks_H = include_sinks(sinks_H, grad_THD, out_THD, lse_HT, cu_seqlens_q, sizes)
-    grads = KERNELS[kernel].backward(grad_THD, q, k, v, out_THD, lse_HT, segments, call)
+    grads = KERNELS[kernel].backward(grad_THD, q, k, v, out_THD, lse_HT, boundaries, call)
     dq, dk, dv = (x if x.is_contiguous() else x.contiguous() for x in grads)
     if sizes.tail > 0:
         _zero_tail(cu_seqlens_q, dq)
@@ -177,13 +177,13 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     )
 
 
-def one_split(segments: CallBoundaries, heads: int) -> CallBoundaries:
-    """Append empty segments so that FA2 sums dq in a fixed order.
+def one_split(boundaries: CallBoundaries, heads: int) -> CallBoundaries:
+    """Append empty documents so that FA2 sums dq in a fixed order.
 
     FlashAttention-2's deterministic backward splits the sum over keys into
     ceil(multiprocessors / (documents x heads)) parts: one, if there are enough documents.
     """
-    cu_q, cu_k, *longest = segments
+    cu_q, cu_k, *longest = boundaries
     processors = torch.cuda.get_device_properties(cu_q.device).multi_processor_count
     slots = -(-processors // heads)
     cu_q, cu_k = (
@@ -192,7 +192,7 @@ def one_split(segments: CallBoundaries, heads: int) -> CallBoundaries:
     return CallBoundaries(cu_q, cu_k, *longest)
 
 
-def _segments(
+def _boundaries(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sizes: KernelSizes, call: AttentionCall
 ) -> CallBoundaries:
     """Return the boundaries of the slots in use and the maximum lengths, for the kernels."""

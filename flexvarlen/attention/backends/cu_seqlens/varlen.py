@@ -61,14 +61,14 @@ class VarlenBackend(CuSeqlensBackend):
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: CallBoundaries, call: AttentionCall
+        self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward.default(
             q,
             k,
             v,
-            *segments,
+            *boundaries,
             0.0,
             _is_plainly_causal(call),
             False,
@@ -87,7 +87,7 @@ class VarlenBackend(CuSeqlensBackend):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        segments: CallBoundaries,
+        boundaries: CallBoundaries,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
@@ -97,11 +97,11 @@ class VarlenBackend(CuSeqlensBackend):
                 "leave it on until the backward has run."
             )
         if call.batch_invariant:
-            segments = one_split(segments, call.num_heads)
+            boundaries = one_split(boundaries, call.num_heads)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's RNG state
         dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
             *(grad, q, k, v, out, lse),
-            *segments,
+            *boundaries,
             0.0,
             _is_plainly_causal(call),
             no_dropout,
