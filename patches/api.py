@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
-from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.adapters import (
     has_adapters_of_rows,
     refuse_adapters_of_rows,
@@ -31,7 +30,7 @@ from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.predictions import guard_predictions
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
-from flexvarlen.patches.forward.steps import after_forward, before_forward
+from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.heads import PER_DOCUMENT
@@ -296,7 +295,7 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
     base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
     set_implementation(inner, patch.named)
     for module in wrapped_modules(inner, parts):
-        wrap_forward(module, before_forward, after_forward, reads=COLUMNS)
+        wrap_forward(module, STEPS)
         setattr(module, ATTRIBUTE, patch if module is inner else patch.of_base())
     if base is not inner:
         base.__dict__[HEAD] = HeadReference(inner)

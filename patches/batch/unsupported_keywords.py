@@ -6,7 +6,6 @@ An unknown keyword would be passed to the layers and ignored there, and document
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -90,17 +89,6 @@ def _refuse(name: str) -> NoReturn:
 def _is_parameter(name: str, model_class: Any) -> bool:
     """Whether a model's class takes an argument of this name for itself."""
     return model_class is not None and name in inspect.signature(model_class.forward).parameters
-
-
-def with_keywords(signature: inspect.Signature, names: Iterable[str]) -> inspect.Signature:
-    """Add keyword-only parameters to the signature of a function that takes `**kwargs`."""
-    *parameters, rest = signature.parameters.values()
-    more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in names
-        if name not in signature.parameters
-    ]
-    return signature.replace(parameters=[*parameters, *more, rest])
 
 
 def refuse_mask_of_another_kind(attention_mask: Any) -> None:

@@ -30,6 +30,7 @@ from flexvarlen.patches.batch.unpacked_rows import (
     one_document_per_row,
     refuse_boundaries,
 )
+from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.adapters import refuse_adapters_of_rows
 from flexvarlen.patches.forward.choices import flatten_choices
 from flexvarlen.patches.forward.heads import check_document_labels, refuse_pooling, wrap_loss
@@ -53,6 +54,7 @@ from flexvarlen.patches.forward.refusals import (
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.trees import refuse_beside_tree, take_loss
+from flexvarlen.patches.forward.wrapper import Steps
 from flexvarlen.patches.models.gemma4 import prepare_shared_keys
 from flexvarlen.patches.models.heads import CAUSAL, CHOICES, PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
@@ -120,6 +122,10 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
         raise ValueError(KEPT_BY_HEAD)
     if packed.tree_loss is not None:
         outputs["loss"] = packed.tree_loss(outputs.logits)
+
+
+STEPS = Steps(before_forward, after_forward, reads=COLUMNS)
+"""What `patch_model` puts around the forward of a model and of its base model."""
 
 
 # ---- before the documents are found ----

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, vision_utils
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedVision
 from flexvarlen.patches.forward.steps import packed_forward
-from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
+from flexvarlen.patches.forward.wrapper import Steps, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import VISION, attention_layers
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, VISION_IMPLEMENTATION, Patch
@@ -32,7 +32,7 @@ def patch_tower(tower: PreTrainedModel, patch: Patch) -> None:
     Args:
         patch: of the whole model.
     """
-    wrap_forward(tower, _before_forward)
+    wrap_forward(tower, STEPS)
     before: Any = patch.implementation_before  # by tower; the config's may already be ours
     own = replace(
         patch,
@@ -56,16 +56,14 @@ def unpatch_tower(tower: PreTrainedModel) -> None:
         layer.__dict__.pop(_LAYER_TYPE, None)
 
 
-def _before_forward(tower: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
-    patch: Patch | None = tower.__dict__.get(ATTRIBUTE)
-    return None if patch is None else _with_frames(tower, patch, inputs)
-
-
-def _with_frames(tower: Any, patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
+def _before_forward(tower: Any, inputs: dict[str, Any]) -> dict[str, Any] | None:
     """Add to a tower's keyword arguments everything that it would compute from `grid_thw`.
 
     Reads the device once.
     """
+    patch: Patch | None = tower.__dict__.get(ATTRIBUTE)
+    if patch is None:
+        return None
     grid_thw: Tensor = inputs["grid_thw"]
     device = grid_thw.device
     sizes: list[list[int]] = grid_thw.tolist()
@@ -101,3 +99,6 @@ def _with_frames(tower: Any, patch: Patch, inputs: dict[str, Any]) -> dict[str, 
         made["interp_indices"], made["interp_weights"] = indices.to(device), weights.to(device)
     made[CONTEXT] = PackedVision(packed_forward(tower, patch, frames), windows)
     return {**inputs, **made}  # `made` overrides the text's keywords, which the model passes on
+
+
+STEPS = Steps(_before_forward)

@@ -11,13 +11,12 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CodeType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
-from flexvarlen.patches.batch.unsupported_keywords import with_keywords
 
 WRAPPER_MARK = "_flexvarlen_wraps"
 """Attribute of our function (copied by functools.wraps): the name under which its module stores the
@@ -29,6 +28,23 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _OUR_CODE: set[CodeType] = set()  # of the functions that `wrap_forward` makes
 
 
+class Steps(NamedTuple):
+    """What runs around a module's own forward.
+
+    Attributes:
+        before: gets the module and all arguments by name; returns new arguments, or None to leave
+            the call unchanged and skip `after`.
+        after: gets the module, its new arguments and its outputs.
+        reads: names to add to the signature of the class, whose `forward` must then take
+            `**kwargs`.
+    """
+
+    before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None]
+    after: Callable[[nn.Module, dict[str, Any], Any], None] | None = None
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
 class _InstanceForward:
     """The instance `forward` that a module had before, if any (accelerate sets one).
 
@@ -37,9 +53,8 @@ class _InstanceForward:
     bound to itself. A pickle drops it, as it drops our wrapper.
     """
 
-    def __init__(self, forward: Callable[..., Any] | None = None, is_method: bool = False) -> None:
-        self._forward = forward
-        self._is_method = is_method
+    forward: Callable[..., Any] | None = None
+    is_method: bool = False
 
     @classmethod
     def of(cls, module: nn.Module) -> _InstanceForward:
@@ -51,12 +66,12 @@ class _InstanceForward:
 
     def on(self, module: nn.Module) -> Callable[..., Any] | None:
         """Return it bound to this module."""
-        if self._is_method and self._forward is not None:
-            return MethodType(self._forward, module)
-        return self._forward
+        if self.is_method and self.forward is not None:
+            return MethodType(self.forward, module)
+        return self.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InstanceForward:
-        return _InstanceForward(copy.deepcopy(self._forward, memo), self._is_method)
+        return _InstanceForward(copy.deepcopy(self.forward, memo), self.is_method)
 
     def __reduce__(self) -> tuple[type[_InstanceForward], tuple[()]]:
         return _InstanceForward, ()
@@ -72,19 +87,6 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-class _Running:
-    """Context manager that pushes a call onto `_calls`."""
-
-    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
-        self._call = module, arguments
-
-    def __enter__(self) -> None:
-        _calls.open.append(self._call)
-
-    def __exit__(self, *error: object) -> None:
-        _calls.open.pop()
-
-
 def arguments_of_running_call(module: nn.Module) -> dict[str, Any]:
     """The arguments of the running eager call of a wrapped module in this thread, or {}."""
     return next((given for called, given in reversed(_calls.open) if called is module), {})
@@ -95,24 +97,14 @@ def arguments_of_innermost_call() -> dict[str, Any]:
     return _calls.open[-1][1] if _calls.open else {}
 
 
-def wrap_forward(
-    module: nn.Module,
-    before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None],
-    after: Callable[[nn.Module, dict[str, Any], Any], None] | None = None,
-    reads: tuple[str, ...] = (),
-) -> None:
-    """Wrap `forward`: `before` may change its arguments, `after` checks its outputs.
+def wrap_forward(module: nn.Module, steps: Steps) -> None:
+    """Wrap `forward` in these steps.
 
     Does nothing if it is already wrapped, also below another functools.wraps wrapper.
-
-    Args:
-        before: gets all arguments by name; returns new arguments, or None to leave the call
-            unchanged and skip `after`.
-        reads: names to add to the signature of the class, whose `forward` must then
-            take `**kwargs`.
     """
     if is_wrapped(module):
         return
+    before, after, reads = steps
     of_class = type(module).forward
     signature = inspect.signature(of_class)
     parameters = [x.name for x in signature.parameters.values() if x.kind in _POSITIONAL]
@@ -128,11 +120,7 @@ def wrap_forward(
         inputs = before(self, dict(named))
         if inputs is not None:
             args, kwargs = (), inputs
-        if torch.compiler.is_compiling():
-            out = _call(self, own, args, kwargs)
-        else:
-            with _Running(self, kwargs):
-                out = _call(self, own, args, kwargs)
+        out = _call(self, own, args, kwargs)
         if inputs is not None and after is not None:
             after(self, inputs, out)
         return out
@@ -147,7 +135,7 @@ def wrap_forward(
         functools.update_wrapper(ours, of_class)
         attributes = vars(ours)
         # Trainer and generate inspect the signature.
-        attributes["__signature__"] = with_keywords(signature, reads) if reads else signature
+        attributes["__signature__"] = _with_keywords(signature, reads) if reads else signature
         attributes[WRAPPER_MARK] = inner
         _OUR_CODE.add(ours.__code__)
         del attributes["__wrapped__"]
@@ -158,10 +146,30 @@ def wrap_forward(
 
 
 def _call(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the instance's `forward`, or the class's current one, which Liger may have replaced."""
-    if own is not None:
+    """Call the instance's `forward`, or the class's current one, which Liger may have replaced.
+
+    An eager call is in `_calls` while it runs.
+    """
+    if own is None:
+        own, args = type(module).forward, (module, *args)
+    if torch.compiler.is_compiling():
         return own(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
+    _calls.open.append((module, kwargs))
+    try:
+        return own(*args, **kwargs)
+    finally:
+        _calls.open.pop()
+
+
+def _with_keywords(signature: inspect.Signature, names: tuple[str, ...]) -> inspect.Signature:
+    """Add keyword-only parameters to the signature of a function that takes `**kwargs`."""
+    *parameters, rest = signature.parameters.values()
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in names
+        if name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*parameters, *more, rest])
 
 
 def unwrap_forward(module: nn.Module) -> None:
