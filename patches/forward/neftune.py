@@ -10,42 +10,45 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.integrations import neftune
 
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
-from flexvarlen.patches.forward.wrapper import arguments_of_innermost_call
-from flexvarlen.patches.state import CONTEXT
+from flexvarlen.patches.forward.wrapper import arguments_of_running_call
+from flexvarlen.patches.state import CONTEXT, LAYER_MARK
+
+_OF_ROWS = neftune.neftune_post_forward_hook
 
 
 def scale_noise_by_document(model: Any) -> None:
-    """Let a model's hook of NEFTune, if it has one, read the documents of a patched forward.
+    """Let NEFTune's hook on a model's embeddings read the documents of a patched forward.
 
-    Called in each forward in training, as Trainer adds the hook when training starts. The hook
-    keeps its handle; without documents it does what transformers' does.
-
-    Raises:
-        NotImplementedError: under `fullgraph=True`; other compiled graphs break here.
+    Called when the model is patched. Trainer adds the hook when training starts, so it is replaced
+    in transformers' module, once per process. Without documents it does what transformers' does.
     """
+    neftune.neftune_post_forward_hook = _add_noise
     embeddings: nn.Module | None = model.get_input_embeddings()
-    if embeddings is None or "neftune_noise_alpha" not in embeddings.__dict__:
-        return
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "neftune_noise_alpha must be used without torch.compile in a patched model, as its "
-            "noise depends on the documents, got a compiled graph; leave one of them out."
-        )
-    hooks: Any = embeddings._forward_hooks
+    hooks: Any = {} if embeddings is None else embeddings._forward_hooks
     for key, hook in hooks.items():
-        if hook is neftune_post_forward_hook:
+        if hook is _OF_ROWS:
             hooks[key] = _add_noise
 
 
 def _add_noise(embeddings: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """transformers' `neftune_post_forward_hook`, with the tokens of documents."""
-    packed = arguments_of_innermost_call().get(CONTEXT)
+    """transformers' `neftune_post_forward_hook`, with the tokens of documents.
+
+    Raises:
+        NotImplementedError: in a compiled graph of a patched model.
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling and embeddings.training and LAYER_MARK in embeddings.__dict__:
+        raise NotImplementedError(
+            "neftune_noise_alpha must be used without torch.compile in a patched model, as its "
+            "noise depends on the documents, got a compiled graph; leave one of them out."
+        )
+    packed = None if compiling else arguments_of_running_call().get(CONTEXT)
     if not (embeddings.training and isinstance(packed, PackedForward)):
-        found: Tensor = neftune_post_forward_hook(embeddings, args, output)
+        found: Tensor = _OF_ROWS(embeddings, args, output)
         return found
     tokens = _tokens_of_each(packed, output)
     bound = embeddings.neftune_noise_alpha / (tokens * output.shape[-1]) ** 0.5

@@ -35,7 +35,6 @@ from flexvarlen.patches.forward.adapters import refuse_adapters_of_rows
 from flexvarlen.patches.forward.choices import flatten_choices
 from flexvarlen.patches.forward.heads import check_document_labels, refuse_pooling, wrap_loss
 from flexvarlen.patches.forward.inputs import ForwardInputs, tokens_of
-from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import (
     find_padded_batch,
     layout_of_pooling_head,
@@ -135,8 +134,6 @@ def prepare_module(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> N
     """Look at what was added to the model since it was patched, and at what its family needs."""
     if "peft_config" in module.__dict__:
         refuse_adapters_of_rows(module)
-    if module.training:
-        scale_noise_by_document(module)
     parts = patch.parts
     if parts.shares_keys and not parts.base_name:
         prepare_shared_keys(parts.text_tower(module), inputs)

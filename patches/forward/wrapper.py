@@ -87,14 +87,14 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-def arguments_of_running_call(module: nn.Module) -> dict[str, Any]:
-    """The arguments of the running eager call of a wrapped module in this thread, or {}."""
-    return next((given for called, given in reversed(_calls.open) if called is module), {})
+def arguments_of_running_call(module: nn.Module | None = None) -> dict[str, Any]:
+    """The arguments of the innermost eager call of a wrapped module in this thread, or {}.
 
-
-def arguments_of_innermost_call() -> dict[str, Any]:
-    """The arguments of the innermost eager call of a wrapped module in this thread, or {}."""
-    return _calls.open[-1][1] if _calls.open else {}
+    Args:
+        module: the one whose call is meant; None: any.
+    """
+    calls = reversed(_calls.open)
+    return next((given for called, given in calls if module in (None, called)), {})
 
 
 def wrap_forward(module: nn.Module, steps: Steps) -> None:
