@@ -15,10 +15,7 @@ from transformers import PreTrainedModel
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
-from flexvarlen.patches.forward.adapters import (
-    has_adapters_of_rows,
-    refuse_adapters_of_rows,
-)
+from flexvarlen.patches.forward.adapters import why_not_adapters
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
@@ -217,8 +214,9 @@ def patch_model(
     functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts,
     [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`).
     """
-    if isinstance(model, nn.Module):
-        refuse_adapters_of_rows(*model.modules())
+    why = why_not_adapters(*model.modules()) if isinstance(model, nn.Module) else None
+    if why is not None:
+        raise NotImplementedError(why)
     inner = transformers_model(model)
     _, capacity, max_seqlen_bound = checked_sizes(None, capacity, max_seqlen_bound)
     check_unpad(unpad, unpad_to_multiple_of, share_prefixes)
@@ -362,7 +360,7 @@ def is_patched(model: nn.Module) -> bool:
     Raises:
         ValueError: no transformers model inside, or several.
     """
-    if isinstance(model, nn.Module) and has_adapters_of_rows(model):
+    if isinstance(model, nn.Module) and why_not_adapters(*model.modules()) is not None:
         return False
     inner = transformers_model(model)
     patch: Patch | None = inner.__dict__.get(ATTRIBUTE)

@@ -12,20 +12,18 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from flexvarlen.patches.models.gemma4 import shares_keys
 from flexvarlen.patches.models.heads import kind_of_head
 from flexvarlen.patches.models.layers import (
     VISION,
     LayerKind,
     chunk_size_of,
     first_position,
+    has_temperature,
     kinds_in,
     recurrent_layers,
     table_of_positions,
     text_config_of,
 )
-from flexvarlen.patches.models.llama4 import has_temperature
-from flexvarlen.patches.models.qwen_vl import has_axes
 from flexvarlen.patches.models.rope import has_longrope
 
 
@@ -51,7 +49,7 @@ class ModelParts:
         has_axes: whether rotary positions have rows for time, height and width.
         has_longrope: whether RoPE's frequencies depend on how long a document is.
         has_temperature: whether layers scale queries by their position in the row.
-        shares_keys: whether later layers attend to keys of earlier ones.
+        shares_keys: whether later layers attend to keys of earlier ones (Gemma 4).
         drops_keywords: whether the head passes its base model no keywords (Mamba-2), so that the
             documents travel as its attention_mask.
     """
@@ -103,10 +101,10 @@ class ModelParts:
             first_position=first_position(base),
             max_positions=table_of_positions(base),
             chunk_size=chunk_size_of(config),
-            has_axes=has_axes(config),
+            has_axes="mrope_section" in (config.__dict__.get("rope_parameters") or {}),
             has_longrope=has_longrope(config),
             has_temperature=has_temperature(config),
-            shares_keys=shares_keys(config),
+            shares_keys=bool(config.__dict__.get("num_kv_shared_layers")),
             drops_keywords=model.config.model_type == "mamba2",
         )
         if base is model:

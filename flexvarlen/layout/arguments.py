@@ -109,20 +109,17 @@ def checked_sizes(
     Raises:
         ValueError: one is no integer, negative, or does not fit in int32.
     """
-    return (
-        _checked_size("total_tokens", total_tokens),
-        _checked_size("capacity", capacity),
-        _checked_size("max_seqlen_bound", max_seqlen_bound),
-    )
-
-
-def _checked_size(name: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    size = as_int(value)
-    if size is None or not 0 <= size <= INT32_MAX:
-        raise ValueError(
-            f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
-            "tokens (documents, for capacity), and split the row if it is longer."
-        )
-    return size
+    sizes = []
+    for name, value in (
+        ("total_tokens", total_tokens),
+        ("capacity", capacity),
+        ("max_seqlen_bound", max_seqlen_bound),
+    ):
+        size = None if value is None else as_int(value)
+        if value is not None and (size is None or not 0 <= size <= INT32_MAX):
+            raise ValueError(
+                f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "
+                "tokens (documents, for capacity), and split the row if it is longer."
+            )
+        sizes.append(size)
+    return sizes[0], sizes[1], sizes[2]

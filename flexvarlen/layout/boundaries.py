@@ -54,6 +54,14 @@ class Condition(NamedTuple):
     sentence: str
 
 
+def raise_or_assert(holds: Tensor, message: str) -> None:
+    """Raise ValueError in eager mode; assert on the device inside a compiled graph."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(holds, f"flexvarlen: {message}")
+    elif not bool(holds):
+        raise ValueError(message)
+
+
 def host_int32(values: list[int], device: torch.device) -> Tensor:
     """Make an int32 host tensor, pinned if `device` is a GPU so that the copy need not sync."""
     pin = device.type == "cuda" and not torch.compiler.is_compiling()

@@ -9,6 +9,7 @@ Shapes: T = total_tokens, S = number of segment slots.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -18,6 +19,7 @@ from flexvarlen.layout.arguments import as_int, integers
 from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, is_traced, slots_of
 
 
+@dataclass(eq=False)
 class Segments:
     """The segments of all documents of a row, in the order of their tokens.
 
@@ -30,11 +32,10 @@ class Segments:
         max_depth: a bound on the number of segments on a path.
     """
 
-    def __init__(
-        self, table: Tensor, lengths: tuple[int, ...], parents: tuple[int, ...], max_depth: int
-    ) -> None:
-        self.table = table
-        self.lengths, self.parents, self.max_depth = lengths, parents, max_depth
+    table: Tensor
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    max_depth: int
 
     @classmethod
     def of(

@@ -49,7 +49,11 @@ class RecurrentDocuments:
         known_full = not for_any_row and layout.has_padding is False
         self.padding = None if known_full else ~layout.real_tokens()
         self.cu_seqlens = pad(layout.cu_seqlens, (0, 2), value=layout.total_tokens)
-        self.chunk_indices = _chunk_indices(self.cu_seqlens, layout.total_tokens)
+        chunks = (self.cu_seqlens.diff() + CHUNK - 1) // CHUNK
+        ends, slots = chunks.cumsum(0), chunks.shape[0]
+        index = torch.arange(layout.total_tokens // CHUNK + slots - 1, device=ends.device)
+        slot = torch.searchsorted(ends, index, right=True).clamp(max=slots - 1)
+        self.chunk_indices = torch.stack([slot, index - (ends - chunks)[slot]], dim=1).int()
 
     def to(
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
@@ -67,11 +71,3 @@ class RecurrentDocuments:
         if self.padding is None:
             return x
         return x.masked_fill(self.padding.view(1, -1, *[1] * (x.ndim - 2)), 0)
-
-
-def _chunk_indices(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    chunks = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
-    ends, slots = chunks.cumsum(0), chunks.shape[0]
-    index = torch.arange(total_tokens // CHUNK + slots - 1, device=ends.device)
-    slot = torch.searchsorted(ends, index, right=True).clamp(max=slots - 1)
-    return torch.stack([slot, index - (ends - chunks)[slot]], dim=1).int()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
-class Unpacked:
+class Unpacked(NamedTuple):
     """Passed to the layers of a patched model instead of a `PackedForward` if nothing is packed.
 
     The model has checked that each row holds one document, using inputs that layers do not see. A
@@ -38,9 +38,9 @@ class Unpacked:
         deterministic, batch_invariant: as in `packed_attention`.
     """
 
-    def __init__(self, backend: BackendChoice, deterministic: bool, batch_invariant: bool) -> None:
-        self.backend = backend
-        self.deterministic, self.batch_invariant = deterministic, batch_invariant
+    backend: BackendChoice
+    deterministic: bool
+    batch_invariant: bool
 
 
 class Route(NamedTuple):

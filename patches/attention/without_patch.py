@@ -23,18 +23,10 @@ from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
-from flexvarlen.patches.batch.unpacked_rows import (
-    OTHER_KEYS,
-    check_one_document,
-    refuse_boundaries,
-)
-from flexvarlen.patches.batch.unsupported_keywords import (
-    refuse_mask_of_another_kind,
-    refuse_other_names,
-)
+from flexvarlen.patches.batch.unpacked_rows import OTHER_KEYS, check_one_document
+from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
 from flexvarlen.patches.models.families import why_not_by_name
-from flexvarlen.patches.models.layers import chunk_size_of
-from flexvarlen.patches.models.llama4 import has_temperature
+from flexvarlen.patches.models.layers import chunk_size_of, has_temperature
 from flexvarlen.patches.models.rope import why_not_by_layer
 
 
@@ -46,8 +38,7 @@ def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
         NotImplementedError: another library shards the tokens of a row.
     """
     refuse_context_parallel()
-    refuse_other_names(kwargs)
-    refuse_mask_of_another_kind(attention_mask)
+    refuse_unread(kwargs, attention_mask)
 
 
 def is_unpacked(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
@@ -61,13 +52,13 @@ def check_unpacked(
     layer: nn.Module, row_tokens: int, attention_mask: Any, kwargs: dict[str, Any]
 ) -> None:
     """Raise for several documents in a row; checked only by the first layer of a forward."""
-    refuse_boundaries(kwargs, OTHER_KEYS)
     if torch.compiler.is_compiling() or _is_first_unpacked(layer):
         check_one_document(
             row_tokens,
             position_ids=kwargs.get("position_ids"),
             attention_mask=attention_mask,
             with_what=OTHER_KEYS,
+            boundaries=kwargs,
         )
 
 
@@ -177,7 +168,7 @@ def _shared_between_layers(
     # Tensors made under inference_mode carry no version.
     versions = ((name, None if x.is_inference() else x._version) for name, x in tensors.items())
     others = ((name, x) for name, x in given.items() if name not in tensors)
-    key = (*vars(settings).values(), *versions, *others)
+    key = (*settings, *versions, *others)
     refs = tuple(weakref.ref(x) for x in tensors.values())
     # References are compared by `is`: `==` would compare the values of the tensors.
     if (

@@ -1,1 +1,1 @@
-"""What a batch says: its documents, positions, labels and cache."""
+"""What a batch says: its documents, positions and labels."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.arguments import holds_integers
+from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 
 
@@ -113,28 +114,6 @@ def same_documents(
     return ((changes == begins) | ~inside_rows(real)).all()
 
 
-def refuse_next_token_after_padding(mask: object, row_tokens: int, logits_to_keep: object) -> None:
-    """Refuse rows padded on the right where only the last logits are kept, as `generate` does.
-
-    They would be those of padding, whose hidden states are zero: token 0 in each such row.
-
-    Raises:
-        ValueError: a row ends in padding. Reads the device; not checked in a compiled graph.
-    """
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or torch.compiler.is_compiling():
-        return
-    keeps_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
-    if not keeps_last or mask.shape[1] != row_tokens:  # of decoding
-        return
-    real = mask != 0
-    if bool((real.any(dim=1) & ~real[:, -1]).any()):  # a chunk of a prompt may be padding alone
-        raise ValueError(
-            "attention_mask must end in a real token in each row where only the last logits are "
-            "kept (generate, logits_to_keep=1), got padding on the right; set "
-            "tokenizer.padding_side='left'."
-        )
-
-
 def check_same_documents(
     changes: Tensor,
     layout: PackedLayout,
@@ -235,11 +214,3 @@ def check_row_starts(layout: PackedLayout, batch: int, row_tokens: int) -> None:
         f"a document must not cross the boundary of two rows of {row_tokens} tokens; put a "
         "boundary at each row's start.",
     )
-
-
-def raise_or_assert(holds: Tensor, message: str) -> None:
-    """Raise ValueError in eager mode; assert on the device inside a compiled graph."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(holds, f"flexvarlen: {message}")
-    elif not bool(holds):
-        raise ValueError(message)

@@ -51,19 +51,17 @@ def mask_labels(
                 f"{tuple(labels.shape)}; pass labels shaped like input_ids, -100 where "
                 "nothing is learned."
             )
-        inputs[name] = _masked(labels, first, group, shifted=name == "shift_labels")
+        masked_T = first
+        if name == "shift_labels":  # shift_labels[t] is token t + 1
+            masked_T = torch.nn.functional.pad(first[1:], (0, 1), value=False)
+        if group is not None:
+            masked_T = shard_tokens(masked_T, group)
+        is_masked = masked_T.view(labels.shape).to(labels.device)
+        inputs[name] = labels.masked_fill(is_masked, IGNORE_INDEX)
     counted = packs and inputs.get("num_items_in_batch") is not None
     if given and counted and not torch.compiler.is_compiling():
         name = next(iter(given))
         _warn_if_counted(model, given[name], inputs[name], shifted=name == "shift_labels")
-
-
-def _masked(labels: Tensor, first: Tensor, group: ProcessGroup | None, *, shifted: bool) -> Tensor:
-    if shifted:  # shift_labels[t] is token t + 1
-        first = torch.nn.functional.pad(first[1:], (0, 1), value=False)
-    if group is not None:
-        first = shard_tokens(first, group)
-    return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)
 
 
 def _warn_if_counted(model: nn.Module, labels: Tensor, masked: Tensor, *, shifted: bool) -> None:

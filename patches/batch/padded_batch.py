@@ -149,7 +149,8 @@ def find_padding(
 ) -> PaddedBatch | None:
     """The padded batch that a 2D mask describes.
 
-    A row with padding between its real tokens may hold several documents.
+    A row may hold several documents if its mask numbers them, if there is padding between its real
+    tokens, or if its positions restart.
 
     Args:
         attention_mask: `[B, S]`, 0 at padding and 1 elsewhere; other values number documents.
@@ -164,14 +165,18 @@ def find_padding(
     """
     batch, row_tokens = attention_mask.shape
     real = attention_mask != 0
-    several = _several_documents(attention_mask, real, position_ids)
+    begins = real & torch.nn.functional.pad(~real[:, :-1], (1, 0), value=True)
+    several = (real & (attention_mask != 1)).any() | (begins.sum(dim=1) > 1).any()
+    if position_ids is not None:
+        jumps = position_ids.diff(dim=1) != 1
+        several = several | (jumps & real[:, 1:] & real[:, :-1]).any()
     first_is_padding = (~real[:, :1] & real.any(dim=1, keepdim=True)).any()
     read = torch.cat([real.sum(dim=1), torch.stack([first_is_padding, several])]).tolist()
     *lengths, pads_left, has_several = read
     tokens = sum(lengths)
     if has_several or (tokens == batch * row_tokens and not even_without):
         return None
-    total = _round_up(tokens, multiple_of)
+    total = -(-max(tokens, 1) // multiple_of) * multiple_of
     flat = real.flatten()
     offsets = flat.nonzero_static(size=total, fill_value=len(flat))[:, 0]
     layout = PackedLayout.from_lengths(lengths, total_tokens=total, device=flat.device)
@@ -212,7 +217,7 @@ def share_prefixes_of_rows(
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):
         return padded
-    total = _round_up(tokens, multiple_of)
+    total = -(-tokens // multiple_of) * multiple_of
     slots = batch * padded.row_tokens
     token_offsets = real.flatten().nonzero_static(size=sum(lengths))[:, 0]  # row by row
     offsets = tree.take(token_offsets.split(lengths))
@@ -257,23 +262,6 @@ def _common_tokens(inputs: list[Tensor], real: Tensor) -> Tensor:
         end = torch.nn.functional.pad(differ.view(torch.uint8), (0, 1), value=1).argmax(2)
         counts.append((end - first[rows]).minimum(lengths[rows]))
     return torch.cat(counts)
-
-
-def _round_up(tokens: int, multiple_of: int) -> int:
-    return max(-(-tokens // multiple_of), 1) * multiple_of
-
-
-def _several_documents(attention_mask: Tensor, real: Tensor, position_ids: Tensor | None) -> Tensor:
-    """bool 0-dim: whether a row may hold several documents.
-
-    Its mask numbers them, its real tokens are not together, or its positions restart.
-    """
-    begins = real & torch.nn.functional.pad(~real[:, :-1], (1, 0), value=True)
-    several = (real & (attention_mask != 1)).any() | (begins.sum(dim=1) > 1).any()
-    if position_ids is not None:
-        jumps = position_ids.diff(dim=1) != 1
-        several = several | (jumps & real[:, 1:] & real[:, :-1]).any()
-    return several
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.arguments import whole_numbers
+from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 
 _WITH_TEXT = 4  # rows of position_ids in vision-language models: text, time, height, width

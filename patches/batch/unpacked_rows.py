@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.arguments import holds_integers, whole_numbers
+from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
 
 OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
@@ -41,20 +41,6 @@ def one_document_per_row(layout: PackedLayout, batch: int) -> Tensor:
     return ((documents & (row == rows)).sum(dim=-1) <= 1).all()
 
 
-def refuse_boundaries(given: Mapping[str, Any], with_what: str) -> None:
-    """Refuse keywords that describe documents in a forward without a document mask.
-
-    Args:
-        given: keyword arguments.
-        with_what: why the forward is not packed, for the error message.
-    """
-    if any(given.get(name) is not None for name in BOUNDARIES):
-        raise ValueError(
-            f"a packed batch must not have {with_what}; pass use_cache=False and no cache, and no "
-            "4D attention_mask."
-        )
-
-
 def check_one_document(
     row_tokens: int,
     *,
@@ -62,6 +48,7 @@ def check_one_document(
     attention_mask: Any,
     with_what: str,
     seen: int | Tensor | None = None,
+    boundaries: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuse rows of several documents in a forward without a document mask.
 
@@ -74,14 +61,21 @@ def check_one_document(
             taken to hide no token.
         with_what: why the forward is not packed, for the error message.
         seen: number of tokens in the cache; None if only a 4D mask shows it.
+        boundaries: keyword arguments, among which none may describe documents.
 
     Raises:
-        ValueError: positions that do not increase by 1 between two tokens that are not padding, or
-            that begin at 0 after cached tokens, padding between two such tokens, or a mask that
-            holds document ids. Inside a compiled graph the device asserts this.
+        ValueError: boundaries; positions that do not increase by 1 between two tokens that are not
+            padding, or that begin at 0 after cached tokens; padding between two such tokens; or a
+            mask that holds document ids. Inside a compiled graph the device asserts this, but for
+            boundaries.
 
     Reads the device once, if there is anything to look at.
     """
+    if boundaries is not None and any(boundaries.get(name) is not None for name in BOUNDARIES):
+        raise ValueError(
+            f"a packed batch must not have {with_what}; pass use_cache=False and no cache, and no "
+            "4D attention_mask."
+        )
     mask = attention_mask
     if isinstance(mask, dict):
         mask = next((x for x in mask.values() if isinstance(x, Tensor)), None)

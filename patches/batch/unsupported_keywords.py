@@ -6,7 +6,7 @@ An unknown keyword would be passed to the layers and ignored there, and document
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,48 +55,35 @@ _LOSS_MASKS = ("completion_mask", "assistant_masks")
 _REFUSED = frozenset((*_OURS_BY_OTHER_NAMES, *_LOSS_MASKS))
 
 
-def refuse_other_names(inputs: dict[str, Any], model_class: type | None = None) -> None:
-    """Refuse boundaries under names that are not read, and loss masks, which no model reads.
+def refuse_unread(
+    inputs: dict[str, Any], attention_mask: Any, model_class: type | None = None
+) -> None:
+    """Refuse boundaries, and loss masks, in a name or type that no model reads.
 
     Args:
         inputs: a forward's keyword arguments.
+        attention_mask: of the forward.
         model_class: whose `forward` is called; it may have parameters of such names for itself.
 
     Raises:
-        ValueError: there is one; the message gives the correct name.
+        ValueError: there is one (the message gives the correct name), or a mask that is neither a
+            tensor nor a dict of tensors by layer type.
     """
     for name in inputs:
-        if name in _REFUSED and inputs[name] is not None and not _is_parameter(name, model_class):
-            _refuse(name)
-
-
-def _refuse(name: str) -> NoReturn:
-    if name in _LOSS_MASKS:
+        if name not in _REFUSED or inputs[name] is None or _is_parameter(name, model_class):
+            continue
+        if name in _LOSS_MASKS:
+            raise ValueError(
+                f"{name} must be applied to the labels before a model is called, got it as an "
+                "argument, which no model reads: what it masks would be learned; let "
+                "PackedCollator make the batch, or set the labels to -100 where it is 0 and drop "
+                "the column."
+            )
         raise ValueError(
-            f"{name} must be applied to the labels before a model is called, got it as an "
-            "argument, which no model reads: what it masks would be learned; let PackedCollator "
-            "make the batch, or set the labels to -100 where it is 0 and drop the column."
+            "documents must be passed as a supported keyword (packed_layout, cu_seq_lens_q, "
+            f"position_ids, attention_mask, seq_idx), got {name}=, which is not: they would see "
+            f"one another; pass {_OURS_BY_OTHER_NAMES[name]} instead."
         )
-    raise ValueError(
-        "documents must be passed as a supported keyword (packed_layout, cu_seq_lens_q, "
-        f"position_ids, attention_mask, seq_idx), got {name}=, which is not: they would see one "
-        f"another; pass {_OURS_BY_OTHER_NAMES[name]} instead."
-    )
-
-
-# In a compiled graph this is evaluated while tracing.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_parameter(name: str, model_class: Any) -> bool:
-    """Whether a model's class takes an argument of this name for itself."""
-    return model_class is not None and name in inspect.signature(model_class.forward).parameters
-
-
-def refuse_mask_of_another_kind(attention_mask: Any) -> None:
-    """Refuse a mask that is neither a tensor nor a dict of tensors by layer type.
-
-    Raises:
-        ValueError: it is something else.
-    """
     masks = attention_mask.values() if isinstance(attention_mask, dict) else (attention_mask,)
     for mask in masks:
         if mask is not None and not isinstance(mask, Tensor):
@@ -105,3 +92,10 @@ def refuse_mask_of_another_kind(attention_mask: Any) -> None:
                 "pass the documents (packed_layout=, cu_seq_lens_q=, position_ids or document "
                 "numbers [B, S] as attention_mask): each kernel makes its own mask of them."
             )
+
+
+# In a compiled graph this is evaluated while tracing.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_parameter(name: str, model_class: Any) -> bool:
+    """Whether a model's class takes an argument of this name for itself."""
+    return model_class is not None and name in inspect.signature(model_class.forward).parameters

@@ -26,42 +26,22 @@ _ON_EACH_TOKEN = {
 """PEFT's methods (`PeftType`) that act on each token alone, as the tests find of each."""
 
 
-def why_adapters_depend_on_rows(adapters: Any) -> str | None:
-    """Which of a module's `peft_config` depends on the row, if one does.
-
-    Args:
-        adapters: what PEFT stores as `peft_config`: configs by name; or None.
-    """
-    for config in adapters.values() if isinstance(adapters, Mapping) else ():
-        name = type(config).__name__
-        if getattr(config, "alora_invocation_tokens", None):
-            return f"{name} with alora_invocation_tokens"
-        kind = getattr(config, "peft_type", None)
-        if str(getattr(kind, "value", kind)) not in _ON_EACH_TOKEN:
-            return name
-    return None
-
-
-def has_adapters_of_rows(model: nn.Module) -> bool:
-    """Whether a module inside has adapters whose effect depends on the row."""
-    found = (getattr(module, "peft_config", None) for module in model.modules())
-    return any(why_adapters_depend_on_rows(adapters) is not None for adapters in found)
-
-
-def refuse_adapters_of_rows(*modules: nn.Module) -> None:
-    """Refuse modules with adapters whose effect depends on the row.
-
-    Raises:
-        NotImplementedError: one has such.
-    """
+def why_not_adapters(*modules: nn.Module) -> str | None:
+    """Why the adapters of these modules do not go with several documents in a row, or None."""
     for module in modules:
-        why = why_adapters_depend_on_rows(getattr(module, "peft_config", None))
-        if why is not None:
-            raise NotImplementedError(
+        adapters = getattr(module, "peft_config", None)  # configs by name, as PEFT stores them
+        for config in adapters.values() if isinstance(adapters, Mapping) else ():
+            name, kind = type(config).__name__, getattr(config, "peft_type", None)
+            if getattr(config, "alora_invocation_tokens", None):
+                name = f"{name} with alora_invocation_tokens"
+            elif str(getattr(kind, "value", kind)) in _ON_EACH_TOKEN:
+                continue
+            return (
                 "a PEFT adapter must be known to act on each token alone, as LoRA does, and not on "
-                f"a row, whose documents would share its effect, got {why}; use LoRA or another "
+                f"a row, whose documents would share its effect, got {name}; use LoRA or another "
                 "adapter of weights, or one document per row without patch_model."
             )
+    return None
 
 
 def _guard_prompts(peft_model: ModuleType) -> None:
@@ -75,8 +55,12 @@ def _guard_prompts(peft_model: ModuleType) -> None:
     @functools.wraps(get_prompt)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.get_base_model()
-        if any(ATTRIBUTE in vars(part) for part in (inner, getattr(inner, "base_model", inner))):
-            refuse_adapters_of_rows(self)
+        is_patched = any(
+            ATTRIBUTE in vars(part) for part in (inner, getattr(inner, "base_model", inner))
+        )
+        why = why_not_adapters(self) if is_patched else None
+        if why is not None:
+            raise NotImplementedError(why)
         return get_prompt(self, *args, **kwargs)
 
     cls.get_prompt = guarded

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +20,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.tree_loss import tree_loss
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
-from flexvarlen.patches.batch.checks import raise_or_assert
-from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
@@ -33,6 +33,8 @@ _NEED_A_PATCH = (
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
 )
 """transformers' heads that must be patched if their base model is."""
+
+SAMPLE_COUNTS = "sample_counts"  # a keyword: how many samples share each token of a tree
 
 _LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
 
@@ -114,23 +116,6 @@ def _requiring_patch(forward: Any) -> Any:
     return checked
 
 
-def refuse_pooling(head: str, layout: PackedLayout, batch: int) -> None:
-    """Refuse rows of several documents under a head with one output per row.
-
-    Args:
-        head: the name of its class, for the message.
-
-    Raises:
-        ValueError: a row holds several. Inside a compiled graph the device asserts that none does.
-    """
-    raise_or_assert(
-        one_document_per_row(layout, batch),
-        f"{head} pools each row to one output, so a row must hold one document, got several; pass "
-        "one document per row, or patch and call the base model, and pool its last_hidden_state by "
-        "document.",
-    )
-
-
 def check_document_labels(labels: Any, documents: int) -> None:
     """Check that a head with one output per document got labels for these documents.
 
@@ -146,11 +131,11 @@ def check_document_labels(labels: Any, documents: int) -> None:
         )
 
 
+@dataclass(eq=False)
 class _UserLoss:
     """Calls a user's `loss_function` without the keywords that a patched model adds."""
 
-    def __init__(self, loss: Any) -> None:
-        self.loss = loss
+    loss: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(CONTEXT, None)
@@ -179,3 +164,35 @@ def unwrap_loss(model: nn.Module) -> None:
     loss = model.__dict__.get(_LOSS)
     if isinstance(loss, _UserLoss):
         model.__dict__[_LOSS] = loss.loss
+
+
+def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
+    """Pop sample_counts and their labels, as the model's loss would count a shared token once.
+
+    Returns:
+        logits -> the loss over all samples; None without sample_counts.
+
+    Raises:
+        ValueError: sample_counts without shift_labels, or beside labels.
+        NotImplementedError: a loss function that the user set.
+    """
+    counts, labels = inputs.pop(SAMPLE_COUNTS, None), inputs.get("shift_labels")
+    if counts is None:
+        return None
+    if labels is None or inputs.get("labels") is not None:
+        raise ValueError(
+            "sample_counts must come with shift_labels and without labels; take both from "
+            "fv.share_prefixes."
+        )
+    if user_loss(module) is not None:
+        raise NotImplementedError(
+            "model.loss_function is not called with sample_counts, got one that was set; compute "
+            "the loss from the logits, or of each sample by fv.SharedPrefixes.unfold."
+        )
+    items = inputs.pop("num_items_in_batch", None)
+    return functools.partial(
+        tree_loss,
+        shift_labels=inputs.pop("shift_labels"),
+        sample_counts=counts,
+        num_items_in_batch=items,
+    )

@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward
-from flexvarlen.patches.batch.cache import cache_of
-from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
@@ -26,15 +25,11 @@ from flexvarlen.patches.batch.padded_batch import (
 )
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.models.heads import PER_DOCUMENT
-from flexvarlen.patches.models.layers import is_compiled_by_layer, text_config_of
 from flexvarlen.patches.state import CONTEXT
 from flexvarlen.patches.why_not import ROUTER_LOGITS
 
 if TYPE_CHECKING:
     from flexvarlen.patches.forward.inputs import ForwardInputs
-
-COMPILED_MULTIPLE = 1024
-"""Default `unpad_to_multiple_of` of compiled models; docs/benchmarks/preference.md compares it."""
 
 
 def check_unpad(unpad: bool, multiple_of: int | None, share_prefixes: bool) -> None:
@@ -62,35 +57,27 @@ def find_padded_batch(forward: ForwardInputs) -> PaddedBatch | None:
     Takes it from the arguments if the head has found it.
 
     Raises:
-        NotImplementedError: as `_unpad`.
-
-    Reads the device once, if there is a 2D mask.
-    """
-    found: PaddedBatch | None = forward.inputs.pop(CONTEXT, None)
-    if found is not None and (found.batch, found.row_tokens) == forward.tokens.shape[:2]:
-        forward.padded_by_head = True  # not where a head calls another batch
-        return found
-    return _unpad(forward) if forward.patch.unpad else None
-
-
-def _unpad(forward: ForwardInputs) -> PaddedBatch | None:
-    """The padded batch of a model that is patched with `unpad`.
-
-    Raises:
         NotImplementedError: the forward returns router logits, which are not padded again, or takes
             embeddings where the ids of a padded batch are needed.
+
+    Reads the device once, if there is a 2D mask and `unpad`.
     """
     patch, parts, inputs = forward.patch, forward.parts, forward.inputs
+    shape = forward.tokens.shape[:2]
+    given: PaddedBatch | None = inputs.pop(CONTEXT, None)
+    if given is not None and (given.batch, given.row_tokens) == shape:
+        forward.padded_by_head = True  # not where a head calls another batch
+        return given
     mask = inputs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.shape != forward.tokens.shape[:2]:
+    if not patch.unpad or not isinstance(mask, Tensor) or mask.shape != shape:
         return None
-    fills_cache = cache_of(inputs) is not None or inputs.get("use_cache")
+    fills_cache = forward.cache is not None or inputs.get("use_cache")
     if fills_cache or any(inputs.get(name) is not None for name in BOUNDARIES):
         return None
     found: PaddedBatch | None = find_padding(
         mask,
         inputs.get("position_ids"),
-        multiple_of=multiple_of_row(forward),
+        multiple_of=forward.unpad_to_multiple_of,
         even_without=patch.share_prefixes,
     )
     if found is None:
@@ -104,14 +91,6 @@ def _unpad(forward: ForwardInputs) -> PaddedBatch | None:
             "them, got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
         )
     return found
-
-
-def multiple_of_row(forward: ForwardInputs) -> int:
-    """What the tokens of a padded batch's packed row are rounded up to a multiple of."""
-    if forward.patch.unpad_to_multiple_of is not None:
-        return forward.patch.unpad_to_multiple_of
-    compiled = torch.compiler.is_compiling() or is_compiled_by_layer(forward.tower)
-    return COMPILED_MULTIPLE if compiled else 1
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -128,22 +107,22 @@ def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, Padded
     """
     layout = forward.find_layout()
     if not forward.is_explicit and bool(one_document_per_row(layout, forward.batch)):
-        if forward.packs and reads_first_token(forward):
+        if forward.packs and forward.reads_first_token:
             refuse_hidden_first_token(layout, forward.batch)
         return layout, None
     without_ids = forward.inputs.get("input_ids") is None
     return layout, pad_documents(layout, pads_left=forward.parts.causal and without_ids)
 
 
-def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, batch: int) -> None:
+def note_pooler(forward: ForwardInputs, packed: PackedForward) -> None:
     """Note whether a base model's pooler reads the first token of a row, or of each document.
 
     Raises:
         ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced; or
             rows of a padded batch that runs packed begin with padding, or hold no token.
     """
-    padded, layout = packed.padded, packed.layout
-    has_pooler = base._modules.get("pooler") is not None
+    padded, layout, batch = packed.padded, packed.layout, forward.batch
+    has_pooler = forward.module._modules.get("pooler") is not None
     if has_pooler and padded is not None:
         refuse_rows_to_pool(padded, reads_first=False)
         if padded.pads_left:  # transformers counts positions from the padding
@@ -161,8 +140,8 @@ def note_pooler(base: nn.Module, inputs: dict[str, Any], packed: PackedForward, 
             packed.pooled_tokens = first + rows.shape[1] * torch.arange(batch, device=rows.device)
         else:
             packed.pooled_tokens = layout.first_tokens()[layout.real_documents()]
-    return_dict = inputs.get("return_dict")
-    wants_dict = text_config_of(base.config).return_dict if return_dict is None else return_dict
+    return_dict = forward.inputs.get("return_dict")
+    wants_dict = forward.config.return_dict if return_dict is None else return_dict
     if (packed.pooled_tokens is not None or padded is not None) and not wants_dict:
         raise ValueError(
             "return_dict must stay True for packed or unpadded batches, got False; leave it out."
@@ -174,12 +153,6 @@ HIDDEN_FIRST_TOKEN = (
     "got padding on the left; pad on the right."
 )
 """Raised where a model would read padding."""
-
-
-def reads_first_token(forward: ForwardInputs) -> bool:
-    """Whether an encoder's head takes the first token of a row; ModernBERT's may take the mean."""
-    of_head = getattr(forward.module.config, "classifier_pooling", "cls")
-    return not forward.parts.causal and of_head == "cls"
 
 
 def refuse_hidden_first_token(layout: PackedLayout, batch: int) -> None:

@@ -1,25 +1,23 @@
-"""What a patched model's forward refuses before it looks for documents."""
+"""What a patched model's forward refuses."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
-from flexvarlen.patches.batch.checks import refuse_next_token_after_padding
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
-from flexvarlen.patches.batch.unsupported_keywords import (
-    refuse_mask_of_another_kind,
-    refuse_other_names,
-)
-from flexvarlen.patches.forward.heads import HEAD, HeadReference
+from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
+from flexvarlen.patches.forward.heads import HEAD, SAMPLE_COUNTS, HeadReference
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
-from flexvarlen.patches.models.image_masks import refuse_images
+from flexvarlen.patches.models.heads import CAUSAL
 from flexvarlen.patches.state import CONTEXT
+from flexvarlen.patches.why_not import why_no_trees
 
 KEPT_BY_HEAD = (
     "a patched head's forward must pass its **kwargs on to its base model, as they carry the "
@@ -29,13 +27,23 @@ KEPT_BY_HEAD = (
 """Raised where a head passes its documents to nobody."""
 
 
+_TEXT_ALONE = ("gemma3", "gemma4", "mistral3")
+_IMAGES = (
+    "token_type_ids",
+    "mm_token_type_ids",
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "mm_encoder_outputs",  # `generate` passes {}
+)
+
+
 def refuse_inputs(forward: ForwardInputs) -> None:
     """Refuse inputs that would be ignored or misread."""
     module, inputs = forward.module, forward.inputs
     mask, row_tokens = inputs.get("attention_mask"), forward.tokens.shape[1]
     refuse_context_parallel()
-    refuse_other_names(inputs, type(module))
-    refuse_mask_of_another_kind(mask)
+    refuse_unread(inputs, mask, type(module))
     refuse_images(module.config, inputs)
     refuse_next_token_after_padding(mask, row_tokens, inputs.get("logits_to_keep"))
     implementation: Any = forward.config._attn_implementation
@@ -44,6 +52,75 @@ def refuse_inputs(forward: ForwardInputs) -> None:
             "a patched model's attn_implementation must stay its own, got "
             f"{implementation!r}, set since; call unpatch_model before setting another, or "
             "patch_model again."
+        )
+
+
+def refuse_images(config: Any, inputs: dict[str, Any]) -> None:
+    """Refuse a forward with images, in a model whose text alone is packed.
+
+    Gemma's attention is bidirectional inside an image. That mask does not follow from documents and
+    causality alone: the placeholder that a patched model passes would silently drop it. Mistral 3's
+    images are not verified.
+
+    Args:
+        config: of the whole model.
+        inputs: the forward's keyword arguments.
+
+    Raises:
+        NotImplementedError: it has images, or token_type_ids that mark them.
+    """
+    if config.model_type not in _TEXT_ALONE:
+        return
+    for name in _IMAGES:
+        given = inputs.get(name)
+        if given is not None and (isinstance(given, Tensor) or any(given.values())):
+            raise NotImplementedError(
+                "token_type_ids, images, video and sound must be left out of the batches of a "
+                "patched model whose text alone is packed (inside an image attention may be "
+                f"bidirectional), got a {config.model_type} batch with {name}; leave them out "
+                "where a batch has none, or call unpatch_model and use the model's own attention, "
+                "one document per row."
+            )
+
+
+def refuse_next_token_after_padding(mask: object, row_tokens: int, logits_to_keep: object) -> None:
+    """Refuse rows padded on the right where only the last logits are kept, as `generate` does.
+
+    They would be those of padding, whose hidden states are zero: token 0 in each such row.
+
+    Raises:
+        ValueError: a row ends in padding. Reads the device; not checked in a compiled graph.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or torch.compiler.is_compiling():
+        return
+    keeps_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
+    if not keeps_last or mask.shape[1] != row_tokens:  # of decoding
+        return
+    real = mask != 0
+    if bool((real.any(dim=1) & ~real[:, -1]).any()):  # a chunk of a prompt may be padding alone
+        raise ValueError(
+            "attention_mask must end in a real token in each row where only the last logits are "
+            "kept (generate, logits_to_keep=1), got padding on the right; set "
+            "tokenizer.padding_side='left'."
+        )
+
+
+def refuse_reentrant_checkpoints(tower: nn.Module) -> None:
+    """Refuse them in a tower that trains, and whose later layers attend to keys of earlier ones.
+
+    They run the layers without gradients first, so that the later layers would get keys and values
+    that no graph leads back from.
+
+    Raises:
+        NotImplementedError: they are on, patched or not.
+    """
+    checkpoint: Any = tower.__dict__.get("_gradient_checkpointing_func")
+    is_reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant")
+    if is_reentrant and tower.training and tower.gradient_checkpointing:
+        raise NotImplementedError(
+            "gradient checkpointing must not be reentrant in a model whose layers share keys and "
+            "values, got use_reentrant=True, under which their gradients are lost; call "
+            'model.gradient_checkpointing_enable({"use_reentrant": False}).'
         )
 
 
@@ -70,3 +147,58 @@ def refuse_head_without_documents(forward: ForwardInputs) -> None:
     packs = isinstance(of_head, PackedForward) and of_head.packs and not forward.is_explicit
     if packs or isinstance(of_head, PaddedBatch):
         raise ValueError(KEPT_BY_HEAD)
+
+
+def refuse_beside_tree(forward: ForwardInputs) -> None:
+    """Refuse what has no meaning for tokens that stand for several samples.
+
+    Raises:
+        ValueError: labels, shift_labels alone, position_ids, a cache, or outputs of another form.
+            (`find_layout` refuses an attention_mask.)
+        NotImplementedError: a model, a head or a setting that trees do not go with.
+    """
+    inputs = forward.inputs
+    if inputs.get("labels") is not None:
+        raise ValueError(
+            "labels must be left out with a packed_layout of trees, as the token after a segment "
+            "need not be the next on its path, got labels; pass the shift_labels and sample_counts "
+            "of fv.share_prefixes."
+        )
+    if inputs.get("shift_labels") is not None and inputs.get(SAMPLE_COUNTS) is None:
+        raise ValueError(
+            "shift_labels must come with sample_counts with a packed_layout of trees, got them "
+            "alone; take both from fv.share_prefixes."
+        )
+    for name, wanted in (("return_dict", True), ("logits_to_keep", 0)):
+        if inputs.get(name) not in (None, wanted):
+            raise ValueError(
+                f"{name} must be {wanted} with a packed_layout of trees, got {inputs[name]!r}; "
+                "leave it out."
+            )
+    if inputs.get("position_ids") is not None:
+        raise ValueError(
+            "position_ids must be left out with a packed_layout of trees, whose positions count "
+            "along each path, got some; leave them out."
+        )
+    if inputs.get("use_cache") or forward.cache is not None:
+        raise ValueError(
+            "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "
+            "and no cache."
+        )
+    why = why_no_trees(forward.parts) or _why_not(forward)
+    if why is not None:
+        raise NotImplementedError(
+            f"a packed_layout of trees is not supported with {why}; pack each path as a document."
+        )
+
+
+def _why_not(forward: ForwardInputs) -> str | None:
+    if forward.group is not None:
+        return "sequence_parallel_group"
+    if forward.has_images:
+        return "images"
+    if forward.returns_router_logits:
+        return "output_router_logits=True, whose loss would count a shared token once"
+    if forward.parts.head not in ("", *CAUSAL):
+        return "a head that pools documents"
+    return None

@@ -17,8 +17,8 @@ from torch import nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel import shard_tokens
-from flexvarlen.patches.batch.cache import CACHE_NAMES
 from flexvarlen.patches.forward.heads import user_loss
+from flexvarlen.patches.forward.inputs import CACHE_NAMES
 from flexvarlen.patches.models.layers import LayerKind
 
 if TYPE_CHECKING:

@@ -17,47 +17,39 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import holds_integers
+from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
-from flexvarlen.patches.batch.cache import ONE_DOCUMENT_PER_ROW, tokens_seen
-from flexvarlen.patches.batch.checks import raise_or_assert
 from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, share_prefixes_of_rows
 from flexvarlen.patches.batch.positions import causal_positions, positions_by_run
-from flexvarlen.patches.batch.unpacked_rows import (
-    check_one_document,
-    one_document_per_row,
-    refuse_boundaries,
-)
+from flexvarlen.patches.batch.unpacked_rows import check_one_document, one_document_per_row
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
-from flexvarlen.patches.forward.adapters import refuse_adapters_of_rows
-from flexvarlen.patches.forward.choices import flatten_choices
-from flexvarlen.patches.forward.heads import check_document_labels, refuse_pooling, wrap_loss
-from flexvarlen.patches.forward.inputs import ForwardInputs, tokens_of
+from flexvarlen.patches.forward.adapters import why_not_adapters
+from flexvarlen.patches.forward.heads import check_document_labels, take_loss, wrap_loss
+from flexvarlen.patches.forward.inputs import ForwardInputs, flatten_choices, tokens_of
 from flexvarlen.patches.forward.padding import (
     find_padded_batch,
     layout_of_pooling_head,
-    multiple_of_row,
     note_pooler,
     pad_and_pool,
-    reads_first_token,
     refuse_hidden_first_token,
     refuse_rows_to_pool,
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS
 from flexvarlen.patches.forward.refusals import (
     KEPT_BY_HEAD,
+    refuse_beside_tree,
     refuse_head_without_documents,
     refuse_inputs,
+    refuse_reentrant_checkpoints,
 )
 from flexvarlen.patches.forward.sequence_parallel import prepare_shard
-from flexvarlen.patches.forward.trees import refuse_beside_tree, take_loss
 from flexvarlen.patches.forward.wrapper import Steps
-from flexvarlen.patches.models.gemma4 import prepare_shared_keys
 from flexvarlen.patches.models.heads import CAUSAL, CHOICES, PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
-from flexvarlen.patches.models.qwen_vl import has_images, image_positions
+from flexvarlen.patches.models.qwen_vl import image_positions
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, Patch
 from flexvarlen.recurrent.documents import RecurrentDocuments
 
@@ -76,10 +68,14 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     if patch is None:
         return None
     prepare_module(module, patch, inputs)
+    context = inputs.get(CONTEXT)
+    if isinstance(context, PackedForward | Unpacked):  # the head has found the documents
+        pass_on(inputs, context, patch)
+        return inputs
     inputs, restore_choices = flatten_choices(patch, inputs)
     tokens = tokens_of(inputs)
-    if tokens is None or isinstance(inputs.get(CONTEXT), PackedForward | Unpacked):
-        return take_documents_of_head(patch, inputs)
+    if tokens is None:
+        return inputs
     forward = ForwardInputs(module, patch, inputs, tokens)
     refuse_inputs(forward)
     widen_numbers(forward)
@@ -92,15 +88,17 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         prepare_shard(forward, forward.group)
     if forward.why_unpacked is not None:
         return restore_choices(pass_unpacked(forward, forward.why_unpacked))
-    layout, rows = find_documents(forward)
-    if rows is not None:
-        return give_to_base(forward, rows)
+    if patch.parts.head in PER_DOCUMENT:
+        layout, rows = layout_of_pooling_head(forward)
+        if rows is not None:
+            return give_to_base(forward, rows)
+    else:
+        layout = forward.find_layout()
     refuse_beside_documents(forward, layout)
     set_positions(forward, layout)
     mask_first_labels(forward, layout)
     fills_cache = set_use_cache(forward, layout)
-    packed = pass_documents(forward, layout, fills_cache=fills_cache)
-    set_attention_mask(forward, packed)
+    pass_documents(forward, layout, fills_cache=fills_cache)
     return restore_choices(forward.inputs)
 
 
@@ -132,23 +130,16 @@ STEPS = Steps(before_forward, after_forward, reads=COLUMNS)
 
 def prepare_module(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
     """Look at what was added to the model since it was patched, and at what its family needs."""
-    if "peft_config" in module.__dict__:
-        refuse_adapters_of_rows(module)
+    why = why_not_adapters(module) if "peft_config" in module.__dict__ else None
+    if why is not None:
+        raise NotImplementedError(why)
     parts = patch.parts
     if parts.shares_keys and not parts.base_name:
-        prepare_shared_keys(parts.text_tower(module), inputs)
+        refuse_reentrant_checkpoints(parts.text_tower(module))
+        # Else the last tokens alone run through the later layers, where windows start elsewhere.
+        inputs["logits_to_keep"] = None
     if isinstance(inputs.get("attention_mask"), PackedForward):  # a head that drops keywords
-        _pass_on(inputs, inputs["attention_mask"], patch)
-
-
-def take_documents_of_head(patch: Patch, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a base model whose head has already found the documents."""
-    packed = inputs.get(CONTEXT)
-    if isinstance(packed, PackedForward):
-        packed.in_base = True
-        if not patch.parts.base_name:
-            inputs["attention_mask"] = _placeholder(packed.layout.device)
-    return inputs
+        inputs[CONTEXT] = inputs["attention_mask"]
 
 
 def widen_numbers(forward: ForwardInputs) -> None:
@@ -164,8 +155,9 @@ def drop_padding(forward: ForwardInputs) -> None:
     padded = find_padded_batch(forward)
     if padded is not None and not forward.parts.base_name:
         if forward.patch.share_prefixes:
-            multiple_of = multiple_of_row(forward)
-            padded = share_prefixes_of_rows(padded, forward.inputs, multiple_of=multiple_of)
+            padded = share_prefixes_of_rows(
+                padded, forward.inputs, multiple_of=forward.unpad_to_multiple_of
+            )
         forward.inputs = padded.inputs_of_row(forward.inputs)
         forward.tokens = padded.to_row(forward.tokens)
     forward.padded = padded
@@ -179,7 +171,7 @@ def give_to_base(forward: ForwardInputs, padded: PaddedBatch) -> dict[str, Any]:
     elif head in CAUSAL:
         mask_labels(module, inputs, padded.unpredicted_tokens())
     elif head in (*PER_DOCUMENT, CHOICES):
-        refuse_rows_to_pool(padded, reads_first=reads_first_token(forward))
+        refuse_rows_to_pool(padded, reads_first=forward.reads_first_token)
     if head in PER_DOCUMENT:
         check_document_labels(inputs.get("labels"), padded.batch)
     wrap_loss(module)
@@ -188,39 +180,38 @@ def give_to_base(forward: ForwardInputs, padded: PaddedBatch) -> dict[str, Any]:
 
 def pass_unpacked(forward: ForwardInputs, why: str) -> dict[str, Any]:
     """Prepare a forward that is not packed: decoding, or a 4D mask."""
-    refuse_boundaries(forward.boundaries, why)
+    cache = forward.cache
+    counts = cache is not None and any(hasattr(x, "get_seq_length") for x in cache.layers)
     check_one_document(
         forward.row_tokens,
         position_ids=forward.positions,
         attention_mask=forward.mask,
         with_what=why,
-        seen=tokens_seen(forward.cache),
+        seen=cache.get_seq_length() if cache is not None and counts else 0,  # not of states alone
+        boundaries=forward.boundaries,
     )
     patch = forward.patch
     unpacked = Unpacked(patch.backend, patch.deterministic, patch.batch_invariant)
-    _pass_on(forward.inputs, unpacked, patch)
+    pass_on(forward.inputs, unpacked, patch)
     return forward.inputs
 
 
 # ---- the documents, and what follows from them ----
 
 
-def find_documents(forward: ForwardInputs) -> tuple[PackedLayout, PaddedBatch | None]:
-    """The documents, and for a head with one output per document a batch with a row for each."""
-    if forward.parts.head not in PER_DOCUMENT:
-        return forward.find_layout(), None
-    layout, rows = layout_of_pooling_head(forward)
-    if rows is None:
-        check_document_labels(forward.inputs.get("labels"), forward.batch)
-    return layout, rows
-
-
 def refuse_beside_documents(forward: ForwardInputs, layout: PackedLayout) -> None:
     """Refuse a head, or other arguments, that these documents do not go with."""
     head = forward.parts.head
+    if head in PER_DOCUMENT:
+        check_document_labels(forward.inputs.get("labels"), forward.batch)
     if head in PER_ROW:
-        refuse_pooling(type(forward.module).__name__, layout, forward.batch)
-    if head == CHOICES and forward.packs and reads_first_token(forward):
+        raise_or_assert(
+            one_document_per_row(layout, forward.batch),
+            f"{type(forward.module).__name__} pools each row to one output, so a row must hold one "
+            "document, got several; pass one document per row, or patch and call the base model, "
+            "and pool its last_hidden_state by document.",
+        )
+    if head == CHOICES and forward.packs and forward.reads_first_token:
         refuse_hidden_first_token(layout, forward.batch)
     if layout.segments is not None and forward.padded is None:
         refuse_beside_tree(forward)
@@ -240,7 +231,7 @@ def set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
         inputs["position_ids"] = positions_by_run(layout, forward.positions, forward.row_tokens)
     given: Tensor | None = inputs.get("position_ids")
     has_vision, shape = bool(parts.vision_name), (forward.batch, forward.row_tokens)
-    if has_vision and has_images(inputs):
+    if has_vision and forward.has_images:
         inputs["position_ids"] = image_positions(parts.base(forward.module), layout, inputs)
     elif given is not None:
         if first and given.ndim == 2:  # given from 0 on, as collators do: such a model has no 0
@@ -263,6 +254,13 @@ def mask_first_labels(forward: ForwardInputs, layout: PackedLayout) -> None:
         mask_labels(forward.module, forward.inputs, first, forward.group, packs=forward.packs)
 
 
+ONE_DOCUMENT_PER_ROW = (
+    "a cache must be filled by rows of one document each, as a new token sees its whole row, got "
+    "rows that hold several (or a compiled graph of recurrent layers, where they may); pass "
+    "use_cache=False and no cache, or prefill each document in a row of its own."
+)
+
+
 def set_use_cache(forward: ForwardInputs, layout: PackedLayout) -> bool:
     """Turn the default cache off for packed batches, in training and in compiled graphs.
 
@@ -282,8 +280,7 @@ def set_use_cache(forward: ForwardInputs, layout: PackedLayout) -> bool:
             or forward.patch.unpad
             or not forward.parts.causal
             or forward.module.training
-            or torch.compiler.is_compiling()
-            or is_compiled_by_layer(forward.tower)
+            or forward.is_compiled
         )
         fills = by_default and may_fill and bool(one_document_per_row(layout, forward.batch))
         if not fills:
@@ -297,19 +294,18 @@ def set_use_cache(forward: ForwardInputs, layout: PackedLayout) -> bool:
     return fills
 
 
-def pass_documents(
-    forward: ForwardInputs, layout: PackedLayout, *, fills_cache: bool
-) -> PackedForward:
+def pass_documents(forward: ForwardInputs, layout: PackedLayout, *, fills_cache: bool) -> None:
     """Build what the layers share, and pass it on."""
     module, inputs, patch = forward.module, forward.inputs, forward.patch
     packed = packed_forward(module, patch, layout)
     packed.packs, packed.padded, packed.fills_cache = forward.packs, forward.padded, fills_cache
     packed.padded_row_tokens = forward.padded_row_tokens
     packed.tree_loss = take_loss(module, inputs)
-    _pass_on(inputs, packed, patch)
-    if not patch.parts.base_name:
-        note_pooler(module, inputs, packed, forward.batch)
-    return packed
+    pass_on(inputs, packed, patch)
+    if patch.parts.base_name:
+        prepare_head(forward, packed)
+    else:
+        note_pooler(forward, packed)
 
 
 def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> PackedForward:
@@ -343,12 +339,9 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
     return packed
 
 
-def set_attention_mask(forward: ForwardInputs, packed: PackedForward) -> None:
-    """Pass a placeholder to a base model, and a padding mask to a head, for its losses."""
+def prepare_head(forward: ForwardInputs, packed: PackedForward) -> None:
+    """Give a head a padding mask, for its auxiliary losses, and keep our keywords from its loss."""
     inputs, parts = forward.inputs, forward.parts
-    if not parts.base_name:
-        inputs["attention_mask"] = _placeholder(forward.tokens.device)
-        return
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
     masked = forward.packs and may_pad
     inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
@@ -357,13 +350,15 @@ def set_attention_mask(forward: ForwardInputs, packed: PackedForward) -> None:
     wrap_loss(forward.module)
 
 
-def _pass_on(inputs: dict[str, Any], context: PackedForward | Unpacked, patch: Patch) -> None:
-    """Pass the documents to the layers, as keywords that models pass on."""
+def pass_on(inputs: dict[str, Any], context: PackedForward | Unpacked, patch: Patch) -> None:
+    """Pass the documents to the layers, as keywords that models pass on.
+
+    A packed base model gets a 4D mask, which keeps transformers from building one, and is not read.
+    """
     inputs[CONTEXT] = context
     if patch.parts.recurrent:
         inputs[DOCUMENTS] = context  # the only keyword that every recurrent layer gets
-
-
-def _placeholder(device: torch.device) -> Tensor:
-    """A 4D mask that keeps transformers from building one; it is never read."""
-    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+    if isinstance(context, PackedForward) and not patch.parts.base_name:
+        context.in_base = True
+        device = context.layout.device
+        inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.forward.adapters import refuse_adapters_of_rows
+from flexvarlen.patches.forward.adapters import why_not_adapters
 from flexvarlen.patches.isolation.blame import Blame, layers_of
 from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
@@ -91,7 +91,9 @@ def verify_isolation(
     No bit of 2 documents reached another in 2 layers and the outputs (4 forwards, eval mode); \
 gradients kept their bits too.
     """
-    refuse_adapters_of_rows(*model.modules())
+    why = why_not_adapters(*model.modules())
+    if why is not None:
+        raise NotImplementedError(why)
     run = IsolationRun(model, batch, layout=layout, seed=seed)
     if len(run.units) < 2:
         raise ValueError(

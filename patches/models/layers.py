@@ -208,9 +208,9 @@ def chunk_of(layer: nn.Module, chunk_size: int | None) -> int | None:
     return chunk_size if types[layer.layer_idx] == CHUNKED else None  # type: ignore[index]
 
 
-def _kv_heads_of(config: Any) -> int | None:
-    kv_heads: int | None = getattr(config, "num_key_value_heads", None)
-    return kv_heads
+def has_temperature(config: Any) -> bool:
+    """Whether layers without RoPE scale their queries by the token's position (Llama 4)."""
+    return bool(config.__dict__.get("attn_temperature_tuning"))
 
 
 def kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
@@ -224,7 +224,9 @@ def kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
     for layer in attention_layers(tower) if heads else ():
         # Gemma 4 has other head_dims and KV heads by layer type, which its config does not tell.
         groups: int | None = getattr(layer, "num_key_value_groups", None)
-        kv_heads: int = heads // groups if groups else _kv_heads_of(config) or heads
+        kv_heads: int = (
+            heads // groups if groups else getattr(config, "num_key_value_heads", None) or heads
+        )
         head_dim: int = getattr(layer, "head_dim", None) or config.hidden_size // heads
         own_dim = head_dim
         if hasattr(layer, "kv_lora_rank"):  # multi-head latent attention: keys of all heads

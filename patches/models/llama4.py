@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from flexvarlen.patches.attention.context import PackedForward
 
 
-def has_temperature(config: Any) -> bool:
-    """Whether layers without RoPE scale their queries by the token's position."""
-    return bool(config.__dict__.get("attn_temperature_tuning"))
-
-
 def own_temperature(
     layer: nn.Module, q_THD: Tensor, context: PackedForward, row_tokens: int
 ) -> Tensor:

@@ -13,18 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flexvarlen.layout.packed_layout import PackedLayout
 
-_GRIDS = ("image_grid_thw", "video_grid_thw")
-
-
-def has_axes(text_config: Any) -> bool:
-    """Whether rotary positions have rows for time, height and width."""
-    parameters: dict[str, Any] = text_config.__dict__.get("rope_parameters") or {}
-    return "mrope_section" in parameters
-
-
-def has_images(inputs: dict[str, Any]) -> bool:
-    """Whether a forward's keyword arguments include images or videos."""
-    return any(inputs.get(name) is not None for name in _GRIDS)
+GRIDS = ("image_grid_thw", "video_grid_thw")
+"""The keywords that come with images and videos."""
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:
@@ -38,8 +28,14 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
             are missing.
     """
     given: Tensor | None = inputs.get("position_ids")
+    if given is not None and given.ndim == 2:
+        raise ValueError(
+            "position_ids must have 4 rows (text, time, height, width) where a batch has images, "
+            f"got {tuple(given.shape)}; leave them out and pass packed_layout= or cu_seq_lens_q=, "
+            "to have them made."
+        )
     if given is not None:
-        return _checked(given)
+        return given
     input_ids, types = inputs.get("input_ids"), inputs.get("mm_token_type_ids")
     if input_ids is None or types is None:
         raise ValueError(
@@ -53,7 +49,7 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
         )
     tokens_NL = _tokens_by_document(layout, layout.lengths).to(input_ids.device)
     is_token_NL = tokens_NL >= 0
-    about = {name: inputs.get(name) for name in (*_GRIDS, "second_per_grid_ts")}
+    about = {name: inputs.get(name) for name in (*GRIDS, "second_per_grid_ts")}
     rope_3NL, deltas = base.get_rope_index(
         input_ids=input_ids.reshape(-1)[tokens_NL.clamp(min=0)],
         mm_token_type_ids=types.reshape(-1)[tokens_NL.clamp(min=0)],
@@ -66,16 +62,6 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
         base.rope_deltas = deltas
     by_row: Tensor = positions.view(3, *input_ids.shape)
     return by_row
-
-
-def _checked(given: Tensor) -> Tensor:
-    if given.ndim == 2:
-        raise ValueError(
-            "position_ids must have 4 rows (text, time, height, width) where a batch has images, "
-            f"got {tuple(given.shape)}; leave them out and pass packed_layout= or cu_seq_lens_q=, "
-            "to have them made."
-        )
-    return given
 
 
 def _tokens_by_document(layout: PackedLayout, lengths: tuple[int, ...]) -> Tensor:

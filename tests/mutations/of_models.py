@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "labels: first tokens are learned",
         "patches/batch/labels.py",
-        "return labels.masked_fill(first.view(labels.shape).to(labels.device), IGNORE_INDEX)",
-        "return labels",
+        "inputs[name] = labels.masked_fill(is_masked, IGNORE_INDEX)",
+        "inputs[name] = labels",
         "tests/patches/batch/test_labels.py",
     ),
     Mutation(
@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads: choices are not rows of their own again",
-        "patches/forward/choices.py",
+        "patches/forward/inputs.py",
         "prepared[name] = x.unflatten(0, rows)",
         "prepared[name] = x",
         "tests/patches/forward/test_pooling_heads.py",

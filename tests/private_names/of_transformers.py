@@ -10,7 +10,7 @@ _LAYERS = "patches/models/layers.py"
 _RECURRENT = "patches/forward/recurrent_layers.py"
 _TOWER = "patches/forward/vision_tower.py"
 _TRAINERS = "patches/trainers.py"
-_CACHE = "patches/batch/cache.py"
+_INPUTS = "patches/forward/inputs.py"
 
 _QWEN2_VL = "transformers.models.qwen2_vl.modeling_qwen2_vl"
 _QWEN25_VL = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
@@ -83,7 +83,7 @@ TRANSFORMERS = (
     Name("transformers.loss.loss_utils.ForCausalLMLoss", "patches/forward/heads.py", says="kwargs"),
     Name(
         "transformers.PreTrainedModel._gradient_checkpointing_func",
-        "patches/models/gemma4.py patches/isolation/model_run.py",
+        "patches/forward/refusals.py patches/isolation/model_run.py",
         holds=behaviour.checkpointing_is_a_partial_with_use_reentrant,
     ),
     Name(
@@ -133,7 +133,7 @@ TRANSFORMERS = (
     Name(f"{_LLAMA}.LlamaModel.rotary_emb", "patches/models/rope.py"),
     Name(
         f"{_LLAMA}.LlamaModel.forward",
-        f"patches/forward/steps.py patches/forward/inputs.py {_CACHE}",
+        f"patches/forward/steps.py {_INPUTS}",
         takes="input_ids attention_mask position_ids past_key_values|cache inputs_embeds use_cache",
     ),
     Name(
@@ -143,7 +143,7 @@ TRANSFORMERS = (
     ),
     Name(
         "transformers.models.mamba2.modeling_mamba2.Mamba2Model.forward",
-        _CACHE,
+        _INPUTS,
         takes="cache_params|cache",
     ),
     Name("transformers.models.qwen2.modeling_qwen2.Qwen2Attention.sliding_window", _LAYERS),
@@ -177,14 +177,14 @@ TRANSFORMERS = (
         Name(f"transformers.models.llama4.configuration_llama4.Llama4TextConfig.{name}", used_by)
         for name, used_by in {
             "attention_chunk_size": _LAYERS,
-            "attn_temperature_tuning": "patches/models/llama4.py",
+            "attn_temperature_tuning": _LAYERS,
             "layer_types": _LAYERS,
             "rope_parameters": "patches/models/rope.py",
         }.items()
     ),
     Name(
         f"{_GEMMA4}.Gemma4TextModel.forward",
-        "patches/models/gemma4.py",
+        "patches/forward/steps.py",
         takes="logits_to_keep|kwargs",
     ),
     *(
@@ -193,7 +193,7 @@ TRANSFORMERS = (
             used_by,
         )
         for name, used_by in {
-            "num_kv_shared_layers": "patches/models/gemma4.py",
+            "num_kv_shared_layers": "patches/parts.py",
             "use_bidirectional_attention": "patches/why_not.py",
         }.items()
     ),
@@ -234,8 +234,8 @@ TRANSFORMERS = (
         }.items()
     ),
     # caches
-    Name("transformers.Cache.layers", _CACHE),
-    Name("transformers.Cache.get_seq_length", _CACHE),
+    Name("transformers.Cache.layers", "patches/forward/steps.py"),
+    Name("transformers.Cache.get_seq_length", "patches/forward/steps.py"),
     Name("transformers.cache_utils.DynamicLayer.get_mask_sizes", "patches/batch/unpacked_rows.py"),
     Name(
         "transformers.cache_utils.LinearAttentionLayer.has_previous_state",
