@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from flexvarlen.attention.api import packed_attention
     from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
     from flexvarlen.attention.explain import Explanation, explain
+    from flexvarlen.layout.labels import tree_loss
     from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.layout.per_document import pool
-    from flexvarlen.layout.tree_loss import tree_loss
     from flexvarlen.mask.block_mask import document_block_mask
     from flexvarlen.mask.document_mask import DocumentMask
     from flexvarlen.packing import (
@@ -81,10 +81,10 @@ _HOMES = {
     "attention.backends.registry": ("BACKENDS", "available_backends", "why_not"),
     "attention.explain": ("Explanation", "explain"),
     "verify.compare.compare": ("compare",),
+    "layout.labels": ("tree_loss",),
     "layout.logprobs": ("DocumentLogprobs", "document_logprobs"),
     "layout.per_document": ("pool",),
     "layout.packed_layout": ("PackedLayout",),
-    "layout.tree_loss": ("tree_loss",),
     "mask.block_mask": ("document_block_mask",),
     "mask.document_mask": ("DocumentMask",),
     "packing": ("BalancedSampler", "PackedCollator", "StreamPacker", "pack", "split_long"),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
-from flexvarlen.patches.forward.adapters import why_not_adapters
+from flexvarlen.patches.forward.guards import guard_others
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
@@ -25,13 +25,11 @@ from flexvarlen.patches.forward.heads import (
 )
 from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import check_unpad
-from flexvarlen.patches.forward.predictions import guard_predictions
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
-from flexvarlen.patches.models.heads import PER_DOCUMENT
 from flexvarlen.patches.models.layers import recurrent_layers
 from flexvarlen.patches.models.rope import patch_rotary, unpatch_rotary
 from flexvarlen.patches.parts import ModelParts
@@ -50,7 +48,7 @@ from flexvarlen.patches.state import (
     wrapped_modules,
 )
 from flexvarlen.patches.verification import Verification, refuse_unloaded
-from flexvarlen.patches.why_not import why_not, why_not_class
+from flexvarlen.patches.why_not import why_not, why_not_adapters, why_not_class
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -307,8 +305,7 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
         patch_tower(vision, patch)
     scale_noise_by_document(inner)
     require_patched_heads(inner)
-    if parts.head in PER_DOCUMENT:
-        guard_predictions()
+    guard_others()
     patch_rotary(text)
     register_model(inner)
 

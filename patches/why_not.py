@@ -7,8 +7,10 @@ itself is a ValueError of `patch_model`, and what a backend cannot serve is its 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.patches.models.families import is_verified, why_not_by_type
@@ -47,6 +49,37 @@ def why_not(parts: ModelParts, settings: Settings) -> str | None:
     """
     found = (reason(parts, settings) for reason in WHY_NOT)
     return next((why for why in found if why is not None), None)
+
+
+# ---- its adapters ----
+
+
+_ON_EACH_TOKEN = {
+    *("ADALORA", "ADAMSS", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "DEFT", "DELORA"),
+    *("FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA"),
+    *("LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD"),
+    *("SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA"),
+    *("VERA", "WAVEFT"),
+}
+"""PEFT's methods (`PeftType`) that act on each token alone, as the tests find of each."""
+
+
+def why_not_adapters(*modules: nn.Module) -> str | None:
+    """Why the adapters of these modules do not go with several documents in a row, or None."""
+    for module in modules:
+        adapters = getattr(module, "peft_config", None)  # configs by name, as PEFT stores them
+        for config in adapters.values() if isinstance(adapters, Mapping) else ():
+            name, kind = type(config).__name__, getattr(config, "peft_type", None)
+            if getattr(config, "alora_invocation_tokens", None):
+                name = f"{name} with alora_invocation_tokens"
+            elif str(getattr(kind, "value", kind)) in _ON_EACH_TOKEN:
+                continue
+            return (
+                "a PEFT adapter must be known to act on each token alone, as LoRA does, and not on "
+                f"a row, whose documents would share its effect, got {name}; use LoRA or another "
+                "adapter of weights, or one document per row without patch_model."
+            )
+    return None
 
 
 # ---- the class of model ----

@@ -15,18 +15,16 @@ from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
 from flexvarlen.layout.arguments import as_int, require_tensor
+from flexvarlen.layout.labels import IGNORE_INDEX, unpredicted_tokens
 from flexvarlen.layout.per_document import (
     accumulation_dtype,
     document_boundaries,
     flat_tokens,
     sum_documents,
-    unpredicted_tokens,
 )
 
 if TYPE_CHECKING:
     from flexvarlen.layout.packed_layout import PackedLayout
-
-IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
 
 class DocumentLogprobs(NamedTuple):

@@ -137,15 +137,6 @@ def split_documents(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
     return torch.split(x_T, [*lengths, total - sum(lengths)])[:-1]
 
 
-def unpredicted_tokens(layout: PackedLayout) -> Tensor:
-    """bool `[T]`: True at each document's first token and at all padding. No sync; traces.
-
-    No token of their document predicts these, so their labels do not count.
-    """
-    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
-    return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()
-
-
 def flat_tokens(x: Tensor, layout: PackedLayout) -> Tensor:
     """x `[T, D]` or `[B, S, D]` as `[T, D]`.
 

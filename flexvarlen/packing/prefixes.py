@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.arguments import as_int, checked_sizes, integers, require_tensor
-from flexvarlen.layout.logprobs import IGNORE_INDEX
+from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.prefix_tree import PrefixTree
+from flexvarlen.layout.segments import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
 

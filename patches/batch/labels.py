@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_tensor
-from flexvarlen.layout.logprobs import IGNORE_INDEX
+from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.parallel import shard_tokens
 
 if TYPE_CHECKING:

@@ -7,15 +7,16 @@ Shapes: B rows of S tokens with padding; T tokens of the packed row.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.per_document import unpredicted_tokens
-from flexvarlen.layout.prefix_tree import PrefixTree
+from flexvarlen.layout.segments import PrefixTree
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
@@ -24,6 +25,7 @@ COMPARED_AT_ONCE = 2**26
 """Pairs of tokens that are compared at once, at least those of one row. Each takes three bytes."""
 
 
+@dataclass(eq=False)
 class PaddedBatch:
     """A padded batch of B rows, each holding one document, and the packed row of its real tokens.
 
@@ -39,22 +41,15 @@ class PaddedBatch:
         has_empty_row: whether any row is padding alone.
     """
 
-    def __init__(
-        self,
-        layout: PackedLayout,
-        offsets: Tensor,
-        batch: int,
-        row_tokens: int,
-        *,
-        packed_index: Tensor | None = None,
-        real: Tensor | None = None,
-        pads_left: bool,
-        has_empty_row: bool = False,
-    ) -> None:
-        self.layout, self.offsets = layout, offsets
-        self.packed_index, self.real = packed_index, real
-        self.batch, self.row_tokens = batch, row_tokens
-        self.pads_left, self.has_empty_row = pads_left, has_empty_row
+    layout: PackedLayout
+    offsets: Tensor
+    batch: int
+    row_tokens: int
+    _: KW_ONLY
+    packed_index: Tensor | None = None
+    real: Tensor | None = None
+    pads_left: bool
+    has_empty_row: bool = False
 
     def to_row(self, x: Tensor) -> Tensor:
         """`[1, T, ...]`: the real tokens of x `[B, S, ...]` or `[1, S, ...]`. No sync; traces."""

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from flexvarlen.layout.arguments import require_tensor
+from flexvarlen.layout.arguments import holds_integers, require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
-from flexvarlen.patches.batch.positions import text_positions
+from flexvarlen.patches.batch.positions import GRIDS, text_positions
 from flexvarlen.patches.batch.unpacked_rows import why_not_whole_rows
 from flexvarlen.patches.models.heads import CHOICES
 from flexvarlen.patches.models.layers import is_compiled_by_layer, text_config_of
-from flexvarlen.patches.models.qwen_vl import GRIDS
 from flexvarlen.patches.state import Patch
 
 Inputs = dict[str, Any]
@@ -38,7 +37,8 @@ class ForwardInputs:
 
     Attributes:
         module, patch, parts: the model that is called, with a head or without, and its own.
-        inputs: its keyword arguments; the steps change them.
+        inputs: its keyword arguments, positions and a 2D mask of integers as int64; the steps
+            change them.
         tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
         tower, config: of text.
         group: the ranks over which a row is sharded, or None.
@@ -58,6 +58,10 @@ class ForwardInputs:
     def __init__(self, module: nn.Module, patch: Patch, inputs: Inputs, tokens: Tensor) -> None:
         self.module, self.patch, self.parts = module, patch, patch.parts
         self.inputs, self.tokens = inputs, tokens
+        for name in ("position_ids", "attention_mask"):  # sums and differences of few bits wrap
+            given = inputs.get(name)
+            if isinstance(given, Tensor) and given.ndim < 4 and holds_integers(given):
+                inputs[name] = given.to(torch.int64)
         self.tower: Any = patch.parts.text_tower(module)
         self.config: Any = text_config_of(module.config)
         self.group = patch.sequence_parallel_group

@@ -16,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.layout.arguments import holds_integers
 from flexvarlen.layout.boundaries import raise_or_assert
+from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.per_document import unpredicted_tokens
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, share_prefixes_of_rows
-from flexvarlen.patches.batch.positions import causal_positions, positions_by_run
+from flexvarlen.patches.batch.positions import (
+    causal_positions,
+    image_positions,
+    positions_by_run,
+)
 from flexvarlen.patches.batch.unpacked_rows import check_one_document, one_document_per_row
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
-from flexvarlen.patches.forward.adapters import why_not_adapters
 from flexvarlen.patches.forward.heads import check_document_labels, take_loss, wrap_loss
 from flexvarlen.patches.forward.inputs import ForwardInputs, flatten_choices, tokens_of
 from flexvarlen.patches.forward.padding import (
@@ -49,8 +51,8 @@ from flexvarlen.patches.forward.sequence_parallel import prepare_shard
 from flexvarlen.patches.forward.wrapper import Steps
 from flexvarlen.patches.models.heads import CAUSAL, CHOICES, PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
-from flexvarlen.patches.models.qwen_vl import image_positions
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, Patch
+from flexvarlen.patches.why_not import why_not_adapters
 from flexvarlen.recurrent.documents import RecurrentDocuments
 
 
@@ -78,7 +80,6 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
         return inputs
     forward = ForwardInputs(module, patch, inputs, tokens)
     refuse_inputs(forward)
-    widen_numbers(forward)
     drop_padding(forward)
     if forward.padded is not None and patch.parts.base_name:
         return restore_choices(give_to_base(forward, forward.padded))
@@ -140,14 +141,6 @@ def prepare_module(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> N
         inputs["logits_to_keep"] = None
     if isinstance(inputs.get("attention_mask"), PackedForward):  # a head that drops keywords
         inputs[CONTEXT] = inputs["attention_mask"]
-
-
-def widen_numbers(forward: ForwardInputs) -> None:
-    """Make positions and a 2D mask int64 where they are integers, as sums and differences wrap."""
-    for name in ("position_ids", "attention_mask"):
-        given = forward.inputs.get(name)
-        if isinstance(given, Tensor) and given.ndim < 4 and holds_integers(given):
-            forward.inputs[name] = given.to(torch.int64)
 
 
 def drop_padding(forward: ForwardInputs) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.prefix_tree import PrefixTree
+from flexvarlen.layout.segments import PrefixTree
 
 # Of few tokens, so that rows share a lot.
 texts = st.lists(st.lists(st.integers(0, 1), max_size=8), min_size=1, max_size=8)

@@ -205,16 +205,16 @@ MUTATIONS = (
     ),
     Mutation(
         "trees: a shared token counts once in the loss",
-        f"{LAYOUT}/tree_loss.py",
+        f"{LAYOUT}/labels.py",
         "return (losses_T * counts_T).sum() / num_items_in_batch",
         "return losses_T.sum() / num_items_in_batch",
         "tests/packing/test_prefixes.py",
     ),
     Mutation(
         "trees: a shared label counts once in the loss's divisor",
-        f"{LAYOUT}/tree_loss.py",
-        "torch.where(shift_labels == IGNORE_INDEX, 0, sample_counts).sum()",
-        "(shift_labels != IGNORE_INDEX).sum()",
+        f"{LAYOUT}/labels.py",
+        "torch.where(labels_T == IGNORE_INDEX, 0, counts_T).sum()",
+        "(labels_T != IGNORE_INDEX).sum()",
         "tests/packing/test_prefixes.py",
     ),
     Mutation(

@@ -30,7 +30,7 @@ ACCELERATE = (
     ),
     Name("accelerate.state.GradientState.dataloader_references", _PASS),
     *(
-        Name(f"accelerate.state.GradientState.{name}", "patches/forward/predictions.py")
+        Name(f"accelerate.state.GradientState.{name}", "patches/forward/guards.py")
         for name in ("active_dataloader", "end_of_dataloader", "remainder")
     ),
     *(
@@ -92,11 +92,11 @@ TRL = (
     ),
 )
 
-_ADAPTERS = "patches/forward/adapters.py"
+_ADAPTERS = "patches/why_not.py"
 
 PEFT = (
     Name("peft.PeftModel.peft_config", _ADAPTERS),
-    Name("peft.PeftModel.get_prompt", _ADAPTERS),
+    Name("peft.PeftModel.get_prompt", "patches/forward/guards.py"),
     Name("peft.tuners.tuners_utils.BaseTuner.peft_config", _ADAPTERS),
     Name("peft.PeftConfig.peft_type", _ADAPTERS),
     Name("peft.LoraConfig.alora_invocation_tokens", _ADAPTERS),

@@ -244,15 +244,15 @@ TRANSFORMERS = (
     # images
     Name(f"{_QWEN2_VL}.Qwen2VLModel.visual", "patches/parts.py"),
     Name(f"{_QWEN2_VL}.Qwen2VLModel.language_model", "patches/parts.py"),
-    Name(f"{_QWEN2_VL}.Qwen2VLModel.rope_deltas", "patches/models/qwen_vl.py"),
+    Name(f"{_QWEN2_VL}.Qwen2VLModel.rope_deltas", "patches/batch/positions.py"),
     Name(
         f"{_QWEN2_VL}.Qwen2VLModel.get_rope_index",
-        "patches/models/qwen_vl.py",
+        "patches/batch/positions.py",
         takes="input_ids mm_token_type_ids image_grid_thw video_grid_thw attention_mask",
     ),
     Name(
         f"{_QWEN25_VL}.Qwen2_5_VLModel.get_rope_index",
-        "patches/models/qwen_vl.py",
+        "patches/batch/positions.py",
         takes="second_per_grid_ts",
     ),
     *(
@@ -332,7 +332,7 @@ TRANSFORMERS = (
     # Trainer
     Name("transformers.Trainer.model_init", _TRAINERS),
     Name("transformers.Trainer._prepare_inputs", _TRAINERS),
-    Name("transformers.Trainer.prediction_step", "patches/forward/predictions.py"),
+    Name("transformers.Trainer.prediction_step", "patches/forward/guards.py"),
     Name("transformers.trainer.DEFAULT_CALLBACKS", "patches/trainer_callback.py"),
     Name(
         "transformers.trainer_utils.RemoveColumnsCollator.data_collator",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.tree_loss import count_labels
 from flexvarlen.reference.model import IGNORE_INDEX, Loss, weighted_loss
 from flexvarlen.verify.experiment.batch import PackedBatch
 
@@ -112,7 +111,7 @@ class TreeBatch:
 
     def counted(self, labels: Tensor) -> Tensor:
         """0-d tensor: the number of labels, each times its sample_counts; at least 1."""
-        return count_labels(labels, self.sample_counts).clamp(min=1)
+        return torch.where(labels == IGNORE_INDEX, 0, self.sample_counts).sum().clamp(min=1)
 
     def loss_alone(self, model: PreTrainedModel, samples: Sequence[int]) -> Loss:
         """The summed loss of these samples, each run alone.

@@ -1,4 +1,8 @@
-"""Predictions of a packed classifier are of documents, where Trainer counts examples."""
+"""What Trainer and PEFT do around a patched model, which cannot see it, and must not do.
+
+Predictions of a packed classifier are of documents, where Trainer counts examples. PEFT's prompt
+learning wraps the model, and drops the position_ids that mark documents.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,22 @@ from torch import Tensor, nn
 from flexvarlen.import_hook import after_import
 from flexvarlen.patches.models.heads import PER_DOCUMENT
 from flexvarlen.patches.state import ATTRIBUTE
+from flexvarlen.patches.why_not import why_not_adapters
 
 
 @functools.cache
-def guard_predictions() -> None:
+def guard_others() -> None:
+    """Make other libraries' classes refuse what goes wrong around a patched model."""
+    after_import("transformers.trainer", _guard_predictions)
+    after_import("peft.peft_model", _guard_prompts)
+
+
+def _guard_predictions(module: ModuleType) -> None:
     """Make Trainer raise where it would cut the predictions of a patched classifier.
 
     Trainer gathers a batch's predictions from all ranks, which hangs if they have different
     numbers, and cuts those of the last batch to the examples that the dataset has left.
     """
-    after_import("transformers.trainer", _guard)
-
-
-def _guard(module: ModuleType) -> None:
     trainer_class: Any = module.Trainer  # type: ignore[attr-defined]
     prediction_step = trainer_class.prediction_step
 
@@ -38,6 +45,25 @@ def _guard(module: ModuleType) -> None:
         return found
 
     trainer_class.prediction_step = guarded
+
+
+def _guard_prompts(peft_model: ModuleType) -> None:
+    """Make PEFT's prompt learning refuse a patched model, in each forward."""
+    cls: Any = peft_model.PeftModel  # type: ignore[attr-defined]
+    get_prompt = cls.get_prompt
+
+    @functools.wraps(get_prompt)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = self.get_base_model()
+        is_patched = any(
+            ATTRIBUTE in vars(part) for part in (inner, getattr(inner, "base_model", inner))
+        )
+        why = why_not_adapters(self) if is_patched else None
+        if why is not None:
+            raise NotImplementedError(why)
+        return get_prompt(self, *args, **kwargs)
+
+    cls.get_prompt = guarded
 
 
 def _gives_documents(model: nn.Module) -> bool:

@@ -1,13 +1,28 @@
-"""The loss of a row of trees: each token counts for all samples that share it."""
+"""Labels: which tokens of a packed row have none, and the loss of a row of trees."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flexvarlen.layout.arguments import require_tensor, whole_numbers
-from flexvarlen.layout.logprobs import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from flexvarlen.layout.packed_layout import PackedLayout
+
+IGNORE_INDEX = -100  # the label that transformers' losses leave out
+
+
+def unpredicted_tokens(layout: PackedLayout) -> Tensor:
+    """bool `[T]`: True at each document's first token and at all padding. No sync; traces.
+
+    No token of their document predicts these, so their labels do not count.
+    """
+    flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
+    return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()
 
 
 def tree_loss(
@@ -17,6 +32,8 @@ def tree_loss(
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """The cross entropy that the samples would have had if each was computed by itself.
+
+    Each token of a row of trees counts for all samples that share it.
 
     Args:
         logits: `[T, V]` or `[1, T, V]`, computed in at least fp32.
@@ -59,10 +76,5 @@ def tree_loss(
         logits_TV.to(wide), labels_T, ignore_index=IGNORE_INDEX, reduction="none"
     )
     if num_items_in_batch is None:
-        num_items_in_batch = count_labels(labels_T, counts_T)
+        num_items_in_batch = torch.where(labels_T == IGNORE_INDEX, 0, counts_T).sum()
     return (losses_T * counts_T).sum() / num_items_in_batch
-
-
-def count_labels(shift_labels: Tensor, sample_counts: Tensor) -> Tensor:
-    """How many labels the samples have together: `num_items_in_batch` of a row. 0-d."""
-    return torch.where(shift_labels == IGNORE_INDEX, 0, sample_counts).sum()
