@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
-from flexvarlen.patches.forward.guards import guard_others
+from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
@@ -305,7 +305,7 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
         patch_tower(vision, patch)
     scale_noise_by_document(inner)
     require_patched_heads(inner)
-    guard_others()
+    guard_trainer_and_peft()
     patch_rotary(text)
     register_model(inner)
 

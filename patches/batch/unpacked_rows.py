@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.arguments import holds_integers, whole_numbers
+from flexvarlen.layout.arguments import whole_numbers
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
@@ -76,13 +76,8 @@ def check_one_document(
             f"a packed batch must not have {with_what}; pass use_cache=False and no cache, and no "
             "4D attention_mask."
         )
-    mask = attention_mask
-    if isinstance(mask, dict):
-        mask = next((x for x in mask.values() if isinstance(x, Tensor)), None)
-    if not isinstance(mask, Tensor):
-        mask = None
-    elif holds_integers(mask):
-        mask = mask.to(torch.int64)
+    masks = attention_mask.values() if isinstance(attention_mask, dict) else (attention_mask,)
+    mask = next((x for x in masks if isinstance(x, Tensor)), None)
     if position_ids is not None:
         position_ids = whole_numbers("position_ids", position_ids)
     wrong = []
@@ -97,9 +92,7 @@ def check_one_document(
         if real is not None:
             jumps = jumps & real[:, 1:] & real[:, :-1]
         wrong.append(jumps.any())
-        begins_anew = _begins_anew(position_ids, mask, real, seen)
-        if begins_anew is not None:
-            wrong.append(begins_anew)
+        wrong += _begins_anew(position_ids, mask, real, seen)
     if wrong:
         raise_or_assert(
             ~torch.stack(wrong).any(),
@@ -112,12 +105,12 @@ def check_one_document(
 
 def _begins_anew(
     position_ids: Tensor, mask: Tensor | None, real: Tensor | None, seen: int | Tensor | None
-) -> Tensor | None:
-    """Whether a row's new tokens count from 0 though its cache holds some; None if unknown."""
+) -> list[Tensor]:
+    """Whether a row's new tokens count from 0 though its cache holds some; empty if unknown."""
     if seen is None or (isinstance(seen, int) and seen == 0):
-        return None
+        return []
     if mask is not None and mask.ndim != 2:
-        return None
+        return []
     first = position_ids[:, 0]
     if real is not None:  # the first that is no padding; of a row without any, a padding one
         at = real.to(torch.uint8).argmax(dim=-1, keepdim=True)
@@ -129,7 +122,7 @@ def _begins_anew(
         held = ((mask != 0) & (columns < seen)).any(dim=-1)
         if real is not None:
             held = held & real.any(dim=-1)
-    return ((first == 0) & held).any()
+    return [((first == 0) & held).any()]
 
 
 def _real_tokens(mask: Tensor, row_tokens: int, seen: int | Tensor | None) -> Tensor | None:

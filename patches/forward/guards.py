@@ -19,7 +19,7 @@ from flexvarlen.patches.why_not import why_not_adapters
 
 
 @functools.cache
-def guard_others() -> None:
+def guard_trainer_and_peft() -> None:
     """Make other libraries' classes refuse what goes wrong around a patched model."""
     after_import("transformers.trainer", _guard_predictions)
     after_import("peft.peft_model", _guard_prompts)

@@ -26,7 +26,6 @@ KEPT_BY_HEAD = (
 )
 """Raised where a head passes its documents to nobody."""
 
-
 _TEXT_ALONE = ("gemma3", "gemma4", "mistral3")
 _IMAGES = (
     "token_type_ids",

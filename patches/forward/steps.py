@@ -61,10 +61,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
 
     Raises:
         ValueError: invalid boundaries; a packed batch with a cache, or with a 4D mask; or another
-            attn_implementation set since (which would read our placeholder as a mask that hides
-            nothing).
-
-    Decoding reads the device once per forward, if there are positions or a mask to check.
+            attn_implementation, which would read our placeholder as a mask that hides nothing.
     """
     patch: Patch | None = module.__dict__.get(ATTRIBUTE)
     if patch is None:
@@ -98,8 +95,7 @@ def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] 
     refuse_beside_documents(forward, layout)
     set_positions(forward, layout)
     mask_first_labels(forward, layout)
-    fills_cache = set_use_cache(forward, layout)
-    pass_documents(forward, layout, fills_cache=fills_cache)
+    pass_documents(forward, layout, fills_cache=set_use_cache(forward, layout))
     return restore_choices(forward.inputs)
 
 
@@ -172,7 +168,10 @@ def give_to_base(forward: ForwardInputs, padded: PaddedBatch) -> dict[str, Any]:
 
 
 def pass_unpacked(forward: ForwardInputs, why: str) -> dict[str, Any]:
-    """Prepare a forward that is not packed: decoding, or a 4D mask."""
+    """Prepare a forward that is not packed: decoding, or a 4D mask.
+
+    Reads the device once, if there are positions or a mask to check.
+    """
     cache = forward.cache
     counts = cache is not None and any(hasattr(x, "get_seq_length") for x in cache.layers)
     check_one_document(
