@@ -24,7 +24,8 @@ def scale_noise_by_document(model: Any) -> None:
     """Let NEFTune's hook on a model's embeddings read the documents of a patched forward.
 
     Called when the model is patched. Trainer adds the hook when training starts, so it is replaced
-    in transformers' module, once per process. Without documents it does what transformers' does.
+    in transformers' module, once per process. Without documents it does what transformers' does. A
+    hook that was imported by its name before, and is registered by hand later, knows no documents.
     """
     neftune.neftune_post_forward_hook = _add_noise
     embeddings: nn.Module | None = model.get_input_embeddings()

@@ -106,3 +106,15 @@ def test_compiled():
     with pytest.raises(Exception, match=r"noise_alpha must be used without torch\.compile"):
         compiled(**BATCHES["packed"])
     torch._dynamo.reset()
+
+
+def test_compiled_after_unpatching():
+    """transformers' own noise again: nothing is left that refuses it."""
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("llama"), "sdpa").train()
+    fv.unpatch_model(model)
+    activate_neftune(model, ALPHA)
+    compiled = torch.compile(model, backend="eager")
+    ids = torch.tensor([DOCUMENTS[0]])
+    assert not torch.equal(compiled(input_ids=ids).logits, compiled(input_ids=ids).logits)
+    torch._dynamo.reset()
