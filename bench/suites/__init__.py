@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from flexvarlen.runner.suite import Suite
@@ -47,6 +49,17 @@ SUITES: dict[str, Entry] = {
     "capabilities": Entry("contract.capabilities", "What each backend supports."),
 }
 """By name, in the order of `flexvarlen bench list`."""
+
+
+@dataclass(frozen=True)
+class FrozenCase:
+    """A case of which a record holds every field."""
+
+    def data(self) -> dict[str, Any]:
+        """The fields as JSON gives them back: tuples are lists."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
+
 
 FLA_CONFIGS = Path(__file__).parents[1] / "fla_configs"
 """One configuration for each of fla's kernels, for Hopper GPUs."""

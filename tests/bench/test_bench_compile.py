@@ -86,7 +86,7 @@ def test_the_chart_of_packings_shows_seven_variants_of_one_case(tmp_path):
 
 
 def compile_case(scope):
-    return CompileCase("qwen3-tiny", 4, 64, 16, "float32", "eager", scope=scope)
+    return CompileCase("qwen3-tiny", 4, 64, 16, "eager", dtype="float32", scope=scope)
 
 
 @pytest.mark.parametrize(("scope", "graphs"), [("whole", 1), ("layer", 4), ("decoder", 1)])

@@ -53,11 +53,11 @@ def test_without_sentence_transformers_all_is_unsupported(tmp_path, monkeypatch)
 
 
 def test_lengths_of_the_texts():
-    texts = random_texts(TextsCase(4000), 1000)
+    texts = random_texts(TextsCase(texts=4000), 1000)
     words = [len(text.split()) for text in texts]
     assert 0.9 < sum(words) / len(words) / 64 < 1.05  # long ones are cut
     assert max(words) <= 510
-    assert texts == random_texts(TextsCase(4000), 1000)
+    assert texts == random_texts(TextsCase(texts=4000), 1000)
 
 
 def test_a_chart_has_the_default_and_the_best_batch_size(tmp_path):
@@ -66,7 +66,13 @@ def test_a_chart_has_the_default_and_the_best_batch_size(tmp_path):
         **{f"sentence-transformers:sdpa@{n}": float(i) for i, n in enumerate((32, 64, 128), 1)},
     }
     records = [
-        Record("embeddings", {**TextsCase(9).data(), "variant": name}, "ok", None, measures(speed))
+        Record(
+            "embeddings",
+            {**TextsCase(texts=9).data(), "variant": name},
+            "ok",
+            None,
+            measures(speed),
+        )
         for name, speed in speeds.items()
     ]
     assert SUITE.figures(records, tmp_path)

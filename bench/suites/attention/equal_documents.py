@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.attention.engine import findings_of_all, measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare
 from flexvarlen.bench.suites.attention.packed import ON_CPU, packed_calls, packed_variants
@@ -33,7 +34,7 @@ SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
 @dataclass(frozen=True)
-class EqualDocuments:
+class EqualDocuments(FrozenCase):
     """`batch` documents of `tokens` tokens each."""
 
     tokens: int
@@ -52,9 +53,6 @@ class EqualDocuments:
         """
         mask = "causal" if self.causal else "full"
         return f"{self.dtype}-d{self.head_dim}-{mask}-{self.batch}x{self.tokens}"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _EqualDocuments(Suite):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 import flexvarlen as fv
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.attention.inputs import Inputs
 from flexvarlen.bench.suites.attention.packed import RAW, first_of
 from flexvarlen.bench.suites.attention.tables import where
@@ -34,7 +35,9 @@ ROUNDS, CALLS, UNTIMED = 15, 200, 5
 
 
 @dataclass(frozen=True)
-class HostTimeCase:
+class HostTimeCase(FrozenCase):
+    """Documents of one row."""
+
     documents: tuple[int, ...] = (128, 128)
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
@@ -43,9 +46,6 @@ class HostTimeCase:
     @property
     def name(self) -> str:
         return "documents-" + "-".join(map(str, self.documents))
-
-    def data(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
 class HostTime(Suite):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.attention.engine import findings_of_all, measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare
 from flexvarlen.bench.suites.attention.packed import packed_calls, packed_variants
@@ -42,7 +43,7 @@ MASKED, UNMASKED = "padded:masked", "padded:unmasked"
 
 
 @dataclass(frozen=True)
-class PaddingCase:
+class PaddingCase(FrozenCase):
     """Some documents, each padded to `max_length` tokens, or all in one row."""
 
     documents: Documents
@@ -79,7 +80,7 @@ class PaddingCase:
     def data(self) -> dict[str, Any]:
         tokens = sum(self.lengths())
         sparsity = round(1 - tokens / (self.batch * self.max_length), 4)
-        return asdict(self) | {"tokens": tokens, "sparsity": sparsity}
+        return super().data() | {"tokens": tokens, "sparsity": sparsity}
 
     def calls(self) -> dict[str, Prepare]:
         """What can be called on these documents; SDPA without a mask where that is right."""

@@ -6,12 +6,13 @@ Each packing in one call of all documents, and in one call for each document ("@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.attention.engine import findings_of_all, measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, serial
 from flexvarlen.bench.suites.attention.packed import (
@@ -44,7 +45,7 @@ SHOWN = (FA2, VARLEN, "fa2", "varlen", "fa3", "fa4", "flex", *ON_CPU)
 
 
 @dataclass(frozen=True)
-class StudyCase:
+class StudyCase(FrozenCase):
     """Some documents, 24 heads of 128, not causal; the fields of the records."""
 
     lengths: tuple[int, ...]
@@ -61,7 +62,7 @@ class StudyCase:
         return packing_name(self.lengths)
 
     def data(self) -> dict[str, Any]:
-        return asdict(self) | {"name": self.name, "lengths": list(self.lengths)}
+        return super().data() | {"name": self.name}
 
 
 def study_calls() -> dict[str, Prepare]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import flexvarlen as fv
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.contract.batch_forms import (
     FORMS,
     LENGTHS,
@@ -56,7 +57,7 @@ FIRST_POSITION = {"roberta": 2}
 
 
 @dataclass(frozen=True)
-class FormsCase:
+class FormsCase(FrozenCase):
     """One family's tiny model, in every form of a batch."""
 
     model: str
@@ -66,9 +67,6 @@ class FormsCase:
     @property
     def name(self) -> str:
         return self.model
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Forms(Suite):

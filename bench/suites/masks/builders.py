@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flexvarlen as fv
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE
@@ -24,7 +25,7 @@ Build = Callable[[], BlockMask]
 
 
 @dataclass(frozen=True)
-class MaskCase:
+class MaskCase(FrozenCase):
     """A packed row: causal documents by every builder ("build"), or other masks by ours.
 
     "trees" has equal segments of `mean_doc` tokens, `TREE_SEGMENTS` a tree.
@@ -40,9 +41,6 @@ class MaskCase:
     @property
     def name(self) -> str:
         return f"{self.part}-t{self.tokens}-mean{self.mean_doc}"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lengths(self) -> list[int]:
         if self.part == "trees":

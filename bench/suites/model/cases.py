@@ -7,7 +7,7 @@ A variant is named `<batching>:<attention>`: how the documents are batched, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from flexvarlen.bench.suites.model.documents import (
     source_of,
     text_lengths,
 )
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment.inputs import BATCHINGS, SORTED
 from flexvarlen.verify.experiment.variant import require_known
@@ -42,12 +42,10 @@ LARGE = ("qwen3-4b", "llama-3.1-8b")
 
 
 @dataclass(frozen=True)
-class ModelCase:
+class ModelCase(GeometryCase):
     """One model on one set of documents.
 
     Attributes:
-        geometry: of `flexvarlen.bench.suites.model.geometries.GEOMETRIES`.
-        layers: how many of them the model has here.
         mode: eager, or the base model under torch.compile.
         tokens: of all documents, padding not counted.
         documents: where their lengths come from: texts, one length, or log-normal.
@@ -55,12 +53,8 @@ class ModelCase:
         mean_doc: mean tokens of a document, where that is not the texts' own; else None.
         longest_doc: tokens at which a text is cut; None where there are none.
         checkpointing: whether the backward computes the layers' insides again.
-        dtype: of weights and activations; of the optimizer's state too.
-        seed: of weights, tokens, documents.
     """
 
-    geometry: str
-    layers: int
     mode: Mode
     tokens: int
     documents: Documents
@@ -68,8 +62,6 @@ class ModelCase:
     mean_doc: int | None
     longest_doc: int | None
     checkpointing: bool
-    dtype: str
-    seed: int
 
     @property
     def name(self) -> str:
@@ -78,7 +70,7 @@ class ModelCase:
 
     def data(self) -> dict[str, Any]:
         """The fields, and what a step is."""
-        return asdict(self) | {"step": STEP}
+        return super().data() | {"step": STEP}
 
     def lengths(self, files: Sequence[Path] | None) -> list[int]:
         """Tokens of each document; their sum is `tokens`."""

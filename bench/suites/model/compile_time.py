@@ -81,10 +81,11 @@ class CompileTime(Suite):
 
     def cases(self, options: Options) -> Sequence[CompileCase]:
         if options.is_small:
-            how = (options.dtype, options.compiler)
-            return [CompileCase("qwen3-tiny", 4, 256, 32, *how, scope=scope) for scope in SCOPES]
-        layers = GEOMETRIES["qwen3-1.7b"](None).num_hidden_layers
-        return [CompileCase("qwen3-1.7b", layers, 32_768, 2048, scope=scope) for scope in SCOPES]
+            case = CompileCase("qwen3-tiny", 4, 256, 32, options.compiler, dtype=options.dtype)
+        else:
+            layers = GEOMETRIES["qwen3-1.7b"](None).num_hidden_layers
+            case = CompileCase("qwen3-1.7b", layers, 32_768, 2048)
+        return [replace(case, scope=scope) for scope in SCOPES]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         if not options.on_gpu:

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +44,7 @@ from flexvarlen.bench.suites.model.embeddings_tables import (
     batch_size_of,
     kernel_of,
 )
-from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
@@ -76,8 +76,8 @@ ALLOWANCE = 1e-6
 """Of 1 - cosine, beyond twice that of plain attention in the same dtype: what fp32 rounds."""
 
 
-@dataclass(frozen=True)
-class TextsCase:
+@dataclass(frozen=True, kw_only=True)
+class TextsCase(GeometryCase):
     """Texts and a model.
 
     Attributes:
@@ -95,15 +95,10 @@ class TextsCase:
     sigma: float = 0.8
     longest: int = 512
     at_most_s: float = 4.0
-    dtype: str = "bfloat16"
-    seed: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.geometry}-{self.texts}"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Embeddings(Suite):
@@ -113,10 +108,9 @@ class Embeddings(Suite):
 
     def cases(self, options: Options) -> Sequence[TextsCase]:
         if options.is_small:
-            return [
-                TextsCase(300, "modernbert-tiny", 2, mean=12.0, longest=64, dtype=options.dtype)
-            ]
-        return [TextsCase(100_000, at_most_s=12.0), TextsCase(20_000)]
+            tiny = TextsCase(geometry="modernbert-tiny", layers=2, texts=300, mean=12.0, longest=64)
+            return [replace(tiny, dtype=options.dtype)]
+        return [TextsCase(texts=100_000, at_most_s=12.0), TextsCase(texts=20_000)]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         assert isinstance(case, TextsCase)
@@ -163,9 +157,7 @@ def new_tokenizer(vocab_size: int, longest: int) -> PreTrainedTokenizerFast:
 @contextmanager
 def model_folder(case: TextsCase, device: torch.device) -> Iterator[Path]:
     """A folder as sentence-transformers saves it: mean pooling and vectors of length 1."""
-    torch.manual_seed(case.seed)
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    model = new_base_model(case.geometry, case.layers, dtype, device)
+    model = case.new_base_model(device)
     kinds = ("Transformer", "Pooling", "Normalize")
     modules = [
         {
@@ -211,7 +203,7 @@ class _Run:
 
     def __init__(self, case: TextsCase, folder: Path, options: Options) -> None:
         self.case, self.folder, self.options = case, folder, options
-        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.dtype = case.torch_dtype
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.texts = random_texts(case, len(self.tokenizer))
         self.reference = self.sample_in(torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.verify.models import GEOMETRIES as PUBLISHED
 
 Geometry = Callable[[int | None], PretrainedConfig]
@@ -126,6 +128,43 @@ def _new_model(
         model: PreTrainedModel = maker.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to(device)
     return model
+
+
+@dataclass(frozen=True)
+class GeometryCase(FrozenCase):
+    """A case of a model with random weights.
+
+    Attributes:
+        geometry: of `GEOMETRIES`.
+        layers: how many of them the model has here.
+        dtype: of weights and activations; of the optimizer's state too.
+        seed: of all that is random.
+    """
+
+    geometry: str
+    layers: int
+    dtype: str = field(default="bfloat16", kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        found: int = GEOMETRIES[self.geometry](self.layers).vocab_size
+        return found
+
+    def new_base_model(self, device: torch.device) -> PreTrainedModel:
+        """In train mode, always with the same weights; seeds what is drawn after it too."""
+        torch.manual_seed(self.seed)
+        return new_base_model(self.geometry, self.layers, self.torch_dtype, device).train()
+
+    def new_causal_lm(self, device: torch.device) -> PreTrainedModel:
+        """The same with an LM head."""
+        torch.manual_seed(self.seed)
+        return new_causal_lm(self.geometry, self.layers, self.torch_dtype, device).train()
 
 
 def log_normal_lengths(total_tokens: int, mean: float, sigma: float, seed: int) -> list[int]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flexvarlen.bench.suites.model.documents import drawn_lengths, text_lengths
-from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.model.recurrences import (
     convolution_of_fla,
     kernels_of,
@@ -38,43 +38,33 @@ SLOW_S = 6.0
 
 
 @dataclass(frozen=True)
-class HybridCase:
+class HybridCase(GeometryCase):
     """One hybrid model on one set of documents.
 
     Attributes:
         kind: "eager" or "compiled" (layer by layer), on a packed row; "padded", eager, on padded
             batches too; "packings", compiled as a whole, on one packing after another.
-        geometry, layers: as in `ModelCase`.
         tokens: of all documents, padding not counted.
         source: which texts the lengths come from; "" where they are log-normal.
         mean_doc: mean tokens of a log-normal document; None for texts.
         longest_doc: tokens at which a text is cut; None where there are none.
         other_packings: that follow the one that is timed.
         checkpointing: whether the backward computes the layers' insides again.
-        dtype: of weights and activations.
         compiler: a backend of torch.compile; "" where nothing is compiled.
-        seed: of weights, tokens, documents.
     """
 
     kind: Kind
-    geometry: str
-    layers: int
     tokens: int
     source: str
     mean_doc: int | None
     longest_doc: int | None
     other_packings: int
     checkpointing: bool
-    dtype: str
     compiler: str
-    seed: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.geometry}-{self.kind}"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lengths(self, index: int, files: Sequence[Path] | None) -> list[int]:
         """Tokens of each document of one packing; their sum is `tokens`."""
@@ -115,12 +105,10 @@ class HybridSteps(Experiment):
 
     def __init__(self, case: HybridCase, options: Options) -> None:
         self.case, self.options = case, options
-        torch.manual_seed(case.seed)
-        dtype: torch.dtype = getattr(torch, case.dtype)
-        base = new_base_model(case.geometry, case.layers, dtype, options.device).train()
+        base = case.new_base_model(options.device)
         with options.device:
             ids = torch.randint(base.config.vocab_size, (1, case.tokens))
-            grad_output = torch.randn(case.tokens, base.config.hidden_size, dtype=dtype)
+            grad_output = torch.randn(case.tokens, base.config.hidden_size, dtype=base.dtype)
         packings = (case.lengths(i, options.text) for i in range(1 + case.other_packings))
         rows = [PackedBatch(ids, tuple(lengths)) for lengths in packings]
         super().__init__(base, rows, grad_output=grad_output)

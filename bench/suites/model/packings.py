@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from flexvarlen.bench.suites.model.geometries import (
     GEOMETRIES,
+    GeometryCase,
     log_normal_lengths,
-    new_base_model,
 )
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
@@ -59,25 +59,18 @@ VARIANTS = (
 
 
 @dataclass(frozen=True)
-class RowCase:
+class RowCase(GeometryCase):
     """One model, and rows of documents drawn alike."""
 
-    geometry: str
-    layers: int
     tokens: int
     mean_doc: int
-    dtype: str = "bfloat16"
     compiler: str = "inductor"
     sigma: float = 1.0
-    seed: int = 0
     passes: str = "forward+backward"
 
     @property
     def name(self) -> str:
         return f"{self.geometry}-t{self.tokens}-mean{self.mean_doc}"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
     def packing(self, index: int = 0) -> list[int]:
         """Tokens of each document of one packing."""
@@ -88,11 +81,10 @@ def rows_of(
     case: RowCase, device: torch.device, *, other_packings: int = 0
 ) -> tuple[PreTrainedModel, list[PackedBatch], Tensor]:
     """A base model with random weights, the packings of a row, and where the backward starts."""
-    torch.manual_seed(case.seed)
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    base = new_base_model(case.geometry, case.layers, dtype, device).train()
+    base = case.new_base_model(device)
     ids = torch.randint(base.config.vocab_size, (1, case.tokens), device=device)
-    grad_output = torch.randn(case.tokens, base.config.hidden_size, device=device, dtype=dtype)
+    shape = (case.tokens, base.config.hidden_size)
+    grad_output = torch.randn(shape, device=device, dtype=base.dtype)
     rows = [PackedBatch(ids, tuple(case.packing(i))) for i in range(1 + other_packings)]
     return base, rows, grad_output
 
@@ -104,8 +96,7 @@ class Packings(Suite):
 
     def cases(self, options: Options) -> Sequence[RowCase]:
         if options.is_small:
-            how = (options.dtype, options.compiler)
-            return [RowCase("qwen3-tiny", 2, 256, 32, *how)]
+            return [RowCase("qwen3-tiny", 2, 256, 32, options.compiler, dtype=options.dtype)]
         llama = GEOMETRIES["llama-3.2-1b"](None).num_hidden_layers
         return [
             RowCase("qwen3-1.7b", 14, 32_768, 2048),

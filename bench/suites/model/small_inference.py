@@ -8,14 +8,14 @@ another, which is copied into the same tensors: a graph that kept the first is w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -57,24 +57,17 @@ VARIANTS = (
 
 
 @dataclass(frozen=True)
-class SmallCase:
+class SmallCase(GeometryCase):
     """One model in one mode."""
 
     mode: str
-    geometry: str
-    layers: int
     documents: tuple[int, ...] = DOCUMENTS
-    dtype: str = "bfloat16"
     compiler: str = "inductor"
-    seed: int = 0
     passes: str = "forward"
 
     @property
     def name(self) -> str:
         return f"{self.geometry}-{self.mode.replace(' ', '-')}"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self) | {"documents": list(self.documents)}
 
 
 class SmallInference(Suite):
@@ -84,9 +77,11 @@ class SmallInference(Suite):
 
     def cases(self, options: Options) -> Sequence[SmallCase]:
         if options.is_small:
-            how = (options.dtype, options.compiler)
-            return [SmallCase(mode, "qwen3-tiny", 2, (9, 4, 2, 1), *how) for mode in MODES]
-        return [SmallCase(mode, "qwen3-1.7b", 14) for mode in MODES]
+            documents, how = (9, 4, 2, 1), options.compiler
+            case = SmallCase("qwen3-tiny", 2, "", documents, how, dtype=options.dtype)
+        else:
+            case = SmallCase("qwen3-1.7b", 14, "")
+        return [replace(case, mode=mode) for mode in MODES]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         return VARIANTS if options.on_gpu else ("auto", "auto@position_ids", "transformers:sdpa")
@@ -108,9 +103,7 @@ class OneMode:
 
     def __init__(self, case: SmallCase, options: Options) -> None:
         self.case, self.options = case, options
-        torch.manual_seed(case.seed)
-        dtype: torch.dtype = getattr(torch, case.dtype)
-        self.base = new_base_model(case.geometry, case.layers, dtype, options.device).eval()
+        self.base = case.new_base_model(options.device).eval()
         tokens = sum(case.documents)
         ids = torch.randint(self.base.config.vocab_size, (1, tokens), device=options.device)
         packings = (case.documents, case.documents[::-1])

@@ -32,7 +32,7 @@ class TreeInputs(Inputs):
     @classmethod
     def of(cls, case: TreeCase, device: torch.device) -> TreeInputs:
         *heads, head_dim = case.heads
-        dtype, lengths = getattr(torch, case.dtype), case.tree().lengths
+        dtype, lengths = case.torch_dtype, case.tree().lengths
         row = Inputs.random(lengths, (heads[0], heads[1]), head_dim, dtype, device, causal=True)
         return cls(**vars(row), case=case)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
 from flexvarlen.layout.packed_layout import PackedLayout
 
 Kind = Literal["attention", "plain", "eager", "compiled", "memory"]
@@ -62,30 +62,23 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class TreeCase:
-    """A row of equal trees, and the same samples without sharing.
+class TreeCase(GeometryCase):
+    """A row of equal trees, and the same samples without sharing; attention has the model's heads.
 
     Attributes:
         kind: what is measured.
         levels, groups: of `Tree.of`.
         max_row_tokens: tokens of a row of repeated samples at most.
-        geometry, layers: as in `ModelCase`; attention alone has its heads.
-        dtype: of all tensors.
         compiler: a backend of torch.compile; "" where nothing is compiled.
         other_trees: that follow the first one, in a compiled step.
-        seed: of weights and tokens.
     """
 
     kind: Kind
     levels: Shape
     groups: int
     max_row_tokens: int
-    geometry: str
-    layers: int
-    dtype: str
     compiler: str = ""
     other_trees: int = 0
-    seed: int = 0
 
     @property
     def name(self) -> str:
@@ -123,6 +116,5 @@ class TreeCase:
         return [paths[first : first + count] for first in range(0, len(paths), count)]
 
     def data(self) -> dict[str, Any]:
-        levels = [list(level) for level in self.levels]
         sizes = {"samples": self.samples, "tokens": self.tokens, "heads": list(self.heads)}
-        return {**asdict(self), "levels": levels, **sizes}
+        return super().data() | sizes

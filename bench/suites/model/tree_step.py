@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.geometries import new_causal_lm
 from flexvarlen.bench.suites.model.tree_cases import REPEATED, Tree, TreeCase
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
@@ -57,9 +56,7 @@ class TreeSteps:
 
     def __init__(self, case: TreeCase, options: Options) -> None:
         self.case, self.options = case, options
-        torch.manual_seed(case.seed)
-        dtype: torch.dtype = getattr(torch, case.dtype)
-        self.lm = new_causal_lm(case.geometry, case.layers, dtype, options.device).train()
+        self.lm = case.new_causal_lm(options.device)
         self.ids = torch.randint(self.lm.config.vocab_size, (case.tokens,), device=options.device)
         self.trees = [case.tree(index) for index in range(1 + case.other_trees)]
         self.counts = case.tree().counts().to(options.device)  # the same in all trees

@@ -89,9 +89,12 @@ def _case(kind: Kind, levels: Shape, options: Options) -> TreeCase:
     if kind == "memory":
         groups, tokens = 1, sum(map(len, Tree.of(levels, 1).paths()))
     return TreeCase(
-        *(kind, levels, groups, tokens),
         geometry="qwen3-tiny" if small else "qwen3-1.7b",
         layers=2 if small else 14,
+        kind=kind,
+        levels=levels,
+        groups=groups,
+        max_row_tokens=tokens,
         dtype=options.dtype,
         compiler="" if not compiled else options.compiler,
         other_trees=0 if not compiled else 2 if small else OTHER_TREES,

@@ -27,7 +27,6 @@ from flexvarlen.bench.suites.model.cases import (
     split_variant,
     variants_of,
 )
-from flexvarlen.bench.suites.model.geometries import new_causal_lm
 from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
@@ -94,9 +93,7 @@ class Training(Experiment):
 
     def __init__(self, case: ModelCase, options: Options) -> None:
         self.case, self.options = case, options
-        torch.manual_seed(case.seed)
-        dtype: torch.dtype = getattr(torch, case.dtype)
-        lm = new_causal_lm(case.geometry, case.layers, dtype, options.device).train()
+        lm = case.new_causal_lm(options.device)
         ids = torch.randint(lm.config.vocab_size, (1, case.tokens), device=options.device)
         super().__init__(lm, [PackedBatch(ids, tuple(case.lengths(options.text)))])
         if case.checkpointing:

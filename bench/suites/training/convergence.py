@@ -19,7 +19,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import convergence_tables, texts
 from flexvarlen.bench.suites.training.batches import Inputs, pack, pad
@@ -54,7 +55,7 @@ MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class ConvergenceCase:
+class ConvergenceCase(FrozenCase):
     """One initialisation and one order of the documents.
 
     Attributes:
@@ -77,9 +78,6 @@ class ConvergenceCase:
     @property
     def name(self) -> str:
         return f"{self.steps}-steps-seed{self.seed}"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
     def new_model(self, device: torch.device) -> PreTrainedModel:
         """In train mode, with the seed's initial parameters."""

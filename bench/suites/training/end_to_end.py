@@ -21,7 +21,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.model.utilisation import (
     peak_tflops,
     step_tflop,
@@ -80,7 +80,7 @@ ATTENTION = (
 
 
 @dataclass(frozen=True)
-class TrainerCase:
+class TrainerCase(GeometryCase):
     """One model on the same documents, eager or compiled.
 
     Attributes:
@@ -89,37 +89,29 @@ class TrainerCase:
         warmup, steps: before the clock, and timed.
     """
 
-    mode: str
     geometry: str = "qwen3-1.7b"
     layers: int = 28
+    mode: str = "eager"
     tokens: int = 32_768
     longest: int = 8192
     warmup: int = 3
     steps: int = 10
     checkpointing: bool = True
-    dtype: str = "bfloat16"
-    seed: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.geometry}-{self.mode}"
 
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
-
     def documents(self) -> list[list[Document]]:
         """Of each step."""
-        vocab_size = GEOMETRIES[self.geometry](self.layers).vocab_size
-        topics = texts.topic_ids(vocab_size, self.longest)
+        topics = texts.topic_ids(self.vocab_size, self.longest)
         return texts.full_rows(topics, self.tokens, self.warmup + self.steps, self.seed)
 
     def new_model(self, device: torch.device) -> PreTrainedModel:
         """In train mode, always with the same weights."""
-        torch.manual_seed(self.seed)
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        model = new_causal_lm(self.geometry, self.layers, dtype, device)
+        model = self.new_causal_lm(device)
         model.config.use_cache = False  # transformers' own would leak in train mode
-        return model.train()
+        return model
 
 
 class EndToEnd(Suite):
@@ -128,7 +120,7 @@ class EndToEnd(Suite):
     name: ClassVar[str] = "end-to-end"
 
     def cases(self, options: Options) -> Sequence[Case]:
-        case = TrainerCase("eager")
+        case = TrainerCase()
         if options.quick:
             small: dict[str, Any] = {
                 "geometry": "qwen3-tiny",
@@ -170,7 +162,7 @@ class _TrainerCase:
 
     def __init__(self, case: TrainerCase, options: Options) -> None:
         self.case, self.options, self.device = case, options, options.device
-        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.dtype = case.torch_dtype
         self.steps = case.documents()
         new_model = partial(case.new_model, self.device)
         self.first = first_step_alone(new_model, self.steps[0], dtype=self.dtype)

@@ -76,16 +76,18 @@ KNOWN = (*PADDED, "auto", *fv.BACKENDS)
 REPEATS = 11
 
 CASES = (
-    PreferenceCase("dpo", "dpo"),
-    PreferenceCase("dpo-4096", "dpo", samples=2, prompt=4096),  # logits of a token: 152K
-    PreferenceCase("grpo", "grpo", samples=16),
-    PreferenceCase("grpo-16", "grpo", samples=16, group=16),
-    PreferenceCase("grpo-4096", "grpo", samples=16, prompt=4096),
-    PreferenceCase("grpo-4096-16", "grpo", samples=16, group=16, prompt=4096),
-    PreferenceCase("reward", "reward"),
-    PreferenceCase("classification", "classification", prompt=0, shortest=0, longest=4096),
+    PreferenceCase(name="dpo", task="dpo"),
+    PreferenceCase(name="dpo-4096", task="dpo", samples=2, prompt=4096),  # logits of a token: 152K
+    PreferenceCase(name="grpo", task="grpo", samples=16),
+    PreferenceCase(name="grpo-16", task="grpo", samples=16, group=16),
+    PreferenceCase(name="grpo-4096", task="grpo", samples=16, prompt=4096),
+    PreferenceCase(name="grpo-4096-16", task="grpo", samples=16, group=16, prompt=4096),
+    PreferenceCase(name="reward", task="reward"),
+    PreferenceCase(
+        name="classification", task="classification", prompt=0, shortest=0, longest=4096
+    ),
     # Compiling takes longer than all else: few layers.
-    PreferenceCase("dpo-compiled", "dpo", mode="compiled", layers=2, batches=5),
+    PreferenceCase(name="dpo-compiled", task="dpo", mode="compiled", layers=2, batches=5),
 )
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
 
@@ -144,7 +146,7 @@ class _Run:
         self.case, self.options, self.device = case, options, options.device
         self.folder = folder
         self.task: Task = TASKS[case.task]
-        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.dtype = case.torch_dtype
         self.models = [
             self.task.new_model(case.geometry, case.layers, self.dtype, self.device, case.seed)
             for _ in range(1 + self.task.has_reference)

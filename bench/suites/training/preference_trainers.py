@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
 from flexvarlen.bench.suites.training import texts
 
 Batch = dict[str, Any]
@@ -34,8 +34,8 @@ KINDS = 3
 """Labels of a text in classification."""
 
 
-@dataclass(frozen=True)
-class PreferenceCase:
+@dataclass(frozen=True, kw_only=True)
+class PreferenceCase(GeometryCase):
     """One trainer, model and batch.
 
     Attributes:
@@ -47,11 +47,11 @@ class PreferenceCase:
         step: what is timed.
     """
 
+    geometry: str = "qwen3-1.7b"
+    layers: int = 14
     name: str
     task: str
     mode: str = "eager"
-    geometry: str = "qwen3-1.7b"
-    layers: int = 14
     prompt: int = 1024
     shortest: int = 128
     longest: int = 768
@@ -59,11 +59,9 @@ class PreferenceCase:
     group: int = 8
     batches: int = 1
     step: str = "forward, backward, AdamW"
-    dtype: str = "bfloat16"
-    seed: int = 0
 
     def data(self) -> dict[str, Any]:
-        return {field: value for field, value in asdict(self).items() if field != "name"}
+        return {field: value for field, value in super().data().items() if field != "name"}
 
 
 class Draws:
@@ -71,7 +69,7 @@ class Draws:
 
     def __init__(self, case: PreferenceCase) -> None:
         self.case, self.rng = case, random.Random(case.seed)
-        self.vocab_size = GEOMETRIES[case.geometry](case.layers).vocab_size
+        self.vocab_size = case.vocab_size
 
     def prompt(self) -> list[int]:
         return self._tokens(self.case.prompt)

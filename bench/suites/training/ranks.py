@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_causal_lm
 from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase, TrainingCase
@@ -31,18 +30,12 @@ ModelCase = TrainingCase | SequenceCase
 
 def rows_of(case: ModelCase, count: int) -> list[list[Document]]:
     """Packed rows of the help topics."""
-    vocab_size = GEOMETRIES[case.geometry](case.layers).vocab_size
-    return texts.full_rows(texts.topic_ids(vocab_size, case.tokens), case.tokens, count, case.seed)
-
-
-def new_model(case: ModelCase, device: torch.device) -> PreTrainedModel:
-    """In train mode, the same weights on each rank."""
-    torch.manual_seed(case.seed)
-    return new_causal_lm(case.geometry, case.layers, getattr(torch, case.dtype), device).train()
+    topics = texts.topic_ids(case.vocab_size, case.tokens)
+    return texts.full_rows(topics, case.tokens, count, case.seed)
 
 
 def patched_model(case: ModelCase, device: torch.device, **options: Any) -> PreTrainedModel:
-    model = new_model(case, device)
+    model = case.new_causal_lm(device)
     fv.patch_model(model, case.backend, **options)
     if case.checkpointing:
         checkpoint_layers(model)
@@ -56,7 +49,7 @@ def attends(
     if case.backend != "auto":
         return case.backend
     layout = batch["packed_layout"].to(device)
-    return taken_by_auto(model, layout, getattr(torch, case.dtype))
+    return taken_by_auto(model, layout, case.torch_dtype)
 
 
 def data_parallel(model: nn.Module, device: torch.device) -> DistributedDataParallel:

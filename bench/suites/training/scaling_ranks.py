@@ -17,13 +17,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from flexvarlen.bench.suites import FrozenCase
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.training import scaling_ranks_tables as tables
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
@@ -36,20 +38,17 @@ LIMIT_S = 1800.0
 
 
 @dataclass(frozen=True)
-class RanksCase:
+class RanksCase(FrozenCase):
     """What all three kinds of case have."""
 
-    ranks: int
+    ranks: int = 1
     backend: str = "auto"
     dtype: str = "bfloat16"
     seed: int = 0
 
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class TrainingCase(RanksCase):
+class TrainingCase(RanksCase, GeometryCase):
     """A packed row for each rank and step.
 
     Attributes:
@@ -58,10 +57,10 @@ class TrainingCase(RanksCase):
         tokens: of a row.
     """
 
-    order: str = "shuffled"
-    timed_rows: int = 32
     geometry: str = "qwen3-1.7b"
     layers: int = 28
+    order: str = "shuffled"
+    timed_rows: int = 32
     tokens: int = 32_768
     warmup: int = 3
     checkpointing: bool = True
@@ -91,7 +90,7 @@ class UlyssesCase(RanksCase):
 
 
 @dataclass(frozen=True)
-class SequenceCase(RanksCase):
+class SequenceCase(RanksCase, GeometryCase):
     """A whole model trained on one document over all ranks.
 
     Attributes:
@@ -126,7 +125,7 @@ class ScalingRanks(Suite):
     name: ClassVar[str] = "scaling-ranks"
 
     def cases(self, options: Options) -> Sequence[Case]:
-        training, ulysses, sequence = TrainingCase(1), UlyssesCase(2), SequenceCase(1)
+        training, ulysses, sequence = TrainingCase(), UlyssesCase(ranks=2), SequenceCase()
         if options.quick:
             tiny: dict[str, Any] = {"dtype": "float32", "backend": "sdpa"}
             model = {**tiny, "geometry": "qwen3-tiny", "layers": 2, "tokens": 96}

@@ -18,7 +18,6 @@ from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
     largest,
-    new_model,
     new_optimizer,
     patched_model,
     rows_of,
@@ -36,7 +35,7 @@ def measure_sequence(case: SequenceCase, device: torch.device) -> Measured:
     (row,) = rows_of(case, 1)
     tokens = [token for ids in row for token in ids]
     document = (tokens * (case.document // len(tokens) + 1))[: case.document]
-    first = first_step_alone(lambda: new_model(case, device), row, dtype=getattr(torch, case.dtype))
+    first = first_step_alone(lambda: case.new_causal_lm(device), row, dtype=case.torch_dtype)
     model = patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
     loss_of = _sequence_loss(data_parallel(model, device), case, device)
     measures, reason = check_first_step(first, model, float(loss_of(row)))
