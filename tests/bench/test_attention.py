@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import groupby
 
 import pytest
 import torch
 
 from flexvarlen.bench.suites import suite_of
 from flexvarlen.bench.suites.attention import engine
-from flexvarlen.bench.suites.attention.engine import Expected, measure_attention
-from flexvarlen.bench.suites.attention.inputs import Inputs, serial
+from flexvarlen.bench.suites.attention.engine import measure_attention
+from flexvarlen.bench.suites.attention.inputs import Expected, Inputs, serial
 from flexvarlen.bench.suites.attention.kernels import Kernels
-from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS
 from flexvarlen.bench.suites.attention.packed import ours, sdpa_of_one
 from flexvarlen.bench.suites.attention.padded import FIXED, SDPA, Padding, sdpa
 from flexvarlen.bench.suites.attention.padding import PaddingCase
@@ -210,13 +210,10 @@ def test_the_kernel_that_sdpa_ran_is_noted_and_a_refusal_has_its_reason():
 # --- cases and records ---------------------------------------------------------------------------
 
 
-def test_the_shown_cells_are_part_of_the_grid_and_come_first():
-    shown, grid = set(SUBSETS["readme"]()), SUBSETS["grid"]()
-    assert shown < set(grid)
-    assert 35 <= len(shown) <= 45
-    names = [case.name for case in Kernels().cases(Options(CPU))]
-    assert len(set(names)) == len(names) == len(grid)
-    assert all(name.startswith("readme/") for name in names[: len(shown)])
+def test_cells_of_one_kind_follow_one_another():
+    cells = Kernels().cases(Options(CPU))
+    assert len({cell.name for cell in cells}) == len(cells) == 41
+    assert len([kind for kind, _ in groupby(cells, key=lambda cell: cell.kind)]) == 5
 
 
 def test_the_study_and_the_pull_request_have_their_documents():

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.attention.engine import Expected
-from flexvarlen.bench.suites.attention.inputs import serial
+from flexvarlen.bench.suites.attention.inputs import Expected, serial
 from flexvarlen.bench.suites.attention.packed import ours
 from flexvarlen.bench.suites.model.tree_attention import TreeInputs, both_passes
 from flexvarlen.bench.suites.model.tree_cases import STEPS, Tree

@@ -4,7 +4,7 @@
 |---|---|
 | `engine.py` | `measure_attention`: checks, then times the variants of one computation |
 | `inputs.py`, `packed.py`, `padded.py` | the tensors; variants on a packed row, on a padded batch |
-| `kernels.py`, `kernels_cells.py` | suite `kernels`: each backend beside the kernel that it wraps |
+| `kernels.py` | suite `kernels`: each backend beside the kernel that it wraps |
 | `equal_documents.py` | suites `scaling` and `sdpa-backends` |
 | `varlen_study.py`, `padding.py`, `host_time.py` | the suites of these names |
 | `tables.py` | their tables |

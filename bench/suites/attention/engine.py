@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import gc
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 
-from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared
+from flexvarlen.bench.suites.attention.inputs import (
+    AttentionCase,
+    Expected,
+    Inputs,
+    Prepare,
+    Prepared,
+)
 from flexvarlen.bench.suites.attention.packed import forget_compiled
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device
-from flexvarlen.reference.acceptance import Error, largest, why_apart
-from flexvarlen.reference.attention import GRADIENTS, Results
-from flexvarlen.report.records import Status, one_line
+from flexvarlen.reference.attention import Results
+from flexvarlen.report.records import Record, Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
-from flexvarlen.runner.suite import DeviceLost, Finding, Options
+from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, choose
 
 PASSES = ("forward", "backward")
 MOST_REPEATS, FEWEST_REPEATS = 30, 5
@@ -74,47 +81,41 @@ def measure_attention(
         return [run.found[variant, pass_] for variant in calls for pass_ in PASSES]
 
 
+class AttentionSuite(Suite):
+    """A suite of one attention, on cases that make its tensors.
+
+    Attributes:
+        peak, repeats: as in `measure_attention`.
+    """
+
+    peak: ClassVar[bool] = False
+    repeats: ClassVar[int] = MOST_REPEATS
+
+    @abstractmethod
+    def calls(self, case: Case) -> Mapping[str, Prepare]:
+        """What prepares each variant that there is."""
+
+    @abstractmethod
+    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        """The figures of a GPU's records."""
+
+    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+        assert isinstance(case, AttentionCase)
+        calls = choose(variants, self.calls(case))
+        try:
+            inputs = case.inputs(options.device)
+        except torch.OutOfMemoryError as error:
+            return findings_of_all(variants, "oom", one_line(error))
+        return measure_attention(inputs, calls, options, peak=self.peak, repeats=self.repeats)
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        own = [r for r in records if r.environment.get("gpu")]
+        return self.draw(own, folder) if own else []
+
+
 def findings_of_all(variants: Iterable[str], status: Status, reason: str) -> list[Finding]:
     """The same finding for every variant and pass."""
     return [Finding(x, status, reason, pass_=pass_) for x in variants for pass_ in PASSES]
-
-
-class Expected:
-    """What the results of a row must be close to."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.samples = inputs.samples()
-        self.plain = inputs.alone(inputs.q.dtype).named()
-        self.baseline = {
-            name: largest([sample.baseline[name].relative for sample in self.samples])
-            for name in ("out", *GRADIENTS)
-        }
-
-    def errors(self, found: Results) -> dict[str, float]:
-        """`error_*` and `baseline_error_*`: relative errors, the worst sample's."""
-        measures = {}
-        errors = [sample.errors(found) for sample in self.samples]
-        for name in found.named():
-            measures[f"error_{name}"] = largest([x[name].relative for x in errors])
-            measures[f"baseline_error_{name}"] = self.baseline[name]
-        return measures
-
-    def why_wrong(self, found: Results) -> str | None:
-        """The sentence that says what is wrong, or None."""
-        for sample in self.samples:
-            if (reason := sample.why_wrong(found)) is not None:
-                return reason
-        for name, x in found.named().items():  # of the documents that are not sampled
-            reason = why_apart(
-                f"{name} of the whole row",
-                Error.between(x, self.plain[name]).relative,
-                self.baseline[name],
-                x.dtype,
-                gradient=name in GRADIENTS,
-            )
-            if reason is not None:
-                return reason
-        return None
 
 
 @dataclass

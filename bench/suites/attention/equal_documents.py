@@ -9,9 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from flexvarlen.bench.suites import FrozenCase
-from flexvarlen.bench.suites.attention.engine import findings_of_all, measure_attention
-from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare
+from flexvarlen.bench.suites.attention.engine import AttentionSuite
+from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs, Prepare
 from flexvarlen.bench.suites.attention.packed import ON_CPU, packed_calls, packed_variants
 from flexvarlen.bench.suites.attention.padded import FIXED, SDPA
 from flexvarlen.bench.suites.attention.tables import (
@@ -26,15 +25,15 @@ from flexvarlen.bench.suites.attention.tables import (
     times_section,
 )
 from flexvarlen.report.figure import LEGEND, chart, lines, save
-from flexvarlen.report.records import Record, one_line, provenance
+from flexvarlen.report.records import Record, provenance
 from flexvarlen.report.table import Column
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
+from flexvarlen.runner.suite import Case, Options
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 
 
 @dataclass(frozen=True)
-class EqualDocuments(FrozenCase):
+class EqualDocuments(AttentionCase):
     """`batch` documents of `tokens` tokens each."""
 
     tokens: int
@@ -54,28 +53,22 @@ class EqualDocuments(FrozenCase):
         mask = "causal" if self.causal else "full"
         return f"{self.dtype}-d{self.head_dim}-{mask}-{self.batch}x{self.tokens}"
 
+    def inputs(self, device: torch.device) -> Inputs:
+        heads, lengths = (self.num_heads, self.num_heads), (self.tokens,) * self.batch
+        dtype = getattr(torch, self.dtype)
+        return Inputs.random(lengths, heads, self.head_dim, dtype, device, self.causal)
 
-class _EqualDocuments(Suite):
+
+class _EqualDocuments(AttentionSuite):
     """Padded and packed variants of one attention."""
 
     padded: ClassVar[Mapping[str, Prepare]]
-    peak: ClassVar[bool] = False
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         return [*self.padded, *packed_variants(on_gpu=options.on_gpu)]
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, EqualDocuments)
-        calls = choose(variants, {**self.padded, **packed_calls()})
-        shape, lengths = (case.num_heads, case.num_heads), (case.tokens,) * case.batch
-        dtype = getattr(torch, case.dtype)
-        try:
-            inputs = Inputs.random(
-                lengths, shape, case.head_dim, dtype, options.device, case.causal
-            )
-        except torch.OutOfMemoryError as error:
-            return findings_of_all(variants, "oom", one_line(error))
-        return measure_attention(inputs, calls, options, peak=self.peak)
+    def calls(self, case: Case) -> Mapping[str, Prepare]:
+        return {**self.padded, **packed_calls()}
 
 
 # --- scaling -------------------------------------------------------------------------------------
@@ -114,15 +107,14 @@ class Scaling(_EqualDocuments):
             kept=lambda name: name in (*SCALED, "fixed:fa3", *ON_CPU),
         )
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         own = _lines(records, dtype="bfloat16", causal=True, batch=8)
         return [draw_scaling(own, folder)] if own else []
 
 
 def _lines(records: Sequence[Record], **case: object) -> list[Measured]:
-    """The passes of the GPU's cases with these fields, by tokens."""
-    own = [r for r in records if r.environment.get("gpu")]
-    found = [x for x in measured(own) if case.items() <= x.case.items()]
+    """The passes of the cases with these fields, by tokens."""
+    found = [x for x in measured(records) if case.items() <= x.case.items()]
     return sorted(found, key=lambda x: x.case["tokens"])
 
 
@@ -222,7 +214,7 @@ class SdpaBackends(_EqualDocuments):
             kept=lambda name: name in (*self.padded, "fa2", "fa3", *ON_CPU),
         )
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         own = _lines(records, head_dim=128, causal=True)
         return [draw_sdpa(own, folder)] if own else []
 

@@ -1,5 +1,7 @@
 """`Inputs`: the tensors that all variants of a case share; `Prepared`: the call of a variant.
 
+`Expected` is what its results must be close to.
+
 Shapes: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
 
@@ -13,7 +15,16 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.reference.attention import Results, Sample, attend_alone, samples, spans_of
+from flexvarlen.bench.suites import FrozenCase
+from flexvarlen.reference.acceptance import Error, largest, why_apart
+from flexvarlen.reference.attention import (
+    GRADIENTS,
+    Results,
+    Sample,
+    attend_alone,
+    samples,
+    spans_of,
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,53 @@ class Inputs:
             )
             for start, end in spans_of(self.lengths)
         ]
+
+
+class Expected:
+    """What the results of a row must be close to."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.samples = inputs.samples()
+        self.plain = inputs.alone(inputs.q.dtype).named()
+        self.baseline = {
+            name: largest([sample.baseline[name].relative for sample in self.samples])
+            for name in ("out", *GRADIENTS)
+        }
+
+    def errors(self, found: Results) -> dict[str, float]:
+        """`error_*` and `baseline_error_*`: relative errors, the worst sample's."""
+        measures = {}
+        errors = [sample.errors(found) for sample in self.samples]
+        for name in found.named():
+            measures[f"error_{name}"] = largest([x[name].relative for x in errors])
+            measures[f"baseline_error_{name}"] = self.baseline[name]
+        return measures
+
+    def why_wrong(self, found: Results) -> str | None:
+        """The sentence that says what is wrong, or None."""
+        for sample in self.samples:
+            if (reason := sample.why_wrong(found)) is not None:
+                return reason
+        for name, x in found.named().items():  # of the documents that are not sampled
+            reason = why_apart(
+                f"{name} of the whole row",
+                Error.between(x, self.plain[name]).relative,
+                self.baseline[name],
+                x.dtype,
+                gradient=name in GRADIENTS,
+            )
+            if reason is not None:
+                return reason
+        return None
+
+
+@dataclass(frozen=True)
+class AttentionCase(FrozenCase):
+    """A case of one attention."""
+
+    def inputs(self, device: torch.device) -> Inputs:
+        """Its tensors."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from flexvarlen.attention.auto.table import read_cases
 from flexvarlen.attention.backends.registry import BACKENDS
 from flexvarlen.bench.kernel_table import CAPABILITIES, sentences, table_of
-from flexvarlen.bench.suites.attention.engine import PASSES, findings_of_all, measure_attention
-from flexvarlen.bench.suites.attention.inputs import Inputs
-from flexvarlen.bench.suites.attention.kernels_cells import SUBSETS, Cell, quick
+from flexvarlen.bench.suites.attention.engine import PASSES, AttentionSuite
+from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs, Prepare
 from flexvarlen.bench.suites.attention.packed import ON_CPU, RAW, RAW_PREFIX, packed_calls
 from flexvarlen.bench.suites.attention.tables import (
     PACKAGES,
@@ -23,77 +22,178 @@ from flexvarlen.bench.suites.attention.tables import (
     times_table,
     where,
 )
+from flexvarlen.bench.suites.model.documents import drawn_lengths
 from flexvarlen.report.figure import chart, lines, save
-from flexvarlen.report.records import Record, by_machine, one_line, provenance
+from flexvarlen.report.records import Record, by_machine, provenance
 from flexvarlen.report.table import Column, Table
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
+from flexvarlen.runner.suite import Case, Options
+
+Documents = Literal["uniform", "log-normal", "short"]
+
+# Of the documents. Seed 0 draws one so long that the smallest rows hold nothing else, seed 1 one in
+# twenty thousand; the squares of these lengths sum to about what is expected.
+SEED = 6
+UNIFORM_MEAN = 2048
+SHORTEST, LONGEST = 32, 128  # of the documents "short"
+
+TOKENS = (256, 1024, 4096, 8192, 32_768, 131_072)
+DOCUMENTS: tuple[tuple[Documents, int], ...] = (
+    ("uniform", UNIFORM_MEAN),
+    ("log-normal", 500),
+    ("log-normal", 2048),
+    ("log-normal", 16_384),
+    ("short", (SHORTEST + LONGEST) // 2),
+)
+"""Kinds of documents, and their mean length in tokens."""
 
 SLACK, OVERHEAD_MS = 1.02, 0.010  # what a backend may take more than the raw kernel
 DRAWN: dict[str, Any] = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8, "causal": True}
 
 
-@dataclass(frozen=True)
-class KernelCase:
-    """A cell of the grid; `subset` begins its name."""
+# --- cells ---------------------------------------------------------------------------------------
 
-    cell: Cell
-    subset: str
+
+@dataclass(frozen=True)
+class Cell(AttentionCase):
+    """One shape of attention over one packed row; a run measures every variant on it."""
+
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    dtype: str
+    causal: bool
+    tokens: int
+    documents: Documents
+    mean_doc: int
+    seed: int = SEED
+
+    @classmethod
+    def of(cls, case: dict[str, Any]) -> Cell:
+        """The cell of a record's case."""
+        return cls(**{field.name: case[field.name] for field in fields(cls)})
 
     @property
     def name(self) -> str:
-        return f"{self.subset}/{self.cell.name}"
+        """For `--cases` and the log.
 
-    def data(self) -> dict[str, Any]:
-        return self.cell.data()
+        >>> Cell(128, 32, 8, "bfloat16", True, 8192, "log-normal", 500).name
+        'd128-h32x8-causal-t8192-log-normal500'
+        """
+        mask = "causal" if self.causal else "full"
+        mean = self.mean_doc if self.documents == "log-normal" else ""
+        heads = f"h{self.num_heads}x{self.num_kv_heads}"
+        return f"d{self.head_dim}-{heads}-{mask}-t{self.tokens}-{self.documents}{mean}"
+
+    @property
+    def kind(self) -> tuple[int, int, int, bool]:
+        """What kernels are compiled for: cells of one kind follow one another."""
+        return self.head_dim, self.num_heads, self.num_kv_heads, self.causal
+
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document; the last one is cut to fit."""
+        if self.documents != "short":
+            return tuple(drawn_lengths(self.tokens, self.documents, self.mean_doc, self.seed))
+        generator = torch.Generator().manual_seed(self.seed)
+        lengths: list[int] = []
+        left = self.tokens
+        while left > 0:
+            drawn = int(torch.randint(SHORTEST, LONGEST + 1, (), generator=generator))
+            lengths.append(min(left, drawn))
+            left -= lengths[-1]
+        return tuple(lengths)
+
+    def inputs(self, device: torch.device) -> Inputs:
+        heads, dtype = (self.num_heads, self.num_kv_heads), getattr(torch, self.dtype)
+        lengths = self.lengths()
+        return Inputs.random(lengths, heads, self.head_dim, dtype, device, self.causal, self.seed)
 
 
-class Kernels(Suite):
-    """The grid: first the cells that the documentation shows."""
+def cells_of(
+    head_dim: int,
+    heads: tuple[int, int],
+    causal: bool,
+    tokens: Sequence[int],
+    documents: Sequence[tuple[Documents, int]] = DOCUMENTS,
+    dtype: str = "bfloat16",
+) -> Iterator[Cell]:
+    """The cells of one kind; none whose documents are those of another, or one alone by chance."""
+    for total in tokens:
+        seen = set()
+        for name, mean in documents:
+            cell = Cell(head_dim, *heads, dtype, causal, total, name, mean)
+            collapsed = name == "log-normal" and (mean >= total or len(cell.lengths()) == 1)
+            if not collapsed and cell.lengths() not in seen:
+                seen.add(cell.lengths())
+                yield cell
+
+
+def all_cells() -> list[Cell]:
+    """All of the commonest kind, and samples of four others.
+
+    The other head_dim, no causal mask, no grouped queries, and all three at once.
+    """
+    uniform, mean_500, mean_2k, mean_16k, short = DOCUMENTS
+    found = list(cells_of(128, (32, 8), True, TOKENS))
+    for head_dim, heads, causal, tokens, documents in (
+        (64, (32, 8), True, 256, [uniform]),
+        (64, (32, 8), True, 1024, [mean_500]),
+        (64, (32, 8), True, 8192, [mean_500, mean_2k]),
+        (64, (32, 8), True, 32_768, [mean_2k, short]),
+        (64, (32, 8), True, 131_072, [mean_16k]),
+        (128, (32, 8), False, 1024, [uniform]),
+        (128, (32, 8), False, 8192, [mean_500]),
+        (128, (32, 8), False, 32_768, [mean_2k, short]),
+        (128, (32, 8), False, 131_072, [uniform]),
+        (128, (16, 16), True, 32_768, [uniform, mean_2k, short]),
+        (64, (16, 16), False, 8192, [uniform, mean_500, short]),
+    ):
+        found += cells_of(head_dim, heads, causal, [tokens], documents)
+    return found
+
+
+def quick_cells(dtype: str) -> list[Cell]:
+    """Small cells, of a head_dim that every kernel has."""
+    kinds: tuple[tuple[Documents, int], ...] = (("uniform", 64), ("log-normal", 48), ("short", 80))
+    return [
+        *cells_of(64, (4, 2), True, (128,), kinds[:1], dtype),
+        *cells_of(64, (4, 2), True, (256,), kinds[1:], dtype),
+        *cells_of(64, (2, 2), False, (256,), kinds[:1], dtype),
+    ]
+
+
+# --- the suite -----------------------------------------------------------------------------------
+
+
+class Kernels(AttentionSuite):
+    """Every backend, and the kernel that it wraps, on each cell."""
 
     name: ClassVar[str] = "kernels"
 
     def cases(self, options: Options) -> Sequence[Case]:
+        cells = all_cells()
         if options.quick:
-            return _cases("quick", quick("bfloat16" if options.on_gpu else "float32"))
-        shown = SUBSETS["readme"]()
-        rest = [cell for cell in SUBSETS["grid"]() if cell not in set(shown)]
-        return [*_cases("readme", shown), *_cases("grid", rest)]
+            cells = quick_cells("bfloat16" if options.on_gpu else "float32")
+        # Those of one kind together, which share kernels, and small ones first.
+        kinds = list(dict.fromkeys(cell.kind for cell in cells))
+        return sorted(cells, key=lambda cell: (kinds.index(cell.kind), cell.tokens))
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, KernelCase)
         names = [x for x in (*BACKENDS, "auto") if options.on_gpu == (x not in ON_CPU)]
         if options.on_gpu:
             return [x for name in names for x in (name, RAW_PREFIX + name)[: 1 + (name in RAW)]]
         return [*ON_CPU, "auto"]
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, KernelCase)
-        cell, calls = case.cell, choose(variants, packed_calls())
-        heads, dtype = (cell.num_heads, cell.num_kv_heads), getattr(torch, cell.dtype)
-        try:
-            inputs = Inputs.random(
-                cell.lengths(), heads, cell.head_dim, dtype, options.device, cell.causal, cell.seed
-            )
-        except torch.OutOfMemoryError as error:
-            return findings_of_all(variants, "oom", one_line(error))
-        return measure_attention(inputs, calls, options)
+    def calls(self, case: Case) -> Mapping[str, Prepare]:
+        return packed_calls()
 
     def section(self, records: Sequence[Record]) -> str:
         return "\n\n".join(_machine(own) for own in by_machine(records))
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        own = [r for r in records if r.environment.get("gpu")]
-        return [draw(own, folder)] if own else []
+    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        return [draw(records, folder)]
 
 
 SUITE = Kernels()
-
-
-def _cases(subset: str, cells: list[Cell]) -> list[KernelCase]:
-    """Those of one kind together, which share kernels, and small ones first."""
-    kinds = list(dict.fromkeys(cell.kind for cell in cells))
-    cells = sorted(cells, key=lambda cell: (kinds.index(cell.kind), cell.tokens))
-    return [KernelCase(cell, subset) for cell in cells]
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -131,10 +231,8 @@ def both_passes(records: Sequence[Record]) -> list[CellTimes]:
 
 def _machine(records: Sequence[Record]) -> str:
     cells = both_passes(records)
-    shown = set(SUBSETS["readme"]())
-    own = [x for x in cells if x.cell in shown] or cells
     overhead = _overhead(cells)
-    parts = [_times(own, where(records)).markdown(), _auto(records)]
+    parts = [_times(cells, where(records)).markdown(), _auto(records)]
     return "\n\n".join([*filter(None, parts), *[overhead.markdown()] * bool(overhead.lines)])
 
 

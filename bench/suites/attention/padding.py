@@ -9,7 +9,7 @@ results are right, and timed, on documents of full length or under a causal mask
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from flexvarlen.bench.suites import FrozenCase
-from flexvarlen.bench.suites.attention.engine import findings_of_all, measure_attention
-from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare
+from flexvarlen.bench.suites.attention.engine import AttentionSuite
+from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs, Prepare
 from flexvarlen.bench.suites.attention.packed import packed_calls, packed_variants
 from flexvarlen.bench.suites.attention.padded import sdpa
 from flexvarlen.bench.suites.attention.tables import (
@@ -32,18 +31,17 @@ from flexvarlen.bench.suites.attention.tables import (
     times_section,
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, one_line, provenance
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
+from flexvarlen.report.records import Record, provenance
+from flexvarlen.runner.suite import Case, Options
 
 Documents = Literal["multiples", "log-normal", "full-length"]
 
 STEP, SEED, SIGMA = 64, 42, 1.0
-RUNS = 100
 MASKED, UNMASKED = "padded:masked", "padded:unmasked"
 
 
 @dataclass(frozen=True)
-class PaddingCase(FrozenCase):
+class PaddingCase(AttentionCase):
     """Some documents, each padded to `max_length` tokens, or all in one row."""
 
     documents: Documents
@@ -82,6 +80,11 @@ class PaddingCase(FrozenCase):
         sparsity = round(1 - tokens / (self.batch * self.max_length), 4)
         return super().data() | {"tokens": tokens, "sparsity": sparsity}
 
+    def inputs(self, device: torch.device) -> Inputs:
+        heads, dtype = (self.num_heads, self.num_heads), getattr(torch, self.dtype)
+        head_dim = self.embedding // self.num_heads
+        return Inputs.random(self.lengths(), heads, head_dim, dtype, device, self.causal, self.seed)
+
     def calls(self) -> dict[str, Prepare]:
         """What can be called on these documents; SDPA without a mask where that is right."""
         padded: dict[str, Prepare] = {MASKED: partial(sdpa, masked=True, length=self.max_length)}
@@ -90,10 +93,11 @@ class PaddingCase(FrozenCase):
         return padded | packed_calls()
 
 
-class Padding(Suite):
+class Padding(AttentionSuite):
     """Packed against padded."""
 
     name: ClassVar[str] = "padding"
+    repeats: ClassVar[int] = 100
 
     def cases(self, options: Options) -> Sequence[Case]:
         if options.quick or not options.on_gpu:
@@ -107,18 +111,9 @@ class Padding(Suite):
         raw = ["raw:varlen", "raw:nested"] if options.on_gpu else []
         return [*padded, *raw, *packed_variants(on_gpu=options.on_gpu)]
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+    def calls(self, case: Case) -> Mapping[str, Prepare]:
         assert isinstance(case, PaddingCase)
-        heads, head_dim = (case.num_heads,) * 2, case.embedding // case.num_heads
-        dtype = getattr(torch, case.dtype)
-        try:
-            inputs = Inputs.random(
-                case.lengths(), heads, head_dim, dtype, options.device, case.causal, case.seed
-            )
-        except torch.OutOfMemoryError as error:
-            return findings_of_all(variants, "oom", one_line(error))
-        calls = choose(variants, case.calls())
-        return measure_attention(inputs, calls, options, repeats=RUNS)
+        return case.calls()
 
     def section(self, records: Sequence[Record]) -> str:
         columns = [
@@ -139,9 +134,8 @@ class Padding(Suite):
             sort=lambda x: (x.case["part"], x.case["causal"], x.case["documents"]),
         )
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        own = [r for r in records if r.environment.get("gpu")]
-        return [draw(own, folder)] if own else []
+    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        return [draw(records, folder)]
 
 
 SUITE = Padding()

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexvarlen.bench.suites import FrozenCase
-from flexvarlen.bench.suites.attention.engine import findings_of_all, measure_attention
-from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, serial
+from flexvarlen.bench.suites.attention.engine import AttentionSuite
+from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs, Prepare, serial
 from flexvarlen.bench.suites.attention.packed import (
     ON_CPU,
     RAW,
@@ -33,8 +32,8 @@ from flexvarlen.bench.suites.attention.tables import (
     times_section,
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, one_line, provenance
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, choose
+from flexvarlen.report.records import Record, provenance
+from flexvarlen.runner.suite import Case, Options
 from flexvarlen.verify.experiment.operator_cases import PACKINGS, packing_name
 
 SERIAL = "@serial"
@@ -45,7 +44,7 @@ SHOWN = (FA2, VARLEN, "fa2", "varlen", "fa3", "fa4", "flex", *ON_CPU)
 
 
 @dataclass(frozen=True)
-class StudyCase(FrozenCase):
+class StudyCase(AttentionCase):
     """Some documents, 24 heads of 128, not causal; the fields of the records."""
 
     lengths: tuple[int, ...]
@@ -64,15 +63,12 @@ class StudyCase(FrozenCase):
     def data(self) -> dict[str, Any]:
         return super().data() | {"name": self.name}
 
-
-def study_calls() -> dict[str, Prepare]:
-    """Kernels and backends in one call, and in one call for each document."""
-    together = packed_calls()
-    alone = {name + SERIAL: serial(call) for name, call in together.items() if name != "auto"}
-    return together | alone | {SDPA_SERIAL: serial(sdpa_of_one)}
+    def inputs(self, device: torch.device) -> Inputs:
+        heads, dtype = (self.num_heads, self.num_kv_heads), getattr(torch, self.dtype)
+        return Inputs.random(self.lengths, heads, self.head_dim, dtype, device, self.causal)
 
 
-class VarlenStudy(Suite):
+class VarlenStudy(AttentionSuite):
     """The 13 packings."""
 
     name: ClassVar[str] = "varlen-study"
@@ -90,16 +86,11 @@ class VarlenStudy(Suite):
         several = [x + SERIAL for x in names] if len(case.lengths) > 1 else []
         return [*names, *several, SDPA_SERIAL]
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, StudyCase)
-        shape, dtype = (case.num_heads, case.num_kv_heads), getattr(torch, case.dtype)
-        try:
-            inputs = Inputs.random(
-                case.lengths, shape, case.head_dim, dtype, options.device, case.causal
-            )
-        except torch.OutOfMemoryError as error:
-            return findings_of_all(variants, "oom", one_line(error))
-        return measure_attention(inputs, choose(variants, study_calls()), options)
+    def calls(self, case: Case) -> Mapping[str, Prepare]:
+        """Kernels and backends in one call, and in one call for each document."""
+        together = packed_calls()
+        alone = {name + SERIAL: serial(call) for name, call in together.items() if name != "auto"}
+        return together | alone | {SDPA_SERIAL: serial(sdpa_of_one)}
 
     def section(self, records: Sequence[Record]) -> str:
         def title_of(case: Mapping[str, Any]) -> str:
@@ -124,9 +115,8 @@ class VarlenStudy(Suite):
             )
         )
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        own = [r for r in records if r.environment.get("gpu")]
-        return [draw(own, folder)] if own else []
+    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        return [draw(records, folder)]
 
 
 SUITE = VarlenStudy()
