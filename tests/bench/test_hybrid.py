@@ -14,8 +14,13 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from flexvarlen.bench.suites.model import recurrences
 from flexvarlen.bench.suites.model.geometries import new_base_model
-from flexvarlen.bench.suites.model.hybrid import OTHER_PACKINGS, SUITE, VARIANTS
-from flexvarlen.bench.suites.model.hybrid_step import HybridSteps, split_variant
+from flexvarlen.bench.suites.model.hybrid import (
+    OTHER_PACKINGS,
+    SUITE,
+    VARIANTS,
+    HybridSteps,
+    split_variant,
+)
 from flexvarlen.bench.suites.model.recurrences import (
     kernels_of,
     refusals,

@@ -6,7 +6,7 @@ Each is a `flexvarlen.verify.experiment` on models with random weights.
 |---|---|
 | `whole_model.py`, `cases.py` | suite "model": training steps |
 | `packings.py` | suite "packings": a compiled step on packing after packing |
-| `hybrid.py`, `hybrid_step.py`, `recurrences.py` | suite "hybrid": a model with recurrent layers |
+| `hybrid.py`, `recurrences.py` | suite "hybrid": a model with recurrent layers |
 | `trees.py`, `tree_*.py` | suite "trees": samples that share their prompts |
 | `compile_time.py` | suite "compile": the first compiled step, whole and by layer |
 | `small_inference.py` | suite "small-inference": a forward on four short documents |

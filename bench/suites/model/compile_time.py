@@ -161,7 +161,7 @@ def child() -> None:
 
 def measured(case: CompileCase, name: str, part: str, device: torch.device) -> dict[str, Any]:
     """Two eager steps, the first compiled one, and those after it."""
-    base, (row,), grad_output = rows_of(case, device)
+    base, (row,), grad_output = rows_of(case, case.packings(1), device)
 
     def step_of(variant: Variant) -> Callable[[], Tensor]:
         forwards = packed(row, variant.inputs(row), grad_output)

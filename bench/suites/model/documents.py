@@ -6,12 +6,12 @@ own tokenizer would find fewer tokens in each.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
+from flexvarlen.bench.suites.training.texts import full_rows
 from flexvarlen.verify.corpus import VOCABULARY, read_documents, tokenize
 
 Documents = Literal["text", "uniform", "log-normal"]
@@ -45,18 +45,10 @@ def text_lengths(
     Raises:
         ValueError: no text in the files.
     """
-    found = _texts(files)
-    rng = random.Random(seed)
     longest = longest or max(1, tokens // LONGEST_SHARE)
-    lengths: list[int] = []
-    left = tokens
-    while left > 0:
-        for length in rng.sample(found, len(found)):
-            taken = min(length, longest, left)
-            if taken:
-                lengths.append(taken)
-                left -= taken
-    return lengths
+    texts = tokenize(read_documents(files or ()), vocabulary=VOCABULARY)
+    (row,) = full_rows([ids[:longest] for ids in texts if ids], tokens, 1, seed)
+    return [len(ids) for ids in row]
 
 
 def source_of(files: Sequence[Path] | None) -> str:
@@ -64,9 +56,3 @@ def source_of(files: Sequence[Path] | None) -> str:
     if files is None:
         return "Python's help topics"
     return ", ".join(Path(file).name for file in files)
-
-
-def _texts(files: Sequence[Path] | None) -> list[int]:
-    """Tokens of each text that has any."""
-    texts = tokenize(read_documents(files or ()), vocabulary=VOCABULARY)
-    return [len(ids) for ids in texts if len(ids)]

@@ -72,21 +72,27 @@ class RowCase(GeometryCase):
     def name(self) -> str:
         return f"{self.geometry}-t{self.tokens}-mean{self.mean_doc}"
 
-    def packing(self, index: int = 0) -> list[int]:
-        """Tokens of each document of one packing."""
-        return log_normal_lengths(self.tokens, self.mean_doc, self.sigma, self.seed + index)
+    def packings(self, count: int) -> list[list[int]]:
+        """Tokens of each document, packing by packing."""
+        return [
+            log_normal_lengths(self.tokens, self.mean_doc, self.sigma, self.seed + index)
+            for index in range(count)
+        ]
 
 
 def rows_of(
-    case: RowCase, device: torch.device, *, other_packings: int = 0
+    case: GeometryCase, packings: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[PreTrainedModel, list[PackedBatch], Tensor]:
-    """A base model with random weights, the packings of a row, and where the backward starts."""
-    base = case.new_base_model(device)
-    ids = torch.randint(base.config.vocab_size, (1, case.tokens), device=device)
-    shape = (case.tokens, base.config.hidden_size)
+    """A base model with random weights, the packings of a row, and where the backward starts.
+
+    Args:
+        packings: tokens of each document; all packings have equally many.
+    """
+    base, tokens = case.new_base_model(device), sum(packings[0])
+    ids = torch.randint(base.config.vocab_size, (1, tokens), device=device)
+    shape = (tokens, base.config.hidden_size)
     grad_output = torch.randn(shape, device=device, dtype=base.dtype)
-    rows = [PackedBatch(ids, tuple(case.packing(i))) for i in range(1 + other_packings)]
-    return base, rows, grad_output
+    return base, [PackedBatch(ids, tuple(lengths)) for lengths in packings], grad_output
 
 
 class Packings(Suite):
@@ -111,7 +117,7 @@ class Packings(Suite):
         assert isinstance(case, RowCase)
         require_known(*variants)
         others = 2 if options.quick else OTHER_PACKINGS
-        base, rows, grad_output = rows_of(case, options.device, other_packings=others)
+        base, rows, grad_output = rows_of(case, case.packings(1 + others), options.device)
         experiment = Experiment(base, rows, grad_output=grad_output)
         return measure_variants(variants, partial(check, experiment, case), options)
 

@@ -67,7 +67,7 @@ class Model(Suite):
         assert isinstance(case, ModelCase)
         for variant in variants:
             split_variant(variant)
-        return Training(case, options).measure(variants)
+        return measure_variants(variants, Training(case, options).check, options)
 
     def section(self, records: Sequence[Record]) -> str:
         """A table of training for each model.
@@ -104,9 +104,6 @@ class Training(Experiment):
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         free(options.device, lm)
-
-    def measure(self, variants: Sequence[str]) -> list[Finding]:
-        return measure_variants(variants, self.check, self.options)
 
     def check(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
