@@ -36,21 +36,16 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model import embeddings_tables
-from flexvarlen.bench.suites.model.embeddings_tables import (
-    OURS,
-    THEIRS,
-    UNPAD,
-    batch_size_of,
-    kernel_of,
-)
 from flexvarlen.bench.suites.model.geometries import GeometryCase
+from flexvarlen.bench.suites.model.tables import made, model_title, number, where
 from flexvarlen.measure import memory_meaning, peak_memory_mib
-from flexvarlen.report.records import Record
+from flexvarlen.report.records import Record, records_alike
+from flexvarlen.report.table import NOTHING, Column, Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
 
+OURS, UNPAD, THEIRS = "embed", "unpad", "sentence-transformers"
 BATCH_SIZES = (32, 64, 128, 256, 512, 1024, 2048)
 """The first is the default of `encode`."""
 KERNELS = ("flash_attention_2", "sdpa")
@@ -126,10 +121,26 @@ class Embeddings(Suite):
             return measure_each(case.name, variants, run.finding, options.device)
 
     def section(self, records: Sequence[Record]) -> str:
-        return embeddings_tables.section(records)
+        groups = records_alike(records, ["variant"])
+        return "\n\n".join(_table(group).markdown() for group in groups)
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        return embeddings_tables.figures(records, folder)
+
+def kernel_of(variant: str) -> str | None:
+    """transformers' name of a variant's attention, or None if it is ours.
+
+    >>> kernel_of("sentence-transformers:sdpa@32"), kernel_of("unpad@32")
+    ('sdpa', None)
+    """
+    return variant.partition("@")[0].partition(":")[2] or None
+
+
+def batch_size_of(variant: str) -> int:
+    """The number behind the "@"; 0 if there is none.
+
+    >>> batch_size_of("unpad@32"), batch_size_of("embed")
+    (32, 0)
+    """
+    return int(variant.partition("@")[2] or 0)
 
 
 def random_texts(case: TextsCase, vocab_size: int) -> list[str]:
@@ -239,7 +250,7 @@ class _Run:
             "texts": len(texts),
             "seconds": seconds[0],
             "texts_per_s": len(texts) / seconds[0],
-            "tokens_per_s": self.tokens(texts) / seconds[0],
+            "tokens_per_s": sum(text.count(" ") + 3 for text in texts) / seconds[0],  # special too
             "peak_mib": peak_mib,
             "peak_meaning": memory_meaning(self.options.device),
             "lowest_cosine": 1 - distances.max().item(),
@@ -265,10 +276,6 @@ class _Run:
             fv.patch_model(found[0].auto_model, unpad=True)
         return _encode(found, batch_size_of(variant))
 
-    def tokens(self, texts: list[str]) -> int:
-        """Special tokens included."""
-        return sum(text.count(" ") + 3 for text in texts)
-
 
 def _encode(model: Any, batch_size: int) -> Callable[[list[str]], Tensor]:
     def encode(texts: list[str]) -> Tensor:
@@ -283,6 +290,55 @@ def _encode(model: Any, batch_size: int) -> Callable[[list[str]], Tensor]:
 def _distances(vectors: Tensor, reference: Tensor) -> Tensor:
     """1 - cosine of each text."""
     return 1 - cosine_similarity(vectors.double(), reference.double(), dim=-1)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _speed(record: Record) -> float:
+    return record.measures["texts_per_s"] if record.status == "ok" else 0.0
+
+
+def _shown(record: Record) -> str:
+    if record.case["variant"] == OURS:
+        return "`fv.embed`"
+    return f"{THEIRS}, `{kernel_of(record.case['variant']) or 'unpad=True'}`"
+
+
+def _table(records: Sequence[Record]) -> Table:
+    columns = [
+        Column("embeds", _shown),
+        Column("batch size", lambda r: str(batch_size_of(r.case["variant"]) or NOTHING)),
+        number("texts/s", "texts_per_s", ",.0f", outcome=True),
+        number("tokens/s", "tokens_per_s", ",.0f"),
+        number("seconds", "seconds", ".1f"),
+        number("texts", "texts", ",.0f"),
+        number("peak GiB", "peak_mib", ".2f", 1 / 1024),
+        made("1 − lowest cosine", lambda r: f"{1 - r.measures['lowest_cosine']:.0e}"),
+    ]
+    fastest_first = sorted(records, key=_speed, reverse=True)
+    return Table.of(fastest_first, columns, _title(records), notes=_notes(fastest_first))
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    done = [r for r in records if r.status == "ok"]
+    if not done:
+        return []
+    first = done[0].measures
+    return [
+        "Seconds are from texts to vectors on the host, tokenization included. The cosine is with "
+        f"vectors in fp32; plain attention in this dtype has "
+        f"{1 - first['plain_lowest_cosine']:.0e}. A variant that would take more than "
+        f"{records[0].case['at_most_s']:.0f} seconds gets fewer texts."
+    ]
+
+
+def _title(records: Sequence[Record]) -> str:
+    case = records[0].case
+    return (
+        f"{case['texts']:,} texts of {case['mean']:.0f} words on average, "
+        f"{model_title(records[0], ' geometry')}, {where(records)}"
+    )
 
 
 SUITE = Embeddings()

@@ -49,25 +49,14 @@ _QWEN3_5_2B: dict[str, Any] = {
     **{f"linear_num_{name}_heads": 16 for name in ("key", "value")},
     **{f"linear_{name}_head_dim": 128 for name in ("key", "value")},
 }
-_TINY: dict[str, Any] = {
+_TINY = {name: PUBLISHED[name]["tiny"] | {"initializer_range": 0.02} for name in PUBLISHED}
+_TINY_HYBRID = _TINY["qwen3_5_text"] | dict.fromkeys(
+    ("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64
+)
+_TINY_ENCODER: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-}
-_TINY_HYBRID: dict[str, Any] = {
-    **_TINY,
-    "head_dim": 64,
-    "full_attention_interval": 2,
-    **{f"linear_num_{name}_heads": 2 for name in ("key", "value")},
-    **{f"linear_{name}_head_dim": 64 for name in ("key", "value")},
-}
-_TINY_ENCODER: dict[str, Any] = {
-    **{name: _TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
@@ -82,8 +71,8 @@ GEOMETRIES: dict[str, Geometry] = {
     "llama-3.1-8b": _geometry("llama", PUBLISHED["llama"]["8b"]),
     "modernbert-base": _geometry("modernbert", {}),
     "qwen3.5-2b": _geometry("qwen3_5_text", _QWEN3_5_2B),
-    "qwen3-tiny": _geometry("qwen3", _TINY),
-    "llama-tiny": _geometry("llama", _TINY),
+    "qwen3-tiny": _geometry("qwen3", _TINY["qwen3"]),
+    "llama-tiny": _geometry("llama", _TINY["llama"]),
     "modernbert-tiny": _geometry("modernbert", _TINY_ENCODER),
     "qwen3.5-tiny": _geometry("qwen3_5_text", _TINY_HYBRID),
 }

@@ -39,10 +39,14 @@ def took(records: Iterable[Record]) -> list[str]:
     return [x for x in dict.fromkeys(name for names in found for name in names.split(", ")) if x]
 
 
-def model_title(record: Record) -> str:
-    """A record's model and layers."""
-    case = record.case
-    return f"{GEOMETRY_TITLES.get(case['geometry'], case['geometry'])}, {case['layers']} layers"
+def model_title(record: Record, what: str = "") -> str:
+    """A record's model and layers.
+
+    Args:
+        what: after the model's name, as " geometry".
+    """
+    geometry, layers = record.case["geometry"], record.case["layers"]
+    return f"{GEOMETRY_TITLES.get(geometry, geometry)}{what}, {layers} layers"
 
 
 def where(records: Sequence[Record]) -> str:

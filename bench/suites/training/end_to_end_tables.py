@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
-from flexvarlen.bench.suites.model.tables import made, number
+from flexvarlen.bench.suites.model.tables import made, model_title, number
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, commits_of, provenance, ran_on, records_alike
 from flexvarlen.report.table import Column, Table
@@ -93,11 +92,10 @@ def _title(records: Sequence[Record]) -> str:
 
 def _what(records: Sequence[Record]) -> str:
     case = records[0].case
-    name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     documents = next((r.measures["documents"] for r in records if r.measures), None)
     counted = "" if documents is None else f" of {documents:.0f} documents on average"
     return (
-        f"Trainer, {name} geometry, {case['layers']} layers, {case['tokens']:,} tokens per step"
+        f"Trainer, {model_title(records[0], ' geometry')}, {case['tokens']:,} tokens per step"
         f"{counted}, Python's help topics cut at {case['longest']:,}; {case['dtype']}, "
         f"{case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}"
     )

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
-from flexvarlen.bench.suites.model.tables import made, number
+from flexvarlen.bench.suites.model.tables import made, model_title, number
 from flexvarlen.report.figure import bars, chart, save
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
@@ -148,10 +147,9 @@ def sequence_table(records: Sequence[Record]) -> Table:
 
 def _title(records: Sequence[Record], row: str = "") -> str:
     case = records[0].case
-    name = GEOMETRY_TITLES.get(case["geometry"], case["geometry"])
     checkpointed = ", layers checkpointed" if case["checkpointing"] else ""
     return (
-        f"{name} geometry, {case['layers']} layers, {row}`{case['backend']}`, {case['dtype']}"
+        f"{model_title(records[0], ' geometry')}, {row}`{case['backend']}`, {case['dtype']}"
         f"{checkpointed}; {ran_on(records[0].environment)}{commits_of(records)}"
     )
 
