@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,6 +47,9 @@ HEADLINE_TOKENS = 131_072  # the longest row that people pack today; longer ones
 EAGER_BYTES_A_PAIR = 10
 """create_block_mask evaluates T² pairs: 640 MiB at 8,192 tokens on an H200, torch 2.11."""
 
+PARTS: Mapping[str, Collection[str]] = {"build": BUILDERS, "kinds": KINDS, "trees": TREES}
+"""The variants of each part."""
+
 # --- the suite -----------------------------------------------------------------------------------
 
 
@@ -66,7 +68,7 @@ class MaskBuild(Suite):
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         assert isinstance(case, MaskCase)
-        return tuple({"build": BUILDERS, "kinds": KINDS, "trees": TREES}[case.part])
+        return tuple(PARTS[case.part])
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         assert isinstance(case, MaskCase)
@@ -90,18 +92,11 @@ class MaskBuild(Suite):
         ]
 
     def section(self, records: Sequence[Record]) -> str:
-        return "\n\n".join(
-            table.markdown()
-            for part, make, known in (
-                ("build", build_table, BUILDERS),
-                ("kinds", kinds_table, KINDS),
-                ("trees", trees_table, TREES),
-            )
-            if (table := make(_of(records, part, known))) is not None
-        )
+        parts = {part: _of(records, part) for part in PARTS}
+        return "\n\n".join(_table(part, own).markdown() for part, own in parts.items() if own)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        own = [r for r in _of(records, "build", BUILDERS) if r.status == "ok"]
+        own = [r for r in _of(records, "build") if r.status == "ok"]
         return [draw(own, folder)] if own else []
 
 
@@ -186,11 +181,20 @@ def timed(builds: Mapping[str, Build], options: Options) -> dict[str, dict[str, 
 # --- tables and the chart, from records ----------------------------------------------------------
 
 
-def _of(records: Sequence[Record], part: str, variants: Collection[str]) -> list[Record]:
+def _of(records: Sequence[Record], part: str) -> list[Record]:
     """A part's records, in the order of its variants."""
-    order = list(variants)
+    order = list(PARTS[part])
     found = [r for r in records if r.case["part"] == part and r.case["variant"] in order]
     return sorted(found, key=lambda r: (r.case["tokens"], order.index(r.case["variant"])))
+
+
+def _walls(records: Sequence[Record]) -> dict[int, dict[str, float]]:
+    """Median µs of a build of causal documents, by tokens and builder."""
+    found: dict[int, dict[str, float]] = {}
+    for r in records:
+        if r.case["part"] == "build" and r.status == "ok":
+            found.setdefault(r.case["tokens"], {})[r.case["variant"]] = r.measures["wall_us_p50"]
+    return found
 
 
 def _measure(name: str) -> Callable[[Record], str]:
@@ -214,56 +218,41 @@ _COLUMNS = (
 )
 
 
-def build_table(records: Sequence[Record]) -> Table | None:
-    """Every builder of causal documents, with how many times as fast ours is."""
-    if not records:
-        return None
-    wall = {
-        (r.case["tokens"], r.case["variant"]): r.measures["wall_us_p50"]
-        for r in records
-        if r.status == "ok"
-    }
+_WHAT = {
+    "build": "Causal documents",
+    "kinds": "Other kinds of mask, by flexvarlen",
+    "trees": f"Trees of {TREE_SEGMENTS} segments, a prompt and its answers, by flexvarlen",
+}
 
-    def times(record: Record, baseline: str) -> str:
-        if record.case["variant"] != COMPARED:
+
+def _table(part: str, records: Sequence[Record]) -> Table:
+    """A part's table; of causal documents with how many times as fast ours is."""
+    tokens, mean, builder, *times = _COLUMNS
+    columns = [tokens, mean, builder, *times]
+    if part == "build":
+        columns += [_faster(title, name, _walls(records)) for name, title in BASELINES.items()]
+    elif part == "kinds":
+        columns.append(Column("blocks kept", lambda r: f"{r.measures['blocks']:,}"))
+    else:
+        segments = Column("segments", lambda r: f"{r.case['tokens'] // r.case['mean_doc']:,}")
+        columns = [tokens, segments, replace(builder, title="laid out as"), *times]
+    title = f"{_WHAT[part]}; {ran_on(records[0].environment)}{commits_of(records)}"
+    return Table.of(records, columns, title=title)
+
+
+def _faster(title: str, baseline: str, walls: Mapping[int, Mapping[str, float]]) -> Column:
+    def cell(record: Record) -> str:
+        us = walls.get(record.case["tokens"], {})
+        if record.case["variant"] != COMPARED or not {COMPARED, baseline} <= set(us):
             return NOTHING
-        mine = wall.get((record.case["tokens"], COMPARED))
-        found = wall.get((record.case["tokens"], baseline))
-        return three_digits(found / mine) if mine and found else NOTHING
+        return three_digits(us[baseline] / us[COMPARED])
 
-    speed = [Column(title, partial(times, baseline=name)) for name, title in BASELINES.items()]
-    return Table.of(records, [*_COLUMNS, *speed], title=_title("Causal documents", records))
-
-
-def kinds_table(records: Sequence[Record]) -> Table | None:
-    """The other kinds of mask, by ours."""
-    if not records:
-        return None
-    columns = [*_COLUMNS, Column("blocks kept", lambda r: f"{r.measures['blocks']:,}")]
-    return Table.of(records, columns, title=_title("Other kinds of mask, by flexvarlen", records))
-
-
-def trees_table(records: Sequence[Record]) -> Table | None:
-    """Segments as documents and as trees, by ours."""
-    if not records:
-        return None
-    segments = Column("segments", lambda r: f"{r.case['tokens'] // r.case['mean_doc']:,}")
-    laid_out = Column("laid out as", lambda r: r.case["variant"])
-    columns = [_COLUMNS[0], segments, laid_out, *_COLUMNS[3:]]
-    what = f"Trees of {TREE_SEGMENTS} segments, a prompt and its answers, by flexvarlen"
-    return Table.of(records, columns, title=_title(what, records))
-
-
-def _title(what: str, records: Sequence[Record]) -> str:
-    return f"{what}; {ran_on(records[0].environment)}{commits_of(records)}"
+    return Column(title, cell)
 
 
 def speed_up(records: Sequence[Record]) -> tuple[int, float] | None:
     """The longest row of at most `HEADLINE_TOKENS`, and how many times as fast ours is."""
-    wall: dict[int, dict[str, float]] = {}
-    for r in records:
-        if r.case["part"] == "build" and r.status == "ok":
-            wall.setdefault(r.case["tokens"], {})[r.case["variant"]] = r.measures["wall_us_p50"]
+    wall = _walls(records)
     for tokens in sorted((x for x in wall if x <= HEADLINE_TOKENS), reverse=True):
         theirs = best([wall[tokens].get(name) for name in BASELINES], min)
         if theirs is not None and COMPARED in wall[tokens]:
