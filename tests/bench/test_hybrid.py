@@ -124,7 +124,7 @@ def test_the_convolution_of_fla_stands_in_for_transformers_own(monkeypatch):
     monkeypatch.setattr(recurrences, "why_not_fla", lambda x: None)
     checked = HybridSteps(PADDED, QUICK).check("padded:transformers:sdpa+fla-conv")
     assert checked.wrong is None
-    channels = 3 * 2 * 64  # queries, keys and values of two heads
+    channels = (2 + 2 + 4) * 64  # heads of queries, keys and values
     assert {(shape[-1], ends) for shape, ends in seen} == {(channels, None)}
 
 
