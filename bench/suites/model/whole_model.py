@@ -70,18 +70,13 @@ class Model(Suite):
         return measure_variants(variants, Training(case, options).check, options)
 
     def section(self, records: Sequence[Record]) -> str:
-        """A table of training for each model.
-
-        Records with a pass are of generation, which the suite does not measure: left out.
-        """
-        tables: list[Table] = []
-        for own in by_machine(records):
-            trained = grouped((r for r in own if "pass" not in r.case), "geometry")
-            tables += [training_table(found) for found in trained.values()]
-        return "\n\n".join(table.markdown() for table in tables)
+        """A table of training for each model."""
+        models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
+        return "\n\n".join(training_table(own).markdown() for own in models)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        shown = [r for r in records if r.case["geometry"] == WHOLE and _is_drawn(r)]
+        case = {"geometry": WHOLE, "mode": "eager", "documents": "text"}
+        shown = [r for r in records if is_ok(r) and case.items() <= r.case.items()]
         return [draw(shown, folder)] if shown else []
 
 
@@ -228,13 +223,6 @@ OTHERS = {
     "serial": "one document at a time",
 }
 """The other batches of the chart: each with its fastest attention."""
-
-
-def _is_drawn(record: Record) -> bool:
-    """Whether it is an eager training step on texts."""
-    case = record.case
-    eager_text = (case["mode"], case["documents"]) == ("eager", "text")
-    return eager_text and "pass" not in case and is_ok(record)
 
 
 def draw(records: Sequence[Record], folder: Path) -> Path:
