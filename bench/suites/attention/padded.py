@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared
-from flexvarlen.bench.suites.attention.packed import compiled_flex, first_of
+from flexvarlen.bench.suites.attention.packed import first_of
 from flexvarlen.runner.failures import Unsupported
 
 
@@ -160,24 +159,6 @@ def fixed_packaged(module: str, inputs: Inputs, needs_grad: bool) -> Prepared:
     )
 
 
-def fixed_flex(inputs: Inputs, needs_grad: bool) -> Prepared:
-    """flex_attention compiled for one shape, under torch's causal BlockMask or none."""
-    require_equal_lengths(inputs)
-    if not inputs.q.is_cuda:
-        raise Unsupported("compiled for the CPU it is not measured: that takes a minute")
-    batch = HeadsFirst.of(inputs, needs_grad)
-    tokens = inputs.longest
-
-    def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return q >= kv
-
-    mask = None
-    if inputs.causal:
-        mask = create_block_mask(causal, None, None, tokens, tokens, device=inputs.q.device)
-    call = compiled_flex(("fixed", inputs.causal, str(inputs.q.dtype), *batch.leaves[0].shape))
-    return batch.prepared(lambda: call(*batch.leaves, block_mask=mask))
-
-
 # --- scaled_dot_product_attention ----------------------------------------------------------------
 
 
@@ -278,7 +259,5 @@ FIXED: dict[str, Prepare] = {
     "sdpa:default": sdpa,
     "fixed:fa2": partial(fixed_packaged, "flash_attn"),
     "fixed:fa3": partial(fixed_packaged, "flash_attn_interface"),
-    "fixed:fa4": partial(fixed_packaged, "flash_attn.cute"),
-    "fixed:flex": fixed_flex,
 }
 """Attention of equally long documents, not packed."""
