@@ -27,20 +27,16 @@ class Families(Forms):
         return ("sdpa", "reference")
 
     def section(self, records: Sequence[Record]) -> str:
-        return families_section(records)
+        said = (
+            "In a cell: the forms that are right, of those that the backend serves; the largest "
+            "error of a logit, and of a gradient, relative to the low-precision baseline's; how "
+            "many logits change with another document's tokens."
+        )
+        return "\n\n".join([said, *(_table(own).markdown() for own in by_machine(records))])
 
 
-def families_section(records: Sequence[Record]) -> str:
-    """A table for each machine: families down, backends across."""
-    said = (
-        "In a cell: the forms that are right, of those that the backend serves; the largest error "
-        "of a logit, and of a gradient, relative to the low-precision baseline's; how many logits "
-        "change with another document's tokens."
-    )
-    return "\n\n".join([said, *(_families(own).markdown() for own in by_machine(records))])
-
-
-def _families(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[Record]) -> Table:
+    """One machine: families down, backends across."""
     backends = list(dict.fromkeys(r.case["variant"] for r in records))
     by_family = grouped(records, "model")
     columns = [

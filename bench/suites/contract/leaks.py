@@ -27,20 +27,17 @@ class Leaks(Forms):
         return (*(f"transformers:{x}" for x in theirs), *(f"flexvarlen:{x}" for x in ours))
 
     def section(self, records: Sequence[Record]) -> str:
-        return leaks_section(records)
+        """For each machine a table of attention alone and one of hybrid models."""
+        groups = [
+            [r for r in own if (r.case["model"] in HYBRID) == hybrid]
+            for own in by_machine(records)
+            for hybrid in (False, True)
+        ]
+        return "\n\n".join(_table(own).markdown() for own in groups if own)
 
 
-def leaks_section(records: Sequence[Record]) -> str:
-    """For each machine a table of attention alone and one of hybrid models: forms down."""
-    tables = []
-    for own in by_machine(records):
-        hybrid = [r for r in own if r.case["model"] in HYBRID]
-        attention = [r for r in own if r.case["model"] not in HYBRID]
-        tables += [_leaks(found) for found in (attention, hybrid) if found]
-    return "\n\n".join(table.markdown() for table in tables)
-
-
-def _leaks(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[Record]) -> Table:
+    """Forms down, implementations across."""
     notes = Notes()
     by_form = grouped(records, "pass")
     variants = list(dict.fromkeys(r.case["variant"] for r in records))

@@ -43,6 +43,7 @@ _ROUTED_EXPERTS = {
 }
 _LATENT = {"num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, **_ROUTED_EXPERTS}
 _PATCHES = {
+    "depth": 2,
     "num_heads": 2,
     "patch_size": 4,
     "in_channels": 3,
@@ -64,7 +65,6 @@ _QWEN3_VL_TEXT = {
 _QWEN3_VL_IMAGES = {
     "vision_config": {
         **_PATCHES,
-        "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 48,
         "out_hidden_size": 96,
@@ -72,6 +72,13 @@ _QWEN3_VL_IMAGES = {
         "deepstack_visual_indexes": [0, 1],
     },
     **_IMAGE_TOKENS,
+}
+_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
 }
 _BERT = {
     "num_key_value_heads": 6,
@@ -115,8 +122,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "qwen2": _HEAD_16,
     "qwen2_moe": {
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 32,
+        **_QWEN_EXPERTS,
         "decoder_sparse_step": 1,
         "use_sliding_window": True,
         "sliding_window": 9,
@@ -131,13 +137,9 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
         "vision_config": {
+            **_TOWER,
             "model_type": "siglip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
             "image_size": 8,
-            "patch_size": 4,
         },
         "mm_tokens_per_image": 4,
         "image_token_index": 90,
@@ -167,20 +169,13 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "qwen2_vl": {
         "text_config": {"rope_parameters": _MROPE},
-        "vision_config": {
-            **_PATCHES,
-            "depth": 2,
-            "embed_dim": 32,
-            "hidden_size": 96,
-            "mlp_ratio": 2,
-        },
+        "vision_config": {**_PATCHES, "embed_dim": 32, "hidden_size": 96, "mlp_ratio": 2},
         **_IMAGE_TOKENS,
     },
     "qwen2_5_vl": {
         "text_config": {"rope_parameters": _MROPE},
         "vision_config": {
             **_PATCHES,
-            "depth": 2,
             "hidden_size": 32,
             "intermediate_size": 48,
             "window_size": 16,
@@ -224,18 +219,11 @@ TINY: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_HEAD_16, **_MAMBA, "mamba_d_ssm": 96},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {
+        **_EXPERTS,
         "layer_types": ["conv", "full_attention"],
         "num_dense_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
     },
-    "mamba2": {
-        "num_heads": 12,
-        "state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 16,
-    },
+    "mamba2": {"num_heads": 12, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     "bert": _BERT,
     "roberta": {**_BERT, "pad_token_id": 1, "bos_token_id": 0},
     "modernbert": {
@@ -248,15 +236,7 @@ TINY: dict[str, dict[str, Any]] = {
     "ministral3": {**_HEAD_16, "sliding_window": 9, "rope_parameters": _BY_POSITION},
     "mistral3": {
         "text_config": {**_HEAD_16, "model_type": "ministral3", "rope_parameters": _BY_POSITION},
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "head_dim": 8,
-            "image_size": 8,
-            "patch_size": 4,
-        },
+        "vision_config": {**_TOWER, "head_dim": 8, "image_size": 8},
         "image_token_index": 90,
     },
     "mistral4": {**_LATENT, "rope_parameters": _BY_POSITION},
@@ -294,13 +274,9 @@ TINY: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": 32,
         },
         "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
+            **_TOWER,
             "num_key_value_heads": 2,
             "head_dim": 8,
-            "patch_size": 4,
             "position_embedding_size": 16,
         },
         # Not among the tokens of the tests' texts: the model would replace them.
