@@ -133,7 +133,7 @@ def test_a_step_counts_matrix_products_and_unmasked_pairs():
     model = new_base_model("qwen3-tiny", 2, torch.float32, CPU)
     weights = sum(p.numel() for p in model.layers.parameters()) + model.norm.weight.numel()
     pairs = 5 * 6 // 2 + 3 * 4 // 2
-    attention = 4 * pairs * 16 * 4 * 2  # of 4 heads of 16 in 2 layers
+    attention = 4 * pairs * 32 * 4 * 2  # of 4 heads of 32 in 2 layers
     assert step_tflop(model, [5, 3], backward=False) == (2 * weights * 8 + attention) / 1e12
     assert step_tflop(model, [5, 3]) == (6 * weights * 8 + attention * 3.5) / 1e12
 
