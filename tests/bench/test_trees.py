@@ -10,9 +10,13 @@ import torch
 import flexvarlen as fv
 from flexvarlen.bench.suites.attention.inputs import Expected, serial
 from flexvarlen.bench.suites.attention.packed import ours
-from flexvarlen.bench.suites.model.tree_attention import TreeInputs, both_passes
 from flexvarlen.bench.suites.model.tree_cases import STEPS, Tree
-from flexvarlen.bench.suites.model.tree_step import TreeSteps, split_variant
+from flexvarlen.bench.suites.model.tree_runs import (
+    TreeInputs,
+    TreeSteps,
+    both_passes,
+    split_variant,
+)
 from flexvarlen.bench.suites.model.trees import SUITE
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.report.records import read_records

@@ -21,12 +21,12 @@ from flexvarlen.bench.suites.model.tables import (
     took,
     value,
 )
-from flexvarlen.bench.suites.model.tree_attention import measure_trees
 from flexvarlen.bench.suites.model.tree_cases import REPEATED, STEPS, Kind, Shape, Tree, TreeCase
-from flexvarlen.bench.suites.model.tree_step import TreeSteps, split_variant
+from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.verify.experiment.measure import measure_variants
 
 ROW_TOKENS, QUICK_TOKENS = 32_768, 128
 SHAPES: tuple[Shape, ...] = (
@@ -37,6 +37,8 @@ SHAPES: tuple[Shape, ...] = (
 )
 QUICK_SHAPES: tuple[Shape, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
 OTHER_TREES = 5
+SLOW_S = 6.0
+"""A step that takes longer is timed once; of repeated samples one takes about two seconds."""
 
 
 class Trees(Suite):
@@ -69,7 +71,8 @@ class Trees(Suite):
             return measure_trees(case, variants, REPEATED + _kernel(options), options)
         for variant in variants:
             split_variant(variant)
-        return TreeSteps(case, options).measure(variants)
+        check = TreeSteps(case, options).check
+        return measure_variants(variants, check, options, slow_s=SLOW_S)
 
     def section(self, records: Sequence[Record]) -> str:
         shapes = ("variant", "levels", "groups", "max_row_tokens", "samples", "tokens")
