@@ -86,12 +86,18 @@ def utilisation(tflop: float, ms: float, peak: float | None) -> float | None:
 
 
 def utilised(
-    model: PreTrainedModel, lengths: Sequence[int], ms: float, dtype: str, *, head: int = 0
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    ms: float,
+    dtype: str,
+    *,
+    head: int = 0,
+    steps: int = 1,
 ) -> dict[str, float | None]:
-    """The measures of a step that took `ms`; other arguments as in `step_tflop`."""
-    tflop = step_tflop(model, lengths, head=head)
+    """The measures of a step, where `steps` took `ms`; other arguments as in `step_tflop`."""
+    tflop = step_tflop(model, lengths, head=head) / steps
     peak = peak_tflops(environment(model.device)["gpu"], dtype)
-    return {"model_tflop": tflop, "peak_tflops": peak, "mfu": utilisation(tflop, ms, peak)}
+    return {"model_tflop": tflop, "peak_tflops": peak, "mfu": utilisation(tflop, ms / steps, peak)}
 
 
 def attends(

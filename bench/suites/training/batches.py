@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 import flexvarlen as fv
+from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.reference.model import IGNORE_INDEX
 
@@ -27,6 +28,11 @@ def pack(tokens: int, rows: Sequence[Sequence[Document]]) -> Collate:
         total_tokens=tokens, capacity=max(map(len, rows)), max_seqlen_bound=longest
     )
     return lambda documents: collator([{"input_ids": ids} for ids in documents])
+
+
+def taken_for(model: PreTrainedModel, batch: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """The kernel that "auto" takes for a packed batch."""
+    return taken_by_auto(model, batch["packed_layout"].to(model.device), dtype)
 
 
 def flatten(*, flash: bool) -> Collate:

@@ -32,9 +32,8 @@ from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
 from flexvarlen.bench.suites import FrozenCase
-from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import convergence_tables, texts
-from flexvarlen.bench.suites.training.batches import Inputs, pack, pad
+from flexvarlen.bench.suites.training.batches import Inputs, pack, pad, taken_for
 from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED
 from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.texts import Document
@@ -241,8 +240,9 @@ class Training:
         seconds = time.perf_counter() - begun[0]
         losses: list[float] = torch.stack(self.losses).double().tolist()
         tokens = [sum(map(len, row)) for row in self.rows]
+        is_auto, dtype = self.variant == "auto", getattr(torch, self.case.dtype)
         measures |= {
-            "attends": self.attends(),
+            "attends": taken_for(self.model, self.batches[0], dtype) if is_auto else None,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "losses": [round(loss, 5) for loss in losses],
             "final_loss": final_loss(losses),
@@ -256,13 +256,6 @@ class Training:
             "texts_crc32": texts.crc_of(self.rows),
         }
         return Finding(self.variant, "ok" if reason is None else "wrong", reason, measures)
-
-    def attends(self) -> str | None:
-        """The kernel that "auto" took for the first row."""
-        if self.variant != "auto":
-            return None
-        layout = self.batches[0]["packed_layout"].to(self.device)
-        return taken_by_auto(self.model, layout, getattr(torch, self.case.dtype))
 
 
 SUITE = Convergence()

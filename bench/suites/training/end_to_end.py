@@ -18,7 +18,6 @@ is wrong is not timed. Trainer takes all GPUs that it sees: show the process one
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,14 +31,16 @@ from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.model.utilisation import (
-    peak_tflops,
-    step_tflop,
-    taken_by_auto,
-    utilisation,
-)
+from flexvarlen.bench.suites.model.utilisation import utilised
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
-from flexvarlen.bench.suites.training.batches import Collate, flatten, pack, pad, padded_batches
+from flexvarlen.bench.suites.training.batches import (
+    Collate,
+    flatten,
+    pack,
+    pad,
+    padded_batches,
+    taken_for,
+)
 from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
 from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.texts import Document
@@ -198,7 +199,9 @@ class _TrainerCase:
         ((measures, reason),) = checked
         if reason is not None:
             return Finding(variant, "wrong", reason, measures)
-        measures |= {"attends": self.attends(model) if attention == "auto" else None}
+        batch = pack(case.tokens, self.steps)(self.steps[0])
+        attends = taken_for(model, batch, self.dtype) if attention == "auto" else None
+        measures |= {"attends": attends}
         return Finding(
             variant, "ok", None, measures | self.measures(variant, model, clock, groups, stats)
         )
@@ -251,11 +254,6 @@ class _TrainerCase:
             **(compiled if self.case.mode == "compiled" else {}),
         )
 
-    def attends(self, model: PreTrainedModel) -> str:
-        """The kernel that "auto" took for the first step."""
-        layout = pack(self.case.tokens, self.steps)(self.steps[0])["packed_layout"]
-        return taken_by_auto(model, layout.to(self.device), self.dtype)
-
     def measures(
         self,
         variant: str,
@@ -269,9 +267,8 @@ class _TrainerCase:
         timed, compiling = clock.steady()
         lengths = [len(ids) for step in timed for ids in self.steps[step]]
         head = model.get_output_embeddings().weight.numel()
-        tflop = step_tflop(model.base_model, lengths, head=head) / len(timed)
-        gpu = torch.cuda.get_device_name(self.device) if on_gpu else None
-        peak = peak_tflops(gpu, case.dtype)
+        ms = sum(timed.values()) * 1e3
+        used = utilised(model.base_model, lengths, ms, case.dtype, head=head, steps=len(timed))
         timing = summarize([seconds * 1e3 for seconds in timed.values()])
         packed = variant.startswith("packed")
         positions = [
@@ -285,9 +282,7 @@ class _TrainerCase:
             "ms_p80": timing.ms_p80,
             "tokens_per_s": case.tokens * len(timed) / sum(timed.values()),
             "steps_compiling": compiling,
-            "mfu": utilisation(tflop, statistics.fmean(timed.values()) * 1e3, peak),
-            "model_tflop": tflop,
-            "peak_tflops": peak,
+            **used,
             "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
             "peak_meaning": memory_meaning(self.device),
             "documents": len(lengths) / len(timed),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.utilisation import taken_by_auto
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase, TrainingCase
 from flexvarlen.bench.suites.training.texts import Document
@@ -40,16 +39,6 @@ def patched_model(case: ModelCase, device: torch.device, **options: Any) -> PreT
     if case.checkpointing:
         checkpoint_layers(model)
     return model
-
-
-def attends(
-    case: ModelCase, model: PreTrainedModel, batch: Mapping[str, Any], device: torch.device
-) -> str:
-    """The kernels: those that "auto" took for a batch, or the backend."""
-    if case.backend != "auto":
-        return case.backend
-    layout = batch["packed_layout"].to(device)
-    return taken_by_auto(model, layout, case.torch_dtype)
 
 
 def data_parallel(model: nn.Module, device: torch.device) -> DistributedDataParallel:

@@ -26,10 +26,9 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.batches import pack
+from flexvarlen.bench.suites.training.batches import pack, taken_for
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
-    attends,
     data_parallel,
     largest,
     new_optimizer,
@@ -131,12 +130,14 @@ def measure_training(case: TrainingCase, variant: str, device: torch.device) -> 
     if bad:
         return "wrong", "a loss is not finite", {}
     pairs = np.array([sum(n * n for n in row) for row in lengths], np.float64)[np.array(steps)]
-    rate = case.tokens * len(rows) / seconds
+    rate, is_auto = case.tokens * len(rows) / seconds, case.backend == "auto"
     return (
         "ok",
         None,
         {
-            "attends": attends(case, model, collate(rows[0]), device),
+            "attends": taken_for(model, collate(rows[0]), case.torch_dtype)
+            if is_auto
+            else case.backend,
             "seconds": seconds,
             "ms_step": seconds / len(steps) * 1e3,
             "tokens_per_s": rate,
