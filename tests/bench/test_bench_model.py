@@ -12,7 +12,7 @@ from flexvarlen.bench import report
 from flexvarlen.bench.suites import suite_of
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.documents import text_lengths
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, new_base_model
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
 from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop
 from flexvarlen.bench.suites.model.whole_model import SUITE, Training
 from flexvarlen.report.records import read_records
@@ -130,7 +130,7 @@ def test_a_row_of_texts_holds_many_documents():
 
 
 def test_a_step_counts_matrix_products_and_unmasked_pairs():
-    model = new_base_model("qwen3-tiny", 2, torch.float32, CPU)
+    model = GeometryCase("qwen3-tiny", 2, dtype="float32").new_base_model(CPU)
     weights = sum(p.numel() for p in model.layers.parameters()) + model.norm.weight.numel()
     pairs = 5 * 6 // 2 + 3 * 4 // 2
     attention = 4 * pairs * 32 * 4 * 2  # of 4 heads of 32 in 2 layers

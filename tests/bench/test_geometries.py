@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexvarlen.bench.suites.model.geometries import log_normal_lengths, new_base_model
+from flexvarlen.bench.suites.model.geometries import GeometryCase, log_normal_lengths
 
 
 def test_lengths_fill_the_row_and_repeat_with_the_seed():
@@ -30,5 +30,5 @@ def test_lengths_fill_the_row_and_repeat_with_the_seed():
     ],
 )
 def test_geometries_have_the_published_number_of_parameters(name, parameters):
-    built = new_base_model(name, None, torch.bfloat16, torch.device("meta"))
+    built = GeometryCase(name, None).new_base_model(torch.device("meta"))
     assert sum(p.numel() for p in built.parameters()) == pytest.approx(parameters, rel=0.01)

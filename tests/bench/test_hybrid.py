@@ -13,7 +13,7 @@ from torch.nn.functional import conv1d, silu
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from flexvarlen.bench.suites.model import recurrences
-from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.model.hybrid import (
     OTHER_PACKINGS,
     SUITE,
@@ -138,7 +138,7 @@ def test_a_refusal_is_unsupported_and_any_other_error_is_not():
 def test_records_say_which_kernels_ran(monkeypatch):
     monkeypatch.setattr(recurrences, "version", lambda package: "0.6.0")
     monkeypatch.setattr(recurrences, "why_not_fla", lambda x: None)
-    model = new_base_model("qwen3.5-tiny", None, torch.float32, CPU)
+    model = GeometryCase("qwen3.5-tiny", None, dtype="float32").new_base_model(CPU)
     ours = kernels_of(model, theirs=False, fla_convolution=False)
     assert set(ours.values()) == {"fla-core 0.6.0"}
     theirs = kernels_of(model, theirs=True, fla_convolution=False)

@@ -91,47 +91,19 @@ GEOMETRY_TITLES = {
 """For headings; the tiny ones go by their own names."""
 
 
-def new_causal_lm(
-    geometry: str, layers: int | None, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """A model with its LM head and random weights; `layers`: None for the model's own number."""
-    return _new_model(AutoModelForCausalLM, geometry, layers, dtype, device)
-
-
-def new_base_model(
-    geometry: str, layers: int | None, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """The same without the LM head."""
-    return _new_model(AutoModel, geometry, layers, dtype, device)
-
-
-def _new_model(
-    maker: type[AutoModel] | type[AutoModelForCausalLM],
-    geometry: str,
-    layers: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PreTrainedModel:
-    config = GEOMETRIES[geometry](layers)
-    with torch.device(device):
-        model: PreTrainedModel = maker.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.to(device)
-    return model
-
-
 @dataclass(frozen=True)
 class GeometryCase(FrozenCase):
     """A case of a model with random weights.
 
     Attributes:
         geometry: of `GEOMETRIES`.
-        layers: how many of them the model has here.
+        layers: how many of them the model has here; None: all of its own.
         dtype: of weights and activations; of the optimizer's state too.
         seed: of all that is random.
     """
 
     geometry: str
-    layers: int
+    layers: int | None
     dtype: str = field(default="bfloat16", kw_only=True)
     seed: int = field(default=0, kw_only=True)
 
@@ -147,13 +119,19 @@ class GeometryCase(FrozenCase):
 
     def new_base_model(self, device: torch.device) -> PreTrainedModel:
         """In train mode, always with the same weights; seeds what is drawn after it too."""
-        torch.manual_seed(self.seed)
-        return new_base_model(self.geometry, self.layers, self.torch_dtype, device).train()
+        return self._new_model(AutoModel, device)
 
     def new_causal_lm(self, device: torch.device) -> PreTrainedModel:
         """The same with an LM head."""
+        return self._new_model(AutoModelForCausalLM, device)
+
+    def _new_model(self, maker: Any, device: torch.device) -> PreTrainedModel:
         torch.manual_seed(self.seed)
-        return new_causal_lm(self.geometry, self.layers, self.torch_dtype, device).train()
+        config, options = GEOMETRIES[self.geometry](self.layers), {"dtype": self.torch_dtype}
+        with torch.device(device):
+            model = maker.from_config(config, attn_implementation="sdpa", **options)
+        found: PreTrainedModel = model.to(device).train()
+        return found
 
 
 def log_normal_lengths(total_tokens: int, mean: float, sigma: float, seed: int) -> list[int]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexvarlen.bench.suites.model.geometries import new_causal_lm
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.experiment import step
 from flexvarlen.verify.experiment.batch import PackedBatch
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def test_the_loss_is_that_of_transformers(rows_at_once, monkeypatch):
     monkeypatch.setattr(step, "LOSS_ROWS", rows_at_once)
     torch.manual_seed(0)
-    lm = new_causal_lm("qwen3-tiny", None, torch.float64, CPU)
+    lm = GeometryCase("qwen3-tiny", None, dtype="float64").new_causal_lm(CPU)
     ids = torch.randint(128, (1, 32))
     labels = PackedBatch(ids, (12, 20)).next_tokens()
     theirs = ids.clone()

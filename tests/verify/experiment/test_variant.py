@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.geometries import new_base_model
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
@@ -18,7 +18,7 @@ def row_of(*lengths):
 
 
 def test_variants_share_parameters_and_leave_the_base_alone():
-    base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
+    base = GeometryCase("qwen3-tiny", 1, dtype="float32").new_base_model(CPU)
     made = make_variant("sdpa", base, Sizes.of(row_of(5, 3)))
     assert fv.is_patched(made.model)
     assert not fv.is_patched(base)
@@ -30,7 +30,7 @@ def test_variants_share_parameters_and_leave_the_base_alone():
 
 
 def test_their_fast_form_gets_boundaries_made_ahead():
-    base = new_base_model("qwen3-tiny", 1, torch.float32, CPU)
+    base = GeometryCase("qwen3-tiny", 1, dtype="float32").new_base_model(CPU)
     made = make_variant("transformers:sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3), row_of(4, 4)))
     found = made.inputs(row_of(5, 3))
     assert found["cu_seq_lens_q"].tolist() == [0, 5, 8]
