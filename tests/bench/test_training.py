@@ -235,8 +235,8 @@ def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch, tmp_path
 def test_a_gradient_that_is_missing_or_wrong_is_seen():
     case = end_to_end.SUITE.cases(OPTIONS)[0]
     documents = [[1, 2, 3], [4], [5, 6]]
-    first = first_step_alone(lambda: case.new_model(CPU), documents, dtype=torch.float32)
-    model = case.new_model(CPU)
+    first = first_step_alone(lambda: case.new_causal_lm(CPU), documents, dtype=torch.float32)
+    model = case.new_causal_lm(CPU)
     assert "gradient" in check_first_step(first, model, first.results.loss)[1]
     for name, expected in first.results.gradients.items():
         model.get_parameter(name).grad = expected.float()

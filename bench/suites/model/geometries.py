@@ -119,15 +119,18 @@ class GeometryCase(FrozenCase):
 
     def new_base_model(self, device: torch.device) -> PreTrainedModel:
         """In train mode, always with the same weights; seeds what is drawn after it too."""
-        return self._new_model(AutoModel, device)
+        return self.new_model(AutoModel, device)
 
     def new_causal_lm(self, device: torch.device) -> PreTrainedModel:
         """The same with an LM head."""
-        return self._new_model(AutoModelForCausalLM, device)
+        return self.new_model(AutoModelForCausalLM, device)
 
-    def _new_model(self, maker: Any, device: torch.device) -> PreTrainedModel:
+    def new_model(self, maker: Any, device: torch.device, **changes: Any) -> PreTrainedModel:
+        """The same of a class of transformers, with these fields of the config changed."""
         torch.manual_seed(self.seed)
         config, options = GEOMETRIES[self.geometry](self.layers), {"dtype": self.torch_dtype}
+        for name, value in changes.items():
+            setattr(config, name, value)
         with torch.device(device):
             model = maker.from_config(config, attn_implementation="sdpa", **options)
         found: PreTrainedModel = model.to(device).train()

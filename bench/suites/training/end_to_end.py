@@ -27,7 +27,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import PreTrainedModel, PrinterCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PrinterCallback,
+    TrainingArguments,
+)
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GeometryCase
@@ -108,11 +113,9 @@ class TrainerCase(GeometryCase):
         topics = texts.topic_ids(self.vocab_size, self.longest)
         return texts.full_rows(topics, self.tokens, self.warmup + self.steps, self.seed)
 
-    def new_model(self, device: torch.device) -> PreTrainedModel:
-        """In train mode, always with the same weights."""
-        model = self.new_causal_lm(device)
-        model.config.use_cache = False  # transformers' own would leak in train mode
-        return model
+    def new_causal_lm(self, device: torch.device) -> PreTrainedModel:
+        """Without transformers' cache, which would leak in train mode."""
+        return self.new_model(AutoModelForCausalLM, device, use_cache=False)
 
 
 class EndToEnd(Suite):
@@ -165,7 +168,7 @@ class _TrainerCase:
         self.case, self.options, self.device = case, options, options.device
         self.dtype = case.torch_dtype
         self.steps = case.documents()
-        new_model = partial(case.new_model, self.device)
+        new_model = partial(case.new_causal_lm, self.device)
         self.first = first_step_alone(new_model, self.steps[0], dtype=self.dtype)
 
     def finding(self, variant: str) -> Finding:
@@ -207,7 +210,7 @@ class _TrainerCase:
         )
 
     def model(self, attention: str, *, kept: bool) -> PreTrainedModel:
-        model = self.case.new_model(self.device)
+        model = self.case.new_causal_lm(self.device)
         name = attention.removeprefix(THEIRS)
         if attention == name:
             fv.patch_model(model, name)

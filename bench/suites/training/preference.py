@@ -148,8 +148,7 @@ class _Run:
         self.task: Task = TASKS[case.task]
         self.dtype = case.torch_dtype
         self.models = [
-            self.task.new_model(case.geometry, case.layers, self.dtype, self.device, case.seed)
-            for _ in range(1 + self.task.has_reference)
+            self.task.new_model(case, self.device) for _ in range(1 + self.task.has_reference)
         ]
         for reference in self.models[1:]:
             reference.requires_grad_(False)

@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
+from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.training import texts
 
 Batch = dict[str, Any]
@@ -101,21 +101,13 @@ class Task:
     trainer: Callable[[PreTrainedModel, PreTrainedModel | None, Settings], Any]
     batch: Callable[[Any, Draws], Batch]
 
-    def new_model(
-        self, geometry: str, layers: int, dtype: torch.dtype, device: torch.device, seed: int
-    ) -> PreTrainedModel:
+    def new_model(self, case: PreferenceCase, device: torch.device) -> PreTrainedModel:
         """In train mode, with random weights, always the same."""
-        torch.manual_seed(seed)
-        config = GEOMETRIES[geometry](layers)
-        config.pad_token_id, config.use_cache = SPECIAL["<pad>"], False
-        maker: Any = AutoModelForCausalLM
-        if self.labels is not None:
-            config.num_labels = self.labels
-            maker = AutoModelForSequenceClassification
-        with torch.device(device):
-            model = maker.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        found: PreTrainedModel = model.to(device).train()
-        return found
+        changes: dict[str, Any] = {"pad_token_id": SPECIAL["<pad>"], "use_cache": False}
+        if self.labels is None:
+            return case.new_model(AutoModelForCausalLM, device, **changes)
+        changes["num_labels"] = self.labels
+        return case.new_model(AutoModelForSequenceClassification, device, **changes)
 
 
 def mask_of(batch: Batch) -> torch.Tensor:
