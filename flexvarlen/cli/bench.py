@@ -1,4 +1,4 @@
-"""The commands `flexvarlen bench list`, `SUITE`, `all`, `report`, `diff`."""
+"""The commands `flexvarlen bench list`, `SUITE`, `all`, `report`."""
 
 from __future__ import annotations
 
@@ -265,21 +265,3 @@ def report(
         from flexvarlen.bench.report import report as rendered
 
         _print_markdown(rendered(files or (), pages=page or (), figures=figures))
-
-
-@bench.command()
-def diff(
-    before: Annotated[Path, typer.Argument(help="JSON lines.")],
-    after: Annotated[Path, typer.Argument(help="The same cases, measured later.")],
-    threshold: Annotated[
-        float, typer.Option("--threshold", min=0.0, help="Share by which medians must differ.")
-    ] = 0.02,
-) -> None:
-    """Faster, slower or unchanged, case by case; exit code 1 if one is slower."""
-    with one_line_errors(diff):
-        from flexvarlen.bench.diff import diff as compared
-
-        found = compared([before], [after], threshold=threshold)
-        _print_markdown(found.markdown())
-    if found.slower:
-        raise typer.Exit(FINDING)
