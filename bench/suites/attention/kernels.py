@@ -68,7 +68,7 @@ class Cell(AttentionCase):
     seed: int = SEED
 
     @classmethod
-    def of(cls, case: dict[str, Any]) -> Cell:
+    def of(cls, case: Mapping[str, Any]) -> Cell:
         """The cell of a record's case."""
         return cls(**{field.name: case[field.name] for field in fields(cls)})
 
@@ -199,65 +199,25 @@ SUITE = Kernels()
 # --- tables --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CellTimes:
-    """A cell's forward and backward."""
-
-    passes: Mapping[str, Measured]
-
-    @property
-    def cell(self) -> Cell:
-        return Cell.of(dict(self.passes["forward"].case))
-
-    def ms(self, variant: str) -> float | None:
-        """Forward and backward on the device; None unless both are times of kernels."""
-        found = [self.passes[x].kernel_ms(variant) for x in PASSES]
-        return None if None in found else sum(x for x in found if x is not None)
-
-    def backends(self) -> list[str]:
-        names = self.passes["forward"].records
-        return [x for x in names if x != "auto" and not x.startswith(RAW_PREFIX)]
-
-
-def both_passes(records: Sequence[Record]) -> list[CellTimes]:
-    """The cells of one machine, by kind and tokens."""
-    cells: dict[str, dict[str, Measured]] = {}
-    for line in measured(records):
-        cells.setdefault(Cell.of(dict(line.case)).name, {})[line.pass_] = line
-    found = [CellTimes(passes) for passes in cells.values() if len(passes) == len(PASSES)]
-    kinds = list(dict.fromkeys(x.cell.kind for x in found))
-    return sorted(found, key=lambda x: (kinds.index(x.cell.kind), x.cell.tokens))
-
-
-def _machine(records: Sequence[Record]) -> str:
-    cells = both_passes(records)
-    overhead = _overhead(cells)
-    parts = [_times(cells, where(records)).markdown(), _auto(records)]
-    return "\n\n".join([*filter(None, parts), *[overhead.markdown()] * bool(overhead.lines)])
-
-
-def _times(cells: Sequence[CellTimes], ran_on: str) -> Table:
-    sums = [_summed(both) for both in cells]
-    columns = [
-        Column("head_dim, heads, mask", lambda line: _kind(Cell.of(dict(line.case)))),
-        Column("tokens", lambda line: f"{line.case['tokens']:,}"),
-        Column("documents", lambda line: _documents(Cell.of(dict(line.case)))),
+def both_passes(lines: Sequence[Measured]) -> list[Measured]:
+    """Forward and backward of each cell together, by kind and tokens."""
+    cells: dict[Cell, dict[str, Measured]] = {}
+    for line in lines:
+        cells.setdefault(Cell.of(line.case), {})[line.pass_] = line
+    kinds = list(dict.fromkeys(cell.kind for cell in cells))
+    ordered = sorted(cells, key=lambda cell: (kinds.index(cell.kind), cell.tokens))
+    return [
+        Measured(cells[cell]["forward"].case, "both", _summed(*(cells[cell][x] for x in PASSES)))
+        for cell in ordered
+        if len(cells[cell]) == len(PASSES)
     ]
-    title = f"Forward and backward, ms on the device, median, the fastest bold; bfloat16; {ran_on}"
-    return times_table(
-        sums,
-        columns,
-        title,
-        kept=lambda name: name != "auto" and not name.startswith(RAW_PREFIX),
-    )
 
 
-def _summed(both: CellTimes) -> Measured:
-    """A line of forward and backward together: the forward's records with the sum as their time."""
-    forward, backward = (both.passes[x].records for x in PASSES)
+def _summed(forward: Measured, backward: Measured) -> dict[str, Record]:
+    """The forward's records with the sum as their time."""
     records = {}
-    for name, record in forward.items():
-        other = backward.get(name, record)
+    for name, record in forward.records.items():
+        other = backward.records.get(name, record)
         bad = next((r for r in (record, other) if r.status != "ok"), None)
         if bad is not None:
             records[name] = bad
@@ -265,7 +225,28 @@ def _summed(both: CellTimes) -> Measured:
         total = record.measures["device_ms_p50"] + other.measures["device_ms_p50"]
         bound = record.measures.get("host_bound") or other.measures.get("host_bound")
         records[name] = replace(record, measures={"device_ms_p50": total, "host_bound": bound})
-    return Measured(both.passes["forward"].case, "both", records)
+    return records
+
+
+def _is_backend(variant: str) -> bool:
+    return variant != "auto" and not variant.startswith(RAW_PREFIX)
+
+
+def _machine(records: Sequence[Record]) -> str:
+    lines = measured(records)
+    parts = [_times(both_passes(lines), where(records)).markdown(), _auto(records)]
+    overhead = _overhead(lines)
+    return "\n\n".join([*filter(None, parts), *[overhead.markdown()] * bool(overhead.lines)])
+
+
+def _times(sums: Sequence[Measured], ran_on: str) -> Table:
+    columns = [
+        Column("head_dim, heads, mask", lambda line: _kind(Cell.of(line.case))),
+        Column("tokens", lambda line: f"{line.case['tokens']:,}"),
+        Column("documents", lambda line: _documents(Cell.of(line.case))),
+    ]
+    title = f"Forward and backward, ms on the device, median, the fastest bold; bfloat16; {ran_on}"
+    return times_table(sums, columns, title, kept=_is_backend)
 
 
 def _kind(cell: Cell) -> str:
@@ -289,15 +270,16 @@ def _auto(records: Sequence[Record]) -> str:
     return f"What `auto` takes for each cell if it knows the others alone:\n\n{said}"
 
 
-def _overhead(cells: Sequence[CellTimes]) -> Table:
+def _overhead(lines: Sequence[Measured]) -> Table:
     """In how many cells a backend takes as long on the device as the kernel that it wraps."""
-    names = dict.fromkeys(x for both in cells for x in both.backends() if x in RAW)
+    names = dict.fromkeys(x for line in lines for x in line.records if x in RAW)
 
     def within(pass_: str) -> Callable[[str], str]:
         def cell(name: str) -> str:
             pairs = [
                 (line.kernel_ms(name), line.kernel_ms(RAW_PREFIX + name))
-                for line in (both.passes[pass_] for both in cells)
+                for line in lines
+                if line.pass_ == pass_
             ]
             known = [(x, y) for x, y in pairs if x is not None and y is not None]
             near = sum(x <= y * SLACK + OVERHEAD_MS for x, y in known)
@@ -318,19 +300,20 @@ def _overhead(cells: Sequence[CellTimes]) -> Table:
 
 def draw(records: Sequence[Record], folder: Path) -> Path:
     """Time of the commonest kind of cell over the row's length, packed with documents of 2,048."""
-    cells = both_passes(records)
-    shown = [
-        x for x in cells if DRAWN.items() <= x.cell.data().items() and x.cell.documents == "uniform"
-    ] or cells
+    sums = both_passes(measured(records))
+    drawn = DRAWN | {"documents": "uniform"}
+    shown = [line for line in sums if drawn.items() <= line.case.items()] or sums
     series: dict[str, dict[float, float]] = {}
-    for both in shown:
-        for name in both.backends():
-            if (ms := both.ms(name)) is not None:
-                series.setdefault(name, {})[both.cell.tokens] = 1e3 * ms / both.cell.tokens
+    for line in shown:
+        tokens = line.case["tokens"]
+        for name in filter(_is_backend, line.records):
+            if (ms := line.kernel_ms(name)) is not None:
+                series.setdefault(name, {})[tokens] = 1e3 * ms / tokens
     longest = max(series["fa2"])
     ratios = [series[name][longest] / series["fa2"][longest] for name in ("fa3", "fa4")]
-    document = max(max(x.cell.lengths()) for x in shown if x.cell.tokens == longest)
-    absent = dict.fromkeys(x for both in shown for x in both.backends() if x not in series)
+    document = max(max(Cell.of(x.case).lengths()) for x in shown if x.case["tokens"] == longest)
+    names = dict.fromkeys(name for line in shown for name in filter(_is_backend, line.records))
+    absent = [name for name in names if name not in series]
     left_out = (
         f"Not drawn, as the device waits for the host: {', '.join(absent)}. " if absent else ""
     )
