@@ -18,9 +18,8 @@ Section = Callable[[Sequence[Record]], str]
 
 SECTIONS: Mapping[str, str] = {
     "compare": "flexvarlen.verify.compare.report",
-    **dict.fromkeys(
-        ("drift-op", "drift-model", "drift-training"), "flexvarlen.verify.compare.drift_tables"
-    ),
+    "drift-op": "flexvarlen.verify.compare.drift_tables",
+    "drift-model": "flexvarlen.verify.compare.drift_tables",
 }
 """The module that holds `section`, of records that no benchmark wrote."""
 

@@ -37,7 +37,7 @@ GROUPS = {
 
 _COMMANDS = (
     *("cli/", "measure/", "report/", "runner/"),
-    *("verify/experiment/difference", "verify/experiment/operator", "verify/experiment/training"),
+    *("verify/experiment/difference", "verify/experiment/operator"),
     *("verify/compare/differences", "verify/compare/hidden_states"),
     "verify/compare/thresholds",
 )

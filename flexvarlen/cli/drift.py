@@ -1,4 +1,4 @@
-"""The commands `flexvarlen drift op`, `model`, `train`. Heavy imports happen inside."""
+"""The commands `flexvarlen drift op` and `model`. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from flexvarlen.cli.console import (
     dtype_of,
     errors,
     one_line_errors,
-    parse_tokens,
     progress_bar,
     quiet_transformers,
 )
@@ -185,68 +184,6 @@ def model_command(
         )
         options = _options(where, _variants(backends, where))
         _run(ModelDrift(cases), options, out, again, commit, fail_above)
-
-
-@drift.command(name="train")
-def train_command(
-    model: Annotated[
-        str,
-        typer.Option("--model", help="As in compare; a checkpoint starts from its own parameters."),
-    ] = CPU_MODELS[1],
-    text: Text = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens",
-            parser=parse_tokens,
-            metavar="TOKENS",
-            help="Length of each step's row, e.g. 256 or 8k. [default: 256, 8192 on a GPU]",
-        ),
-    ] = None,
-    backends: Backends = "all",
-    baseline: Annotated[
-        str,
-        typer.Option(
-            "--baseline",
-            help="What the others are compared with: unpacked (each document in its own row), or a "
-            "backend.",
-        ),
-    ] = "unpacked",
-    steps: Annotated[int, typer.Option("--steps", min=4, help="Optimizer steps.")] = 20,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            "--seeds", min=3, help="Seeds of the baseline; other backends run the first only."
-        ),
-    ] = 3,
-    lr: Annotated[float, typer.Option("--lr", help="Learning rate, constant.")] = 1e-3,
-    dtype: Dtypes = None,
-    device: Device = None,
-    out: Out = Path("drift"),
-    again: Again = False,
-    fail_above: FailAbove = None,
-    commit: Commit = None,
-) -> None:
-    """Train with each backend from the same seed, and compare the losses with the seeds' noise.
-
-    A finding is a backend of flexvarlen beyond it, or a measure above a limit of yours.
-    """
-    with one_line_errors(train_command):
-        from flexvarlen.verify.compare.named_models import NamedModels
-        from flexvarlen.verify.experiment.training import TrainingDrift
-
-        where = device_of(device)
-        named = NamedModels([model], text or [], where)
-        cases = named.trainings(
-            _dtypes(dtype, where),
-            tokens=tokens,
-            steps=steps,
-            seeds=range(seeds),
-            lr=lr,
-            baseline=baseline,
-        )
-        options = _options(where, _variants(backends, where))
-        _run(TrainingDrift(cases), options, out, again, commit, fail_above)
 
 
 # ---- what options mean ----

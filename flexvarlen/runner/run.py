@@ -157,8 +157,7 @@ def records_of_run(suite: Suite, options: Options, run: RunRequest) -> list[Reco
         case = cases.get(_key_of(record))
         if case is None or record.suite != suite.name or record.environment.get("gpu") != gpu:
             return False
-        named = options.variants
-        return named is None or record.case["variant"] in (*named, *suite.controls(case))
+        return options.variants is None or record.case["variant"] in options.variants
 
     held = read_records([run.out]) if run.out is not None and run.out.exists() else []
     return [record for record in held if is_asked(record)]

@@ -121,10 +121,6 @@ class Suite(ABC):
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         """The variants that a case is measured on, if none are named."""
 
-    def controls(self, case: Case) -> Sequence[str]:
-        """The variants that a case is measured with whichever are named, to compare them with."""
-        return ()
-
     @abstractmethod
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         """Check, then time the variants; at least one finding a variant, whatever becomes of it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,27 +203,12 @@ def packed_text(
     tokenizer: Any = None,
 ) -> PackedBatch:
     """Read, tokenize and pack in one go; arguments as in the functions above."""
-    (row,) = packed_rows(
-        vocabulary=vocabulary, tokens=tokens, seeds=[seed], files=files, tokenizer=tokenizer
-    )
-    return row
-
-
-def packed_rows(
-    *,
-    vocabulary: int,
-    tokens: int,
-    seeds: Iterable[int],
-    files: Sequence[str | Path] = (),
-    tokenizer: Any = None,
-) -> list[PackedBatch]:
-    """As `packed_text`, a row a seed; the documents are read and tokenized once."""
-    documents = read_documents(files)
+    texts = read_documents(files)
     what = "Python's pydoc topics" if not files else f"{len(files)} file(s) of the user's"
     how = (
         f"byte-level BPE of {min(VOCABULARY, vocabulary):,} tokens trained on them"
         if tokenizer is None
         else "the model's own tokenizer"
     )
-    ids = tokenize(documents, vocabulary=vocabulary, tokenizer=tokenizer)
-    return [pack(ids, tokens, seed, f"{what}, {how}") for seed in seeds]
+    ids = tokenize(texts, vocabulary=vocabulary, tokenizer=tokenizer)
+    return pack(ids, tokens, seed, f"{what}, {how}")

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.verify import corpus
 from flexvarlen.verify.corpus import (
     DEFAULT_TOKENS,
     pack,
-    packed_rows,
     packed_text,
     read_documents,
     row_of,
@@ -93,23 +91,6 @@ def test_same_seed_same_row_and_other_seed_other_row():
     assert torch.equal(first.input_ids, again.input_ids)
     assert first.lengths == again.lengths
     assert not torch.equal(first.input_ids, other.input_ids)
-
-
-def test_rows_of_several_seeds_are_tokenized_once_for_all(monkeypatch):
-    shared = {"vocabulary": 300, "tokens": 64}
-    right = [packed_text(**shared, seed=seed) for seed in (3, 5)]
-    calls = []
-
-    def counted(*args, **options):
-        calls.append(args)
-        return tokenize(*args, **options)
-
-    monkeypatch.setattr(corpus, "tokenize", counted)
-    found = packed_rows(**shared, seeds=(3, 5))
-    assert len(calls) == 1
-    for ours, theirs in zip(found, right, strict=True):
-        assert torch.equal(ours.input_ids, theirs.input_ids)
-        assert (ours.lengths, ours.source) == (theirs.lengths, theirs.source)
 
 
 def test_default_batch_is_that_of_the_seed_and_the_device():

@@ -11,7 +11,6 @@ from flexvarlen.report.records import Record, in_short
 from flexvarlen.report.table import Table, nan_last, share
 from flexvarlen.verify.compare.drift_tables import BAD, RATIOS, Records, tables
 from flexvarlen.verify.compare.thresholds import Threshold, broken_limits
-from flexvarlen.verify.experiment.seed_noise import ROUNDING
 from flexvarlen.verify.experiment.variant import is_ours
 
 
@@ -28,8 +27,8 @@ class DriftReport:
 
     @property
     def compared(self) -> bool:
-        """Whether a variant ran, beside the baseline of a training and its rounding twin."""
-        return any(r.status in ("ok", "wrong") and not _is_control(r) for r in self.records)
+        """Whether a variant ran."""
+        return any(r.status in ("ok", "wrong") for r in self.records)
 
     def tables(self) -> list[Table]:
         """A table for each suite and machine."""
@@ -45,15 +44,13 @@ class DriftReport:
         said = [f"{text} ({'; '.join(dict.fromkeys(at))})" for text, at in findings.items()]
         for suite, sentence in () if findings else SENTENCES.items():
             ran = [r for r in self.records if r.suite == suite and r.status == "ok"]
-            ran = [r for r in ran if not _is_control(r)]
             said += [sentence(ran)] if ran else []
         said = list(filter(None, said)) or ["Nothing was compared."]
         return list(map(without_paths, said))
 
     def broken_limits(self, limits: Sequence[Threshold]) -> list[str]:
-        """A sentence for each limit that a record passes; the rounding twin has none."""
+        """A sentence for each limit that a record passes."""
         ran = [r for r in self.records if r.status in ("ok", "wrong")]
-        ran = [r for r in ran if r.case["variant"] != ROUNDING]
         return broken_limits(limits, ran, _name)
 
     def save(self, path: Path) -> None:
@@ -67,11 +64,6 @@ def _is_finding(record: Record) -> bool:
     return record.status in BAD and is_ours(record.case["variant"])
 
 
-def _is_control(record: Record) -> bool:
-    """The baseline of a training, or its rounding twin."""
-    return record.case["variant"] in (record.case.get("baseline"), ROUNDING)
-
-
 def _name(record: Record) -> str:
     return f"{record.case['variant']}: {_case(record)}"
 
@@ -79,10 +71,6 @@ def _name(record: Record) -> str:
 def _case(record: Record) -> str:
     names = ("name", "model", "dtype", "comparison")
     return ", ".join(str(record.case[name]) for name in names if record.case.get(name))
-
-
-def _worst(records: Records, measure: str) -> Record:
-    return max(records, key=lambda record: nan_last(record.measures[measure]))
 
 
 def _count(records: Records) -> str:
@@ -110,7 +98,7 @@ def _models(ran: Records) -> str:
     ours = [record for record in ran if is_ours(record.case["variant"])]
     if not ours:
         return ""
-    worst = _worst(ours, "logits_relative")
+    worst = max(ours, key=lambda record: nan_last(record.measures["logits_relative"]))
     size = worst.measures["logits_relative"]
     if size == 0:
         return f"{_count(ours)} of models: all logits have the same bits."
@@ -119,13 +107,5 @@ def _models(ran: Records) -> str:
     )
 
 
-def _trainings(ran: Records) -> str:
-    worst = _worst(ran, "sigmas")
-    return (
-        f"All {len(ran)} trainings are within seed noise of {worst.case['baseline']}; the largest "
-        f"difference of losses is {worst.measures['sigmas']:.2g} σ ({_name(worst)})."
-    )
-
-
-SENTENCES = {"drift-op": _operators, "drift-model": _models, "drift-training": _trainings}
+SENTENCES = {"drift-op": _operators, "drift-model": _models}
 """Of a suite's records that ran, where none is a finding."""

@@ -12,7 +12,6 @@ from typing import Any
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, in_short, ran_on
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, number, share
-from flexvarlen.verify.experiment.seed_noise import ROUNDING, RULE
 from flexvarlen.verify.experiment.variant import THEIRS, is_ours
 
 Records = Sequence[Record]
@@ -91,14 +90,11 @@ def _table(records: Records) -> Table:
             for name in grouped(records, "comparison")
             for way, parts in (("fwd", FORWARD), ("bwd", BACKWARD))
         ]
-    elif suite == "drift-model":
-        title += " packed in a row"
     else:
-        title += f" in each of {case['steps']} steps"
+        title += " packed in a row"
     title = f"{title}; {ran_on(records[0].environment)}"
     table = Table.of(_lines(records), columns, title, _is_bad)
-    rule = (RULE,) if suite == "drift-training" else ()
-    return replace(table, notes=(*marks.lines(), *rule))  # the cells have numbered the marks
+    return replace(table, notes=marks.lines())  # the cells have numbered the marks
 
 
 def _lines(records: Records) -> list[Records]:
@@ -133,20 +129,6 @@ def _first_part(line: Records) -> str:
     return (measures["first_part"] or "none") if "logits_equal" in measures else NOTHING
 
 
-def _verdict(line: Records) -> str:
-    case = line[0].case
-    controls = {case["baseline"]: "the baseline", ROUNDING: "the rounding twin"}
-    return controls.get(case["variant"]) or str(line[0].measures.get("verdict", NOTHING))
-
-
-def _loss(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.5f}"
-
-
-def _angles(line: Records) -> list[float]:
-    return list(line[0].measures.get("angles", ()))
-
-
 COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
     "drift-op": lambda status: (
         Column("backend", lambda line: str(line[0].case["variant"])),
@@ -165,16 +147,6 @@ COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
         measure("top-1", "top1", show=share),
         measure("gradients", "gradient_relative"),
     ),
-    "drift-training": lambda status: (
-        field("variant"),
-        status,
-        Column("verdict", _verdict),
-        measure("loss, last quarter", "loss", show=_loss),
-        measure("difference", "loss_difference"),
-        measure("in σ", "sigmas"),
-        Column("first angle °", lambda line: number(next(iter(_angles(line)), None))),
-        Column("largest °", lambda line: number(largest(_angles(line)) if _angles(line) else None)),
-    ),
 }
 """Of each suite's table, given the column of the status, whose reasons each table numbers anew."""
 
@@ -184,8 +156,6 @@ COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
 
 def section(records: Records) -> str:
     """The tables of one suite: one for each machine and dtype, and what is wrong below it."""
-    if records[0].suite not in PAGE_TABLES:
-        return "\n\n".join(table.markdown() for table in tables(records))
     parts = []
     for machine in by_machine(records):
         for own in grouped(machine, "dtype").values():

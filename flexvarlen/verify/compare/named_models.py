@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from flexvarlen.verify.compare.pairs import ModelCase, cases_of
-from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_rows, read_documents
+from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.training import TrainingCase
 from flexvarlen.verify.models import build_model, checked_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-TRAINING_TOKENS = {"cpu": 256, "cuda": 8192}
 
 
 class NamedModels:
@@ -74,38 +71,6 @@ class NamedModels:
             )
         ]
 
-    def trainings(
-        self,
-        dtypes: Sequence[torch.dtype],
-        *,
-        tokens: int | None,
-        steps: int,
-        seeds: Sequence[int],
-        lr: float,
-        baseline: str,
-    ) -> list[TrainingCase]:
-        """Each model in each dtype; arguments as in `TrainingCase`.
-
-        Raises:
-            ValueError: too few steps or seeds, or an unknown baseline.
-        """
-        width = tokens or TRAINING_TOKENS[self.device.type]
-        return [
-            TrainingCase(
-                model=spec.label,
-                dtype=str(dtype).removeprefix("torch."),
-                tokens=width,
-                steps=steps,
-                seeds=tuple(seeds),
-                lr=lr,
-                baseline=baseline,
-                make_model=partial(self._new_model, spec.name, dtype),
-                make_batches=partial(self._rows, spec.name, dtype, width, range(steps)),
-                text=self.checksum,
-            )
-            for spec, dtype in product(self.specs, dtypes)
-        ]
-
     def load(
         self, name: str, dtype: torch.dtype, tokens: int | None, seed: int
     ) -> tuple[PreTrainedModel, PackedBatch]:
@@ -114,26 +79,12 @@ class NamedModels:
         if self._last is None or self._last[0] != key:
             self._last = None  # before the next is built: two may not fit
             model, tokenizer = build_model(name, device=self.device, dtype=dtype, seed=seed)
-            width = tokens or DEFAULT_TOKENS[self.device.type]
-            (row,) = self._packed(model, tokenizer, width, [seed])
+            row = packed_text(
+                vocabulary=model.config.vocab_size,
+                tokens=tokens or DEFAULT_TOKENS[self.device.type],
+                seed=seed,
+                files=self.text,
+                tokenizer=tokenizer,
+            )
             self._last = key, (model, row.to(self.device))
         return self._last[1]
-
-    def _new_model(self, name: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-        return build_model(name, device=self.device, dtype=dtype, seed=seed)[0]
-
-    def _rows(
-        self, name: str, dtype: torch.dtype, tokens: int, seeds: Iterable[int]
-    ) -> list[PackedBatch]:
-        return self._packed(*build_model(name, device=self.device, dtype=dtype), tokens, seeds)
-
-    def _packed(
-        self, model: PreTrainedModel, tokenizer: object, tokens: int, seeds: Iterable[int]
-    ) -> list[PackedBatch]:
-        return packed_rows(
-            vocabulary=model.config.vocab_size,
-            tokens=tokens,
-            seeds=seeds,
-            files=self.text,
-            tokenizer=tokenizer,
-        )

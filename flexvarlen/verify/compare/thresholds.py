@@ -25,12 +25,7 @@ MODEL_MEASURES = (
     *("logprob_p99", "kl_mean", "kl_max", "loss_difference"),
     *("gradient_relative", "worst_parameter_relative"),
 )
-TRAINING_MEASURES = ("sigmas", "angles")
-MEASURES = {
-    "drift-op": OP_MEASURES,
-    "drift-model": MODEL_MEASURES,
-    "drift-training": TRAINING_MEASURES,
-}
+MEASURES = {"drift-op": OP_MEASURES, "drift-model": MODEL_MEASURES}
 """What each suite can be limited by."""
 
 

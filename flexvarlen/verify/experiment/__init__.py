@@ -10,6 +10,6 @@
 | `experiment.py` | `Experiment`: all of it, of packed rows; a variant's first step, checked |
 | `measure.py` | variants checked one by one, then timed in turns |
 | `operator.py`, `operator_cases.py` | attention alone, in several ways that should agree |
-| `training.py`, `gradient_angles.py`, `seed_noise.py` | steps of an optimizer; the verdict |
+| `seed_noise.py` | the verdict on trainings |
 | `difference.py` | `Difference`: two tensors, in four numbers |
 """

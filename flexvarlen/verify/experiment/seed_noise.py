@@ -12,7 +12,7 @@ Its verdict is
 2. else "not rounding", if the gradient of a first step, where the parameters are still the same, is
    wrong. A small model learns in spite of a wrong attention, so losses alone would not show one;
 3. else "no verdict", where σ is not known, or no seed is shared;
-4. else "within seed noise"; "by losses alone", where the first gradient was not compared.
+4. else "within seed noise".
 
 Rounding alone separates two runs of one seed by about σ: one seed proves little, and the standard
 errors are those of independent runs.
@@ -27,28 +27,11 @@ from dataclasses import dataclass
 
 WITHIN, BEYOND = "within seed noise", "beyond seed noise"
 NOT_ROUNDING, NO_VERDICT = "not rounding", "no verdict"
-BY_LOSSES = f"{WITHIN}, by losses alone"
-PASSED = (WITHIN, BY_LOSSES)
 
 LAST_STEPS = 50
 FEWEST_SEEDS = 3  # of the baseline: below, a standard deviation says nothing
 MOST_STANDARD_ERRORS = 2.0  # of the mean
 MOST_SIGMAS = 4.0  # of one seed
-
-ROUNDING = "rounding"
-"""The variant of the rounding twin: the baseline with each initial parameter moved by one unit in
-its last place, up or down. Its first gradient says how far rounding alone moves one."""
-# As everywhere for gradients. Right kernels gave 0.06 to 0.6 of the twin's angle (CPU, all dtypes).
-MOST_ANGLES = 3.0
-
-RULE = (
-    f"Beyond seed noise: the mean loss of the last quarter of the steps is more than "
-    f"{MOST_STANDARD_ERRORS:g} standard errors of a difference, σ √2, from the baseline's. "
-    f"Not rounding: the first gradient is more than {MOST_ANGLES:g} times as far from the "
-    "baseline's as after moving every parameter by one unit in the last place (rounding). σ is "
-    "over the baseline's seeds."
-)
-"""For the table of `drift train`, whose variants run one seed."""
 
 
 def final_loss(losses: Sequence[float]) -> float:
@@ -92,7 +75,7 @@ class SeedNoise:
         return MOST_STANDARD_ERRORS * sigma * math.sqrt(2 / seeds)
 
     def verdict(
-        self, differences: Sequence[float], losses: Iterable[float], right_gradient: bool | None
+        self, differences: Sequence[float], losses: Iterable[float], right_gradient: bool
     ) -> str:
         """By the rule above.
 
@@ -101,7 +84,7 @@ class SeedNoise:
         Args:
             differences: of a variant's final loss from the baseline's, of each seed.
             losses: of all steps of all seeds.
-            right_gradient: whether that of the first step is right; None: not compared.
+            right_gradient: whether that of the first step is right.
         """
         is_known = self.sigma is not None and len(differences) > 0
         if is_known and not (
@@ -110,21 +93,9 @@ class SeedNoise:
             and all(map(math.isfinite, losses))
         ):
             return BEYOND
-        if right_gradient is False:
+        if not right_gradient:
             return NOT_ROUNDING
-        if not is_known:
-            return NO_VERDICT
-        return BY_LOSSES if right_gradient is None else WITHIN
-
-
-def is_rounding(angle: float | None, twin: float | None) -> bool | None:
-    """Whether a first gradient is right, by degrees to the baseline's; None: not measured.
-
-    Args:
-        angle: of the variant's.
-        twin: of the rounding twin's.
-    """
-    return None if angle is None or twin is None else angle <= MOST_ANGLES * twin
+        return WITHIN if is_known else NO_VERDICT
 
 
 def _over(gap: float, sigma: float) -> float:

@@ -13,7 +13,6 @@ from flexvarlen.verify.compare.drift_tables import section
 from flexvarlen.verify.compare.thresholds import (
     MODEL_MEASURES,
     OP_MEASURES,
-    TRAINING_MEASURES,
     parse_thresholds,
 )
 
@@ -30,14 +29,6 @@ def model_record(variant, comparison="packed-alone", status="ok", reason=None, *
     measures = {"logits_relative": 0.01, "logits_equal": 0.1, "first_part": "block 0"} | measures
     measures |= {"documents": 10}
     return Record("drift-model", case | {"variant": variant}, status, reason, measures, H200)
-
-
-def training_record(variant, verdict=None, sigmas=0.5, status="ok"):
-    case = {"model": "m", "dtype": "float32", "tokens": 64, "steps": 8, "baseline": "unpacked"}
-    measures = {"loss": 7.5, "losses": [7.5] * 8}
-    if variant != "unpacked":
-        measures |= {"angles": [0.2, 0.3], "sigmas": sigmas, "verdict": verdict}
-    return Record("drift-training", case | {"variant": variant}, status, verdict, measures, H200)
 
 
 OPS = (
@@ -105,24 +96,6 @@ def test_models_have_a_table_a_dtype_and_a_sentence():
     ]
 
 
-def test_trainings_have_their_verdict_and_the_rule():
-    records = (
-        training_record("unpacked"),
-        training_record("rounding"),
-        training_record("fa3", "within seed noise"),
-    )
-    (table,) = DriftReport(records).tables()
-    assert [line[2] for line in table.lines] == [
-        "the baseline",
-        "the rounding twin",
-        "within seed noise",
-    ]
-    assert "more than 2 standard errors" in table.notes[-1]
-    assert "0.5 σ (fa3: m, float32)" in DriftReport(records).sentences()[0]
-    bad = (*records, training_record("flex", "not rounding", status="wrong"))
-    assert DriftReport(bad).sentences() == ["flex is wrong: not rounding (m, float32)"]
-
-
 def test_machines_share_a_table():
     here = replace(OPS[0], environment={"gpu": None, "cpu": "a CPU"})
     assert len(DriftReport((*OPS, here)).tables()) == 2
@@ -177,21 +150,18 @@ def test_negative_difference_is_below_a_limit():
     assert not limits("loss_difference=1e-2", record, known=MODEL_MEASURES)
 
 
-def test_limit_is_on_the_first_of_a_list_or_on_the_rounding_twin():
-    record = training_record("fa3")
-    assert limits("angles=0.25", record, known=TRAINING_MEASURES)
-    twin = replace(record, case=record.case | {"variant": "rounding"})
-    kept = training_record("sdpa", sigmas=0.1)
-    assert limits("sigmas=0.2", twin, kept, known=TRAINING_MEASURES) == []
+def test_limit_is_on_the_first_of_a_list():
+    record = model_record("fa3", layers_relative=[0.0, 0.3])
+    assert limits("layers_relative=0.25", record, known=MODEL_MEASURES)
+    assert not limits("layers_relative=0.35", record, known=MODEL_MEASURES)
 
 
 def test_limit_on_nothing_passes():
     assert limits("dq_relative=1", OPS[0]) == [
         "fail-above dq_relative=1: no record has such a measure."
     ]
-    record = training_record("fa3")
-    nothing = replace(record, measures=record.measures | {"angles": []})
-    assert limits("angles=1", nothing, known=TRAINING_MEASURES)
+    nothing = model_record("fa3", layers_relative=[])
+    assert limits("layers_relative=1", nothing, known=MODEL_MEASURES)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import pytest
 
 from flexvarlen.verify.experiment.seed_noise import (
     BEYOND,
-    BY_LOSSES,
     NO_VERDICT,
     NOT_ROUNDING,
     WITHIN,
     SeedNoise,
     final_loss,
-    is_rounding,
 )
 
 NOISE = SeedNoise.of([1.0, 1.1, 1.2])
@@ -58,8 +56,6 @@ def test_wrong_gradient_comes_behind_the_losses_and_before_what_is_not_known():
     unknown = SeedNoise(None)
     assert NOISE.verdict([0.0], [1.0], False) == NOT_ROUNDING
     assert NOISE.verdict([0.5], [1.0], False) == BEYOND
-    assert NOISE.verdict([0.0], [1.0], None) == BY_LOSSES
-    assert NOISE.verdict([0.5], [1.0], None) == BEYOND
     assert unknown.verdict([0.0], [1.0], False) == NOT_ROUNDING
     assert unknown.verdict([0.0], [1.0], True) == NOISE.verdict([], [], True) == NO_VERDICT
 
@@ -69,20 +65,6 @@ def test_seeds_that_agree_exactly_allow_no_difference():
     assert exact.verdict([0.0], [1.0], True) == WITHIN
     assert exact.verdict([1e-9], [1.0], True) == BEYOND
     assert exact.in_sigmas(1e-9) == math.inf
-
-
-@pytest.mark.parametrize(
-    ("angle", "twin", "right"),
-    [
-        (2.9, 1.0, True),
-        (3.1, 1.0, False),
-        (math.nan, 1.0, False),
-        (None, 1.0, None),
-        (9.0, None, None),
-    ],
-)
-def test_gradient_is_compared_with_the_rounding_twins(angle, twin, right):
-    assert is_rounding(angle, twin) is right
 
 
 def test_last_quarter_is_rounded_up_and_at_most_50_steps():
