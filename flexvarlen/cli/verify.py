@@ -37,12 +37,6 @@ def verify(
     unpatched: Annotated[
         bool, typer.Option("--unpatched", help="Leave the model to transformers' own attention.")
     ] = False,
-    attn_implementation: Annotated[
-        str,
-        typer.Option(
-            "--attn-implementation", help="With --unpatched: sdpa, eager, flash_attention_2, ..."
-        ),
-    ] = "sdpa",
     form: Annotated[
         str,
         typer.Option(
@@ -55,32 +49,7 @@ def verify(
     lengths: Annotated[
         str, typer.Option("--lengths", help="Tokens of each document, with commas between.")
     ] = "5,70,98,1,30,52",
-    documents: Annotated[
-        int | None,
-        typer.Option(
-            "--documents",
-            min=1,
-            help="Replace this many documents, chosen by the seed. [default: all]",
-            show_default=False,
-        ),
-    ] = None,
-    gradients: Annotated[
-        bool | None,
-        typer.Option(
-            "--gradients/--no-gradients",
-            help="Test input gradients. [default: if the model can]",
-            show_default=False,
-        ),
-    ] = None,
     train: Annotated[bool, typer.Option("--train/--eval", help="Mode of the model.")] = False,
-    use_cache: Annotated[
-        bool | None,
-        typer.Option(
-            "--use-cache/--no-use-cache",
-            help="Passed to the model. [default: not passed]",
-            show_default=False,
-        ),
-    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     seed: Seed = 0,
@@ -91,11 +60,12 @@ def verify(
     Ends with exit code 1 if one does, and says which documents, which layer and which module.
     """
     with one_line_errors(verify):
+        from flexvarlen.verify.experiment.variant import THEIRS, backend_name
         from flexvarlen.verify.isolation.command import (
             Answer,
-            Question,
             ask,
             parse_lengths,
+            require_form,
             table_of,
         )
         from flexvarlen.verify.models import checked_model
@@ -103,24 +73,26 @@ def verify(
         quiet_transformers()
         where = device_of(device)
         what = dtype_of(dtype, where)
-        question = Question(
-            backend=None if unpatched else backend,
-            implementation=attn_implementation,
-            form=form,
-            lengths=parse_lengths(lengths),
-            use_cache=use_cache,
-            train=train,
-            gradients=gradients,
-            documents=documents,
-            seed=seed,
-        )
+        attention = f"{THEIRS}sdpa" if unpatched else backend_name("backend", backend)
+        require_form(form, attention)
+        documents = parse_lengths(lengths)
         names = model or list(CPU_MODELS)
         for name in names:  # all mistakes before any work
-            checked_model(name, patched=not unpatched)
+            checked_model(name, patched=not attention.startswith(THEIRS))
         answers: list[Answer] = []
         try:
             for name in names:
-                answers.append(ask(name, question, device=where, dtype=what))
+                answer = ask(
+                    name,
+                    attention,
+                    form,
+                    documents,
+                    train=train,
+                    seed=seed,
+                    device=where,
+                    dtype=what,
+                )
+                answers.append(answer)
         finally:  # a leak that was found is shown, also if a later model fails
             if as_json:
                 typer.echo(json.dumps([answer.as_dict() for answer in answers], indent=2))

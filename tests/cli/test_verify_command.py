@@ -42,13 +42,12 @@ def test_leak_is_exit_code_1_and_a_sentence():
     assert (answer["leak"]["module"], answer["leak"]["layer"]) == ("model.layers.0.self_attn", 0)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_unpatched_model_without_a_cache_passes(implementation):
-    options = ["--unpatched", "--attn-implementation", implementation, "--no-use-cache"]
-    result = run(*options)
-    assert result.exit_code == 0, result.output
-    assert f"transformers:{implementation}" in result.output
-    assert "gradients kept their bits too" in " ".join(result.output.split())
+def test_attention_of_transformers_is_named_as_everywhere():
+    """It takes the documents' numbers for a mask of ones."""
+    result = run("--backend", "transformers:eager", "--form", "document_ids", "--json")
+    assert result.exit_code == 1, result.output
+    (answer,) = json.loads(result.stdout)
+    assert answer["attention"] == "transformers:eager"
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
@@ -74,13 +73,13 @@ def test_an_error_in_the_table_is_a_sentence(monkeypatch):
         raise KeyError("column")
 
     monkeypatch.setattr("flexvarlen.verify.isolation.command.table_of", broken)
-    result = run("--backend", "sdpa", "--no-gradients")
+    result = run("--backend", "sdpa")
     assert result.exit_code == 2, result.output
     assert "KeyError: 'column'" in result.output
 
 
 def test_names_of_transformers_are_those_of_our_backends():
-    result = run("--backend", "flex_attention", "--no-gradients", "--json")
+    result = run("--backend", "flex_attention", "--json")
     assert result.exit_code == 0, result.output
     (answer,) = json.loads(result.stdout)
     assert answer["attention"] == "flex"
@@ -112,12 +111,12 @@ def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
 
 
 def test_options_reach_the_check():
-    options = ["--train", "--no-gradients", "--documents", "2", "--dtype", "bfloat16"]
+    options = ["--train", "--dtype", "bfloat16"]
     result = run("--backend", "sdpa", *options, "--json")
     assert result.exit_code == 0, result.output
     (answer,) = json.loads(result.stdout)
     report = answer["report"]
-    assert (report["training"], report["gradients"], len(report["documents"])) == (True, None, 2)
+    assert report["training"]
 
 
 def test_backend_without_a_backward_says_so():
@@ -125,9 +124,6 @@ def test_backend_without_a_backward_says_so():
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
     assert "gradients were not tested: flex has no backward on the CPU" in text
-    result = run("--backend", "flex", "--gradients")
-    assert result.exit_code == 2, result.output
-    assert "pass gradients=False" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
@@ -138,12 +134,15 @@ def test_backend_without_a_backward_says_so():
         (["--unpatched", "--model", "no/such"], "--model must be a folder or hub name"),
         (["--backend", "flsh"], "--backend must be"),
         (["--form", "cu_seqlens"], "--form must be one of"),
-        (["--unpatched", "--form", "packed_layout"], "--form must be one that transformers knows"),
+        (
+            ["--unpatched", "--form", "packed_layout"],
+            "--form must be one of position_ids, document_ids",
+        ),
         (["--lengths", "5,0"], "--lengths must be"),
         (["--lengths", "5"], "at least two documents"),
         (["--dtype", "int8"], "--dtype must be"),
         (["--device", "tpu"], "--device must be"),
-        (["--unpatched", "--attn-implementation", "spda"], "spda"),
+        (["--backend", "transformers:spda"], "spda"),
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):

@@ -52,6 +52,13 @@ class PackedBatch:
             )
 
     @classmethod
+    def random(cls, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> PackedBatch:
+        """Documents of random tokens below `vocabulary`, on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator, device="cpu")
+        return cls(ids, tuple(lengths))
+
+    @classmethod
     def of(cls, batch: PackedBatch | Mapping[str, Any]) -> PackedBatch:
         """A batch from a forward's keyword arguments, its boundaries found as `patch_model` does.
 

@@ -95,20 +95,7 @@ class Variant:
 
     def boundaries(self, row: Row) -> dict[str, Any]:
         """Keyword arguments of a forward that mark the row's documents; all else is left out."""
-        layout = self.layout(row)
-        if self.form == "packed_layout":
-            return {"packed_layout": layout}
-        found: dict[str, Any] = {"position_ids": layout.position_ids()[None]}
-        lengths = row.samples.lengths
-        if self.form in ("cu_seq_lens", "both"):  # as DataCollatorWithFlattening makes them
-            ends = torch.tensor([0, *lengths]).cumsum(0).to(layout.device, torch.int32)
-            found |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-            found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-        if self.form == "both":
-            numbers = torch.arange(len(lengths), dtype=torch.int32)
-            documents = numbers.repeat_interleave(torch.tensor(lengths))
-            found["seq_idx"] = documents[None].to(layout.device)
-        return found
+        return boundaries_of(self.form, self.layout(row), row.samples.lengths)
 
     def inputs(self, row: Row) -> dict[str, Any]:
         """The same; where no layout says that rows are packed, without transformers' cache.
@@ -144,6 +131,29 @@ class Variant:
         backend = own_backend(compiler)
         for layer in self.model.layers:
             layer.compile(backend=backend)
+
+
+def boundaries_of(form: str, layout: PackedLayout, lengths: Sequence[int]) -> dict[str, Any]:
+    """Keyword arguments of a forward that mark the documents of a row.
+
+    Args:
+        form: "packed_layout", "position_ids", "cu_seq_lens" (beside position_ids, as
+            DataCollatorWithFlattening makes them), "both", or "document_ids": a 2D attention_mask
+            that numbers the documents from 1.
+        lengths: tokens of each document.
+    """
+    if form == "packed_layout":
+        return {"packed_layout": layout}
+    numbers = torch.arange(len(lengths), dtype=torch.int32)
+    documents = numbers.repeat_interleave(torch.tensor(lengths))[None].to(layout.device)
+    if form == "document_ids":
+        return {"attention_mask": documents + 1}
+    found: dict[str, Any] = {"position_ids": layout.position_ids()[None]}
+    if form in ("cu_seq_lens", "both"):
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(layout.device, torch.int32)
+        found |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return found | ({"seq_idx": documents} if form == "both" else {})
 
 
 def own_backend(compiler: str, *, cuda_graphs: bool = False) -> Callable[..., Any]:

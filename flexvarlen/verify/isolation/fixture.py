@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from flexvarlen.patches.isolation.model_run import training_mode, transformers_model
@@ -36,9 +35,7 @@ def packed_batch(
         ValueError: no transformers model inside, or lengths below 1.
     """
     vocabulary = int(transformers_model(model).config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator, device="cpu")
-    return PackedBatch(ids, tuple(lengths))
+    return PackedBatch.random(lengths, vocabulary, seed)
 
 
 @pytest.fixture
