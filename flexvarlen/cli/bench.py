@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +29,7 @@ from flexvarlen.cli.console import (
 
 if TYPE_CHECKING:
     from flexvarlen.report.records import Record
+    from flexvarlen.runner.run import RunRequest
     from flexvarlen.runner.suite import Options, Suite
 
 bench = typer.Typer(
@@ -38,22 +40,6 @@ bench = typer.Typer(
 Files = Annotated[list[Path] | None, typer.Argument(help="JSON lines.", show_default=False)]
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The options of a run, as they were typed."""
-
-    out: Path
-    quick: bool
-    cases: str | None
-    variants: str | None
-    seconds: float | None
-    until: float | None
-    again: bool
-    text: list[Path] | None
-    device: str | None
-    commit: str | None
-
-
 @bench.command("list")
 def list_() -> None:
     """The suites, and what each measures."""
@@ -61,7 +47,7 @@ def list_() -> None:
         console.print(f"{name:16} {entry.summary}", markup=False, highlight=False)
 
 
-def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
+def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: bool) -> None:
     """Measure suites one after another; what is measured is kept whatever comes later."""
     from flexvarlen.report.records import require_file
     from flexvarlen.runner.run import chosen_cases
@@ -70,24 +56,25 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
     from flexvarlen.verify.experiment.variant import is_ours
 
     use_fla_configs()
-    options = _options(asked, names)
-    read_documents(asked.text or [])
+    read_documents(options.text or [])
     found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
     if list_cases:
         for suite, cases in found.items():
             for case in cases:
                 console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
         return
+    assert asked.out is not None
     single = asked.out.suffix == ".jsonl"
     if len(names) > 1 and single:
         raise ValueError(
             f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
         )
-    if len(names) > 1 and asked.variants is not None:
+    if len(names) > 1 and options.variants is not None:
         raise ValueError(
-            f"variants must be of one suite, got {asked.variants!r} for all; name a suite."
+            f"variants must be of one suite, got {','.join(options.variants)!r} for all; name a "
+            "suite."
         )
-    for suite in found if asked.text else ():
+    for suite in found if options.text else ():
         if not suite.reads_text:
             raise ValueError(
                 f"text must be for a suite that packs texts, got {suite.name}; leave it out."
@@ -100,10 +87,9 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
         require_file(path)
     right, measured, begin = True, False, time.perf_counter()
     for suite, path in paths.items():
-        limit = float("inf") if asked.until is None else asked.until
-        until_s = limit - (time.perf_counter() - begin)
+        until_s = asked.until_s - (time.perf_counter() - begin)
         try:
-            records = _measure(suite, options, asked, path, until_s)
+            records = _measure(suite, options, replace(asked, out=path, until_s=until_s))
         except DeviceLost as lost:
             said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
             errors.print(said, style="red", markup=False, highlight=False)
@@ -117,22 +103,10 @@ def _run(names: Sequence[str], list_cases: bool, asked: _Asked) -> None:
         raise typer.Exit(FAILURE)
 
 
-def _options(asked: _Asked, names: Sequence[str]) -> Options:
-    from flexvarlen.runner.suite import Options
-
-    chosen = None
-    if asked.variants is not None:
-        chosen = tuple(name.strip() for name in asked.variants.split(",") if name.strip())
-    device = device_of(asked.device)
-    whole = device.type != "cpu" or all(suite_of(name).whole_on_cpu for name in names)
-    return Options(
-        device=device,
-        quick=asked.quick or not whole,  # the sizes that a CPU can run
-        variants=chosen,
-        seconds=asked.seconds if asked.seconds is not None else 0.1 if asked.quick else 3.0,
-        text=tuple(asked.text) if asked.text else None,
-        say=partial(console.print, markup=False, highlight=False),
-    )
+def _names(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _file_name(suite: str, options: Options) -> str:
@@ -145,27 +119,23 @@ def _file_name(suite: str, options: Options) -> str:
     return f"{suite}-{gpu.replace(' ', '-')}{'-quick' if options.quick else ''}.jsonl"
 
 
-def _measure(
-    suite: Suite, options: Options, asked: _Asked, path: Path, until_s: float
-) -> list[Record]:
+def _measure(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
     """Run a suite and print its tables, of all cases in the file; the records asked for."""
     from flexvarlen.report.records import read_records, run_environment
-    from flexvarlen.runner.run import RunRequest, records_of_run, run_suite
+    from flexvarlen.runner.run import records_of_run, run_suite
 
-    run = RunRequest(
-        out=path, cases=asked.cases, until_s=until_s, again=asked.again, commit=asked.commit
-    )
+    assert run.out is not None
     with progress_bar(suite.name, left=True) as bar:
         ended = run_suite(suite, options, run, bar)
     gpu = run_environment(options.device, None)["gpu"]
     records = [
         record
-        for record in (read_records([path]) if path.exists() else ())
+        for record in (read_records([run.out]) if run.out.exists() else ())
         if record.suite == suite.name and record.environment.get("gpu") == gpu
     ]
     if records:
         _print_markdown(suite.section(records))
-    options.say(f"{suite.name}: {ended.counts}. Records in {path}.")
+    options.say(f"{suite.name}: {ended.counts}. Records in {run.out}.")
     return records_of_run(suite, options, run)
 
 
@@ -215,7 +185,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
             ),
         ] = None,
         until: Annotated[
-            float | None,
+            float,
             typer.Option(
                 "--until",
                 min=0.0,
@@ -223,7 +193,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
                 help="Begin no case after S seconds.",
                 show_default=False,
             ),
-        ] = None,
+        ] = math.inf,
         again: Again = False,
         list_: Annotated[
             bool, typer.Option("--list", help="Print the cases' names and stop.")
@@ -232,9 +202,22 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
         device: Device = None,
         commit: Commit = None,
     ) -> None:
-        asked = _Asked(out, quick, cases, variants, seconds, until, again, text, device, commit)
         with one_line_errors(run):
-            _run(suites, list_, asked)
+            from flexvarlen.runner.run import RunRequest
+            from flexvarlen.runner.suite import Options
+
+            where = device_of(device)
+            whole = where.type != "cpu" or all(suite_of(name).whole_on_cpu for name in suites)
+            options = Options(
+                device=where,
+                quick=quick or not whole,  # the sizes that a CPU can run
+                variants=_names(variants),
+                seconds=seconds if seconds is not None else 0.1 if quick else 3.0,
+                text=tuple(text) if text else None,
+                say=partial(console.print, markup=False, highlight=False),
+            )
+            asked = RunRequest(out, cases, until, again, commit)
+            _run(suites, options, asked, list_)
 
     run.__doc__ = summary
     bench.command(name=name)(run)

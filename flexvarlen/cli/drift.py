@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,26 +79,12 @@ def op(
             "--suite", help="varlen-study, gqa or cpu. [default: cpu, varlen-study on a GPU]"
         ),
     ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths", help='Own cases instead: tokens of each document, as in "256; 320,320".'
-        ),
-    ] = None,
-    heads: Annotated[
-        str, typer.Option("--heads", help="With --lengths: query heads/KV heads.")
-    ] = "24/24",
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="With --lengths.")] = 128,
-    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="With --lengths.")] = True,
-    window: Annotated[
-        int | None, typer.Option("--window", min=1, help="With --lengths: keys that a query sees.")
-    ] = None,
     backends: Backends = "all",
     comparisons: Annotated[
         str,
         typer.Option(
             "--comparisons",
-            help="all, or of exact, batch-serial, run-run, eager-compiled, backend-backend.",
+            help="all, or of exact, batch-serial, run-run, backend-backend.",
         ),
     ] = "all",
     dtype: Dtypes = None,
@@ -113,20 +101,11 @@ def op(
     A finding is an error above the acceptance rule, or above a limit of yours.
     """
     with one_line_errors(op):
-        from flexvarlen.cli.machine import parse_heads
         from flexvarlen.verify.experiment.operator import OperatorDrift, backend_variants
-        from flexvarlen.verify.experiment.operator_cases import OpCase, suite_cases
-        from flexvarlen.verify.isolation.command import parse_lengths
+        from flexvarlen.verify.experiment.operator_cases import suite_cases
 
         where = device_of(device)
-        if lengths is None:
-            cases = list(suite_cases(suite or ("cpu" if where.type == "cpu" else "varlen-study")))
-        elif suite is None:
-            query, kv = parse_heads(heads)
-            each = map(parse_lengths, lengths.split(";"))
-            cases = [OpCase(one, query, kv, head_dim, causal, window) for one in each]
-        else:
-            raise ValueError(f"suite must not be given with --lengths, got {suite!r}; give one.")
+        cases = suite_cases(suite or ("cpu" if where.type == "cpu" else "varlen-study"))
         dtypes = _dtypes(dtype, where)
         drift_op = OperatorDrift.of(cases, dtypes, _names(comparisons), train=train, seed=seed)
         options = _options(where, backend_variants(_names(backends)))
@@ -170,18 +149,26 @@ def model_command(
     """
     with one_line_errors(model_command):
         from flexvarlen.verify.compare.named_models import NamedModels
-        from flexvarlen.verify.compare.pairs import ModelDrift
+        from flexvarlen.verify.compare.pairs import ModelDrift, cases_of
+        from flexvarlen.verify.corpus import DEFAULT_TOKENS
 
         where = device_of(device)
         named = NamedModels(model or [CPU_MODELS[1]], text or [], where)
-        cases = named.cases(
-            _dtypes(dtype, where),
-            _names(comparisons),
-            tokens=tokens,
-            baseline=baseline,
-            train=train,
-            seed=seed,
-        )
+        cases = [
+            case
+            for spec, what in product(named.specs, _dtypes(dtype, where))
+            for case in cases_of(
+                _names(comparisons),
+                model=spec.label,
+                dtype=str(what).removeprefix("torch."),
+                tokens=tokens or DEFAULT_TOKENS[where.type],
+                baseline=baseline,
+                train=train,
+                seed=seed,
+                load=partial(named.load, spec.name, what, tokens, seed),
+                text=named.checksum,
+            )
+        ]
         options = _options(where, _variants(backends, where))
         _run(ModelDrift(cases), options, out, again, commit, fail_above)
 

@@ -39,14 +39,11 @@ class Checks:
     seed: int
 
 
-def check_variant(
-    variant: Variant, checks: Checks, say: Callable[[str], None], did: Callable[[], None]
-) -> dict[str, Any]:
+def check_variant(variant: Variant, checks: Checks, say: Callable[[str], None]) -> dict[str, Any]:
     """Run a variant that was not called yet on all of `checks`; measures for its record.
 
     Args:
         say: takes what is being done.
-        did: called after each part: once, once for each pair of halves, once.
     """
     reference, row = checks.reference, checks.reference.row
     labels = row.labels(reference.documents)
@@ -65,12 +62,10 @@ def check_variant(
     why = reference.why_wrong(errors)
     measures |= error_measures(errors) | limit_measures(reference, errors)
     del out, gradients
-    did()
     say(f"checking {variant.name}: does a {row.unit} see another?")
-    leak = find_leak(variant, row, checks.seed, did)
+    leak = find_leak(variant, row, checks.seed)
     say(f"checking {variant.name}: other packings")
     more, why_other = _other_packings(variant, checks)
-    did()
     return measures | _leak_measures(leak) | more | _verdict(leak, why or why_other, row.unit)
 
 

@@ -17,7 +17,6 @@ import torch
 
 from flexvarlen.measure import environment
 from flexvarlen.patches.isolation.documents import units_of
-from flexvarlen.patches.isolation.tokens import halves_of
 from flexvarlen.reference.model import baseline_model, own_parameters, run_alone
 from flexvarlen.report.records import Record
 from flexvarlen.runner.failures import Unsupported
@@ -51,7 +50,6 @@ Progress = Callable[[int, int, str], None]
 
 TIMING_BUDGET_S = 3.0  # of each variant
 MOST_REPEATS = 20
-TIMED_PARTS = 3  # of a variant's timed calls, those that the progress counts
 NOT_TIMED = "not timed: some documents are too long for eager attention."
 
 
@@ -156,29 +154,18 @@ class _Comparison:
                 recut(batch, self.seed + i, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
                 for i in range(packings)
             ]
-        self.done, self.total = 0, 1
+        self.done, self.total = 0, 0
 
     def report(self, names: Sequence[str]) -> Report:
         """All records, in order."""
-        units = units_of(self.batch.layout())
-        self.parts = 2 + len(halves_of(range(len(units)), units)) + TIMED_PARTS
-        self.total = 2 + TIMED_PARTS + self.parts * len(names)
+        self.total = 2 + len(names)
         self._say(f"each {self.batch.sample} alone, in fp64")
         self.reference = reference_of(self.base, self.batch, train=self.train, seed=self.seed)
-        self._did()
         if self.others:
             self.last = reference_of(self.base, self.others[-1], train=False, seed=self.seed)
         self._did()
         self.case["reference"] = describe(self.reference)
         timed = [BASELINE] if is_whole(self.reference) else []
-        left = dict.fromkeys([*timed, *names], TIMED_PARTS)
-
-        def progress(name: str) -> None:
-            if left[name]:
-                left[name] -= 1
-                self._did()
-            self._say("speed of all, in turns")
-
         findings = check_and_time(
             [*timed, *names],
             self._check,
@@ -186,9 +173,8 @@ class _Comparison:
             most_repeats=MOST_REPEATS,
             slow_s=math.inf,
             after_checks=self._drop_references,
-            progress=progress,
         )
-        self._did(self.total - self.done)
+        self._did()
         records = {finding.variant: self._record(finding) for finding in findings}
         baseline = records.get(BASELINE) or self._record(
             Finding(BASELINE, "ok", NOT_TIMED, error_measures(self.reference.baseline))
@@ -203,19 +189,16 @@ class _Comparison:
         """
         if name == BASELINE:
             return self._baseline()
-        try:
-            if name.startswith(THEIRS) and isinstance(self.batch, TreeBatch):
-                raise Unsupported(f"{name} takes no packed_layout of trees.")
-            sizes = Sizes.of(self.batch)
-            variant = make_variant(name, self.base, sizes, train=self.train, or_forward=True)
-        except Unsupported:
-            self._did(self.parts)
-            raise
+        self._did()
+        if name.startswith(THEIRS) and isinstance(self.batch, TreeBatch):
+            raise Unsupported(f"{name} takes no packed_layout of trees.")
+        sizes = Sizes.of(self.batch)
+        variant = make_variant(name, self.base, sizes, train=self.train, or_forward=True)
         if self.compile:  # graph breaks are counted
             variant = variant.compiled("inductor", fullgraph=False)
         self.why_no_backward[name] = variant.why_no_backward
         checks = Checks(self.reference, self.others, self.last, self.compile, self.seed)
-        measures = check_variant(variant, checks, self._say, self._did)
+        measures = check_variant(variant, checks, self._say)
         measures["passes"] = "forward+backward" if variant.train else "forward"
         labels = self.batch.labels()
         step = partial(causal_step, variant, self.batch, labels, self.batch.counted(labels))
@@ -232,6 +215,7 @@ class _Comparison:
 
     def _drop_references(self) -> None:
         """Their fp64 tensors would count into everybody's peak memory."""
+        self._say("speed of all, in turns")
         self.reference, self.last = self.reference.without_tensors(), None
         free(self.base.device, self.base)
 
@@ -252,7 +236,7 @@ class _Comparison:
         if self.progress is not None:
             self.progress(self.done, self.total, what)
 
-    def _did(self, steps: int = 1) -> None:
-        self.done = min(self.done + steps, self.total)
+    def _did(self) -> None:
+        self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total, "")

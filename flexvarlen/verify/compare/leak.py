@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,9 +39,7 @@ class Leak:
         return self.outputs | (self.gradients or frozenset())
 
 
-def find_leak(
-    variant: Variant, batch: Row, seed: int, progress: Callable[[], None] | None = None
-) -> Leak:
+def find_leak(variant: Variant, batch: Row, seed: int) -> Leak:
     """Replace documents, or segments, by halves; see whose logits and token gradients change.
 
     While some are replaced, only the watched ones have a loss, divided by the same count as
@@ -90,8 +88,6 @@ def find_leak(
                 gradients |= reached
             elif reached:
                 backward_repeats = False
-        if progress is not None:
-            progress()
     found = frozenset(gradients) if variant.train else None
     return Leak(frozenset(outputs), found, backward_repeats)
 

@@ -1,17 +1,14 @@
-"""The cases of models that a user names: checked first, built when they are measured."""
+"""Models that a user names: checked first, built when they are measured."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from flexvarlen.verify.compare.pairs import ModelCase, cases_of
 from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.models import build_model, checked_model
@@ -38,38 +35,6 @@ class NamedModels:
         self.text, self.device = tuple(text), device
         self.checksum = zlib.crc32(b"\f".join(file.read_bytes() for file in text))
         self._last: tuple[object, tuple[PreTrainedModel, PackedBatch]] | None = None
-
-    def cases(
-        self,
-        dtypes: Sequence[torch.dtype],
-        comparisons: Sequence[str],
-        *,
-        tokens: int | None,
-        baseline: str,
-        train: bool,
-        seed: int,
-    ) -> list[ModelCase]:
-        """Each model in each dtype and comparison; arguments as in `model_drift`.
-
-        Raises:
-            ValueError: an unknown comparison or baseline.
-        """
-        width = tokens or DEFAULT_TOKENS[self.device.type]
-        return [
-            case
-            for spec, dtype in product(self.specs, dtypes)
-            for case in cases_of(
-                comparisons,
-                model=spec.label,
-                dtype=str(dtype).removeprefix("torch."),
-                tokens=width,
-                baseline=baseline,
-                train=train,
-                seed=seed,
-                load=partial(self.load, spec.name, dtype, width, seed),
-                text=self.checksum,
-            )
-        ]
 
     def load(
         self, name: str, dtype: torch.dtype, tokens: int | None, seed: int

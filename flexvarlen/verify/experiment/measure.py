@@ -102,7 +102,6 @@ def check_and_time(
     slow_s: float = SLOW_S,
     lead_in: int = 0,
     after_checks: Callable[[], object] | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> list[Finding]:
     """Check every variant, run the right ones again, for their memory, and time them in turns.
 
@@ -115,7 +114,6 @@ def check_and_time(
         lead_in: untimed calls before each timed one; 0 where all variants draw like power.
         after_checks: called when no variant is checked any more; the second runs come after it.
             Without it each follows its first: a peak then holds the variants checked before it.
-        progress: called with a variant's name before each timed call.
 
     Returns:
         Of each variant. One that raises once it is checked keeps its measures.
@@ -146,7 +144,7 @@ def check_and_time(
         raise DeviceLost(str(lost), [x for x in lost.findings if x.status != "ok"]) from lost
     outcomes: dict[str, Finding | Timing] = {x.variant: x for x in found if x.status != "ok"}
     timed = {name: checked for name, checked in right.items() if name not in outcomes}
-    outcomes |= _time(timed, options, most_repeats, slow_s, lead_in, progress)
+    outcomes |= _time(timed, options, most_repeats, slow_s, lead_in)
     return [_concluded(name, outcomes[name], right.get(name), options) for name in variants]
 
 
@@ -185,7 +183,6 @@ def _time(
     most_repeats: int,
     slow_s: float,
     lead_in: int,
-    progress: Callable[[str], None] | None,
 ) -> dict[str, Timing | Finding]:
     """Timings of all variants, in turns; of those that are slow, their second run's.
 
@@ -216,6 +213,5 @@ def _time(
         },
         flush_l2=False,  # a model's step evicts it by itself
         lead_in=lead_in,
-        progress=progress,
     )
     return found | {name: summarize([took * 1e3]) for name, took in slow.items()} | raised

@@ -5,18 +5,16 @@
 | exact | all documents in one call, and one call per document, each against the fp64 reference |
 | batch-serial | all documents in one call, against one call per document |
 | run-run | the same call again |
-| eager-compiled | torch.compile(fullgraph=True), against eager and the fp64 reference |
 | backend-backend | one call per document, against another backend |
 """
 
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, product
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -35,12 +33,7 @@ from flexvarlen.runner.suite import Case, Finding, GivenCases, Options, checked_
 from flexvarlen.verify.experiment.difference import Difference
 from flexvarlen.verify.experiment.operator_cases import BASELINE, Inputs, OpCase
 
-COMPARISONS = ("exact", "batch-serial", "run-run", "eager-compiled", "backend-backend")
-
-QUICKLY_COMPILED = ("sdpa", "reference")
-"""What is compiled on the CPU unless others are named: they take many seconds a case."""
-
-_COMPILED = count()
+COMPARISONS = ("exact", "batch-serial", "run-run", "backend-backend")
 
 
 class OperatorDrift(GivenCases):
@@ -68,17 +61,14 @@ class OperatorDrift(GivenCases):
         )
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:
-        """All backends; on the CPU few are compiled."""
-        assert isinstance(case, OpCase)
-        quick = case.comparison == "eager-compiled" and not options.on_gpu
-        return QUICKLY_COMPILED if quick else BACKENDS
+        """All backends."""
+        return BACKENDS
 
     def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
         """The comparison of each backend."""
         assert isinstance(case, OpCase)
         inputs = Inputs.random(case, options.device)
-        needs_reference = case.comparison in ("exact", "eager-compiled")
-        reference = _Reference.of(case, inputs) if needs_reference else None
+        reference = _Reference.of(case, inputs) if case.comparison == "exact" else None
 
         def compare(name: str) -> Finding:
             measures, reasons = _compared(_Backend(name, case, inputs), reference)
@@ -169,38 +159,28 @@ class _Backend:
 
     def together(self) -> Results:
         """All documents in one call."""
-        return self._results(self._attend(self.case.lengths), self.inputs)
+        return self._attend(self.case.lengths, self.inputs)
 
     def alone(self) -> Results:
         """One call per document."""
         lengths = self.case.lengths
         documents = zip(lengths, self.inputs.documents(lengths), strict=True)
-        return Results.joined([self._results(self._attend((n,)), own) for n, own in documents])
+        return Results.joined([self._attend((n,), own) for n, own in documents])
 
-    def compiled(self) -> Results:
-        """All documents in one call, under torch.compile(fullgraph=True)."""
-        attend = self._attend(self.case.lengths)
-        # Dynamo keeps and counts graphs by a function's code: each call gets a code of its own, so
-        # that none is served another backend's graph, and no limit is met.
-        code = attend.__code__.replace(co_name=f"attend_{next(_COMPILED)}")
-        own = types.FunctionType(code, attend.__globals__, closure=attend.__closure__)
-        return self._results(torch.compile(own, fullgraph=True, dynamic=False), self.inputs)
-
-    def _attend(self, lengths: tuple[int, ...]) -> types.FunctionType:
-        layout = PackedLayout.from_lengths(lengths, device=self.inputs.q.device)
-        causal, window = self.case.causal, self.case.window
-        options: dict[str, Any] = {"backend": self.name, "return_lse": self.returns_lse}
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return packed_attention(q, k, v, layout, causal=causal, window=window, **options)
-
-        assert isinstance(attend, types.FunctionType)
-        return attend
-
-    def _results(self, attend: Callable[..., Any], inputs: Inputs) -> Results:
+    def _attend(self, lengths: tuple[int, ...], inputs: Inputs) -> Results:
         leaves = [x.detach().requires_grad_(self.train) for x in (inputs.q, inputs.k, inputs.v)]
+        q, k, v = leaves
         with torch.set_grad_enabled(self.train):
-            result = attend(*leaves)
+            result = packed_attention(
+                q,
+                k,
+                v,
+                PackedLayout.from_lengths(lengths, device=inputs.q.device),
+                causal=self.case.causal,
+                window=self.case.window,
+                backend=self.name,
+                return_lse=self.returns_lse,
+            )
         out, lse = result if isinstance(result, tuple) else (result, None)
         grads = torch.autograd.grad(out, leaves, inputs.grad_out) if self.train else ()
         return Results(out.detach(), None if lse is None else lse.detach(), *grads)
@@ -266,10 +246,7 @@ class _Reference:
 
 
 def _compared(backend: _Backend, reference: _Reference | None) -> tuple[dict[str, Any], list[str]]:
-    """The measures of a comparison, and a sentence for each thing that is wrong.
-
-    A compiled call is checked against the reference too: `ratio_*`.
-    """
+    """The measures of a comparison, and a sentence for each thing that is wrong."""
     comparison = backend.case.comparison
     if comparison == "exact":
         assert reference is not None
@@ -280,15 +257,8 @@ def _compared(backend: _Backend, reference: _Reference | None) -> tuple[dict[str
         return _differences(backend.together(), backend.alone())
     if comparison == "run-run":
         return _differences(backend.together(), backend.together())
-    if comparison == "backend-backend":
-        baseline = _Backend(BASELINE, backend.case, backend.inputs)
-        return _differences(backend.alone(), baseline.alone())
-    assert reference is not None
-    compiled = backend.compiled()
-    measures, reasons = _differences(compiled, backend.together())
-    errors, wrong = reference.check(compiled, where="compiled: ")
-    ratios = {name: x for name, x in errors.items() if name.startswith("ratio_")}
-    return ratios | measures, wrong + reasons
+    baseline = _Backend(BASELINE, backend.case, backend.inputs)
+    return _differences(backend.alone(), baseline.alone())
 
 
 def _differences(found: Results, other: Results) -> tuple[dict[str, Any], list[str]]:

@@ -142,9 +142,7 @@ SUITES: dict[str, tuple[OpCase, ...]] = {
 def suite_cases(name: str) -> tuple[OpCase, ...]:
     """The cases of a suite; raises a ValueError for an unknown one."""
     if name not in SUITES:
-        raise ValueError(
-            f"suite must be one of {', '.join(SUITES)}, got {name!r}; choose one, or give lengths."
-        )
+        raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}; choose one.")
     return SUITES[name]
 
 
