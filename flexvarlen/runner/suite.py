@@ -139,13 +139,16 @@ class Suite(ABC):
 
 
 class GivenCases(Suite):
-    """A suite of the cases that its caller gives, with no standard ones."""
+    """A suite of the cases that its caller gives, which shows its records by itself."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._cases = tuple(cases)
 
     def cases(self, options: Options) -> Sequence[Case]:
         return self._cases
+
+    def section(self, records: Sequence[Record]) -> str:
+        return ""
 
 
 class UnknownVariant(ValueError):

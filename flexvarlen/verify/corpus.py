@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
+from flexvarlen.verify.experiment.tree_batch import Row, row_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,8 +45,7 @@ def row_of(
 
     Args:
         model: whose vocabulary and device count.
-        batch: a row, or a forward's keyword arguments, a `TreeBatch` if its documents are trees;
-            None: real text.
+        batch: a row, or a forward's keyword arguments; None: real text.
         tokens: of that text; default `DEFAULT_TOKENS`.
         seed: of how it is packed.
 
@@ -58,7 +57,7 @@ def row_of(
             tokens = DEFAULT_TOKENS.get(model.device.type, DEFAULT_TOKENS["cpu"])
         batch = packed_text(vocabulary=model.config.vocab_size, tokens=tokens, seed=seed)
     if isinstance(batch, Mapping):
-        batch = TreeBatch.of(batch) or PackedBatch.of(batch)
+        batch = row_from(batch)
     return batch.to(model.device)
 
 

@@ -16,7 +16,7 @@ from flexvarlen._version import __version__
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app, console
 from flexvarlen.cli.console import parse_tokens, progress_bar
-from flexvarlen.verify.compare.report import read_report
+from flexvarlen.report.records import read_records
 
 SMALL = ["compare", "--model", "qwen3", "--backends", "sdpa", "--tokens", "64", "--device", "cpu"]
 
@@ -58,7 +58,7 @@ def test_compare_prints_a_verdict_and_writes_three_files(run, tmp_path):
     assert last == "Right, and no document leaks: sdpa on qwen3 tiny."
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["compare.png", "records.jsonl", "table.md"]
-    records = read_report(tmp_path / "out" / "records.jsonl").records
+    records = read_records([tmp_path / "out" / "records.jsonl"])
     assert [record.case["tokens"] for record in records] == [64, 64]
     assert records[1].measures["passes"] == "forward+backward"
 
@@ -78,7 +78,7 @@ def test_records_of_the_first_model_are_kept_when_the_second_fails(run, tmp_path
     assert result.exit_code == 2
     assert "OutOfMemoryError: CUDA out of memory" in result.output
     assert "Traceback" not in result.output
-    records = read_report(tmp_path / "out" / "records.jsonl").records
+    records = read_records([tmp_path / "out" / "records.jsonl"])
     assert {record.case["model"] for record in records} == {"llama tiny"}
 
 
@@ -135,7 +135,7 @@ def test_own_text_and_options_reach_the_rows(run, tmp_path):
     text.write_text("\f".join(f"document {i} " * (i + 1) for i in range(9)))
     result = run(*SMALL, "--text", str(text), "--no-train", "--dtype", "bf16", "--seed", "5")
     assert result.exit_code == 0, result.output
-    record = read_report(tmp_path / "out" / "records.jsonl").records[1]
+    record = read_records([tmp_path / "out" / "records.jsonl"])[1]
     case = record.case
     assert (record.measures["passes"], case["dtype"], case["seed"]) == ("forward", "bfloat16", 5)
     assert "pydoc" not in case["source"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from flexvarlen.verify.compare.accuracy import error_measures, limit_measures
 from flexvarlen.verify.compare.leak import Leak, find_leak
 from flexvarlen.verify.experiment.alone import Alone, gradients_of
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.measure import first_run
 from flexvarlen.verify.experiment.step import causal_step
 from flexvarlen.verify.experiment.variant import Variant
 
@@ -49,14 +49,8 @@ def check_variant(variant: Variant, checks: Checks, say: Callable[[str], None]) 
     labels = row.labels(reference.documents)
     step = partial(causal_step, variant, row, labels, row.counted(labels))
     say(f"checking {variant.name}: errors")
-    begin = time.perf_counter()
-    with watch_compilation() as stats, _fresh_cache(checks.compile):
-        out = step()
-    measures: dict[str, Any] = {
-        "first_step_s": time.perf_counter() - begin,
-        "compile_s": stats.compile_s,
-        "graph_breaks": stats.graph_breaks,
-    }
+    with _fresh_cache(checks.compile):
+        out, measures = first_run(step)
     loss, gradients = (out.loss, gradients_of(variant.model)) if variant.train else (None, None)
     errors = reference.errors(out.logits, loss, gradients)
     why = reference.why_wrong(errors)

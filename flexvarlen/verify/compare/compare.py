@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from flexvarlen.verify.compare.accuracy import (
 from flexvarlen.verify.compare.check import Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import row_of
-from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
 from flexvarlen.verify.experiment.measure import LIMITS, CheckedVariant, check_and_time
 from flexvarlen.verify.experiment.step import causal_step, free
@@ -142,30 +142,20 @@ class _Comparison:
         progress: Progress | None,
     ) -> None:
         self.base, self.batch, self.case, self.progress = base, batch, case, progress
-        self.train, self.compile = case["passes"] != "forward", case["compiled"]
-        self.seed = case["seed"]
+        self.train, self.packings = case["passes"] != "forward", packings
         self.environment = environment(base.device)
-        self.others: list[PackedBatch] = []
-        self.last: Alone | None = None
         self.why_no_backward: dict[str, str | None] = {}
-        if isinstance(batch, PackedBatch):
-            sizes = Sizes.of(batch)
-            self.others = [
-                recut(batch, self.seed + i, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
-                for i in range(packings)
-            ]
         self.done, self.total = 0, 0
 
     def report(self, names: Sequence[str]) -> Report:
         """All records, in order."""
         self.total = 2 + len(names)
         self._say(f"each {self.batch.sample} alone, in fp64")
-        self.reference = reference_of(self.base, self.batch, train=self.train, seed=self.seed)
-        if self.others:
-            self.last = reference_of(self.base, self.others[-1], train=False, seed=self.seed)
+        self.checks = self._checks()
         self._did()
-        self.case["reference"] = describe(self.reference)
-        timed = [BASELINE] if is_whole(self.reference) else []
+        reference = self.checks.reference
+        self.case["reference"] = describe(reference)
+        timed = [BASELINE] if is_whole(reference) else []
         findings = check_and_time(
             [*timed, *names],
             self._check,
@@ -177,9 +167,19 @@ class _Comparison:
         self._did()
         records = {finding.variant: self._record(finding) for finding in findings}
         baseline = records.get(BASELINE) or self._record(
-            Finding(BASELINE, "ok", NOT_TIMED, error_measures(self.reference.baseline))
+            Finding(BASELINE, "ok", NOT_TIMED, error_measures(reference.baseline))
         )
         return Report((baseline, *(records[name] for name in names)))
+
+    def _checks(self) -> Checks:
+        seed, others, last = self.case["seed"], [], None
+        reference = reference_of(self.base, self.batch, train=self.train, seed=seed)
+        if isinstance(self.batch, PackedBatch) and self.packings:
+            sizes = Sizes.of(self.batch)
+            room = {"capacity": sizes.capacity, "longest": sizes.max_seqlen_bound}
+            others = [recut(self.batch, seed + i, **room) for i in range(self.packings)]
+            last = reference_of(self.base, others[-1], train=False, seed=seed)
+        return Checks(reference, others, last, self.case["compiled"], seed)
 
     def _check(self, name: str) -> CheckedVariant:
         """What the checks found of a variant; whether that is right is for the report to say.
@@ -194,11 +194,10 @@ class _Comparison:
             raise Unsupported(f"{name} takes no packed_layout of trees.")
         sizes = Sizes.of(self.batch)
         variant = make_variant(name, self.base, sizes, train=self.train, or_forward=True)
-        if self.compile:  # graph breaks are counted
+        if self.checks.compile:  # graph breaks are counted
             variant = variant.compiled("inductor", fullgraph=False)
         self.why_no_backward[name] = variant.why_no_backward
-        checks = Checks(self.reference, self.others, self.last, self.compile, self.seed)
-        measures = check_variant(variant, checks, self._say)
+        measures = check_variant(variant, self.checks, self._say)
         measures["passes"] = "forward+backward" if variant.train else "forward"
         labels = self.batch.labels()
         step = partial(causal_step, variant, self.batch, labels, self.batch.counted(labels))
@@ -206,17 +205,19 @@ class _Comparison:
 
     def _baseline(self) -> CheckedVariant:
         model, samples = baseline_model(self.base), self.batch.samples
-        documents = self.reference.documents
+        reference = self.checks.reference
+        documents = reference.documents
         loss = self.batch.loss_alone(model, documents) if self.train else None
         step = partial(
             run_alone, model, samples.input_ids, samples.lengths, documents=documents, loss=loss
         )
-        return CheckedVariant(step, error_measures(self.reference.baseline), conclude=self._speed)
+        return CheckedVariant(step, error_measures(reference.baseline), conclude=self._speed)
 
     def _drop_references(self) -> None:
         """Their fp64 tensors would count into everybody's peak memory."""
         self._say("speed of all, in turns")
-        self.reference, self.last = self.reference.without_tensors(), None
+        reference = self.checks.reference.without_tensors()
+        self.checks = replace(self.checks, reference=reference, last=None)
         free(self.base.device, self.base)
 
     def _speed(self, ms: float) -> dict[str, Any]:

@@ -123,12 +123,6 @@ class ModelDrift(GivenCases):
 
         return measure_each(case.name, variants, compare, options.device)
 
-    def section(self, records: Sequence[Record]) -> str:
-        """The table of docs/verification.md."""
-        from flexvarlen.verify.compare.drift_tables import section
-
-        return section(records)
-
 
 def model_drift(
     model: PreTrainedModel,

@@ -13,7 +13,6 @@ from flexvarlen.report.records import (
     grouped,
     in_short,
     ran_on,
-    read_records,
     records_alike,
 )
 from flexvarlen.report.table import NOTHING, Column, Table, number, share
@@ -173,11 +172,6 @@ class Report:
         (home / "table.md").write_text(self.markdown(), encoding="utf-8")
         pictures = draw(self.records, home, lambda own: Report(tuple(own)).sentence(), _provenance)
         return [home / "table.md", *pictures]
-
-
-def read_report(file: str | Path) -> Report:
-    """The report of a records.jsonl."""
-    return Report(tuple(r for r in read_records([Path(file)]) if r.suite == SUITE))
 
 
 def section(records: Sequence[Record]) -> str:

@@ -6,10 +6,10 @@ Shapes: T tokens; N documents.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,36 +57,6 @@ class PackedBatch:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocabulary, (1, sum(lengths)), generator=generator, device="cpu")
         return cls(ids, tuple(lengths))
-
-    @classmethod
-    def of(cls, batch: PackedBatch | Mapping[str, Any]) -> PackedBatch:
-        """A batch from a forward's keyword arguments, its boundaries found as `patch_model` does.
-
-        Rows are put one after another; padding is dropped, and so are labels: a comparison makes
-        its own. Reads the device.
-
-        Raises:
-            ValueError: no input_ids, or boundaries that break the contract.
-            NotImplementedError: documents are trees; see `TreeBatch`.
-        """
-        if isinstance(batch, PackedBatch):
-            return batch
-        from flexvarlen.patches.isolation.documents import (  # imports transformers
-            layout_of,
-            units_of,
-        )
-
-        layout = layout_of(batch)
-        if layout.segments is not None:
-            raise NotImplementedError(
-                "a packed_layout of trees is taken by fv.compare, fv.verify_isolation and "
-                "model_drift alone, got one; pack each path as a document."
-            )
-        ids_T = batch["input_ids"].reshape(-1)
-        pieces = [ids_T[document.tokens] for document in units_of(layout)]
-        if not pieces:
-            raise ValueError("batch must hold at least one document, got padding only.")
-        return cls(torch.cat(pieces)[None], tuple(len(piece) for piece in pieces))
 
     @property
     def total_tokens(self) -> int:

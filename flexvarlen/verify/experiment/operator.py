@@ -77,12 +77,6 @@ class OperatorDrift(GivenCases):
 
         return measure_each(case.name, variants, compare, options.device)
 
-    def section(self, records: Sequence[Record]) -> str:
-        """The table of docs/verification.md."""
-        from flexvarlen.verify.compare.drift_tables import section
-
-        return section(records)
-
 
 def operator_drift(
     cases: Sequence[OpCase],

@@ -42,40 +42,6 @@ class TreeBatch:
     unit: ClassVar[str] = "segment"
     sample: ClassVar[str] = "sample"
 
-    @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> TreeBatch | None:
-        """A row from a forward's keyword arguments; None if its documents are not trees.
-
-        Without `shift_labels` and `sample_counts` each token predicts the next of its segment, and
-        counts for each path that it is on.
-
-        Raises:
-            ValueError: no input_ids, boundaries that break the contract, or shift_labels without
-                sample_counts.
-        """
-        from flexvarlen.patches.isolation.documents import (  # imports transformers
-            layout_of,
-            units_of,
-        )
-
-        trees = layout_of(batch)
-        if trees.segments is None:
-            return None
-        ids: Tensor = batch["input_ids"].reshape(1, -1)
-        labels, counts = batch.get("shift_labels"), batch.get("sample_counts")
-        if (labels is None) != (counts is None):
-            raise ValueError(
-                "shift_labels and sample_counts must be given together with a packed_layout of "
-                "trees, got one of them; take both from fv.share_prefixes."
-            )
-        if labels is None or counts is None:
-            labels = torch.full_like(ids, IGNORE_INDEX)
-            for start, end, *_ in units_of(trees):
-                labels[0, start : end - 1] = ids[0, start + 1 : end]
-            every = torch.cat(trees.paths()).to(ids.device)
-            counts = every.bincount(minlength=trees.total_tokens)
-        return cls(ids, trees.to(ids.device), labels.reshape(1, -1), counts.reshape(1, -1))
-
     @cached_property
     def paths(self) -> tuple[Tensor, ...]:
         """int64 `[L]` of each sample: where its tokens are in the row."""
@@ -144,3 +110,41 @@ class TreeBatch:
 
 Row = PackedBatch | TreeBatch
 """What an experiment runs on."""
+
+
+def row_from(batch: Mapping[str, Any]) -> Row:
+    """A row from a forward's keyword arguments, its boundaries found as `patch_model` does.
+
+    Of documents, rows are put one after another; padding is dropped, and so are labels: a
+    comparison makes its own. Of trees without `shift_labels` and `sample_counts`, each token
+    predicts the next of its segment, and counts for each path that it is on. Reads the device.
+
+    Raises:
+        ValueError: no input_ids, boundaries that break the contract, or shift_labels without
+            sample_counts.
+    """
+    from flexvarlen.patches.isolation.documents import (  # imports transformers
+        layout_of,
+        units_of,
+    )
+
+    layout = layout_of(batch)
+    ids: Tensor = batch["input_ids"].reshape(1, -1)
+    if layout.segments is None:
+        pieces = [ids[0, document.tokens] for document in units_of(layout)]
+        if not pieces:
+            raise ValueError("batch must hold at least one document, got padding only.")
+        return PackedBatch(torch.cat(pieces)[None], tuple(len(piece) for piece in pieces))
+    labels, counts = batch.get("shift_labels"), batch.get("sample_counts")
+    if (labels is None) != (counts is None):
+        raise ValueError(
+            "shift_labels and sample_counts must be given together with a packed_layout of "
+            "trees, got one of them; take both from fv.share_prefixes."
+        )
+    if labels is None or counts is None:
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        for start, end, *_ in units_of(layout):
+            labels[0, start : end - 1] = ids[0, start + 1 : end]
+        every = torch.cat(layout.paths()).to(ids.device)
+        counts = every.bincount(minlength=layout.total_tokens)
+    return TreeBatch(ids, layout.to(ids.device), labels.reshape(1, -1), counts.reshape(1, -1))

@@ -209,26 +209,21 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
         if device.type == "cuda":
             theirs += ["flex_attention", "flash_attention_2"]
         return [*BACKENDS, "auto", *(THEIRS + name for name in theirs)]
-    for name in names:
-        if not name.startswith(THEIRS) and name not in (*BACKENDS, "auto"):
-            raise ValueError(
-                f"backends must be all, {', '.join(BACKENDS)}, auto or {THEIRS}<implementation>,"
-                f" got {name!r}; choose among these."
-            )
+    require_known(*names, option="backends")
     return list(dict.fromkeys(names))
 
 
 def backend_name(option: str, name: str) -> str:
     """The variant of that name; raises a ValueError about the option for the name of none."""
-    try:
-        (found,) = variant_names([name], torch.device("cpu"))
-    except ValueError as error:
-        raise ValueError(str(error).replace("backends", option, 1)) from error
-    return found
+    require_known(our_name(name), option=option)
+    return our_name(name)
 
 
-def require_known(*names: str) -> None:
+def require_known(*names: str, option: str = "variant") -> None:
     """Check variants' names.
+
+    Args:
+        option: what the user gave them as, for the message.
 
     Raises:
         UnknownVariant: there is no such attention, or no such source of boundaries.
@@ -238,7 +233,7 @@ def require_known(*names: str) -> None:
         theirs = kind.startswith(THEIRS)
         if form not in ("", *FORMS[theirs]) or not (theirs or kind in (*BACKENDS, "auto")):
             raise UnknownVariant(
-                f"variant must be auto, a backend ({', '.join(BACKENDS)}) or "
+                f"{option} must be auto, a backend ({', '.join(BACKENDS)}) or "
                 f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(FORMS[theirs])}, "
                 f"got {name!r}; choose one."
             )

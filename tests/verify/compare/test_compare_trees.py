@@ -8,8 +8,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.verify.compare import accuracy, compare
 from flexvarlen.verify.compare.accuracy import reference_of
-from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.tree_batch import TreeBatch
+from flexvarlen.verify.experiment.tree_batch import TreeBatch, row_from
 from tests.planted import ignore_branches, plant, with_gradient
 from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
 from tests.trees import EXAMPLES
@@ -39,7 +38,7 @@ def measured(backend="sdpa", **options):
 def test_reference_is_the_samples_one_by_one():
     """Twins count twice; the gradients of a shared prefix are summed over its samples."""
     model = copy.deepcopy(shared_model("llama"))
-    row = TreeBatch.of(batch())
+    row = row_from(batch())
     found = reference_of(model, row, train=True, seed=0)
     model.set_attn_implementation("eager")
     exact = texts_alone(model.double(), [(torch.tensor(text), 0) for text in samples()])
@@ -134,8 +133,3 @@ def test_model_that_trees_do_not_go_with_is_unsupported():
     report = compare(new_model("mamba2"), batch(), "reference", train=False)
     assert report.verdict("reference") == "unsupported"
     assert "recurrent layers" in report.record("reference").reason
-
-
-def test_what_takes_documents_alone_refuses_trees():
-    with pytest.raises(NotImplementedError, match="packed_layout of trees is taken by"):
-        PackedBatch.of(batch())

@@ -21,8 +21,8 @@ from flexvarlen.verify.compare.differences import (
 )
 from flexvarlen.verify.compare.model_run import ModelRun, Targets, run_model
 from flexvarlen.verify.compare.named_models import NamedModels
-from flexvarlen.verify.compare.pairs import COMPARISONS, ModelDrift, model_drift
-from flexvarlen.verify.experiment.tree_batch import TreeBatch
+from flexvarlen.verify.compare.pairs import COMPARISONS, ModelDrift, cases_of, model_drift
+from flexvarlen.verify.experiment.tree_batch import row_from
 from flexvarlen.verify.experiment.variant import Sizes, make_variant
 from flexvarlen.verify.models import build_model
 from tests.planted import ignore_branches
@@ -300,7 +300,7 @@ def test_paths_of_a_tree_differ_from_the_samples_alone(llama):
 
 def test_loss_of_trees_is_not_that_of_the_samples(llama):
     """Twins count twice, and a shared token for each of its samples."""
-    variant, row = variant_of(llama, TreeBatch.of(trees()))
+    variant, row = variant_of(llama, row_from(trees()))
     rows = [torch.tensor([ids]) for ids in SAMPLES]
     with torch.no_grad():
         alone = [float(llama(ids, labels=ids).loss) * (ids.shape[1] - 1) for ids in rows]
@@ -335,9 +335,8 @@ def test_kernel_that_ignores_branches_looks_like_rounding(llama, monkeypatch):
 
 
 def test_all_compiles_on_the_cpu():
-    named = NamedModels(["llama"], [], torch.device("cpu"))
-    options = {"tokens": None, "baseline": "sdpa", "train": False, "seed": 0}
-    suite = ModelDrift(named.cases([torch.float32], ["all"], **options))
+    shared = {"model": "m", "dtype": "float32", "tokens": 8, "train": False, "seed": 0}
+    suite = ModelDrift(cases_of(["all"], baseline="sdpa", load=lambda: None, **shared))
     chosen = Options(torch.device("cpu"))
     names = {case.comparison: suite.variants(case, chosen) for case in suite.cases(chosen)}
     assert names["eager-compiled"] == ["sdpa"]
@@ -354,10 +353,9 @@ def test_comparisons_of_a_model_build_it_again(monkeypatch):
 
     monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", build)
     named = NamedModels(["qwen3@1"], [], torch.device("cpu"))
-    options = {"tokens": 48, "baseline": "sdpa", "train": False, "seed": 0}
-    cases = named.cases([torch.float32, torch.bfloat16], ["all"], **options)
-    loaded = [case.load()[0].dtype for case in cases]
-    assert loaded == [torch.float32] * 5 + [torch.bfloat16] * 5
+    dtypes = [torch.float32] * 2 + [torch.bfloat16] * 2
+    loaded = [named.load("qwen3@1", dtype, 48, 0)[0].dtype for dtype in dtypes]
+    assert loaded == dtypes
     assert len(built) == 2
 
 
@@ -365,8 +363,8 @@ def test_comparisons_of_a_model_build_it_again(monkeypatch):
     ("options", "sentence"),
     [
         ({"comparisons": ["packed"]}, "comparisons must be all"),
-        ({"backends": "fa9"}, "backends must be all"),
-        ({"baseline": "fa9"}, "baseline must be all"),
+        ({"backends": "fa9"}, "backends must be auto"),
+        ({"baseline": "fa9"}, "baseline must be auto"),
     ],
 )
 def test_unknown_name_is_taken(llama, options, sentence):
