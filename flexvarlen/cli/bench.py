@@ -63,7 +63,6 @@ def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: 
             for case in cases:
                 console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
         return
-    assert asked.out is not None
     single = asked.out.suffix == ".jsonl"
     if len(names) > 1 and single:
         raise ValueError(
@@ -121,18 +120,11 @@ def _file_name(suite: str, options: Options) -> str:
 
 def _measure(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
     """Run a suite and print its tables, of all cases in the file; the records asked for."""
-    from flexvarlen.report.records import read_records, run_environment
-    from flexvarlen.runner.run import records_of_run, run_suite
+    from flexvarlen.runner.run import records_held, records_of_run, run_suite
 
-    assert run.out is not None
     with progress_bar(suite.name, left=True) as bar:
         ended = run_suite(suite, options, run, bar)
-    gpu = run_environment(options.device, None)["gpu"]
-    records = [
-        record
-        for record in (read_records([run.out]) if run.out.exists() else ())
-        if record.suite == suite.name and record.environment.get("gpu") == gpu
-    ]
+    records = records_held(suite, options, run)
     if records:
         _print_markdown(suite.section(records))
     options.say(f"{suite.name}: {ended.counts}. Records in {run.out}.")

@@ -28,14 +28,14 @@ class RunRequest:
     """How much of a suite a run takes, and where its records go.
 
     Attributes:
-        out: file of records, read first and appended to; None keeps none.
+        out: file of records, read first and appended to.
         cases: a regular expression that the names of cases must hold.
         until_s: no case begins later, in seconds of the run.
         again: measure cases that the file holds too.
         commit: recorded in place of what git finds.
     """
 
-    out: Path | None = None
+    out: Path
     cases: str | None = None
     until_s: float = float("inf")
     again: bool = False
@@ -98,7 +98,7 @@ def run_suite(
     cases = chosen_cases([suite], options, run.cases)[suite]
     begin = time.perf_counter()
     environment = run_environment(options.device, run.commit)
-    before = _RecordedCases(suite, run, environment)
+    before = _RecordedCases(records_held(suite, options, run), run.again, environment)
     todo = [
         (case, wanted)
         for case in cases
@@ -111,8 +111,7 @@ def run_suite(
         )
 
     def keep(case: Case, findings: Sequence[Finding]) -> None:
-        if run.out is not None:
-            append_records(run.out, _records(suite, case, findings, environment))
+        append_records(run.out, _records(suite, case, findings, environment))
 
     for done, (case, variants) in enumerate(todo):
         if time.perf_counter() - begin > run.until_s:
@@ -148,19 +147,25 @@ def run_suite(
     return RunSummary(len(todo), len(cases) - len(todo), 0)
 
 
+def records_held(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
+    """What the file holds of a suite on this GPU."""
+    gpu = run_environment(options.device, None)["gpu"]
+    return [
+        record
+        for record in (read_records([run.out]) if run.out.exists() else ())
+        if record.suite == suite.name and record.environment.get("gpu") == gpu
+    ]
+
+
 def records_of_run(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
     """What the file holds of a run's cases and variants on this GPU, measured now or before."""
-    cases = {_key(case.data()): case for case in chosen_cases([suite], options, run.cases)[suite]}
-    gpu = run_environment(options.device, None)["gpu"]
-
-    def is_asked(record: Record) -> bool:
-        case = cases.get(_key_of(record))
-        if case is None or record.suite != suite.name or record.environment.get("gpu") != gpu:
-            return False
-        return options.variants is None or record.case["variant"] in options.variants
-
-    held = read_records([run.out]) if run.out is not None and run.out.exists() else []
-    return [record for record in held if is_asked(record)]
+    cases = {_key(case.data()) for case in chosen_cases([suite], options, run.cases)[suite]}
+    return [
+        record
+        for record in records_held(suite, options, run)
+        if _key_of(record) in cases
+        and (options.variants is None or record.case["variant"] in options.variants)
+    ]
 
 
 def records_of(suite: Suite, options: Options) -> list[Record]:
@@ -216,14 +221,13 @@ class _RecordedCases:
             made than this run's.
     """
 
-    def __init__(self, suite: Suite, run: RunRequest, environment: Mapping[str, Any]) -> None:
-        records = read_records([run.out]) if run.out is not None and run.out.exists() else []
-        self.again = run.again
+    def __init__(
+        self, records: Sequence[Record], again: bool, environment: Mapping[str, Any]
+    ) -> None:
+        self.again = again
         self.findings: dict[str, dict[str, list[Finding]]] = {}
         self.others: set[str] = set()
         for record in records:
-            if record.suite != suite.name or record.environment.get("gpu") != environment["gpu"]:
-                continue
             variant, pass_ = record.case["variant"], record.case.get("pass", "")
             finding = Finding(variant, record.status, record.reason, record.measures, pass_)
             key = _key_of(record)
