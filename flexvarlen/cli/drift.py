@@ -123,9 +123,6 @@ def model_command(
     text: Text = None,
     tokens: RowTokens = None,
     backends: Backends = "all",
-    baseline: Annotated[
-        str, typer.Option("--baseline", help="The other backend of backend-backend.")
-    ] = "sdpa",
     comparisons: Annotated[
         str,
         typer.Option(
@@ -162,7 +159,6 @@ def model_command(
                 model=spec.label,
                 dtype=str(what).removeprefix("torch."),
                 tokens=tokens or DEFAULT_TOKENS[where.type],
-                baseline=baseline,
                 train=train,
                 seed=seed,
                 load=partial(named.load, spec.name, what, tokens, seed),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -318,20 +319,32 @@ def samples(
         for head in sorted({0, k_THD.shape[1] - 1}) if kv_heads is None else kv_heads:
             tokens, own = slice(start, end), slice(head, head + 1)
             heads = slice(head * repeats, (head + 1) * repeats)
-            reference, baseline = (
-                attend_alone(
-                    q_THD[tokens, heads],
-                    k_THD[tokens, own],
-                    v_THD[tokens, own],
-                    [end - start],
-                    dtype=dtype,
-                    causal=causal,
-                    window=window,
-                    scale=scale,
-                    grad_out=None if grad_out is None else grad_out[tokens, heads],
-                ).named()
-                for dtype in (torch.float64, q_THD.dtype)
+            reference, errors = with_baseline(
+                q_THD[tokens, heads],
+                k_THD[tokens, own],
+                v_THD[tokens, own],
+                [end - start],
+                causal=causal,
+                window=window,
+                scale=scale,
+                grad_out=None if grad_out is None else grad_out[tokens, heads],
             )
-            errors = {name: Error.between(x, reference[name]) for name, x in baseline.items()}
-            found.append(Sample(tokens, own, heads, Results(**reference), errors))
+            found.append(Sample(tokens, own, heads, reference, errors))
     return found
+
+
+def with_baseline(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, lengths: Sequence[int], **options: Any
+) -> tuple[Results, dict[str, Error]]:
+    """The reference, and the errors of the baseline in the inputs' dtype, by name.
+
+    Args:
+        options: of `attend_alone`.
+    """
+    reference, baseline = (
+        attend_alone(q_THD, k_THD, v_THD, lengths, dtype=dtype, **options)
+        for dtype in (torch.float64, q_THD.dtype)
+    )
+    expected = reference.named()
+    errors = {name: Error.between(x, expected[name]) for name, x in baseline.named().items()}
+    return reference, errors

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import torch
@@ -143,47 +142,32 @@ def by_machine(records: Iterable[Record]) -> list[list[Record]]:
     return list(found.values())
 
 
-def require_folder(path: Path) -> None:
-    """Check that results can be written to a folder, before anything is computed for it.
-
-    Leaves nothing behind: a folder that is not there is made with the first result.
-
-    Raises:
-        ValueError: it cannot be made, or not be written to.
-    """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(
-            "out must be a folder that can be made and written to, got "
-            f"{str(path)!r} ({error.strerror}); name another."
-        ) from error
-    finally:
-        for folder in missing:
-            with suppress(OSError):  # never made
-                folder.rmdir()
-
-
 def require_file(path: Path) -> None:
-    """Check that records can be appended to a file, as `require_folder` does for its folder.
+    """Check that records can be appended to a file, before anything is computed for it.
+
+    Leaves nothing behind: what is not there is made with the first result.
 
     Raises:
         ValueError: they cannot.
     """
-    require_folder(path.parent)
-    if not path.exists():
-        return
+    missing = [folder for folder in path.parents if not folder.exists()]
+    is_new = not path.exists()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass
     except OSError as error:
         raise ValueError(
-            f"out must be where records can be appended, got {str(path)!r} ({error.strerror}); "
+            f"out must be where records can be written, got {str(path)!r} ({error.strerror}); "
             "name another."
         ) from error
+    finally:
+        with suppress(OSError):  # never made
+            if is_new:
+                path.unlink()
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:

@@ -165,9 +165,9 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
         (["--device", "cuda:99"], "--device must be"),
         (["--text", "no-such-file"], "--text must name"),
         (["--tokens", "8x"], "at least 2 tokens"),
-        (["--out", __file__], "--out must be a folder"),
-        (["--out", f"{__file__}/below"], "--out must be a folder"),
-        (["--out", "/proc/none"], "--out must be a folder"),
+        (["--out", __file__], "--out must be where records can be"),
+        (["--out", f"{__file__}/below"], "--out must be where records can be"),
+        (["--out", "/proc/none"], "--out must be where records can be"),
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):

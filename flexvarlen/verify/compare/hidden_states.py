@@ -9,28 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from flexvarlen.patches.isolation.blame import layers_of
+from flexvarlen.patches.parts import ModelParts
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's blocks in order: what holds an attention layer of the text tower.
-
-    Raises:
-        NotImplementedError: none is found.
-    """
-    from flexvarlen.patches.models.layers import attention_layers
-    from flexvarlen.patches.parts import ModelParts
-
-    tower = ModelParts.of(model).text_tower(model)
-    attention = {id(layer) for layer in attention_layers(tower)}
-    found = [m for m in tower.modules() if any(id(part) in attention for part in m.children())]
-    if not found:
-        raise NotImplementedError(
-            f"drift needs blocks that hold attention layers, found none in {type(model).__name__}; "
-            "use a model of a verified family."
-        )
-    return found
 
 
 class Recorder:
@@ -44,7 +27,8 @@ class Recorder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.modules = [model.get_input_embeddings(), *blocks_of(model)]
+        tower = ModelParts.of(model).text_tower(model)
+        self.modules = [model.get_input_embeddings(), *layers_of(tower).values()]
         self.states: list[Tensor] = []
         self._handles: list[Any] = []
 

@@ -4,7 +4,7 @@
 |---|---|
 | packed-alone | the packed row, against each document in a row of its own |
 | packed-padded | the packed row, against one document per row, padded |
-| backend-backend | the packed row, against the same on another backend |
+| backend-backend | the packed row, against the same on `sdpa` |
 | eager-compiled | the packed row compiled, against eager |
 | dtype | the packed row in low precision, against float32 with the same weights |
 
@@ -35,7 +35,6 @@ from flexvarlen.verify.experiment.variant import (
     THEIRS,
     Sizes,
     Variant,
-    backend_name,
     make_variant,
     variant_names,
 )
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 COMPARISONS = ("packed-alone", "packed-padded", "backend-backend", "eager-compiled", "dtype")
 BASELINE = "sdpa"
-"""Runs and differentiates anywhere; what "backend-backend" compares with by default."""
+"""Runs and differentiates anywhere; what "backend-backend" compares with."""
 
 Load = Callable[[], "tuple[PreTrainedModel, Row]"]
 
@@ -59,7 +58,6 @@ class ModelCase:
         dtype: e.g. "bfloat16".
         tokens: of the row.
         comparison: of `COMPARISONS`.
-        baseline: the other backend of "backend-backend".
         train: whether gradients are compared.
         seed: of weights and documents.
         load: gives the model, which is not changed, and the row, on the model's device.
@@ -70,7 +68,6 @@ class ModelCase:
     dtype: str
     tokens: int
     comparison: str
-    baseline: str
     train: bool
     seed: int
     load: Load = field(compare=False, repr=False)
@@ -85,7 +82,7 @@ class ModelCase:
         """As in a record."""
         fields = ("model", "dtype", "tokens", "seed", "train", "comparison")
         data = {name: getattr(self, name) for name in fields}
-        data["other"] = self.baseline if self.comparison == "backend-backend" else None
+        data["other"] = BASELINE if self.comparison == "backend-backend" else None
         return data | ({"text_crc32": self.text} if self.text else {})
 
 
@@ -130,7 +127,6 @@ def model_drift(
     backends: str | Sequence[str] = "all",
     *,
     comparisons: Sequence[str] = ("all",),
-    baseline: str = BASELINE,
     tokens: int | None = None,
     train: bool = True,
     seed: int = 0,
@@ -148,7 +144,6 @@ def model_drift(
         backends: "all" (flexvarlen's, and transformers' own for contrast), or names; also
             "transformers:sdpa" and similar. "all" leaves out on the CPU what compiles long.
         comparisons: of `COMPARISONS`, or "all".
-        baseline: the other backend of "backend-backend".
         tokens: of the default batch; None: 1,024 on the CPU, 8,192 on CUDA.
         train: whether gradients are compared.
         seed: of how the default batch is packed.
@@ -172,7 +167,6 @@ def model_drift(
         model=str(model.config.name_or_path or model.config.model_type),
         dtype=str(model.dtype).removeprefix("torch."),
         tokens=row.total_tokens,
-        baseline=baseline,
         train=train,
         seed=seed,
         load=lambda: (model, row),
@@ -180,20 +174,18 @@ def model_drift(
     return records_of(ModelDrift(cases), Options(model.device, variants=chosen))
 
 
-def cases_of(comparisons: Sequence[str], *, baseline: str, **shared: Any) -> list[ModelCase]:
+def cases_of(comparisons: Sequence[str], **shared: Any) -> list[ModelCase]:
     """A case for each comparison, of one model on one row.
 
     Args:
         comparisons: of `COMPARISONS`, or "all".
-        baseline: the other backend of "backend-backend".
         shared: the other fields of `ModelCase`.
 
     Raises:
-        ValueError: an unknown comparison or baseline.
+        ValueError: an unknown comparison.
     """
     names = checked_names("comparisons", comparisons, COMPARISONS)
-    baseline = backend_name("baseline", baseline)
-    return [ModelCase(comparison=name, baseline=baseline, **shared) for name in names]
+    return [ModelCase(comparison=name, **shared) for name in names]
 
 
 @dataclass(frozen=True)
@@ -218,7 +210,7 @@ class _Pairs:
         if comparison == "packed-padded":
             return packed, run_model(variant, row, "padded"), about
         if comparison == "backend-backend":
-            return packed, run_model(self._variant(self.case.baseline, self.base), row), about
+            return packed, run_model(self._variant(BASELINE, self.base), row), about
         compiled = self._variant(backend, self.base).compiled(self.compiler, fullgraph=False)
         with torch._dynamo.config.patch(LIMITS):
             return run_model(compiled, row), packed, about | {"compiler": self.compiler}

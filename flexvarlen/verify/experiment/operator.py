@@ -24,7 +24,7 @@ from flexvarlen.attention.api import packed_attention
 from flexvarlen.attention.backends.registry import BACKENDS, our_name, why_not
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
-from flexvarlen.reference.attention import GRADIENTS, Results, attend_alone
+from flexvarlen.reference.attention import GRADIENTS, Results, with_baseline
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
@@ -190,8 +190,7 @@ class _Reference:
 
     @classmethod
     def of(cls, case: OpCase, inputs: Inputs) -> _Reference:
-        alone = partial(
-            attend_alone,
+        results, baseline = with_baseline(
             inputs.q,
             inputs.k,
             inputs.v,
@@ -200,10 +199,7 @@ class _Reference:
             window=case.window,
             grad_out=inputs.grad_out if case.train else None,
         )
-        results = alone(dtype=torch.float64).named()
-        baseline = alone(dtype=case.dtype).named()
-        errors = {name: Error.between(x, results[name]) for name, x in baseline.items()}
-        return cls(case.lengths, results, errors)
+        return cls(case.lengths, results.named(), baseline)
 
     def check(
         self, found: Results, prefix: str = "", where: str = ""
