@@ -217,9 +217,9 @@ def _run(
     from flexvarlen.runner.run import RunRequest, records_of_run, run_suite
     from flexvarlen.runner.suite import DeviceLost
     from flexvarlen.verify.compare.drift_report import DriftReport
-    from flexvarlen.verify.compare.thresholds import MEASURES, parse_thresholds
+    from flexvarlen.verify.compare.thresholds import Threshold
 
-    limits = parse_thresholds(fail_above or [], MEASURES[suite.name])
+    limits = list(map(Threshold.of, fail_above or []))
     lost, run = None, RunRequest(out / "records.jsonl", again=again, commit=commit)
     require_file(out / "records.jsonl")
     try:

@@ -4,85 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import nan_last
-from flexvarlen.verify.compare.drift_tables import PARTS, RATIOS
 
 
-def _differences(*prefixes: str) -> tuple[str, ...]:
-    """Of a `Difference`, the numbers of which more is worse."""
-    return tuple(map("_".join, product(prefixes, ("max_abs", "mean_abs", "relative"))))
-
-
-OP_MEASURES = (*_differences(*PARTS), *RATIOS)
-MODEL_MEASURES = (
-    *_differences("logits"),
-    *("layers_relative", "documents_relative", "logprob_mean_abs", "logprob_max_abs"),
-    *("logprob_p99", "kl_mean", "kl_max", "loss_difference"),
-    *("gradient_relative", "worst_parameter_relative"),
-)
-MEASURES = {"drift-op": OP_MEASURES, "drift-model": MODEL_MEASURES}
-"""What each suite can be limited by."""
-
-
-@dataclass(frozen=True)
-class Threshold:
+class Threshold(NamedTuple):
     """A limit.
 
     Attributes:
-        text: as the user wrote it.
-        measures: full names of what it limits.
+        name: of a measure, or the end of several: "relative" is all that end with "_relative".
         limit: the largest value that passes.
     """
 
-    text: str
-    measures: tuple[str, ...]
+    name: str
     limit: float
 
+    @classmethod
+    def of(cls, text: str) -> Threshold:
+        """From the command line.
 
-def parse_thresholds(texts: Sequence[str], known: Sequence[str]) -> list[Threshold]:
-    """Limits from the command line.
+        Raises:
+            ValueError: no `MEASURE=VALUE`, or a value that is no number from 0 up.
 
-    Args:
-        texts: `MEASURE=VALUE` each; the measure is one of `known`, or an end of several of them:
-            "relative" is all that end with "_relative".
-        known: measures of the command.
+        >>> Threshold.of("dq_relative=1e-2")
+        Threshold(name='dq_relative', limit=0.01)
+        """
+        name, _, value = text.partition("=")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if not (name.strip() and limit >= 0):
+            raise ValueError(
+                "fail_above must be MEASURE=VALUE, with a name as in the records and a number "
+                f"from 0, got {text!r}; write for example out_relative=0.01."
+            )
+        return cls(name.strip(), limit)
 
-    Raises:
-        ValueError: another form, an unknown measure, or a value that is no number from 0 up.
-
-    >>> parse_thresholds(["dq_relative=1e-2"], OP_MEASURES)
-    [Threshold(text='dq_relative=1e-2', measures=('dq_relative',), limit=0.01)]
-    """
-    return [_threshold(text, known) for text in texts]
-
-
-def _threshold(text: str, known: Sequence[str]) -> Threshold:
-    name, equals, value = text.partition("=")
-    name = name.strip()
-    if not equals:
-        raise ValueError(
-            f"fail_above must be MEASURE=VALUE, got {text!r}; write for example {known[0]}=0.01."
-        )
-    meant = (name,) if name in known else tuple(k for k in known if name and k.endswith(f"_{name}"))
-    if not meant:
-        raise ValueError(
-            f"fail_above must name a measure of this command, got {name!r}; choose among "
-            f"{', '.join(known)}, or give the end of several, as max_abs."
-        )
-    try:
-        limit = float(value)
-    except ValueError:
-        limit = math.nan
-    if not limit >= 0:
-        raise ValueError(
-            f"fail_above must have a value of at least 0, got {value!r} for {name}; give a number."
-        )
-    return Threshold(text, meant, limit)
+    def measures(self, record: Record) -> dict[str, float]:
+        """The sizes of what it limits in a record."""
+        return {
+            name: size
+            for name, value in record.measures.items()
+            if (name == self.name or name.endswith(f"_{self.name}"))
+            and (size := _size(value)) is not None
+        }
 
 
 def broken_limits(
@@ -100,20 +68,21 @@ def broken_limits(
         found = [
             (value, measure, name_of(record))
             for record in records
-            for measure in threshold.measures
-            if (value := _size(record.measures.get(measure))) is not None
+            for measure, value in threshold.measures(record).items()
         ]
+        text = f"fail-above {threshold.name}={threshold.limit:g}"
         if not found:
-            sentences.append(f"fail-above {threshold.text}: no record has such a measure.")
+            known = dict.fromkeys(name for record in records for name in record.measures)
+            sentences.append(f"{text}: no record has such a measure, only {', '.join(known)}.")
             continue
         value, measure, name = max(found, key=lambda one: nan_last(one[0]))
         if not value <= threshold.limit:
-            sentences.append(f"fail-above {threshold.text}: {measure} is {value:.3g} in {name}.")
+            sentences.append(f"{text}: {measure} is {value:.3g} in {name}.")
     return sentences
 
 
 def _size(value: Any) -> float | None:
-    """The absolute value; of a list its largest; NaN if one is."""
+    """The absolute value; of a list its largest; NaN if one is; None of what is no number."""
     values = value if isinstance(value, list | tuple) else [value]
     numbers = [abs(float(one)) for one in values if isinstance(one, int | float)]
     if not numbers:
