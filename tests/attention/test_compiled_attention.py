@@ -42,7 +42,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-def packings(count=20):
+def packings(count=10):
     """Rows of other documents each: empty ones, single tokens, full rows, padding tails."""
     made = [
         Documents((TOKENS - BOUND, BOUND), TOKENS),
@@ -138,8 +138,9 @@ def test_other_documents_compile_nothing_again(kernel, way, mask):
     function, boundaries_of = WAYS[way]
     *qkv, grad = inputs(device, dtype)
     options = {"backend": name, **mask}
-    # Graphs and breaks are Dynamo's; the CPU's inductor: patches/forward/test_compiled_models.py.
-    compiler = "aot_eager" if device == "cpu" and name != "flex" else "inductor"
+    # Graphs and breaks are Dynamo's: on the CPU, where inductor is slow, it compiles two of them.
+    in_inductor = device != "cpu" or name == "flex" or (name, mask) == ("sdpa", UNEVEN)
+    compiler = "inductor" if in_inductor else "aot_eager"
     compiled = torch.compile(function, fullgraph=True, backend=compiler)
     differentiable = (name, device) != ("flex", "cpu")
     for documents in packings():

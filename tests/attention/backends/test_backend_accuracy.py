@@ -335,8 +335,8 @@ def test_deterministic_is_honoured_on_the_cpu(kernel):
 def test_a_plan_made_once_serves_every_layer(device):
     from flexvarlen.attention.backends.registry import BACKENDS, get_backend
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v, _ = random_qkv(TOKENS, 6, 2, 64, dtype=dtype, device=device)
+    dtype, head_dim = (torch.float32, 16) if device == "cpu" else (torch.bfloat16, 64)
+    q, k, v, _ = random_qkv(TOKENS, 6, 2, head_dim, dtype=dtype, device=device)
     layout = layout_of(DOCUMENTS["padding_inside"], device=device)
     for name in BACKENDS:
         if why_not(name, device=device, dtype=dtype, needs_grad=False) is not None:

@@ -20,16 +20,16 @@ from tests.backends import ON_GPU
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_baseline, new_model
 
-T, PACKINGS, CAPACITY = 256, 13, 16
+T, CAPACITY = 256, 16
 ORDER = tuple((i, 0) for i in range(len(LENGTHS)))
 
 
 def packings() -> list[list[int]]:
-    """Lengths of 1 to 12 documents, ever other numbers and longest ones; the known ones last."""
+    """Lengths of 1 to 11 documents, other numbers and longest ones each time; `LENGTHS` last."""
     chance = random.Random(0)
     made = []
-    for number in range(PACKINGS - 1):
-        cuts = sorted(chance.sample(range(1, T), number % 12))
+    for cut in (0, 2, 4, 7, 10, 1):
+        cuts = sorted(chance.sample(range(1, T), cut))
         made.append([end - start for start, end in zip([0, *cuts], [*cuts, T], strict=True)])
     return [*made, list(LENGTHS)]
 
@@ -108,21 +108,22 @@ GPU_BACKENDS = (*ON_GPU, "auto")
 FORMS = ("position_ids", "document_ids", "layout", "cu_seq_lens")
 
 
-# Breaks and recompilations are Dynamo's: AOTAutograd's eager backend shows them, and is fast.
+# Breaks and recompilations are Dynamo's, which one form also hands over to AOTAutograd.
 @pytest.mark.parametrize(
     ("backend", "form"),
     [*(("sdpa", form) for form in FORMS), *(("flex", form) for form in FORMS[:2])],
 )
 @pytest.mark.sampled(4)
 def test_one_graph_for_any_documents(backend, form):
-    compiler = "aot_eager" if (backend, form) != ("sdpa", "document_ids") else "eager"
+    compiler = "aot_eager" if (backend, form) == ("sdpa", "position_ids") else "eager"
     check("qwen3_windows", backend, form, compiler, train=backend == "sdpa")
 
 
 @pytest.mark.parametrize(("backend", "form"), [("sdpa", "position_ids"), ("flex", "document_ids")])
 @pytest.mark.sampled(1)
 def test_one_graph_for_any_documents_in_inductor(backend, form):
-    check("llama", backend, form, "inductor", train=backend == "sdpa", layers=1)
+    """The backward of attention in inductor: attention/test_compiled_attention.py."""
+    check("llama", backend, form, "inductor", train=False, layers=1)
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ FORMS = {
     "left_padding_packed": Form(PACKED_MASK, "left_padding_packed"),
     "first_document_at_position_100": Form(POSITIONS, "first_document_at_position_100"),
     "later_document_at_position_2": Form(POSITIONS, "later_document_at_position_2"),
-    "checkpointing": Form(POSITIONS, train=True, reentrant=False),
+    "checkpointing": Form(CU_SEQ_LENS, train=True, reentrant=False),
     "checkpointing_reentrant": Form(POSITIONS, train=True, reentrant=True),
     "packed_layout": Form(("packed_layout",)),
     "inputs_embeds": Form(POSITIONS, embedded=True),

@@ -267,16 +267,16 @@ def test_other_trees_of_equal_sizes_compile_nothing_again():
     plain = model_with("CausalLM", "llama")
     ours = sharing(plain, "sdpa", unpad_to_multiple_of=128)
     torch._dynamo.reset()
-    compiled = torch.compile(ours, backend="aot_eager")
+    compiled = torch.compile(ours, backend="eager")
     graphs = []
-    for seed in range(4):
+    for seed in range(3):
         inputs = padded("right", rows(seed))
         inputs["labels"] = next_tokens(inputs)
         torch.testing.assert_close(
             compiled(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=1e-6
         )
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs == graphs[:1] * 4
+    assert graphs == graphs[:1] * 3
 
 
 @pytest.mark.parametrize(

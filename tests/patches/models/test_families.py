@@ -1,7 +1,7 @@
 """Every verified family: packed equals one by one, compiles whole, generates as before.
 
 A layer sees no form of a batch: of those of patches/forward/test_packed_models.py each family gets
-boundaries without positions, padding, and checkpoints. `--all-forms` runs them all.
+padding, and boundaries without positions under checkpointing. `--all-forms` runs them all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.tiny_models import KINDS, LENGTHS, exact_and_baseline, new_model, one
 # Without position_ids a row of one document counts its left padding, as in transformers: Llama 4
 # scales queries by that position, so the document alone is another computation.
 FORMS = {name: x for name, x in test_packed_models.FORMS.items() if name != "left_padding"}
-SAMPLE = ("cu_seq_lens_alone", "left_padding_packed", "checkpointing")
+SAMPLE = ("left_padding_packed", "checkpointing")
 # Those in KINDS, and encoders, have tests of their own.
 OTHERS = [name for name, x in BY_TYPE.items() if name not in KINDS and x.task != "MaskedLM"]
 # On a CPU their scans break the graph: see forward/test_recurrent_layers.py.
