@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -105,7 +106,11 @@ def own_imports(path: Path) -> set[str]:
 
 
 MODULES = modules()
-GRAPH = {name: own_imports(path) for name, path in MODULES.items()}
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    return {name: own_imports(path) for name, path in MODULES.items()}
 
 
 def test_every_module_is_ranked():
@@ -116,14 +121,14 @@ def test_every_module_is_ranked():
 
 def test_arrows_point_down():
     rank = {name: ORDER.index(entry_of(name)) for name in MODULES}
-    for name, others in GRAPH.items():
+    for name, others in graph().items():
         upward = [other for other in others if rank[other] < rank[name]]
         assert not upward, f"{name} imports {upward}, which stand above it"
 
 
 def test_no_circle():
     try:
-        list(TopologicalSorter(GRAPH).static_order())
+        list(TopologicalSorter(graph()).static_order())
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
@@ -141,7 +146,7 @@ def test_backends_do_not_import_one_another():
     backends = {name for name, path in MODULES.items() if "\nBACKEND = " in path.read_text()}
     assert len(backends) == 10
     for name in backends:
-        assert not GRAPH[name] & backends, name
+        assert not graph()[name] & backends, name
 
 
 def test_transformers_is_known_to_patches_and_above():

@@ -106,7 +106,7 @@ class WithSegments(Qwen3ForCausalLM):
 def test_an_argument_of_a_users_own(compiled):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    config = config_of("qwen3")
+    config = config_of("qwen3", num_hidden_layers=1)
     config._attn_implementation = "sdpa"
     model = fv.patch_model(WithSegments(config).eval(), "sdpa")
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
