@@ -1,6 +1,7 @@
 """What every test runs under: no hub, a fair share of the cores, repeatable examples."""
 
 import gc
+import importlib
 import os
 import shutil
 import stat
@@ -88,7 +89,8 @@ def pytest_collection_modifyitems(config, items):
     kept = [item for item in items if not unwanted & set(item.keywords)]
     if not config.getoption("--slow"):
         kept = _sampled(kept)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
 
 
@@ -114,6 +116,15 @@ def _gradients_stay_on():
     on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert on, "autograd was left off"
+
+
+@pytest.fixture(scope="module")
+def timed_briefly():
+    """`compare` times each variant three times, not fifteen: for tests of what it finds."""
+    module = importlib.import_module("flexvarlen.verify.compare.compare")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TIMING_BUDGET_S", 0.0)
+        yield
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from flexvarlen.cli import app, console
 from flexvarlen.cli.console import parse_tokens, progress_bar
 from flexvarlen.report.records import read_records
 
+pytestmark = pytest.mark.usefixtures("timed_briefly")
+
 SMALL = ["compare", "--model", "qwen3", "--backends", "sdpa", "--tokens", "64", "--device", "cpu"]
 
 
@@ -63,6 +65,13 @@ def test_compare_prints_a_verdict_and_writes_three_files(run, tmp_path):
     assert records[1].measures["passes"] == "forward+backward"
 
 
+@pytest.fixture
+def _no_pictures(monkeypatch):
+    """matplotlib takes longer than what a test looks at."""
+    monkeypatch.setattr("flexvarlen.verify.compare.figure.draw", lambda *args: [])
+
+
+@pytest.mark.usefixtures("_no_pictures")
 def test_records_of_the_first_model_are_kept_when_the_second_fails(run, tmp_path, monkeypatch):
     from flexvarlen.verify import compare as package
 
@@ -82,12 +91,20 @@ def test_records_of_the_first_model_are_kept_when_the_second_fails(run, tmp_path
     assert {record.case["model"] for record in records} == {"llama tiny"}
 
 
-def test_each_record_is_written_once(run, tmp_path):
-    result = run(*SMALL, "--no-train", "--model", "llama")
+@pytest.mark.usefixtures("_no_pictures")
+def test_own_text_and_options_reach_the_records_each_of_which_is_written_once(run, tmp_path):
+    text = tmp_path / "own.txt"
+    text.write_text("\f".join(f"document {i} " * (i + 1) for i in range(9)))
+    options = ["--text", str(text), "--no-train", "--dtype", "bf16", "--seed", "5"]
+    result = run(*SMALL, "--model", "llama", *options)
     assert result.exit_code == 0, result.output
-    lines = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
-    assert len(lines) == 4  # two models, each alone and on one backend
+    records = read_records([tmp_path / "out" / "records.jsonl"])
+    assert len(records) == 4  # two models, each alone and on one backend
     assert "llama tiny" in (tmp_path / "out" / "table.md").read_text()
+    case = records[1].case
+    passes = records[1].measures["passes"]
+    assert (passes, case["dtype"], case["seed"]) == ("forward", "bfloat16", 5)
+    assert "pydoc" not in case["source"]
 
 
 def test_in_a_pipe_progress_is_a_line_every_ten_seconds(capsys, monkeypatch):
@@ -130,17 +147,7 @@ def test_help_and_a_mistyped_command_import_no_torch():
         assert subprocess.run(call, capture_output=True, timeout=60).returncode == expected
 
 
-def test_own_text_and_options_reach_the_rows(run, tmp_path):
-    text = tmp_path / "own.txt"
-    text.write_text("\f".join(f"document {i} " * (i + 1) for i in range(9)))
-    result = run(*SMALL, "--text", str(text), "--no-train", "--dtype", "bf16", "--seed", "5")
-    assert result.exit_code == 0, result.output
-    record = read_records([tmp_path / "out" / "records.jsonl"])[1]
-    case = record.case
-    assert (record.measures["passes"], case["dtype"], case["seed"]) == ("forward", "bfloat16", 5)
-    assert "pydoc" not in case["source"]
-
-
+@pytest.mark.usefixtures("_no_pictures")
 def test_leaking_backend_fails_the_command(run, monkeypatch):
     attend = SdpaBackend.attend
 

@@ -165,7 +165,7 @@ def _as_it_was(monkeypatch, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.usefixtures("_as_it_was", "timed_briefly")
 @pytest.mark.parametrize("page", RUN, ids=named)
 def test_python_runs(page):
     namespace: dict[str, Any] = {"__name__": "page"}
@@ -354,6 +354,8 @@ def maker(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    if hasattr(module, "collect"):  # reads all sources, for each test here
+        module.collect = cache(module.collect)
     return module
 
 

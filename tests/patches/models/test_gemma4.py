@@ -92,6 +92,7 @@ def test_window_of_bidirectional_text():
         fv.patch_model(model, "sdpa")
 
 
+@pytest.mark.usefixtures("timed_briefly")
 def test_compare_asks_for_each_kind_of_layer():
     """The config has no one head_dim, and raises for it."""
     batch = one_row()

@@ -13,6 +13,8 @@ from tests.planted import ignore_branches, plant, with_gradient
 from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
 from tests.trees import EXAMPLES
 
+pytestmark = pytest.mark.usefixtures("timed_briefly")
+
 
 def samples():
     """Three answers to a prompt, two of them alike at first; another prompt; a twin."""
