@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from flexvarlen.bench.suites.contract.leaks import HYBRID
 from flexvarlen.bench.suites.masks.builders import BASELINES, COMPARED
 from flexvarlen.bench.suites.masks.mask_build import HEADLINE_TOKENS
 from flexvarlen.report.figure import bars, chart, save, style_of
@@ -106,35 +105,6 @@ def mask(records: Sequence[Record]) -> Line | None:
     return _line(what, values, COMPARED, {name: name for name in BASELINES})
 
 
-def leaks(models: str, *, hybrid: bool) -> Callable[[Sequence[Record]], Line | None]:
-    """Forms of a batch in which documents leak silently.
-
-    Args:
-        models: what to call them.
-        hybrid: those with recurrent layers, or those without.
-    """
-
-    def line(records: Sequence[Record]) -> Line | None:
-        own = [r for r in records if r.suite == "leaks" and (r.case["model"] in HYBRID) == hybrid]
-        wrong: dict[str, set[str]] = {r.case["variant"]: set() for r in own}
-        for r in own:
-            if r.status == "wrong":
-                wrong[r.case["variant"]].add(r.case["pass"])
-        ours = [forms for name, forms in wrong.items() if name.startswith("flexvarlen:")]
-        if not ours:
-            return None
-        count = len({r.case["pass"] for r in own})
-        what = f"{models}: of {count} forms of a batch, how many leak or are wrong silently"
-        theirs = [
-            f"{name.replace(':', ' ')} {len(forms)}"
-            for name, forms in wrong.items()
-            if name.startswith("transformers:")
-        ]
-        return what, f"**{len(set().union(*ours))}**", "; ".join(theirs)
-
-    return line
-
-
 LINES = (
     trained("eager"),
     trained("compiled"),
@@ -142,8 +112,6 @@ LINES = (
     long_documents,
     small_inference,
     mask,
-    leaks("Llama and Qwen3", hybrid=False),
-    leaks("hybrids (Qwen3.5, LFM2, Granite 4)", hybrid=True),
 )
 
 
