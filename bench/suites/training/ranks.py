@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -16,6 +17,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase, TrainingCase
 from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
 from flexvarlen.report.records import Status
 from flexvarlen.verify.experiment.step import checkpoint_layers
@@ -67,3 +69,37 @@ def largest(values: Sequence[float], device: torch.device) -> list[float]:
     dist.all_reduce(found, dist.ReduceOp.MAX)
     of_all: list[float] = found.tolist()
     return of_all
+
+
+class Timed(NamedTuple):
+    """Spans of steps, on all ranks.
+
+    Attributes:
+        seconds: of each span, on the slowest rank.
+        losses: of this rank's steps.
+        finite: whether all ranks' are.
+        memory: measures: the largest peak of a rank.
+    """
+
+    seconds: list[float]
+    losses: list[float]
+    finite: bool
+    memory: dict[str, Any]
+
+
+def timed(
+    spans: Sequence[Callable[[], object]], losses: Sequence[Tensor], device: torch.device
+) -> Timed:
+    """Run and time spans of steps.
+
+    Args:
+        losses: to which each step adds its own, a 0-d tensor.
+    """
+    own: list[float] = []
+    peak = peak_memory_mib(lambda: own.extend(seconds_of(span, device) for span in spans), device)
+    found: list[float] = torch.stack(list(losses)).double().tolist()
+    bad = float(not all(map(math.isfinite, found)))
+    # One reduction of all: no rank may return alone.
+    *seconds, most, bad = largest([*own, peak or 0.0, bad], device)
+    memory = {"peak_mib": None if peak is None else most, "peak_meaning": memory_meaning(device)}
+    return Timed(seconds, found, not bad, memory)

@@ -7,7 +7,6 @@ fails alone ends the launch when the others have waited for it for three minutes
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,11 +29,10 @@ from flexvarlen.bench.suites.training.batches import pack, taken_for
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
-    largest,
     new_optimizer,
     patched_model,
     rows_of,
-    seconds_of,
+    timed,
 )
 from flexvarlen.bench.suites.training.scaling_ranks import (
     CASES,
@@ -45,7 +43,6 @@ from flexvarlen.bench.suites.training.scaling_ranks import (
 )
 from flexvarlen.bench.suites.training.sequence import measure_sequence
 from flexvarlen.bench.suites.training.ulysses import measure_ulysses
-from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.runner.failures import status_of
 
 WAITS = timedelta(minutes=3)
@@ -113,43 +110,35 @@ def measure_training(case: TrainingCase, variant: str, device: torch.device) -> 
 
     for index in range(case.warmup):
         step(steps[index % len(steps)])
-    times: list[float] = []
 
     def every_step() -> None:
         for of_ranks in steps:
             step(of_ranks)
 
-    def timed() -> None:
-        times.append(seconds_of(every_step, device))
-
-    own_peak = peak_memory_mib(timed, device)
-    found: list[float] = torch.stack(losses).double().tolist()
-    finite = all(map(math.isfinite, found))
-    # One reduction of all: no rank may return alone.
-    seconds, peak, bad = largest([times[0], own_peak or 0.0, float(not finite)], device)
-    if bad:
+    found = timed([every_step], losses, device)
+    if not found.finite:
         return "wrong", "a loss is not finite", {}
-    pairs = np.array([sum(n * n for n in row) for row in lengths], np.float64)[np.array(steps)]
-    rate, is_auto = case.tokens * len(rows) / seconds, case.backend == "auto"
-    return (
-        "ok",
-        None,
-        {
-            "attends": taken_for(model, collate(rows[0]), case.torch_dtype)
-            if is_auto
-            else case.backend,
-            "seconds": seconds,
-            "ms_step": seconds / len(steps) * 1e3,
-            "tokens_per_s": rate,
-            "tokens_per_s_rank": rate / case.ranks,
-            "imbalance": float(pairs.max(1).sum() / pairs.mean(1).sum()),
-            "first_loss": found[0],
-            "last_loss": found[-1],
-            "peak_mib": None if own_peak is None else peak,
-            "peak_meaning": memory_meaning(device),
-            "texts_crc32": texts.crc_of(rows),
-        },
-    )
+    (seconds,), first_row = found.seconds, collate(rows[0])
+    auto = case.backend == "auto"
+    rate = case.tokens * len(rows) / seconds
+    measures = {
+        "attends": taken_for(model, first_row, case.torch_dtype) if auto else case.backend,
+        "seconds": seconds,
+        "ms_step": seconds / len(steps) * 1e3,
+        "tokens_per_s": rate,
+        "tokens_per_s_rank": rate / case.ranks,
+        "imbalance": imbalance(lengths, steps),
+        "first_loss": found.losses[0],
+        "last_loss": found.losses[-1],
+        "texts_crc32": texts.crc_of(rows),
+    }
+    return "ok", None, measures | found.memory
+
+
+def imbalance(lengths: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) -> float:
+    """The attention work of the slowest rank of each step, over that of the mean rank."""
+    work = np.array([sum(n * n for n in row) for row in lengths], np.float64)[np.array(steps)]
+    return float(work.max(1).sum() / work.mean(1).sum())
 
 
 def order_of(case: TrainingCase, lengths: Sequence[Sequence[int]]) -> list[list[int]]:

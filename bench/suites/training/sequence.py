@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,14 @@ from flexvarlen.bench.suites.training.first_step import check_first_step, first_
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
-    largest,
     new_optimizer,
     patched_model,
     rows_of,
-    seconds_of,
+    timed,
 )
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase
 from flexvarlen.bench.suites.training.texts import Document
-from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
+from flexvarlen.measure import summarize
 
 WARMUP_STEPS = 2
 
@@ -55,26 +54,16 @@ def measure_sequence(case: SequenceCase, device: torch.device) -> Measured:
 
     for _ in range(WARMUP_STEPS):
         step()
-    own_ms: list[float] = []
-    own_peak = peak_memory_mib(
-        lambda: own_ms.extend(seconds_of(step, device) * 1e3 for _ in range(case.steps)), device
-    )
-    *ms, peak = largest([*own_ms, own_peak or 0.0], device)
-    found: list[float] = torch.stack(losses).double().tolist()
-    if not all(map(math.isfinite, found)):
+    found = timed([step] * case.steps, losses, device)
+    if not found.finite:
         return "wrong", "a loss is not finite", measures
-    timing = summarize(ms)
-    measures |= {
+    timing = summarize([seconds * 1e3 for seconds in found.seconds])
+    measures |= found.memory | {
         "attends": case.backend,
-        "ms_p20": timing.ms_p20,
-        "ms_p50": timing.ms_p50,
-        "ms_p80": timing.ms_p80,
-        "repeats": timing.repeats,
+        **asdict(timing),
         "tokens_per_s": case.document / timing.ms_p50 * 1e3,
-        "document_first_loss": found[0],
-        "document_last_loss": found[-1],
-        "peak_mib": None if own_peak is None else peak,
-        "peak_meaning": memory_meaning(device),
+        "document_first_loss": found.losses[0],
+        "document_last_loss": found.losses[-1],
         "texts_crc32": texts.crc_of([row, [document]]),
     }
     return "ok", None, measures
