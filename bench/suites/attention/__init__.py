@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `engine.py` | `measure_attention`: checks, then times the variants of one computation |
+| `engine.py` | `AttentionSuite`; `measure_attention`: checks, then times the variants |
 | `inputs.py`, `packed.py`, `padded.py` | the tensors; variants on a packed row, on a padded batch |
 | `kernels.py` | suite `kernels`: each backend beside the kernel that it wraps |
 | `equal_documents.py` | suites `scaling` and `sdpa-backends` |
