@@ -23,6 +23,7 @@ from flexvarlen.cli.console import (
     console,
     device_of,
     errors,
+    names_in,
     one_line_errors,
     progress_bar,
 )
@@ -100,12 +101,6 @@ def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: 
         raise typer.Exit(FINDING)
     if not measured:
         raise typer.Exit(FAILURE)
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
-        return None
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _file_name(suite: str, options: Options) -> str:
@@ -203,7 +198,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
             options = Options(
                 device=where,
                 quick=quick or not whole,  # the sizes that a CPU can run
-                variants=_names(variants),
+                variants=None if variants is None else tuple(names_in(variants)),
                 seconds=seconds if seconds is not None else 0.1 if quick else 3.0,
                 text=tuple(text) if text else None,
                 say=partial(console.print, markup=False, highlight=False),

@@ -45,6 +45,15 @@ def parse_tokens(text: str | int) -> int:
     return found
 
 
+def names_in(text: str) -> list[str]:
+    """Names with commas between.
+
+    >>> names_in("sdpa, flex,")
+    ['sdpa', 'flex']
+    """
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 Dtype = Annotated[
     str | None,
     typer.Option(

@@ -25,6 +25,7 @@ from flexvarlen.cli.console import (
     device_of,
     dtype_of,
     errors,
+    names_in,
     one_line_errors,
     progress_bar,
     quiet_transformers,
@@ -107,8 +108,8 @@ def op(
         where = device_of(device)
         cases = suite_cases(suite or ("cpu" if where.type == "cpu" else "varlen-study"))
         dtypes = _dtypes(dtype, where)
-        drift_op = OperatorDrift.of(cases, dtypes, _names(comparisons), train=train, seed=seed)
-        options = _options(where, backend_variants(_names(backends)))
+        drift_op = OperatorDrift.of(cases, dtypes, names_in(comparisons), train=train, seed=seed)
+        options = _options(where, backend_variants(names_in(backends)))
         _run(drift_op, options, out, again, commit, fail_above)
 
 
@@ -155,7 +156,7 @@ def model_command(
             case
             for spec, what in product(named.specs, _dtypes(dtype, where))
             for case in cases_of(
-                _names(comparisons),
+                names_in(comparisons),
                 model=spec.label,
                 dtype=str(what).removeprefix("torch."),
                 tokens=tokens or DEFAULT_TOKENS[where.type],
@@ -172,12 +173,8 @@ def model_command(
 # ---- what options mean ----
 
 
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
 def _dtypes(text: str | None, device: torch.device) -> list[torch.dtype]:
-    return [dtype_of(name, device) for name in (_names(text) if text else [None])]
+    return [dtype_of(name, device) for name in (names_in(text) if text else [None])]
 
 
 def _variants(backends: str, device: torch.device) -> tuple[str, ...] | None:
