@@ -36,7 +36,7 @@ GROUPS = {
 """By kind of message, else by package."""
 
 _COMMANDS = (
-    *("cli/", "measure/", "report/", "runner/"),
+    *("cli/", "measure/", "report/", "runner/run"),
     *("verify/experiment/difference", "verify/experiment/operator"),
     *("verify/compare/differences", "verify/compare/hidden_states"),
     "verify/compare/thresholds",

@@ -254,9 +254,9 @@ def test_commands_exist(page):
 
 
 def test_wrong_commands_are_seen():
-    text = "`flexvarlen doctor --no-such`\n\n    flexvarlen drift op --lengths '3;4'  # --no-such\n"
+    text = "`flexvarlen doctor --no-such`\n\n    flexvarlen drift op --dtype 'a;b'  # --no-such\n"
     assert command_lines(text) == [
-        "flexvarlen drift op --lengths '3;4'",
+        "flexvarlen drift op --dtype 'a;b'",
         "flexvarlen doctor --no-such",
     ]
     assert [wrong_command(line) is None for line in command_lines(text)] == [True, False]
