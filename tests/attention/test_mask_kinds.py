@@ -86,12 +86,13 @@ def inputs_of(case, device, dtype, head_dim):
     return [x.to(device) for x in (q, k, v)], grad.to(device)
 
 
-def check(case, name, device, dtype, head_dim):
+def check(case, name, device, dtype, head_dim, **scores):
+    """`scores`: a softcap, a scale."""
     qkv, grad = inputs_of(case, device, dtype, head_dim)
-    ours = attend_ours(case, name, device)
+    ours = attend_ours(case, name, device, **scores)
 
     def plain(q, k, v):
-        return oracle.attend(q, k, v, case.documents, case.keys, **case.options)[0]
+        return oracle.attend(q, k, v, case.documents, case.keys, **case.options, **scores)[0]
 
     exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
     baseline, baseline_grads = differentiate(plain, qkv, grad)
@@ -152,10 +153,14 @@ def test_flash_kernels_under_every_kind(kernel, row, kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("row", "kind"), [("padding_inside", "prefix_and_window"), ("mixed", "cross_causal")]
+    ("row", "kind", "scores"),
+    [
+        ("padding_inside", "prefix_and_window", {}),
+        ("mixed", "cross_causal", {"softcap": 3.0, "scale": 1.0}),
+    ],
 )
-def test_flex_on_the_cpu(row, kind):
-    check(case_of(row, kind), "flex", "cpu", torch.float32, 16)
+def test_flex_on_the_cpu(row, kind, scores):
+    check(case_of(row, kind), "flex", "cpu", torch.float32, 16, **scores)
 
 
 @pytest.mark.parametrize(

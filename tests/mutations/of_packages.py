@@ -96,7 +96,7 @@ MUTATIONS = (
         f"{BACKENDS}/compiled_flex.py",
         "return limit * torch.tanh(score / limit)",
         "return torch.tanh(score / limit)",
-        "tests/attention/backends/test_backend_accuracy.py",
+        "tests/attention/test_mask_kinds.py",
     ),
     Mutation(
         "cu_seqlens: gradients behind the last boundary are garbage",
