@@ -404,7 +404,7 @@ def told(x): raise ValueError(sentence(x))
 def test_each_way_to_make_a_message_is_found(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(_SOURCE)
-    messages = maker("make_messages").collect([file])
+    messages = maker("make_messages").collect((file,))
     assert {(message.kind, message.text) for message in messages} == {
         ("ValueError", "x must be <large / small>, got <…>; do that."),
         ("Broken", "a name of its own; mend it."),

@@ -169,16 +169,14 @@ def tokens_seen(model):
 
 
 CASES = {
-    "dpo": (dpo, {}),
-    "dpo_checkpointing": (dpo, {"gradient_checkpointing": True}),
+    "dpo_accumulation": (
+        dpo,
+        {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "ld_alpha": 0.5},
+    ),
     "dpo_precomputed": (dpo, {"precompute_ref_log_probs": True}),
-    "dpo_ld": (dpo, {"ld_alpha": 0.5}),
-    "dpo_accumulation": (dpo, {"gradient_accumulation_steps": 2}),
     "dpo_lora": (dpo, {"peft_config": LORA}),
     "kto": (kto, {}),
-    "reward": (reward, {}),
     "reward_checkpointing": (reward, {"gradient_checkpointing": True}),
-    "grpo": (grpo, {}),
     "grpo_iterations": (grpo, {"num_iterations": 2, "steps_per_generation": 2}),
     "classification": (classification, {}),
     "classification_compiled": (classification, {"torch_compile_backend": "aot_eager"}),
