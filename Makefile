@@ -32,6 +32,8 @@ NOTEBOOKS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # OpenMP threads that spin while they wait starve each other where cores are few or shared.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Else each worker, and each process that a test starts, would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 INSTALLED := .venv/.installed
 DEV := .venv/.dev
