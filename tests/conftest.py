@@ -94,6 +94,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+def pytest_collection_finish(session):
+    """Trainers and `compare` collect garbage, but not among the million objects of all imports."""
+    gc.collect()
+    gc.freeze()
+
+
 def _sampled(items):
     """Of a test marked `sampled(n)`, n of its parameters, evenly spaced."""
     by_test = {}
