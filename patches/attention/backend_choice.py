@@ -98,11 +98,10 @@ def check_machine(
             device,
             torch.bfloat16,
             needs_grad=False,
+            trees=trees,
             deterministic=deterministic,
             batch_invariant=batch_invariant,
         )
-        if trees:
-            call = call._replace(spec=call.spec.of_trees())
         reason = refusal(backend, call)
         if reason is not None:
             several = len(kinds) > 1

@@ -188,19 +188,19 @@ class PackedForward:
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         layout = self.layout
-        spec = kind.spec if layout.segments is None else kind.spec.of_trees()
-        mask = DocumentMask(layout, spec)
         call = kind.call(
             layout.device,
             dtype,
             needs_grad=needs_grad,
+            trees=layout.segments is not None,
             deterministic=self.deterministic,
             batch_invariant=self.batch_invariant,
             past_int32=is_past_int32(layout, layout, kind.num_heads, kind.head_dim),
-        )._replace(spec=spec)
+        )
+        mask = DocumentMask(layout, call.spec)
         backend = self._backend_for(kind, call, mask)
         for other in tuple(self.routes.values()):
-            if other.backend is backend and other.mask.spec == spec:
+            if other.backend is backend and other.mask.spec == call.spec:
                 return Route(backend, call, other.mask, other.plan)
         plan = backend.plan(mask, batch_invariant=self.batch_invariant)
         return Route(backend, call, mask, plan)

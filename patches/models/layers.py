@@ -147,21 +147,24 @@ class LayerKind(NamedTuple):
         dtype: torch.dtype,
         *,
         needs_grad: bool,
+        trees: bool = False,
         deterministic: bool = False,
         batch_invariant: bool = False,
         past_int32: bool = False,
     ) -> AttentionCall:
-        """The `AttentionCall` of such a layer.
+        """The `AttentionCall` of such a layer, over trees or over documents.
 
         Raises:
             ValueError: a scale or softcap that is not positive and finite.
         """
         check_numbers(self.softcap, self.scale)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        spec = self.spec.of_trees() if trees else self.spec
         numbers = (self.scale, self.softcap, self.sinks)
         guarantees = (deterministic, batch_invariant)
+        # Not changed by _replace: torch 2.11 cannot break a compiled graph that keeps such a copy.
         return AttentionCall(
-            device, dtype, *heads, self.spec, *numbers, needs_grad, *guarantees, False, past_int32
+            device, dtype, *heads, spec, *numbers, needs_grad, *guarantees, False, past_int32
         )
 
 
