@@ -230,6 +230,7 @@ def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch, tmp_path
     assert record.status == "wrong"
     assert "tokens_per_s" not in record.measures
     assert "in the first step" in record.reason
+    assert "wrong: in the first step" in end_to_end.SUITE.section([record])
 
 
 def test_a_gradient_that_is_missing_or_wrong_is_seen():

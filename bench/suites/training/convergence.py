@@ -127,7 +127,7 @@ class Convergence(Suite):
         case = ConvergenceCase(0)
         if options.quick:
             small: dict[str, Any] = {"steps": 4, "tokens": 96, "longest": 48, "vocabulary": 300}
-            case = replace(case, **small, hidden=32, layers=1, dtype="float32")
+            case = replace(case, **small, hidden=32, layers=1, dtype=options.dtype)
         return [replace(case, seed=seed) for seed in range(3 if options.quick else SEEDS)]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:

@@ -132,7 +132,7 @@ class EndToEnd(Suite):
                 "tokens": 96,
                 "longest": 40,
             }
-            case = replace(case, **small, warmup=1, steps=2, dtype="float32")
+            case = replace(case, **small, warmup=1, steps=2, dtype=options.dtype)
         return [case, replace(case, mode="compiled")]
 
     def variants(self, case: Case, options: Options) -> Sequence[str]:

@@ -92,7 +92,7 @@ def _title(records: Sequence[Record]) -> str:
 
 def _what(records: Sequence[Record]) -> str:
     case = records[0].case
-    documents = next((r.measures["documents"] for r in records if r.measures), None)
+    documents = next((r.measures["documents"] for r in records if "documents" in r.measures), None)
     counted = "" if documents is None else f" of {documents:.0f} documents on average"
     return (
         f"Trainer, {model_title(records[0], ' geometry')}, {case['tokens']:,} tokens per step"

@@ -104,7 +104,7 @@ def ulysses_table(records: Sequence[Record]) -> Table:
         number("largest difference", "max_difference", ".1e"),
     ]
     case, where = records[0].case, records[0].environment
-    documents = next((r.measures["documents"] for r in records if r.measures), None)
+    documents = next((r.measures["documents"] for r in records if "documents" in r.measures), None)
     counted = "" if documents is None else f" of {documents} documents"
     title = (
         f"Ulysses, one row of {case['tokens']:,} tokens{counted}, head_dim {case['head_dim']}, "
