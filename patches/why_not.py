@@ -235,16 +235,32 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
 # ---- layers that it cannot have ----
 
 
-_RECURRENT_TYPES = ("linear_attention", "conv", "hybrid")  # in config.layer_types
+RECURRENT_TYPES = ("linear_attention", "conv", "hybrid")
+"""Names in `config.layer_types` of layers with a recurrence or a convolution."""
+OTHER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "mlp", "moe")
+"""Names of layers whose only mixing of tokens is attention, or that have none."""
 
 CONVOLUTION = "causal_conv1d_fn"
 """The function through which every supported recurrent layer mixes tokens first."""
 
 
+def unknown_layers(parts: ModelParts, settings: Settings) -> str | None:
+    """Kinds of layers that no verified family has."""
+    types = getattr(parts.config, "layer_types", None) or ()
+    unknown = sorted(set(types) - {*RECURRENT_TYPES, *OTHER_TYPES})
+    if settings.verify or not unknown:
+        return None
+    return (
+        "config.layer_types must name kinds of layers that are verified, got "
+        f"{unknown[0]!r}, which may mix the tokens of documents; call patch_model(model, "
+        "verify=True), or use the model's own implementation, one document per row."
+    )
+
+
 def recurrent_layers(parts: ModelParts, settings: Settings) -> str | None:
     """Recurrent layers that do not call the functions which `patch_model` replaces."""
     types = getattr(parts.config, "layer_types", None) or ()
-    expected = sum(x in _RECURRENT_TYPES for x in types)
+    expected = sum(x in RECURRENT_TYPES for x in types)
     if len(parts.recurrent_classes) != expected:
         return (
             "a model must have as many layers with a convolution conv1d or conv as recurrent ones "
@@ -295,6 +311,7 @@ WHY_NOT = (
     unknown_head,
     share_prefixes,
     unpad,
+    unknown_layers,
     recurrent_layers,
     sequence_parallel,
     windows_both_ways,

@@ -1,1 +1,4 @@
-"""`backend="auto"`: choose the fastest kernel for the user's shapes, measured once and cached."""
+"""`backend="auto"`: the fastest kernel of the nearest shipped record, or of your own measurements.
+
+The chosen kernel is checked once against the reference.
+"""

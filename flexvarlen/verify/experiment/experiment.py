@@ -1,4 +1,4 @@
-"""`Experiment`: variants of one model on packed rows, each checked before it is timed."""
+"""`Experiment`: the first steps of variants of one model, checked; `measure.py` times them."""
 
 from __future__ import annotations
 

@@ -211,6 +211,14 @@ def test_a_layer_that_the_search_misses():
         fv.patch_model(model, "sdpa")
 
 
+def test_a_kind_of_layer_that_no_verified_family_has():
+    """Its convolution may have any name, so counting those of known names would find none."""
+    model = new_model("llama")
+    model.config.layer_types = ["full_attention", "gated_conv"]
+    with pytest.raises(NotImplementedError, match="are verified, got 'gated_conv'"):
+        fv.patch_model(model, "sdpa")
+
+
 def test_a_class_from_a_repository():
     """Its model_type is a verified one, its code is not transformers'."""
     plain = new_model("llama")
