@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from flexvarlen import packed_attention, why_not
-from flexvarlen.attention.auto.check_results import failure, verify
+from flexvarlen.attention.auto.check_results import compare_with_reference, failure
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
 from flexvarlen.measure import watch_compilation
@@ -201,6 +201,6 @@ def test_kernels_without_trees_refuse(kernel):
 def test_auto_trusts_a_right_kernel_and_not_one_that_ignores_the_tree(name, window, monkeypatch):
     spec = MaskSpec.of(window=window).of_trees()
     call = AttentionCall(torch.device("cpu"), torch.float32, 4, 2, 16, spec, 0.25)
-    assert failure(lambda: verify(name, call)) is None
+    assert failure(lambda: compare_with_reference(name, call)) is None
     ignore_branches(monkeypatch)
-    assert "output is off" in failure(lambda: verify("sdpa", call))
+    assert "output is off" in failure(lambda: compare_with_reference("sdpa", call))

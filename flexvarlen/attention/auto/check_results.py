@@ -116,7 +116,9 @@ class Expected(NamedTuple):
                 )
 
 
-def verify(name: str, call: AttentionCall, mask: DocumentMask | None = None) -> None:
+def compare_with_reference(
+    name: str, call: AttentionCall, mask: DocumentMask | None = None
+) -> None:
     """Compare a backend's results with the reference.
 
     Args:

@@ -27,7 +27,11 @@ from torch import Tensor
 
 from flexvarlen.attention.auto import keys, table
 from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries, write_entries
-from flexvarlen.attention.auto.check_results import CannotCheckError, failure, verify
+from flexvarlen.attention.auto.check_results import (
+    CannotCheckError,
+    failure,
+    compare_with_reference,
+)
 from flexvarlen.attention.auto.measure import time_kernels
 from flexvarlen.attention.auto.table import Times
 from flexvarlen.attention.backends.registry import BACKENDS, fixed_order, refusal
@@ -149,7 +153,8 @@ def decide(
         if reason is not None:
             reasons.append(f"{name}: {reason}")
             continue
-        checked = _is_right(name, call, mask) if check else name in tried.timings
+        # Kernels are checked when they are timed.
+        checked = _check_once(name, call, mask) if check else name in tried.timings
         reason = known_failure(name, call)
         if reason is None:
             return Decision(name, why, checked)
@@ -238,7 +243,7 @@ def known_failure(name: str, call: AttentionCall) -> str | None:
     return _failed.get(keys.check_key(name, call))
 
 
-def _is_right(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
+def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
     """Whether a kernel is known to be right; compares it with the reference if it can be run."""
     if call.device.type not in CANDIDATES or name in _UNCHECKED:
         return True
@@ -256,7 +261,7 @@ def _is_right(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool
             return False
         own = mask
     try:
-        reason = failure(lambda: verify(name, call, own))
+        reason = failure(lambda: compare_with_reference(name, call, own))
     except CannotCheckError:
         return False
     if reason is not None:
