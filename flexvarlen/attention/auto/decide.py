@@ -29,8 +29,8 @@ from flexvarlen.attention.auto import keys, table
 from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries, write_entries
 from flexvarlen.attention.auto.check_results import (
     CannotCheckError,
-    failure,
     compare_with_reference,
+    failure,
 )
 from flexvarlen.attention.auto.measure import time_kernels
 from flexvarlen.attention.auto.table import Times
