@@ -23,14 +23,13 @@ from flexvarlen.patches.forward.heads import (
     require_patched_heads,
     unwrap_loss,
 )
-from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
 from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
-from flexvarlen.patches.models.layers import recurrent_layers
+from flexvarlen.patches.models.layers import attention_layers, recurrent_layers
 from flexvarlen.patches.models.rope import patch_rotary, unpatch_rotary
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import (
@@ -40,7 +39,6 @@ from flexvarlen.patches.state import (
     Patch,
     Settings,
     implementation_before,
-    marked_modules,
     one_at_a_time,
     register_model,
     set_implementation,
@@ -297,13 +295,12 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
         setattr(module, ATTRIBUTE, patch if module is inner else patch.of_base())
     if base is not inner:
         base.__dict__[HEAD] = HeadReference(inner)
-    for layer in marked_modules(inner):
+    for layer in attention_layers(inner):
         layer.__dict__[LAYER_MARK] = True
     for layer in recurrent_layers(text):
         patch_recurrent(layer)
     if vision is not None:
         patch_tower(vision, patch)
-    scale_noise_by_document(inner)
     require_patched_heads(inner)
     guard_trainer_and_peft()
     patch_rotary(text)
@@ -335,7 +332,7 @@ def unpatch_model(model: Model) -> Model:
         module.__dict__.pop(ATTRIBUTE, None)
         module.__dict__.pop(HEAD, None)
         unwrap_forward(module)
-    for layer in marked_modules(inner):
+    for layer in attention_layers(inner):
         layer.__dict__.pop(LAYER_MARK, None)
     for layer in recurrent_layers(text):
         unpatch_recurrent(layer)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
-from flexvarlen.patches.models.layers import LayerKind, attention_layers, text_config_of
+from flexvarlen.patches.models.layers import LayerKind, text_config_of
 from flexvarlen.patches.parts import ModelParts
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ ATTRIBUTE = "_flexvarlen_patch"
 """The attribute that holds the `Patch` of a patched model and its base model."""
 
 LAYER_MARK = "_flexvarlen_patched"
-"""The attribute that marks the attention layers and the embeddings of a patched model."""
+"""The attribute that marks the attention layers of a patched model."""
 
 LOST_DOCUMENTS = (
     "the layers of a patched model must get its documents from the model's own forward, got a call "
@@ -108,12 +108,6 @@ def wrapped_modules(model: nn.Module, parts: ModelParts) -> list[nn.Module]:
     """The modules whose forward is wrapped: the model and its base model."""
     base = parts.base(model)
     return [model] if base is model else [model, base]
-
-
-def marked_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that must know that their model is patched."""
-    embeddings: nn.Module | None = model.get_input_embeddings()
-    return attention_layers(model) + ([] if embeddings is None else [embeddings])
 
 
 # ---- models that share a config ----

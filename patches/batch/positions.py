@@ -137,7 +137,11 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
             "position_ids of 4 rows must be passed to a compiled model where a batch has images: "
             "get_rope_index does not trace; call it by document, before."
         )
-    tokens_NL = _tokens_by_document(layout, layout.lengths).to(input_ids.device)
+    rest = layout.total_tokens - sum(layout.lengths)
+    real = layout.real_tokens().cpu()
+    runs = torch.arange(layout.total_tokens, device="cpu").split([*layout.lengths, rest])
+    documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
+    tokens_NL = pad_sequence(documents, batch_first=True, padding_value=-1).to(input_ids.device)
     is_token_NL = tokens_NL >= 0
     about = {name: inputs.get(name) for name in (*GRIDS, "second_per_grid_ts")}
     rope_3NL, deltas = base.get_rope_index(
@@ -152,12 +156,3 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
         base.rope_deltas = deltas
     by_row: Tensor = positions.view(3, *input_ids.shape)
     return by_row
-
-
-def _tokens_by_document(layout: PackedLayout, lengths: tuple[int, ...]) -> Tensor:
-    """int64 `[N, L]` on the host: token indices of each document, without padding; else -1."""
-    rest = layout.total_tokens - sum(lengths)
-    real = layout.real_tokens().cpu()
-    runs = torch.arange(layout.total_tokens, device="cpu").split([*lengths, rest])
-    documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
-    return pad_sequence(documents, batch_first=True, padding_value=-1)

@@ -10,70 +10,63 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations import neftune
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
-from flexvarlen.patches.state import CONTEXT, LAYER_MARK
-
-_OF_ROWS = neftune.neftune_post_forward_hook
+from flexvarlen.patches.state import CONTEXT
 
 
 def scale_noise_by_document(model: Any) -> None:
-    """Let NEFTune's hook on a model's embeddings read the documents of a patched forward.
+    """Let a model's hook of NEFTune, if it has one, read the documents of a patched forward.
 
-    Called when the model is patched. Trainer adds the hook when training starts, so it is replaced
-    in transformers' module, once per process. Without documents it does what transformers' does. A
-    hook that was imported by its name before, and is registered by hand later, knows no documents.
-    """
-    neftune.neftune_post_forward_hook = _add_noise
-    embeddings: nn.Module | None = model.get_input_embeddings()
-    hooks: Any = {} if embeddings is None else embeddings._forward_hooks
-    for key, hook in hooks.items():
-        if hook is _OF_ROWS:
-            hooks[key] = _add_noise
-
-
-def _add_noise(embeddings: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """transformers' `neftune_post_forward_hook`, with the tokens of documents.
+    Called in each forward in training, as Trainer adds the hook when training starts. The hook
+    keeps its handle; without documents it does what transformers' does.
 
     Raises:
-        NotImplementedError: in a compiled graph of a patched model.
+        NotImplementedError: under `fullgraph=True`; other compiled graphs break here.
     """
-    compiling = torch.compiler.is_compiling()
-    if compiling and embeddings.training and LAYER_MARK in embeddings.__dict__:
+    embeddings: nn.Module | None = model.get_input_embeddings()
+    if embeddings is None or "neftune_noise_alpha" not in embeddings.__dict__:
+        return
+    if torch.compiler.is_compiling():
         raise NotImplementedError(
             "neftune_noise_alpha must be used without torch.compile in a patched model, as its "
             "noise depends on the documents, got a compiled graph; leave one of them out."
         )
-    packed = None if compiling else arguments_of_running_call().get(CONTEXT)
-    if not (embeddings.training and isinstance(packed, PackedForward)):
-        found: Tensor = _OF_ROWS(embeddings, args, output)
-        return found
-    tokens = _tokens_of_each(packed, output)
-    bound = embeddings.neftune_noise_alpha / (tokens * output.shape[-1]) ** 0.5
-    noisy: Tensor = output + (torch.zeros_like(output).uniform_(-1, 1) * bound).to(output.dtype)
-    return noisy
+    hooks: Any = embeddings._forward_hooks
+    for key, hook in hooks.items():
+        if hook is neftune_post_forward_hook:
+            hooks[key] = _add_noise
 
 
-def _tokens_of_each(packed: PackedForward, output: Tensor) -> Any:
-    """The tokens of the row or the document of each embedding, an int or `[B, S, 1]`. No sync.
+def _add_noise(embeddings: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """transformers' `neftune_post_forward_hook`, with the tokens of documents. No sync.
 
     Raises:
         NotImplementedError: documents are trees, or shards of a row.
     """
+    packed = arguments_of_running_call().get(CONTEXT)
+    if not (embeddings.training and isinstance(packed, PackedForward)):
+        found: Tensor = neftune_post_forward_hook(embeddings, args, output)
+        return found
     layout, row_tokens = packed.layout, packed.padded_row_tokens
-    if row_tokens is not None and packed.padded is not None:
-        return row_tokens
-    if layout.segments is not None or packed.group is not None:
-        raise NotImplementedError(
-            "neftune_noise_alpha needs documents that lie in one piece, got trees or a "
-            "sequence_parallel_group; leave it out."
-        )
-    lengths = layout.cu_seqlens.diff().clamp(min=1)
-    tokens = lengths[layout.document_ids().clamp(max=len(lengths) - 1)]
-    if row_tokens is not None:  # padding counts where rows are padded documents, as unpatched
-        one_each = one_document_per_row(layout, len(output)).to(tokens.device, non_blocking=True)
-        tokens = torch.where(one_each, row_tokens, tokens)
-    return tokens.view(*output.shape[:2], 1)
+    tokens: Any = row_tokens
+    if row_tokens is None or packed.padded is None:
+        if layout.segments is not None or packed.group is not None:
+            raise NotImplementedError(
+                "neftune_noise_alpha needs documents that lie in one piece, got trees or a "
+                "sequence_parallel_group; leave it out."
+            )
+        lengths = layout.cu_seqlens.diff().clamp(min=1)
+        tokens = lengths[layout.document_ids().clamp(max=len(lengths) - 1)]
+        if row_tokens is not None:  # padding counts where rows are padded documents, as unpatched
+            one_each = one_document_per_row(layout, len(output)).to(
+                tokens.device, non_blocking=True
+            )
+            tokens = torch.where(one_each, row_tokens, tokens)
+        tokens = tokens.view(*output.shape[:2], 1)
+    bound = embeddings.neftune_noise_alpha / (tokens * output.shape[-1]) ** 0.5
+    noisy: Tensor = output + (torch.zeros_like(output).uniform_(-1, 1) * bound).to(output.dtype)
+    return noisy

@@ -184,20 +184,15 @@ def refuse_beside_tree(forward: ForwardInputs) -> None:
             "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "
             "and no cache."
         )
-    why = why_no_trees(forward.parts) or _why_not(forward)
+    router_loss = "output_router_logits=True, whose loss would count a shared token once"
+    beside = {
+        "sequence_parallel_group": forward.group is not None,
+        "images": forward.has_images,
+        router_loss: forward.returns_router_logits,
+        "a head that pools documents": forward.parts.head not in ("", *CAUSAL),
+    }
+    why = why_no_trees(forward.parts) or next((x for x, given in beside.items() if given), None)
     if why is not None:
         raise NotImplementedError(
             f"a packed_layout of trees is not supported with {why}; pack each path as a document."
         )
-
-
-def _why_not(forward: ForwardInputs) -> str | None:
-    if forward.group is not None:
-        return "sequence_parallel_group"
-    if forward.has_images:
-        return "images"
-    if forward.returns_router_logits:
-        return "output_router_logits=True, whose loss would count a shared token once"
-    if forward.parts.head not in ("", *CAUSAL):
-        return "a head that pools documents"
-    return None

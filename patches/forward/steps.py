@@ -31,6 +31,7 @@ from flexvarlen.patches.batch.unpacked_rows import check_one_document, one_docum
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.heads import check_document_labels, take_loss, wrap_loss
 from flexvarlen.patches.forward.inputs import ForwardInputs, flatten_choices, tokens_of
+from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import (
     find_padded_batch,
     layout_of_pooling_head,
@@ -126,10 +127,17 @@ STEPS = Steps(before_forward, after_forward, reads=COLUMNS)
 
 
 def prepare_module(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> None:
-    """Look at what was added to the model since it was patched, and at what its family needs."""
+    """Refuse, or take in, what was added to the model since it was patched.
+
+    Raises:
+        NotImplementedError: an adapter whose effect depends on the row; NEFTune in a compiled
+            graph; reentrant checkpoints of layers that share keys.
+    """
     why = why_not_adapters(module) if "peft_config" in module.__dict__ else None
     if why is not None:
         raise NotImplementedError(why)
+    if module.training:
+        scale_noise_by_document(module)
     parts = patch.parts
     if parts.shares_keys and not parts.base_name:
         refuse_reentrant_checkpoints(parts.text_tower(module))

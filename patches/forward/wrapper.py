@@ -120,7 +120,15 @@ def wrap_forward(module: nn.Module, steps: Steps) -> None:
         inputs = before(self, dict(named))
         if inputs is not None:
             args, kwargs = (), inputs
-        out = _call(self, own, args, kwargs)
+        # Not in `_call`: where a graph breaks, Dynamo would compile that as a frame of its own.
+        if torch.compiler.is_compiling():
+            out = _call(self, own, args, kwargs)
+        else:
+            _calls.open.append((self, kwargs))
+            try:
+                out = _call(self, own, args, kwargs)
+            finally:
+                _calls.open.pop()
         if inputs is not None and after is not None:
             after(self, inputs, out)
         return out
@@ -146,19 +154,10 @@ def wrap_forward(module: nn.Module, steps: Steps) -> None:
 
 
 def _call(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the instance's `forward`, or the class's current one, which Liger may have replaced.
-
-    An eager call is in `_calls` while it runs.
-    """
+    """Call the instance's `forward`, or the class's current one, which Liger may have replaced."""
     if own is None:
         own, args = type(module).forward, (module, *args)
-    if torch.compiler.is_compiling():
-        return own(*args, **kwargs)
-    _calls.open.append((module, kwargs))
-    try:
-        return own(*args, **kwargs)
-    finally:
-        _calls.open.pop()
+    return own(*args, **kwargs)
 
 
 def _with_keywords(signature: inspect.Signature, names: tuple[str, ...]) -> inspect.Signature:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
@@ -96,6 +99,31 @@ def test_trees():
     tree = fv.PackedLayout.from_tree([4, 2, 3], [-1, 0, 0])
     with pytest.raises(NotImplementedError, match=r"neftune_noise_alpha needs .* got trees"):
         model(torch.arange(3, 12)[None], packed_layout=tree)
+
+
+def replace_embeddings(model):
+    model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+
+
+def add_adapter(model):
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["embed_tokens"]), model)
+
+
+def break_the_graph(model):
+    model.model.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+
+
+@pytest.mark.parametrize("change", [replace_embeddings, add_adapter, break_the_graph])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_changed_after_the_patch(change, compiled):
+    """A graph breaks where the model has noise."""
+    torch._dynamo.reset()
+    model = fv.patch_model(new_model("llama"), "sdpa").train()
+    change(model)
+    activate_neftune(model, ALPHA)
+    run = torch.compile(model, backend="eager") if compiled else model
+    check(model, lambda: run(**BATCHES["packed"]), LENGTHS)
+    torch._dynamo.reset()
 
 
 def test_compiled():
