@@ -51,8 +51,9 @@ def is_unpacked(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bo
 def check_unpacked(
     layer: nn.Module, row_tokens: int, attention_mask: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Raise for several documents in a row; checked only by the first layer of a forward."""
-    if torch.compiler.is_compiling() or _is_first_unpacked(layer):
+    """Raise for several documents in a row; what only tensors tell, by a forward's first layer."""
+    described = any(kwargs.get(name) is not None for name in BOUNDARIES)
+    if described or torch.compiler.is_compiling() or _is_first_unpacked(layer):
         check_one_document(
             row_tokens,
             position_ids=kwargs.get("position_ids"),

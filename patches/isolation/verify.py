@@ -113,7 +113,7 @@ class _Search:
         self.layers = layers_of(run.inner)
         self.why_no_gradients: str | None = None
         self.before, self.before_trace = self._first_run(gradients)
-        self.repeats = self._check_first_run()
+        self.repeats = self.compares_bits = self._check_first_run()
 
     def report(self) -> IsolationReport:
         """Replace documents, or segments, by halves.
@@ -228,19 +228,24 @@ class _Search:
         for target in replaced:
             if bool(not_zero[units[target].tokens].any()):
                 return "zeros", list(watched), target
-        if not self.repeats:
+        if not self.compares_bits:
             return None
         # What lies above the replaced had their losses in the first run.
         losses = watched if units[replaced[0]].depth > 0 else None
         expected = self.before if losses is None else self.run([], losses)
         changed = _rows_changed(expected, after)
-        reached = [unit for unit in watched if bool(changed[units[unit].tokens].any())]
+        reached = self._reached(changed, watched)
         if not reached:
             return None
-        # Bits that differ between two backwards of one batch are no leak, but atomic additions.
-        again = ((expected, self.run([], losses)), (after, self.run(replaced, watched)))
-        self.repeats = not any(bool(_rows_changed(*runs).any()) for runs in again)
-        return ("bits", list(replaced), reached[0]) if self.repeats else None
+        # Bits that differ between two backwards of one batch: atomic additions, no leak.
+        noisy = _rows_changed(expected, self.run([], losses))
+        noisy |= _rows_changed(after, self.run(replaced, watched))
+        self.repeats &= not self._reached(noisy, watched)
+        reached = self._reached(changed & ~noisy, watched)
+        return ("bits", list(replaced), reached[0]) if reached else None
+
+    def _reached(self, changed: Tensor, watched: Sequence[int]) -> list[int]:
+        return [x for x in watched if bool(changed[self.run.units[x].tokens].any())]
 
     def _tokens(self, units: Sequence[int]) -> Tensor:
         """bool `[T]`: those of some units."""

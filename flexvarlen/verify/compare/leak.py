@@ -56,12 +56,14 @@ def find_leak(variant: Variant, batch: Row, seed: int) -> Leak:
     def step(row: Row, losses: Tensor) -> StepResult:
         return causal_step(variant, row, losses, counted, gradients=True)
 
-    def repeats(result: StepResult, row: Row, losses: Tensor) -> bool:
-        again = step(row, losses).embedding_gradients
-        return not _changed(units, result.embedding_gradients, again, everyone)
+    def changed(first: StepResult, second: StepResult, among: Iterable[int]) -> set[int]:
+        return _changed(units, first.embedding_gradients, second.embedding_gradients, among)
 
     before = step(batch, labels)
-    backward_repeats = repeats(before, batch, labels) if variant.train else None
+    backward_repeats = None
+    if variant.train:
+        backward_repeats = not changed(before, step(batch, labels), everyone)
+    compares_bits = backward_repeats
     outputs: set[int] = set()
     gradients: set[int] = set()
     for index, (replaced, watched) in enumerate(halves_of(everyone, units)):
@@ -76,18 +78,17 @@ def find_leak(variant: Variant, batch: Row, seed: int) -> Leak:
         if after.embedding_gradients is not None:
             zero = torch.zeros_like(after.embedding_gradients)
             gradients |= _changed(units, zero, after.embedding_gradients, replaced)
-        if backward_repeats:
+        if compares_bits:
             above = units[replaced[0]].depth > 0
             kept = losses if above else labels
             expected = step(batch, kept) if above else before
-            reached = _changed(
-                units, expected.embedding_gradients, after.embedding_gradients, watched
-            )
-            # Bits that differ between two backwards of one batch are no leak, but atomic additions.
-            if reached and repeats(expected, batch, kept) and repeats(after, other, losses):
-                gradients |= reached
-            elif reached:
-                backward_repeats = False
+            reached = changed(expected, after, watched)
+            if reached:
+                # Bits that differ between two backwards of one batch: atomic additions, no leak.
+                noisy = changed(expected, step(batch, kept), reached)
+                noisy |= changed(after, step(other, losses), reached)
+                gradients |= reached - noisy
+                backward_repeats = backward_repeats and not noisy
     found = frozenset(gradients) if variant.train else None
     return Leak(frozenset(outputs), found, backward_repeats)
 
