@@ -89,8 +89,8 @@ def test_paths_are_those_of_the_layout(case):
     positions, paths = layout.position_ids(), tree.paths()
     assert all(torch.equal(positions[path], torch.arange(case.sample_tokens)) for path in paths)
     assert len(paths) == case.samples
-    assert sum(map(len, case.rows(tree)), 0) == case.samples
-    assert all(sum(map(len, row)) <= case.max_row_tokens for row in case.rows(tree))
+    assert sum(map(len, case.rows(tree.paths())), 0) == case.samples
+    assert all(sum(map(len, row)) <= case.max_row_tokens for row in case.rows(tree.paths()))
 
 
 def test_other_trees_have_other_answers_in_as_many_tokens_and_equal_rows():
@@ -99,7 +99,7 @@ def test_other_trees_have_other_answers_in_as_many_tokens_and_equal_rows():
     assert first != other
     assert sum(first.lengths) == sum(other.lengths)
     assert torch.equal(first.counts(), other.counts())
-    sizes = {sum(map(len, row)) for tree in (first, other) for row in case.rows(tree)}
+    sizes = {sum(map(len, row)) for tree in (first, other) for row in case.rows(tree.paths())}
     assert len(sizes) == 1
 
 
@@ -142,16 +142,16 @@ def test_repeated_samples_have_the_outputs_and_gradients_of_the_tree():
 def test_a_step_that_counts_shared_tokens_once_is_wrong():
     steps = TreeSteps(CASES["eager-16-2x8-2x8"], QUICK)
     assert steps.check("auto").wrong is None
-    steps.counts = torch.ones_like(steps.counts)
+    steps.row = replace(steps.row, sample_counts=torch.ones_like(steps.row.sample_counts))
     assert steps.check("auto").wrong.startswith("the gradient of")
 
 
 def test_labels_are_of_the_answers_alone():
     steps = TreeSteps(CASES["eager-24-4x8"], QUICK)
-    labels = steps.labels(steps.trees[0])
+    labels, ids = steps.row.labels()[0], steps.row.input_ids[0]
     has_label = labels != IGNORE_INDEX
     assert has_label.nonzero()[:, 0][:8].tolist() == [*range(24, 31), 32]
-    assert torch.equal(labels[has_label], steps.ids.roll(-1)[has_label])
+    assert torch.equal(labels[has_label], ids.roll(-1)[has_label])
     assert steps.loss.counted == 8 * 7
 
 
@@ -165,7 +165,7 @@ def test_cases_of_a_gpu_are_rows_of_32768_tokens():
         if case.kind != "memory":
             assert case.tokens == 32_768
             assert case.heads == (16, 8, 128)
-        rows = case.rows(case.tree())
+        rows = case.rows(case.tree().paths())
         full = case.max_row_tokens // case.sample_tokens
         assert max(map(len, rows)) <= full
         if case.kind in STEPS:
@@ -175,7 +175,7 @@ def test_cases_of_a_gpu_are_rows_of_32768_tokens():
             assert len(rows[0]) == full
         for variant in SUITE.variants(case, ON_A_GPU):
             split_variant(variant)
-    assert {len(x.rows(x.tree())) for x in cases if x.kind == "memory"} == {1}
+    assert {len(x.rows(x.tree().paths())) for x in cases if x.kind == "memory"} == {1}
 
 
 def test_a_tree_of_three_levels_is_depth_first():

@@ -133,7 +133,7 @@ class Packings(Suite):
 
 def check(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
     """Compile a variant, and compare its first step with the reference."""
-    variant, lengths = experiment.variant(name), experiment.row.lengths
+    variant, lengths = experiment.variant(name), experiment.row.samples.lengths
     took = attends(variant, experiment.row, compiled=True)
     found = experiment.checked(variant.compiled(case.compiler))
     found.measures |= {"attends": took, **asdict(experiment.sizes)}

@@ -107,12 +107,11 @@ class TreeCase(GeometryCase):
         """The row; other indices have as many tokens in other answers."""
         return Tree.of(self.levels, self.groups, index * max(1, self.levels[-1][1] // 16))
 
-    def rows(self, tree: Tree) -> list[Sequence[Tensor]]:
+    def rows(self, paths: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """The paths of the samples, row by row: as many as fit; in steps equally many."""
         count = max(1, self.max_row_tokens // self.sample_tokens)
         if self.kind in STEPS:  # so that one compiled graph serves all rows
             count = max(n for n in range(1, count + 1) if self.samples % n == 0)
-        paths = tree.paths()
         return [paths[first : first + count] for first in range(0, len(paths), count)]
 
     def data(self) -> dict[str, Any]:

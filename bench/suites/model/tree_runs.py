@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.attention.engine import measure_attention
@@ -31,17 +29,11 @@ from flexvarlen.reference.acceptance import Error
 from flexvarlen.reference.attention import Results, Sample, spans_of
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.runner.suite import Finding, Options, choose
-from flexvarlen.verify.experiment.alone import (
-    Alone,
-    from_gradient,
-    gradients_of,
-    probed_parameters,
-)
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.experiment import run_others
-from flexvarlen.verify.experiment.inputs import ModelInputs
-from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, first_run
-from flexvarlen.verify.experiment.step import HeadLoss, base_step, next_token_loss
+from flexvarlen.verify.experiment.experiment import Experiment
+from flexvarlen.verify.experiment.inputs import ModelInputs, positions_of
+from flexvarlen.verify.experiment.measure import CheckedVariant, Measures
+from flexvarlen.verify.experiment.step import HeadLoss, next_token_loss
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
 from flexvarlen.verify.experiment.variant import (
     Sizes,
@@ -84,7 +76,7 @@ class TreeInputs(Inputs):
 
     def documents(self) -> list[Inputs]:
         """The rows without sharing, which `serial` calls one after another."""
-        return [self.repeated(paths) for paths in self.case.rows(self.case.tree())]
+        return [self.repeated(paths) for paths in self.case.rows(self.case.tree().paths())]
 
     def alone(self, dtype: torch.dtype) -> Results:
         return self.folded(self.repeated(self.case.tree().paths()).alone(dtype))
@@ -170,142 +162,94 @@ def both_passes(forward: Finding, backward: Finding, tflop: float) -> Finding:
 # --- steps ---------------------------------------------------------------------------------------
 
 
-class TreeSteps:
-    """A case's model with random weights, its trees, and the references of the first and the last.
+class TreeSteps(Experiment):
+    """A case's model with random weights, and its trees.
 
-    The references are those of the last group's samples, as all in fp64 would take a minute: in a
-    checked step only these have labels.
+    The last group's samples are checked, as all in fp64 would take a minute: in a checked step only
+    these have labels.
     """
 
     def __init__(self, case: TreeCase, options: Options) -> None:
-        self.case, self.model = case, case.new_causal_lm(options.device)
-        self.base: PreTrainedModel = self.model.base_model
-        vocabulary = self.model.config.vocab_size
-        self.ids = torch.randint(vocabulary, (case.tokens,), device=options.device)
-        self.trees = [case.tree(index) for index in range(1 + case.other_trees)]
-        self.counts = case.tree().counts().to(options.device)  # the same in all trees
-        self.loss = HeadLoss(
-            self.model.get_output_embeddings().weight,
-            int(self.counts[self.labels(case.tree()) != IGNORE_INDEX].sum()),
-            labelled_alone=True,
-            loss_of=torch.compile(next_token_loss, backend=own_backend(case.compiler))
-            if case.compiler
-            else next_token_loss,
+        self.case, model = case, case.new_causal_lm(options.device)
+        ids = torch.randint(model.config.vocab_size, (1, case.tokens), device=options.device)
+        loss_of = next_token_loss
+        if case.compiler:
+            loss_of = torch.compile(loss_of, backend=own_backend(case.compiler))
+        super().__init__(
+            model,
+            [row_of(case, case.tree(index), ids) for index in range(1 + case.other_trees)],
+            documents=range(case.samples)[-(case.samples // case.groups) :],
+            loss=partial(HeadLoss, labelled_alone=True, loss_of=loss_of),
         )
-        self.alone = self.reference(self.trees[0], gradients=True)
-        self.last = self.reference(self.trees[-1], gradients=False) if case.other_trees else None
-
-    # --- samples ---------------------------------------------------------------------------------
-
-    def labels(self, tree: Tree) -> Tensor:
-        """int64 `[T]`, the label of each token's next token."""
-        labels = PackedBatch(self.ids[None], tree.lengths).next_tokens()[0]
-        is_root = torch.tensor(tree.parents) < 0
-        labels[is_root.repeat_interleave(torch.tensor(tree.lengths))] = IGNORE_INDEX
-        return labels
-
-    def last_group(self, tree: Tree) -> list[Tensor]:
-        """The paths of its samples."""
-        return tree.paths()[-(self.case.samples // self.case.groups) :]
-
-    def repeated(self, paths: Sequence[Tensor]) -> PackedBatch:
-        """These samples, each a document."""
-        return PackedBatch(self.ids[torch.cat(list(paths))][None], tuple(map(len, paths)))
-
-    def reference(self, tree: Tree, *, gradients: bool) -> Alone:
-        """The reference of the last group's samples."""
-        paths, labels = self.last_group(tree), self.labels(tree)
-        loss = from_gradient(self.loss.alone([labels[path] for path in paths]))
-        return Alone.of(
-            self.base,
-            self.repeated(paths),
-            loss=loss if gradients else None,
-            parameters=probed_parameters(self.base),
-        )
-
-    def rows(self, tree: Tree, repeated: bool) -> list[tuple[Tensor, Row]]:
-        """The tokens of each forward, and their documents or trees."""
-        if repeated:
-            each = self.case.rows(tree)
-            return [(torch.cat(list(paths)), self.repeated(paths)) for paths in each]
-        layout = fv.PackedLayout.from_tree(
-            tree.lengths,
-            tree.parents,
-            device=self.ids.device,
-            capacity=round_up_to_power_of_two(len(tree.lengths)),
-            max_seqlen_bound=min(
-                round_up_to_power_of_two(self.case.tokens // self.case.groups), self.case.tokens
-            ),
-        )
-        row = TreeBatch(self.ids[None], layout, self.labels(tree)[None], self.counts[None])
-        return [(torch.arange(self.case.tokens), row)]
-
-    def forwards(
-        self, variant: Variant, tree: Tree, repeated: bool, labels: Tensor
-    ) -> list[ModelInputs]:
-        """The rows as a variant gets them, with these labels `[T]` of the tree's tokens."""
-        found = []
-        for at, row in self.rows(tree, repeated):
-            at = at[None].to(labels.device)
-            inputs = {"input_ids": row.input_ids, **variant.inputs(row)}
-            counts = torch.ones_like(at) if repeated else self.counts[at]
-            found.append(ModelInputs(inputs, labels=labels[at], counts=counts))
-        return found
-
-    # --- steps -----------------------------------------------------------------------------------
 
     def check(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
-        attention, repeated = split_variant(name)
-        case, tree = self.case, self.trees[0]
-        every = [[row for _, row in self.rows(each, repeated)] for each in self.trees]
-        rows, sizes = every[0], Sizes.of(*chain(*every))
-        variant = make_variant(attention, self.base, sizes)
-        took = attends(variant, rows[0], compiled=bool(case.compiler))
-        if case.compiler:
-            variant = variant.compiled(case.compiler, fullgraph=False)
-        check = partial(self.checked_step, variant, repeated)
-        outputs, compilation = first_run(partial(check, tree))
-        errors, wrong = self.alone.check(outputs, gradients_of(self.base))
-        row_tokens = rows[0].total_tokens
-        measures: Measures = {
-            "attends": took,
-            "rows": len(rows),
-            "row_tokens": row_tokens,
-            "token_ratio": case.samples * case.sample_tokens / (len(rows) * row_tokens),
-            "checked_samples": len(self.last_group(tree)),
-            **(compilation if case.compiler else {}),
-        }
-        forwards = self.forwards(variant, tree, repeated, self.labels(tree))
-        step = partial(self.step, variant, forwards)
-        checked = CheckedVariant(step, measures | errors, wrong)
-        checked.conclude = lambda ms: {"samples_per_s": case.samples / (ms / 1e3)}
-        if self.last is not None:
-            checked.afterwards = partial(run_others, check, self.trees[1:], self.last)
+        attention, batching = split_variant(name)
+        rows = [packed for row in self.rows for _, packed in self.packed_rows(row, batching)]
+        variant = make_variant(attention, self.base, Sizes.of(*rows))
+        took = attends(variant, rows[0], compiled=bool(self.case.compiler))
+        if self.case.compiler:
+            variant = variant.compiled(self.case.compiler, fullgraph=False)
+        checked = self.checked(variant, batching)
+        checked.measures["attends"] = took
+        checked.conclude = lambda ms: {"samples_per_s": self.case.samples / (ms / 1e3)}
         return checked
 
-    def checked_step(self, variant: Variant, repeated: bool, tree: Tree) -> Tensor:
-        """A step in which the last group alone has labels; the outputs of its samples."""
-        labels = self.labels(tree)
-        labels[: -(self.case.tokens // self.case.groups)] = IGNORE_INDEX
-        forwards = self.forwards(variant, tree, repeated, labels)
-        outputs = torch.cat(self.step(variant, forwards, keep=True))
-        at = torch.cat(self.last_group(tree)).to(outputs.device)
-        return outputs[-len(at) :] if repeated else outputs[at]
+    def packed_rows(self, row: Row, batching: str) -> list[tuple[Tensor, Row]]:
+        """The tokens of each forward, and their documents or trees."""
+        if batching == "packed":
+            return [(torch.arange(row.total_tokens, device=row.input_ids.device), row)]
+        found: list[tuple[Tensor, Row]] = []
+        for paths in self.case.rows(row.paths):
+            at = torch.cat(list(paths))
+            found.append((at, PackedBatch(row.input_ids[:, at], tuple(map(len, paths)))))
+        return found
 
-    def step(
-        self, variant: Variant, forwards: Sequence[ModelInputs], *, keep: bool = False
-    ) -> list[Tensor]:
-        """What is timed: forward, loss and backward."""
-        return base_step(variant, forwards, self.loss.gradient, parameters_of=self.model, keep=keep)
+    def forwards(
+        self, variant: Variant, batching: str, row: Row, documents: Sequence[int] | None = None
+    ) -> list[ModelInputs]:
+        """One row of trees, or their samples in packed rows; labels are those of the trees."""
+        assert isinstance(row, TreeBatch)
+        labels, found = row.labels(documents), []
+        for at, packed in self.packed_rows(row, batching):
+            inputs = {"input_ids": packed.input_ids, **variant.inputs(packed)}
+            counts = row.sample_counts if batching == "packed" else None
+            found.append(ModelInputs(inputs, labels=labels[:, at], counts=counts))
+        return found
+
+    def about(self, forwards: Sequence[ModelInputs], compilation: Measures) -> Measures:
+        """The rows of a step, and what was compiled where it was asked for."""
+        row_tokens = positions_of(forwards) // len(forwards)
+        return {
+            "rows": len(forwards),
+            "row_tokens": row_tokens,
+            "token_ratio": self.case.samples * self.case.sample_tokens / positions_of(forwards),
+            "checked_samples": self.case.samples // self.case.groups,
+            **(compilation if self.case.compiler else {}),
+        }
 
 
-def split_variant(name: str) -> tuple[str, bool]:
-    """The attention, and whether samples are repeated.
+def row_of(case: TreeCase, tree: Tree, ids: Tensor) -> TreeBatch:
+    """A row of trees; each token of a segment below a root is labelled with the next."""
+    layout = fv.PackedLayout.from_tree(
+        tree.lengths,
+        tree.parents,
+        device=ids.device,
+        capacity=round_up_to_power_of_two(len(tree.lengths)),
+        max_seqlen_bound=min(round_up_to_power_of_two(case.tokens // case.groups), case.tokens),
+    )
+    labels = PackedBatch(ids, tree.lengths).next_tokens()
+    is_root = torch.tensor(tree.parents) < 0
+    labels[0, is_root.repeat_interleave(torch.tensor(tree.lengths))] = IGNORE_INDEX
+    return TreeBatch(ids, layout, labels, tree.counts()[None].to(ids.device))
+
+
+def split_variant(name: str) -> tuple[str, str]:
+    """The attention, and whether trees are "packed" or their samples "repeated".
 
     Raises:
         UnknownVariant: there is no such attention.
     """
     attention = name.removeprefix(REPEATED)
     require_known(attention)
-    return attention, attention != name
+    return attention, "packed" if attention == name else "repeated"

@@ -45,7 +45,7 @@ from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Finding, Options, Suite
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.experiment import Experiment
-from flexvarlen.verify.experiment.inputs import BATCHINGS, forwards_of, shapes_of
+from flexvarlen.verify.experiment.inputs import BATCHINGS, shapes_of
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.verify.experiment.step import checkpoint_layers, free
 
@@ -106,7 +106,7 @@ class Training(Experiment):
         variant, compiled = self.variant(attention), self.case.mode == "compiled"
         took = attends(variant, self.row, packed=batching == "packed", compiled=compiled)
         if compiled:
-            forwards = forwards_of(batching, self.row, variant.inputs)
+            forwards = self.forwards(variant, batching, self.row)
             variant = variant.compiled(
                 self.options.compiler,
                 fullgraph=not variant.theirs and batching == "packed",
@@ -126,7 +126,7 @@ class Training(Experiment):
     def conclude(self, ms: float) -> Measures:
         """Throughput of the documents' own tokens, and MFU."""
         head = self.model.get_output_embeddings().weight.numel()
-        found = utilised(self.base, self.row.lengths, ms, self.case.dtype, head=head)
+        found = utilised(self.base, self.row.samples.lengths, ms, self.case.dtype, head=head)
         return {"tokens_per_s": self.case.tokens / (ms / 1e3), **found}
 
 

@@ -7,7 +7,7 @@
 | `variant.py` | a model with one attention, and how it is given the documents |
 | `alone.py` | each document alone: the reference, and the errors of the baseline |
 | `step.py` | forward, loss and backward |
-| `experiment.py` | `Experiment`: all of it, of packed rows; a variant's first step, checked |
+| `experiment.py` | `Experiment`: all of it; a variant's first step, checked |
 | `measure.py` | variants checked one by one, then timed in turns |
 | `operator.py`, `operator_cases.py` | attention alone, in several ways that should agree |
 | `seed_noise.py` | the verdict on trainings |

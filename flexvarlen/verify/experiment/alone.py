@@ -217,6 +217,10 @@ class Alone:
         measures["error_over_allowed"] = over_allowed(self.compared(errors), self.dtype)
         return measures, self.why_wrong(errors)
 
+    def of_samples(self) -> Alone:
+        """The same for outputs of the samples one after another, which share nothing."""
+        return replace(self, row=self.row.samples)
+
     def without_tensors(self) -> Alone:
         """What is needed once all variants are checked."""
         return replace(self, results=replace(self.results, hidden=(), gradients={}, head=None))

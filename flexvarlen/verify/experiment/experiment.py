@@ -18,16 +18,15 @@ from flexvarlen.verify.experiment.alone import (
     gradients_of,
     probed_parameters,
 )
-from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.inputs import (
     ModelInputs,
     forwards_of,
     in_order,
-    packed,
     positions_of,
 )
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, first_run
 from flexvarlen.verify.experiment.step import HeadLoss, base_step
+from flexvarlen.verify.experiment.tree_batch import Row
 from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant
 
 if TYPE_CHECKING:
@@ -50,30 +49,34 @@ class Experiment:
         rows: of equally many tokens. Steps are those of the first; the others follow a compiled
             step, and the last of them is checked too.
         grad_output: `[T, hidden]`, where the backward of a base model starts.
+        documents: those that are checked, of `Row.samples`; None: all.
+        loss: makes the loss of the LM head from its weight and the number of labels.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        rows: Sequence[PackedBatch],
+        rows: Sequence[Row],
         *,
         grad_output: Tensor | None = None,
+        documents: Sequence[int] | None = None,
+        loss: Callable[[Tensor, int], HeadLoss] = HeadLoss,
     ) -> None:
         self.model, self.base, self.rows = model, model.base_model, rows
-        self.row, self.grad_output = rows[0], grad_output
+        self.row, self.grad_output, self.documents = rows[0], grad_output, documents
         self.sizes = Sizes.of(*rows)
         self.loss: HeadLoss | None = None
-        lengths = list(self.row.lengths)
         if grad_output is None:
             counted = int(self.row.counted(self.row.labels()))
-            self.loss = HeadLoss(model.get_output_embeddings().weight, counted)
-            loss = from_gradient(self.loss.alone(self.row.next_tokens()[0].split(lengths)))
+            self.loss = loss(model.get_output_embeddings().weight, counted)
+            labels = self.row.next_tokens()[0]
+            alone = from_gradient(self.loss.alone([labels[path] for path in self.row.paths]))
         else:
-            starts: Sequence[Tensor] = grad_output.split(lengths)
-            loss = from_gradient(lambda document, _: starts[document])
-        probes = probed_parameters(self.base)
-        self.alone = Alone.of(self.base, self.row, loss=loss, parameters=probes)
-        self.last = Alone.of(self.base, rows[-1]) if len(rows) > 1 else None
+            starts: Sequence[Tensor] = grad_output.split(list(self.row.samples.lengths))
+            alone = from_gradient(lambda document, _: starts[document])
+        reference = partial(Alone.of, self.base, documents=documents)
+        self.alone = reference(self.row, loss=alone, parameters=probed_parameters(self.base))
+        self.last = reference(rows[-1]) if len(rows) > 1 else None
 
     def variant(self, name: str) -> Variant:
         """A variant of the base model."""
@@ -86,27 +89,44 @@ class Experiment:
 
         Args:
             variant: not called yet.
-            batching: one of `BATCHINGS`.
+            batching: as in `forwards`.
             run: what runs a step; default: `self.step`.
         """
         run = self.step if run is None else run
-        forwards = forwards_of(batching, self.row, variant.inputs, self.grad_output)
-        step = partial(run, variant, forwards)
-        outputs, compilation = first_run(lambda: torch.cat(step(keep=True)))
-        outputs = in_order(self.row, outputs, batching)
-        errors, wrong = self.alone.check(outputs, gradients_of(self.base))
-        measures: Measures = {
-            "documents": len(self.row.lengths),
-            "longest_document": max(self.row.lengths),
+        forwards = self.forwards(variant, batching, self.row)
+        step = partial(self.checked_step, variant, batching, run)
+        outputs, compilation = first_run(partial(step, self.row))
+        is_packed = batching == "packed"
+        alone = self.alone if is_packed else self.alone.of_samples()
+        errors, wrong = alone.check(outputs, gradients_of(self.base))
+        measures = self.about(forwards, compilation) | errors
+        checked = CheckedVariant(partial(run, variant, forwards), measures, wrong)
+        if self.last is not None:
+            last = self.last if is_packed else self.last.of_samples()
+            checked.afterwards = partial(run_others, step, self.rows[1:], last)
+        return checked
+
+    def forwards(
+        self, variant: Variant, batching: str, row: Row, documents: Sequence[int] | None = None
+    ) -> list[ModelInputs]:
+        """The forwards of a step.
+
+        Args:
+            batching: one of `BATCHINGS`.
+            documents: those that have labels, where a suite labels them itself; None: all.
+        """
+        return forwards_of(batching, row.samples, variant.inputs, self.grad_output)
+
+    def about(self, forwards: Sequence[ModelInputs], compilation: Measures) -> Measures:
+        """What a record says of a variant's step, and of its compilation."""
+        lengths = self.row.samples.lengths
+        return {
+            "documents": len(lengths),
+            "longest_document": max(lengths),
             "forwards": len(forwards),
             "positions": positions_of(forwards),
             **compilation,
         }
-        checked = CheckedVariant(step, measures | errors, wrong)
-        if self.last is not None:
-            other = partial(self.other, variant, run)
-            checked.afterwards = partial(run_others, other, self.rows[1:], self.last)
-        return checked
 
     def step(
         self, variant: Variant, forwards: Sequence[ModelInputs], *, keep: bool = False
@@ -115,10 +135,10 @@ class Experiment:
         gradient = None if self.loss is None else self.loss.gradient
         return base_step(variant, forwards, gradient, parameters_of=self.model, keep=keep)
 
-    def other(self, variant: Variant, run: Run, row: PackedBatch) -> Tensor:
-        """A step on another row; its outputs `[T, hidden]`."""
-        (outputs,) = run(variant, packed(row, variant.inputs(row), self.grad_output), keep=True)
-        return outputs
+    def checked_step(self, variant: Variant, batching: str, run: Run, row: Row) -> Tensor:
+        """A step on a row, of the documents that are checked; outputs `[T, hidden]` in order."""
+        forwards = self.forwards(variant, batching, row, self.documents)
+        return in_order(row.samples, torch.cat(run(variant, forwards, keep=True)), batching)
 
 
 def run_others(

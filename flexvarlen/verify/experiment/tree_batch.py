@@ -75,6 +75,10 @@ class TreeBatch:
             return self.shift_labels
         return self.shift_labels.masked_fill(self._samples_through(samples) == 0, IGNORE_INDEX)
 
+    def next_tokens(self) -> Tensor:
+        """The labels: they are of next tokens."""
+        return self.shift_labels
+
     def counted(self, labels: Tensor) -> Tensor:
         """0-d tensor: the number of labels, each times its sample_counts; at least 1."""
         return torch.where(labels == IGNORE_INDEX, 0, self.sample_counts).sum().clamp(min=1)
