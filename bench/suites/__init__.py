@@ -65,7 +65,7 @@ FLA_CONFIGS = Path(__file__).parents[1] / "fla_configs"
 """One configuration for each of fla's kernels, for Hopper GPUs."""
 
 
-def suite_of(name: str) -> Suite:
+def suite_of(name: str) -> Suite[Any]:
     """The suite of that name.
 
     Raises:
@@ -77,7 +77,7 @@ def suite_of(name: str) -> Suite:
         )
     entry = SUITES[name]
     module = importlib.import_module(f"flexvarlen.bench.suites.{entry.module}")
-    return cast("Suite", getattr(module, entry.name))
+    return cast("Suite[Any]", getattr(module, entry.name))
 
 
 def use_fla_configs() -> None:

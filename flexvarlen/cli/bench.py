@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -113,7 +113,7 @@ def _file_name(suite: str, options: Options) -> str:
     return f"{suite}-{gpu.replace(' ', '-')}{'-quick' if options.quick else ''}.jsonl"
 
 
-def _measure(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
+def _measure(suite: Suite[Any], options: Options, run: RunRequest) -> list[Record]:
     """Run a suite and print its tables, of all cases in the file; the records asked for."""
     from flexvarlen.runner.run import records_held, records_of_run, run_suite
 

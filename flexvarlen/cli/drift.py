@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -198,7 +198,7 @@ def _options(device: torch.device, variants: tuple[str, ...] | None) -> Options:
 
 
 def _run(
-    suite: Suite,
+    suite: Suite[Any],
     options: Options,
     out: Path,
     again: bool,

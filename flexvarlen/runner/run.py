@@ -58,8 +58,8 @@ class RunSummary:
 
 
 def chosen_cases(
-    suites: Sequence[Suite], options: Options, pattern: str | None
-) -> dict[Suite, list[Case]]:
+    suites: Sequence[Suite[Any]], options: Options, pattern: str | None
+) -> dict[Suite[Any], list[Case]]:
     """The suites that have cases whose names a regular expression finds, with these cases.
 
     Raises:
@@ -84,7 +84,7 @@ def chosen_cases(
 
 
 def run_suite(
-    suite: Suite,
+    suite: Suite[Any],
     options: Options,
     run: RunRequest,
     progress: Progress = lambda done, of, what: None,
@@ -147,7 +147,7 @@ def run_suite(
     return RunSummary(len(todo), len(cases) - len(todo), 0)
 
 
-def records_held(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
+def records_held(suite: Suite[Any], options: Options, run: RunRequest) -> list[Record]:
     """What the file holds of a suite on this GPU."""
     gpu = run_environment(options.device, None)["gpu"]
     return [
@@ -157,7 +157,7 @@ def records_held(suite: Suite, options: Options, run: RunRequest) -> list[Record
     ]
 
 
-def records_of_run(suite: Suite, options: Options, run: RunRequest) -> list[Record]:
+def records_of_run(suite: Suite[Any], options: Options, run: RunRequest) -> list[Record]:
     """What the file holds of a run's cases and variants on this GPU, measured now or before."""
     cases = {_key(case.data()) for case in chosen_cases([suite], options, run.cases)[suite]}
     return [
@@ -168,7 +168,7 @@ def records_of_run(suite: Suite, options: Options, run: RunRequest) -> list[Reco
     ]
 
 
-def records_of(suite: Suite, options: Options) -> list[Record]:
+def records_of(suite: Suite[Any], options: Options) -> list[Record]:
     """Measure all cases of a suite, for callers in Python: `run_suite` without a file.
 
     Raises:
@@ -182,7 +182,7 @@ def records_of(suite: Suite, options: Options) -> list[Record]:
     return records
 
 
-def _variants(suite: Suite, case: Case, options: Options) -> tuple[list[str], list[str]]:
+def _variants(suite: Suite[Any], case: Case, options: Options) -> tuple[list[str], list[str]]:
     """The variants that are wanted, and the suite's own."""
     own = list(suite.variants(case, options))
     return (own if options.variants is None else list(options.variants)), own
@@ -195,7 +195,7 @@ def record_case(case: Case, finding: Finding) -> dict[str, Any]:
 
 
 def _records(
-    suite: Suite, case: Case, findings: Sequence[Finding], environment: dict[str, Any]
+    suite: Suite[Any], case: Case, findings: Sequence[Finding], environment: dict[str, Any]
 ) -> list[Record]:
     records = []
     for finding in findings:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from flexvarlen.report.records import Record, Status
 
@@ -33,6 +33,9 @@ class Case(Protocol):
         """What JSON can hold; with the variant and the pass the case of a record."""
 
 
+C = TypeVar("C", bound=Case)
+
+
 @dataclass(frozen=True)
 class Finding:
     """What one variant gave on one pass of a case; names in `measures` carry their units.
@@ -46,6 +49,9 @@ class Finding:
     reason: str | None = None
     measures: Mapping[str, Any] = field(default_factory=dict)
     pass_: str = ""
+
+
+Findings = Sequence[Finding]
 
 
 class DeviceLost(Exception):
@@ -103,8 +109,8 @@ class Options:
         return "inductor" if self.on_gpu else "aot_eager"
 
 
-class Suite(ABC):
-    """A benchmark. Instances hold no state of a run."""
+class Suite(ABC, Generic[C]):
+    """A benchmark, of cases of one type. Instances hold no state of a run."""
 
     name: ClassVar[str]
     """Of the command and of the records' `suite`."""
@@ -114,15 +120,15 @@ class Suite(ABC):
     """Whether a CPU measures all cases too, unless asked to be quick."""
 
     @abstractmethod
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[C]:
         """All cases, in an order in which those cut off by a limit of time matter least."""
 
     @abstractmethod
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: C, options: Options) -> Sequence[str]:
         """The variants that a case is measured on, if none are named."""
 
     @abstractmethod
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+    def measure(self, case: C, variants: Sequence[str], options: Options) -> Findings:
         """Check, then time the variants; at least one finding a variant, whatever becomes of it.
 
         Raises:
@@ -138,13 +144,13 @@ class Suite(ABC):
         return ()
 
 
-class GivenCases(Suite):
+class GivenCases(Suite[C]):
     """A suite of the cases that its caller gives, which shows its records by itself."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
+    def __init__(self, cases: Sequence[C]) -> None:
         self._cases = tuple(cases)
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[C]:
         return self._cases
 
     def section(self, records: Sequence[Record]) -> str:

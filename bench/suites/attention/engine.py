@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch._dynamo.config
@@ -33,11 +33,12 @@ from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device
 from flexvarlen.reference.attention import Results
 from flexvarlen.report.records import Record, Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
-from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, choose
+from flexvarlen.runner.suite import DeviceLost, Finding, Findings, Options, Suite, choose
 
 PASSES = ("forward", "backward")
 MOST_REPEATS, FEWEST_REPEATS = 30, 5
 REFUSALS = (Unsupported, NotImplementedError, ImportError)
+A = TypeVar("A", bound=AttentionCase)
 
 
 def measure_attention(
@@ -81,7 +82,7 @@ def measure_attention(
         return [run.found[variant, pass_] for variant in calls for pass_ in PASSES]
 
 
-class AttentionSuite(Suite):
+class AttentionSuite(Suite[A]):
     """A suite of one attention, on cases that make its tensors.
 
     Attributes:
@@ -92,15 +93,14 @@ class AttentionSuite(Suite):
     repeats: ClassVar[int] = MOST_REPEATS
 
     @abstractmethod
-    def calls(self, case: Case) -> Mapping[str, Prepare]:
+    def calls(self, case: A) -> Mapping[str, Prepare]:
         """What prepares each variant that there is."""
 
     @abstractmethod
     def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         """The figures of a GPU's records."""
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, AttentionCase)
+    def measure(self, case: A, variants: Sequence[str], options: Options) -> Findings:
         calls = choose(variants, self.calls(case))
         try:
             inputs = case.inputs(options.device)

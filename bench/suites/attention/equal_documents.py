@@ -27,7 +27,7 @@ from flexvarlen.bench.suites.attention.tables import (
 from flexvarlen.report.figure import LEGEND, chart, lines, save
 from flexvarlen.report.records import Record, provenance
 from flexvarlen.report.table import Column
-from flexvarlen.runner.suite import Case, Options
+from flexvarlen.runner.suite import Options
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 
@@ -59,15 +59,15 @@ class EqualDocuments(AttentionCase):
         return Inputs.random(lengths, heads, self.head_dim, dtype, device, self.causal)
 
 
-class _EqualDocuments(AttentionSuite):
+class _EqualDocuments(AttentionSuite[EqualDocuments]):
     """Padded and packed variants of one attention."""
 
     padded: ClassVar[Mapping[str, Prepare]]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: EqualDocuments, options: Options) -> Sequence[str]:
         return [*self.padded, *packed_variants(on_gpu=options.on_gpu)]
 
-    def calls(self, case: Case) -> Mapping[str, Prepare]:
+    def calls(self, case: EqualDocuments) -> Mapping[str, Prepare]:
         return {**self.padded, **packed_calls()}
 
 
@@ -85,7 +85,7 @@ class Scaling(_EqualDocuments):
     padded = FIXED
     peak = True
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[EqualDocuments]:
         masks = (False, True)
         if options.quick or not options.on_gpu:
             return [EqualDocuments(64, causal, 2, 2, 16) for causal in masks]
@@ -182,7 +182,7 @@ class SdpaBackends(_EqualDocuments):
     name: ClassVar[str] = "sdpa-backends"
     padded: ClassVar[Mapping[str, Prepare]] = {**SDPA, "fixed:fa2": FIXED["fixed:fa2"]}
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[EqualDocuments]:
         if options.quick or not options.on_gpu:
             return [EqualDocuments(48, True, 2, 2, 16)]
         # 16,384 tokens and 2,048 channels each, but at least two documents.

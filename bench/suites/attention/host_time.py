@@ -25,7 +25,7 @@ from flexvarlen.reference.acceptance import Error
 from flexvarlen.report.records import Record, by_machine, grouped
 from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.each import measure_each
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 
 KERNELS = ("fa2", "fa3", "fa4", "varlen")
 PASSES = ("forward", "forward for a backward", "forward and backward")
@@ -48,19 +48,18 @@ class HostTimeCase(FrozenCase):
         return "documents-" + "-".join(map(str, self.documents))
 
 
-class HostTime(Suite):
+class HostTime(Suite[HostTimeCase]):
     """Each kernel's function beside the backend that wraps it."""
 
     name: ClassVar[str] = "host-time"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[HostTimeCase]:
         return [HostTimeCase()]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: HostTimeCase, options: Options) -> Sequence[str]:
         return KERNELS
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, HostTimeCase)
+    def measure(self, case: HostTimeCase, variants: Sequence[str], options: Options) -> Findings:
         inputs = Inputs.random(
             case.documents,
             case.heads,

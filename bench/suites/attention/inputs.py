@@ -155,6 +155,11 @@ class Expected:
 class AttentionCase(FrozenCase):
     """A case of one attention."""
 
+    @property
+    def name(self) -> str:
+        """Of the case."""
+        raise NotImplementedError
+
     def inputs(self, device: torch.device) -> Inputs:
         """Its tensors."""
         raise NotImplementedError

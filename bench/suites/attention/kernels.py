@@ -26,7 +26,7 @@ from flexvarlen.bench.suites.model.documents import drawn_lengths
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, by_machine, provenance
 from flexvarlen.report.table import Column, Table
-from flexvarlen.runner.suite import Case, Options
+from flexvarlen.runner.suite import Options
 
 Documents = Literal["uniform", "log-normal", "short"]
 
@@ -164,12 +164,12 @@ def quick_cells(dtype: str) -> list[Cell]:
 # --- the suite -----------------------------------------------------------------------------------
 
 
-class Kernels(AttentionSuite):
+class Kernels(AttentionSuite[Cell]):
     """Every backend, and the kernel that it wraps, on each cell."""
 
     name: ClassVar[str] = "kernels"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[Cell]:
         cells = all_cells()
         if options.quick:
             cells = quick_cells("bfloat16" if options.on_gpu else "float32")
@@ -177,13 +177,13 @@ class Kernels(AttentionSuite):
         kinds = list(dict.fromkeys(cell.kind for cell in cells))
         return sorted(cells, key=lambda cell: (kinds.index(cell.kind), cell.tokens))
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: Cell, options: Options) -> Sequence[str]:
         names = [x for x in (*BACKENDS, "auto") if options.on_gpu == (x not in ON_CPU)]
         if options.on_gpu:
             return [x for name in names for x in (name, RAW_PREFIX + name)[: 1 + (name in RAW)]]
         return [*ON_CPU, "auto"]
 
-    def calls(self, case: Case) -> Mapping[str, Prepare]:
+    def calls(self, case: Cell) -> Mapping[str, Prepare]:
         return packed_calls()
 
     def section(self, records: Sequence[Record]) -> str:

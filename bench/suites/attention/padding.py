@@ -32,7 +32,7 @@ from flexvarlen.bench.suites.attention.tables import (
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
-from flexvarlen.runner.suite import Case, Options
+from flexvarlen.runner.suite import Options
 
 Documents = Literal["multiples", "log-normal", "full-length"]
 
@@ -93,26 +93,24 @@ class PaddingCase(AttentionCase):
         return padded | packed_calls()
 
 
-class Padding(AttentionSuite):
+class Padding(AttentionSuite[PaddingCase]):
     """Packed against padded."""
 
     name: ClassVar[str] = "padding"
     repeats: ClassVar[int] = 100
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[PaddingCase]:
         if options.quick or not options.on_gpu:
             return [PaddingCase("multiples", True, 3, 128, 32, 2)]
         documents: tuple[Documents, ...] = ("multiples", "log-normal", "full-length")
         return [PaddingCase(x, causal) for x in documents for causal in (False, True)]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, PaddingCase)
+    def variants(self, case: PaddingCase, options: Options) -> Sequence[str]:
         padded = [x for x in (MASKED, UNMASKED) if x in case.calls()]
         raw = ["raw:varlen", "raw:nested"] if options.on_gpu else []
         return [*padded, *raw, *packed_variants(on_gpu=options.on_gpu)]
 
-    def calls(self, case: Case) -> Mapping[str, Prepare]:
-        assert isinstance(case, PaddingCase)
+    def calls(self, case: PaddingCase) -> Mapping[str, Prepare]:
         return case.calls()
 
     def section(self, records: Sequence[Record]) -> str:

@@ -33,7 +33,7 @@ from flexvarlen.bench.suites.attention.tables import (
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
-from flexvarlen.runner.suite import Case, Options
+from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment.operator_cases import PACKINGS, packing_name
 
 SERIAL = "@serial"
@@ -68,25 +68,24 @@ class StudyCase(AttentionCase):
         return Inputs.random(self.lengths, heads, self.head_dim, dtype, device, self.causal)
 
 
-class VarlenStudy(AttentionSuite):
+class VarlenStudy(AttentionSuite[StudyCase]):
     """The 13 packings."""
 
     name: ClassVar[str] = "varlen-study"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[StudyCase]:
         if options.quick or not options.on_gpu:
             dtype = "bfloat16" if options.on_gpu else "float32"  # raw kernels know no other
             return [StudyCase((40, 24), 2, 2, 64, dtype=dtype)]
         return [StudyCase(lengths) for lengths in PACKINGS]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, StudyCase)
+    def variants(self, case: StudyCase, options: Options) -> Sequence[str]:
         names = packed_variants(on_gpu=options.on_gpu)
         names = [*(RAW_PREFIX + x for x in RAW if options.on_gpu), *names]
         several = [x + SERIAL for x in names] if len(case.lengths) > 1 else []
         return [*names, *several, SDPA_SERIAL]
 
-    def calls(self, case: Case) -> Mapping[str, Prepare]:
+    def calls(self, case: StudyCase) -> Mapping[str, Prepare]:
         """Kernels and backends in one call, and in one call for each document."""
         together = packed_calls()
         alone = {name + SERIAL: serial(call) for name, call in together.items() if name != "auto"}

@@ -12,7 +12,7 @@ import torch
 from flexvarlen import BACKENDS, why_not
 from flexvarlen.report.records import Record, by_machine, commits_of, latest_run, ran_on
 from flexvarlen.report.table import Column, Table
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -44,18 +44,18 @@ class HeadsCase:
         return dict(HEADS)
 
 
-class Capabilities(Suite):
+class Capabilities(Suite[HeadsCase]):
     """Nothing runs but the backends' own checks."""
 
     name: ClassVar[str] = "capabilities"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[HeadsCase]:
         return [HeadsCase()]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: HeadsCase, options: Options) -> Sequence[str]:
         return BACKENDS
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+    def measure(self, case: HeadsCase, variants: Sequence[str], options: Options) -> Findings:
         return [_finding(name, options.device) for name in variants]
 
     def section(self, records: Sequence[Record]) -> str:

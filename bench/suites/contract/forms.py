@@ -43,7 +43,7 @@ from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite
 
 QUICK_FORMS = (
     "position_ids, use_cache=False",
@@ -69,7 +69,7 @@ class FormsCase(FrozenCase):
         return self.model
 
 
-class Forms(Suite):
+class Forms(Suite[FormsCase]):
     """What both suites do: they differ in models, variants and tables."""
 
     name: ClassVar[str]
@@ -78,13 +78,12 @@ class Forms(Suite):
     gradients: ClassVar[bool]
     whole_on_cpu: ClassVar[bool] = True
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[FormsCase]:
         shape = ("bfloat16", 64) if options.on_gpu else ("float32", 16)
         models = self.models[:2] if options.quick else self.models
         return [FormsCase(model, *shape) for model in models]
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, FormsCase)
+    def measure(self, case: FormsCase, variants: Sequence[str], options: Options) -> Findings:
         forms = [f for f in FORMS if f.name in QUICK_FORMS] if options.quick else self.forms
         models = TinyModels(case, options.device)
         findings: list[Finding] = []

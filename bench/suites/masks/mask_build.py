@@ -40,7 +40,7 @@ from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, commits_of, in_short, provenance, ran_on
 from flexvarlen.report.table import NOTHING, Column, Table, best, three_digits
 from flexvarlen.runner.each import measure_each
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 
 UNTIMED_BUILDS = 5
 HEADLINE_TOKENS = 131_072  # the longest row that people pack today; longer ones flatter us
@@ -53,12 +53,12 @@ PARTS: Mapping[str, Collection[str]] = {"build": BUILDERS, "kinds": KINDS, "tree
 # --- the suite -----------------------------------------------------------------------------------
 
 
-class MaskBuild(Suite):
+class MaskBuild(Suite[MaskCase]):
     """Builders of one mask, checked, then timed in turns."""
 
     name: ClassVar[str] = "mask-build"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[MaskCase]:
         sizes = [(8192, 512), (32_768, 2048), (131_072, 4096), (1_048_576, 8192)]
         trees = [(32_768, 512), (1_048_576, 256)]  # 64 and 4,096 segments
         if options.quick:
@@ -66,12 +66,10 @@ class MaskBuild(Suite):
         documents = [MaskCase(part, *size) for size in sizes for part in ("build", "kinds")]
         return [*documents, *(MaskCase("trees", *size) for size in trees)]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, MaskCase)
+    def variants(self, case: MaskCase, options: Options) -> Sequence[str]:
         return tuple(PARTS[case.part])
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, MaskCase)
+    def measure(self, case: MaskCase, variants: Sequence[str], options: Options) -> Findings:
         require_known(variants, self.variants(case, options))
         right: dict[str, Build] = {}
 

@@ -45,7 +45,7 @@ from flexvarlen.measure.timing import wall_seconds
 from flexvarlen.report.records import Record, by_machine, grouped
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.failures import status_of
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite
 from flexvarlen.verify.experiment.alone import Alone, gradients_of
 from flexvarlen.verify.experiment.experiment import Experiment
 from flexvarlen.verify.experiment.inputs import packed
@@ -74,7 +74,7 @@ class CompileCase(RowCase):
         return f"{self.geometry}-{self.scope}"
 
 
-class CompileTime(Suite):
+class CompileTime(Suite[CompileCase]):
     """Processes, one after another; of "auto", name the backend that it takes."""
 
     name: ClassVar[str] = "compile"
@@ -87,13 +87,12 @@ class CompileTime(Suite):
             case = CompileCase("qwen3-1.7b", layers, 32_768, 2048)
         return [replace(case, scope=scope) for scope in SCOPES]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: CompileCase, options: Options) -> Sequence[str]:
         if not options.on_gpu:
             return ("sdpa",)
         return ("fa3", "fa4", "transformers:flash_attention_2@cu_seq_lens")
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, CompileCase)
+    def measure(self, case: CompileCase, variants: Sequence[str], options: Options) -> Findings:
         found: list[Finding] = []
         for variant in variants:
             require_known(variant)

@@ -43,7 +43,7 @@ from flexvarlen.report.records import Record, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 
 OURS, UNPAD, THEIRS = "embed", "unpad", "sentence-transformers"
 BATCH_SIZES = (32, 64, 128, 256, 512, 1024, 2048)
@@ -96,7 +96,7 @@ class TextsCase(GeometryCase):
         return f"{self.geometry}-{self.texts}"
 
 
-class Embeddings(Suite):
+class Embeddings(Suite[TextsCase]):
     """The first texts at every batch size, then all of them with some variants."""
 
     name: ClassVar[str] = "embeddings"
@@ -107,14 +107,12 @@ class Embeddings(Suite):
             return [replace(tiny, dtype=options.dtype)]
         return [TextsCase(texts=100_000, at_most_s=12.0), TextsCase(texts=20_000)]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, TextsCase)
+    def variants(self, case: TextsCase, options: Options) -> Sequence[str]:
         if not options.on_gpu:
             return ON_CPU
         return FEW if case.texts <= 20_000 else ON_ALL_TEXTS
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, TextsCase)
+    def measure(self, case: TextsCase, variants: Sequence[str], options: Options) -> Findings:
         require_known(variants, ALL)
         with model_folder(case, options.device) as folder:
             run = _Run(case, folder, options)

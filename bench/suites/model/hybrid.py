@@ -57,7 +57,7 @@ from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.recurrences import CONVOLUTION, DELTA_RULE, Replacements, replaced
 from flexvarlen.report.records import Record, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, UnknownVariant
+from flexvarlen.runner.suite import Findings, Options, Suite, UnknownVariant
 from flexvarlen.verify.experiment.experiment import Experiment
 from flexvarlen.verify.experiment.inputs import SORTED, ModelInputs
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
@@ -158,7 +158,7 @@ def split_variant(variant: str) -> tuple[str, str, bool]:
     return batching, attention, attention != rest
 
 
-class Hybrid(Suite):
+class Hybrid(Suite[HybridCase]):
     """Training steps of a model with recurrent layers."""
 
     name: ClassVar[str] = "hybrid"
@@ -167,12 +167,10 @@ class Hybrid(Suite):
     def cases(self, options: Options) -> Sequence[HybridCase]:
         return [_case(kind, options) for kind in VARIANTS]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, HybridCase)
+    def variants(self, case: HybridCase, options: Options) -> Sequence[str]:
         return (VARIANTS if options.on_gpu else ON_A_CPU)[case.kind]
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, HybridCase)
+    def measure(self, case: HybridCase, variants: Sequence[str], options: Options) -> Findings:
         for variant in variants:
             split_variant(variant)
         check = HybridSteps(case, options).check

@@ -39,7 +39,7 @@ from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.experiment import Experiment
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
@@ -95,7 +95,7 @@ def rows_of(
     return base, [PackedBatch(ids, tuple(lengths)) for lengths in packings], grad_output
 
 
-class Packings(Suite):
+class Packings(Suite[RowCase]):
     """What a change of documents costs a compiled step."""
 
     name: ClassVar[str] = "packings"
@@ -110,11 +110,10 @@ class Packings(Suite):
             RowCase("llama-3.2-1b", llama, 32_768, 2048),
         ]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: RowCase, options: Options) -> Sequence[str]:
         return VARIANTS if options.on_gpu else ("transformers:sdpa", "auto", "sdpa@position_ids")
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, RowCase)
+    def measure(self, case: RowCase, variants: Sequence[str], options: Options) -> Findings:
         require_known(*variants)
         others = 2 if options.quick else OTHER_PACKINGS
         base, rows, grad_output = rows_of(case, case.packings(1 + others), options.device)

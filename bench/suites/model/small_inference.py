@@ -31,7 +31,7 @@ from flexvarlen.measure import watch_compilation
 from flexvarlen.report.records import Record, grouped, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
@@ -70,7 +70,7 @@ class SmallCase(GeometryCase):
         return f"{self.geometry}-{self.mode.replace(' ', '-')}"
 
 
-class SmallInference(Suite):
+class SmallInference(Suite[SmallCase]):
     """A case a mode."""
 
     name: ClassVar[str] = "small-inference"
@@ -83,11 +83,10 @@ class SmallInference(Suite):
             case = SmallCase("qwen3-1.7b", 14, "")
         return [replace(case, mode=mode) for mode in MODES]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: SmallCase, options: Options) -> Sequence[str]:
         return VARIANTS if options.on_gpu else ("auto", "auto@position_ids", "transformers:sdpa")
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, SmallCase)
+    def measure(self, case: SmallCase, variants: Sequence[str], options: Options) -> Findings:
         require_known(*variants)
         repeats = 3 if options.quick else REPEATS
         check = OneMode(case, options).check

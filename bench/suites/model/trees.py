@@ -25,7 +25,7 @@ from flexvarlen.bench.suites.model.tree_cases import REPEATED, STEPS, Kind, Shap
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.measure import measure_variants
 
 ROW_TOKENS, QUICK_TOKENS = 32_768, 128
@@ -41,7 +41,7 @@ SLOW_S = 6.0
 """A step that takes longer is timed once; of repeated samples one takes about two seconds."""
 
 
-class Trees(Suite):
+class Trees(Suite[TreeCase]):
     """Shared prefixes, in attention and in training steps."""
 
     name: ClassVar[str] = "trees"
@@ -55,8 +55,7 @@ class Trees(Suite):
             *(_case(kind, levels, options) for kind in STEPS for levels in shapes),
         ]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, TreeCase)
+    def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
         if case.kind in STEPS:
             return ("auto", f"{REPEATED}auto")
         kernel = _kernel(options)
@@ -65,8 +64,7 @@ class Trees(Suite):
         others = ("fa2", "varlen", "fa4", "flex", "flex_fa4") if options.on_gpu else ("reference",)
         return (f"{REPEATED}{kernel}", kernel, *others, "auto")
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, TreeCase)
+    def measure(self, case: TreeCase, variants: Sequence[str], options: Options) -> Findings:
         if case.kind not in STEPS:
             return measure_trees(case, variants, REPEATED + _kernel(options), options)
         for variant in variants:

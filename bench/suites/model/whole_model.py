@@ -42,7 +42,7 @@ from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, by_machine, grouped, provenance
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
-from flexvarlen.runner.suite import Case, Finding, Options, Suite
+from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.experiment import Experiment
 from flexvarlen.verify.experiment.inputs import BATCHINGS, shapes_of
@@ -50,7 +50,7 @@ from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measu
 from flexvarlen.verify.experiment.step import checkpoint_layers, free
 
 
-class Model(Suite):
+class Model(Suite[ModelCase]):
     """Training steps on packed rows and on other batches."""
 
     name: ClassVar[str] = "model"
@@ -59,12 +59,10 @@ class Model(Suite):
     def cases(self, options: Options) -> Sequence[ModelCase]:
         return cases_of(options)
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, ModelCase)
+    def variants(self, case: ModelCase, options: Options) -> Sequence[str]:
         return variants_of(case, options)
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, ModelCase)
+    def measure(self, case: ModelCase, variants: Sequence[str], options: Options) -> Findings:
         for variant in variants:
             split_variant(variant)
         return measure_variants(variants, Training(case, options).check, options)

@@ -41,7 +41,7 @@ from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.seed_noise import final_loss
 
@@ -118,23 +118,22 @@ def _rows(vocabulary: int, longest: int, tokens: int) -> list[list[Document]]:
     return texts.packed_rows(found, tokens)
 
 
-class Convergence(Suite):
+class Convergence(Suite[ConvergenceCase]):
     """Each variant trained on several seeds; the verdict is taken over all of them."""
 
     name: ClassVar[str] = "convergence"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[ConvergenceCase]:
         case = ConvergenceCase(0)
         if options.quick:
             small: dict[str, Any] = {"steps": 4, "tokens": 96, "longest": 48, "vocabulary": 300}
             case = replace(case, **small, hidden=32, layers=1, dtype=options.dtype)
         return [replace(case, seed=seed) for seed in range(3 if options.quick else SEEDS)]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: ConvergenceCase, options: Options) -> Sequence[str]:
         return ON_GPU if options.on_gpu else ON_CPU
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, ConvergenceCase)
+    def measure(self, case: ConvergenceCase, variants: Sequence[str], options: Options) -> Findings:
         rows, device = case.rows(), options.device
         first = first_step_alone(
             partial(case.new_model, device),

@@ -53,7 +53,7 @@ from flexvarlen.bench.suites.training.trainer import Clock, OrderedTrainer, fres
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.step import checkpoint_layers
 from flexvarlen.verify.experiment.variant import THEIRS, set_transformers
 
@@ -118,12 +118,12 @@ class TrainerCase(GeometryCase):
         return self.new_model(AutoModelForCausalLM, device, use_cache=False)
 
 
-class EndToEnd(Suite):
+class EndToEnd(Suite[TrainerCase]):
     """Each variant is one run of Trainer on a fresh model."""
 
     name: ClassVar[str] = "end-to-end"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[TrainerCase]:
         case = TrainerCase()
         if options.quick:
             small: dict[str, Any] = {
@@ -135,14 +135,12 @@ class EndToEnd(Suite):
             case = replace(case, **small, warmup=1, steps=2, dtype=options.dtype)
         return [case, replace(case, mode="compiled")]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, TrainerCase)
+    def variants(self, case: TrainerCase, options: Options) -> Sequence[str]:
         if not options.on_gpu:
             return ON_CPU if case.mode == "eager" else ON_CPU[:1]
         return PACKED if case.mode == "compiled" else PACKED + PADDED
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, TrainerCase)
+    def measure(self, case: TrainerCase, variants: Sequence[str], options: Options) -> Findings:
         if options.on_gpu and torch.cuda.device_count() > 1:
             raise ValueError(
                 "one GPU must be visible, Trainer takes all; set CUDA_VISIBLE_DEVICES."

@@ -53,7 +53,7 @@ from flexvarlen.patches.state import CONTEXT
 from flexvarlen.reference.acceptance import Error, largest
 from flexvarlen.reference.model import own_parameters, share
 from flexvarlen.report.records import Record
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.runner.suite import Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.alone import (
     Compared,
     over_allowed,
@@ -92,26 +92,24 @@ CASES = (
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
 
 
-class Preference(Suite):
+class Preference(Suite[PreferenceCase]):
     """The variants of a case share their parameters."""
 
     name: ClassVar[str] = "preference"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[PreferenceCase]:
         if not options.quick:
             return CASES
         pairs: dict[str, Any] = {"prompt": 40, "longest": 20}
         topics: dict[str, Any] = {"longest": 400}
         return [replace(case, **QUICK, **(pairs if case.prompt else topics)) for case in CASES]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, PreferenceCase)
+    def variants(self, case: PreferenceCase, options: Options) -> Sequence[str]:
         if case.mode == "compiled":
             return COMPILED if options.on_gpu else COMPILED[-1:]
         return SHARED if case.task in ("dpo", "grpo") else EAGER
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, PreferenceCase)
+    def measure(self, case: PreferenceCase, variants: Sequence[str], options: Options) -> Findings:
         require_known([_split(variant)[0] for variant in variants], KNOWN)
         with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
             run = _Run(case, options, folder)

@@ -30,7 +30,7 @@ from flexvarlen.bench.suites.training import scaling_ranks_tables as tables
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
-from flexvarlen.runner.suite import Case, Finding, Options, Suite, require_known
+from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 
 CHILD = "flexvarlen.bench.suites.training.ranks_child"
 RANKS = (1, 2, 4)
@@ -113,18 +113,19 @@ class SequenceCase(RanksCase, GeometryCase):
         return f"sequence-{self.ranks}"
 
 
-CASES: dict[str, type[TrainingCase | UlyssesCase | SequenceCase]] = {
+LaunchedCase = TrainingCase | UlyssesCase | SequenceCase
+CASES: dict[str, type[LaunchedCase]] = {
     kind: each for each in (TrainingCase, UlyssesCase, SequenceCase) for kind in each.kinds
 }
 """The kind of case by variant."""
 
 
-class ScalingRanks(Suite):
+class ScalingRanks(Suite[LaunchedCase]):
     """Each variant of a case is a launch of its own."""
 
     name: ClassVar[str] = "scaling-ranks"
 
-    def cases(self, options: Options) -> Sequence[Case]:
+    def cases(self, options: Options) -> Sequence[LaunchedCase]:
         training, ulysses, sequence = TrainingCase(), UlyssesCase(ranks=2), SequenceCase()
         if options.quick:
             tiny: dict[str, Any] = {"dtype": "float32", "backend": "sdpa"}
@@ -150,12 +151,10 @@ class ScalingRanks(Suite):
             *(replace(sequence, ranks=ranks) for ranks in (1, *several)),
         ]
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
-        assert isinstance(case, TrainingCase | UlyssesCase | SequenceCase)
+    def variants(self, case: LaunchedCase, options: Options) -> Sequence[str]:
         return case.kinds
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
-        assert isinstance(case, TrainingCase | UlyssesCase | SequenceCase)
+    def measure(self, case: LaunchedCase, variants: Sequence[str], options: Options) -> Findings:
         known = case.kinds
 
         def launched(variant: str) -> Finding:

@@ -24,7 +24,7 @@ from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import records_of
-from flexvarlen.runner.suite import Case, Finding, GivenCases, Options, checked_names
+from flexvarlen.runner.suite import Finding, Findings, GivenCases, Options, checked_names
 from flexvarlen.verify.compare.differences import run_measures, why_not_finite
 from flexvarlen.verify.compare.model_run import ModelRun, run_model
 from flexvarlen.verify.corpus import row_of
@@ -86,25 +86,23 @@ class ModelCase:
         return data | ({"text_crc32": self.text} if self.text else {})
 
 
-class ModelDrift(GivenCases):
+class ModelDrift(GivenCases[ModelCase]):
     """Models, each in each comparison."""
 
     name: ClassVar[str] = "drift-model"
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: ModelCase, options: Options) -> Sequence[str]:
         """All backends, and transformers' own; on the CPU few of those that compile."""
-        assert isinstance(case, ModelCase)
         if options.on_gpu:
             return variant_names("all", options.device)
         if case.comparison == "eager-compiled":
             return [BASELINE]
         return [name for name in variant_names("all", options.device) if name != "flex"]
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+    def measure(self, case: ModelCase, variants: Sequence[str], options: Options) -> Findings:
         """The comparison on each backend. At most two runs' logits are held at once."""
         from flexvarlen.patches import unpatch_model
 
-        assert isinstance(case, ModelCase)
         model, row = case.load()
         base = unpatch_model(own_parameters(model, model.dtype))
 

@@ -29,14 +29,14 @@ from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import records_of
-from flexvarlen.runner.suite import Case, Finding, GivenCases, Options, checked_names
+from flexvarlen.runner.suite import Finding, Findings, GivenCases, Options, checked_names
 from flexvarlen.verify.experiment.difference import Difference
 from flexvarlen.verify.experiment.operator_cases import BASELINE, Inputs, OpCase
 
 COMPARISONS = ("exact", "batch-serial", "run-run", "backend-backend")
 
 
-class OperatorDrift(GivenCases):
+class OperatorDrift(GivenCases[OpCase]):
     """Cases of attention, each in each comparison."""
 
     name: ClassVar[str] = "drift-op"
@@ -60,13 +60,12 @@ class OperatorDrift(GivenCases):
             ]
         )
 
-    def variants(self, case: Case, options: Options) -> Sequence[str]:
+    def variants(self, case: OpCase, options: Options) -> Sequence[str]:
         """All backends."""
         return BACKENDS
 
-    def measure(self, case: Case, variants: Sequence[str], options: Options) -> Sequence[Finding]:
+    def measure(self, case: OpCase, variants: Sequence[str], options: Options) -> Findings:
         """The comparison of each backend."""
-        assert isinstance(case, OpCase)
         inputs = Inputs.random(case, options.device)
         reference = _Reference.of(case, inputs) if case.comparison == "exact" else None
 
