@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +52,13 @@ class Table:
         columns: Sequence[Column],
         title: str = "",
         is_bad: Callable[[Any], bool] = lambda record: False,
-        notes: Sequence[str] = (),
+        notes: Iterable[str] = (),
     ) -> Table:
-        """A line for each record, without the columns that are empty in all of them."""
+        """A line for each record, without the columns that are empty in all of them.
+
+        Args:
+            notes: read when all cells are made, which may have marked `Notes`.
+        """
         found = list(records)
         cells = [[column.cell(record) for record in found] for column in columns]
         kept = [i for i, column in enumerate(cells) if set(column) - {NOTHING, ""}]
@@ -120,7 +124,7 @@ class Notes:
     >>> notes = Notes()
     >>> notes.mark("no GPU"), notes.mark("too long"), notes.mark("no GPU")
     ('(1)', '(2)', '(1)')
-    >>> notes.lines()
+    >>> tuple(notes)
     ('(1) no GPU', '(2) too long')
     """
 
@@ -131,9 +135,8 @@ class Notes:
         """What stands in the cell."""
         return f"({self._numbers.setdefault(reason, len(self._numbers) + 1)})"
 
-    def lines(self) -> tuple[str, ...]:
-        """The notes, for `Table.notes`."""
-        return tuple(f"({number}) {reason}" for reason, number in self._numbers.items())
+    def __iter__(self) -> Iterator[str]:
+        return (f"({number}) {reason}" for reason, number in self._numbers.items())
 
 
 def number(value: float | None, digits: int = 2) -> str:

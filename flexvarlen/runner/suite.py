@@ -8,12 +8,13 @@ adds where it ran, and appends all of a case at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from flexvarlen.report.records import Record, Status
+from flexvarlen.report.table import Table
 
 if TYPE_CHECKING:
     import torch
@@ -135,9 +136,13 @@ class Suite(ABC, Generic[C]):
             DeviceLost: nothing can be measured any more in this process.
         """
 
-    @abstractmethod
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        """The suite's tables, from its records alone."""
+        return ()
+
     def section(self, records: Sequence[Record]) -> str:
-        """The suite's tables as Markdown, from its records alone."""
+        """What a page shows of the records: the tables as Markdown."""
+        return "\n\n".join(table.markdown() for table in self.tables(records))
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         """Draw the suite's figures into a folder, from its records alone; returns their files."""
@@ -152,9 +157,6 @@ class GivenCases(Suite[C]):
 
     def cases(self, options: Options) -> Sequence[C]:
         return self._cases
-
-    def section(self, records: Sequence[Record]) -> str:
-        return ""
 
 
 class UnknownVariant(ValueError):

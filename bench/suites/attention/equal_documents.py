@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -22,11 +22,11 @@ from flexvarlen.bench.suites.attention.tables import (
     field,
     heads,
     measured,
-    times_section,
+    times_tables,
 )
 from flexvarlen.report.figure import LEGEND, chart, lines, save
 from flexvarlen.report.records import Record, provenance
-from flexvarlen.report.table import Column
+from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.suite import Options
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -94,9 +94,9 @@ class Scaling(_EqualDocuments):
             *(EqualDocuments(8192, causal, 8, 32, 64, "float16") for causal in masks),
         ]
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         columns = [PASS, field("dtype", "dtype"), MASK, TOKENS]
-        return times_section(
+        return times_tables(
             records,
             columns,
             title=lambda case: (
@@ -194,7 +194,7 @@ class SdpaBackends(_EqualDocuments):
             for causal in (False, True)
         ]
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         columns = [
             PASS,
             field("head_dim", "head_dim"),
@@ -203,7 +203,7 @@ class SdpaBackends(_EqualDocuments):
             TOKENS,
             Column("default took", _took),
         ]
-        return times_section(
+        return times_tables(
             records,
             columns,
             title=lambda case: (

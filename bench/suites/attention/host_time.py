@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -77,8 +77,8 @@ class HostTime(Suite[HostTimeCase]):
             )
         return found
 
-    def section(self, records: Sequence[Record]) -> str:
-        return "\n\n".join(_table(own).markdown() for own in by_machine(records))
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(_table, by_machine(records))
 
 
 SUITE = HostTime()

@@ -9,7 +9,7 @@ results are right, and timed, on documents of full length or under a causal mask
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,11 @@ from flexvarlen.bench.suites.attention.tables import (
     Measured,
     field,
     measured,
-    times_section,
+    times_tables,
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
+from flexvarlen.report.table import Table
 from flexvarlen.runner.suite import Options
 
 Documents = Literal["multiples", "log-normal", "full-length"]
@@ -113,7 +114,7 @@ class Padding(AttentionSuite[PaddingCase]):
     def calls(self, case: PaddingCase) -> Mapping[str, Prepare]:
         return case.calls()
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         columns = [
             PASS,
             field("of", "part"),
@@ -121,7 +122,7 @@ class Padding(AttentionSuite[PaddingCase]):
             field("documents", "documents"),
             field("padding", "sparsity", "{:.0%}".format),
         ]
-        return times_section(
+        return times_tables(
             records,
             columns,
             title=lambda case: (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +60,14 @@ def measured(records: Sequence[Record]) -> list[Measured]:
     return found
 
 
-def times_section(
+def times_tables(
     records: Sequence[Record],
     columns: Sequence[Column],
     *,
     title: Callable[[Mapping[str, Any]], str],
     sort: Callable[[Measured], Any],
     kept: Callable[[str], bool] = lambda variant: True,
-) -> str:
+) -> Iterator[Table]:
     """Each machine's table of device times; forwards first.
 
     Args:
@@ -76,12 +76,10 @@ def times_section(
         sort: a key that orders the lines of a pass.
         kept: which variants have a column.
     """
-    tables = []
     for own in by_machine(records):
         lines = sorted(measured(own), key=lambda x: (x.pass_ != "forward", sort(x)))
         heading = f"{title(lines[0].case)}; {where(own)}"
-        tables.append(times_table(lines, columns, heading, kept=kept))
-    return "\n\n".join(table.markdown() for table in tables)
+        yield times_table(lines, columns, heading, kept=kept)
 
 
 def times_table(
@@ -98,7 +96,7 @@ def times_table(
     shown = [Column(f"`{name}`", _cell(name, tuple(variants), value, notes)) for name in variants]
     table = Table.of(lines, [*columns, *shown], title)
     marked = any(HOST_BOUND in cell for line in table.lines for cell in line)
-    below = (*([HOST_BOUND_NOTE] if marked else []), *notes.lines())
+    below = (*([HOST_BOUND_NOTE] if marked else []), *notes)
     return Table(table.title, table.header, table.lines, notes=below)
 
 

@@ -5,8 +5,9 @@ Each packing in one call of all documents, and in one call for each document ("@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,10 +30,11 @@ from flexvarlen.bench.suites.attention.tables import (
     field,
     heads,
     measured,
-    times_section,
+    times_tables,
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
+from flexvarlen.report.table import Table
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment.operator_cases import PACKINGS, packing_name
 
@@ -91,13 +93,15 @@ class VarlenStudy(AttentionSuite[StudyCase]):
         alone = {name + SERIAL: serial(call) for name, call in together.items() if name != "auto"}
         return together | alone | {SDPA_SERIAL: serial(sdpa_of_one)}
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         def title_of(case: Mapping[str, Any]) -> str:
             mask = "causal" if case["causal"] else "not causal"
             return f"{heads(case)}, {case['dtype']}, {mask}: ms on the device, median"
 
-        return "\n\n".join(
-            times_section(
+        several = [r for r in records if len(r.case["lengths"]) > 1]
+        serial = [*(name + SERIAL for name in SHOWN), SDPA_SERIAL]
+        return chain.from_iterable(
+            times_tables(
                 own,
                 [PASS, field("documents", "name")],
                 title=lambda case, form=form: f"{title_of(case)}; {form}",  # type: ignore[misc]
@@ -106,11 +110,7 @@ class VarlenStudy(AttentionSuite[StudyCase]):
             )
             for form, own, shown in (
                 ("one call", records, SHOWN),
-                (
-                    "one call for each document",
-                    [r for r in records if len(r.case["lengths"]) > 1],
-                    [*(name + SERIAL for name in SHOWN), SDPA_SERIAL],
-                ),
+                ("one call for each document", several, serial),
             )
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -58,8 +58,8 @@ class Capabilities(Suite[HeadsCase]):
     def measure(self, case: HeadsCase, variants: Sequence[str], options: Options) -> Findings:
         return [_finding(name, options.device) for name in variants]
 
-    def section(self, records: Sequence[Record]) -> str:
-        return "\n\n".join(_table(latest_run(own)).markdown() for own in by_machine(records))
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(_table, map(latest_run, by_machine(records)))
 
 
 def _finding(name: str, device: torch.device) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flexvarlen.bench.suites.contract.forms import Forms
 from flexvarlen.reference.acceptance import largest
@@ -26,14 +26,14 @@ class Leaks(Forms):
         ours = ("sdpa", "flex", "varlen", "fa2") if options.on_gpu else ("sdpa",)
         return (*(f"transformers:{x}" for x in theirs), *(f"flexvarlen:{x}" for x in ours))
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """For each machine a table of attention alone and one of hybrid models."""
         groups = [
             [r for r in own if (r.case["model"] in HYBRID) == hybrid]
             for own in by_machine(records)
             for hybrid in (False, True)
         ]
-        return "\n\n".join(_table(own).markdown() for own in groups if own)
+        return map(_table, filter(None, groups))
 
 
 def _table(records: Sequence[Record]) -> Table:
@@ -52,8 +52,7 @@ def _table(records: Sequence[Record]) -> Table:
         f"{models} models; {records[0].case['dtype']}, {ran_on(records[0].environment)}"
         f"{commits_of(records)}. Bold: documents leak, or the results are wrong"
     )
-    table = Table.of(by_form, columns, title=title)
-    return Table(table.title, table.header, table.lines, notes=notes.lines())
+    return Table.of(by_form, columns, title, notes=notes)
 
 
 def _leak_of(

@@ -8,7 +8,7 @@ not timed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,9 +89,9 @@ class MaskBuild(Suite[MaskCase]):
             for found in findings
         ]
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         parts = {part: _of(records, part) for part in PARTS}
-        return "\n\n".join(_table(part, own).markdown() for part, own in parts.items() if own)
+        return (_table(part, own) for part, own in parts.items() if own)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         own = [r for r in _of(records, "build") if r.status == "ok"]

@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +34,6 @@ from flexvarlen.bench.suites.model.tables import (
     cell,
     model_title,
     spread,
-    table_of,
     took,
     value,
     where,
@@ -103,8 +102,8 @@ class CompileTime(Suite[CompileCase]):
                     found.append(Finding(variant, status, reason, answer, part))
         return found
 
-    def section(self, records: Sequence[Record]) -> str:
-        return "\n\n".join(_table(own).markdown() for own in by_machine(records))
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(_table, by_machine(records))
 
 
 def in_process(
@@ -273,7 +272,7 @@ def _table(records: Sequence[Record]) -> Table:
         f"{model_title(records[0])}, one row of {case['tokens']:,} tokens, documents of mean "
         f"{case['mean_doc']:,}; {case['passes']}; {where(records)}"
     )
-    return table_of([line for line in lines if line], columns, title, notes)
+    return Table.of([line for line in lines if line], columns, title, notes=notes)
 
 
 def _any(line: Line) -> Record:

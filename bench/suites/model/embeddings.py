@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,9 +118,8 @@ class Embeddings(Suite[TextsCase]):
             run = _Run(case, folder, options)
             return measure_each(case.name, variants, run.finding, options.device)
 
-    def section(self, records: Sequence[Record]) -> str:
-        groups = records_alike(records, ["variant"])
-        return "\n\n".join(_table(group).markdown() for group in groups)
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(_table, records_alike(records, ["variant"]))
 
 
 def kernel_of(variant: str) -> str | None:

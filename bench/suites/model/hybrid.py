@@ -18,7 +18,7 @@ to 3.7.0, where fla refuses a step of its backward, all variants take flexvarlen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,6 @@ from flexvarlen.bench.suites.model.tables import (
     model_title,
     number,
     spread,
-    table_of,
     took,
     where,
     with_ratio,
@@ -176,9 +175,8 @@ class Hybrid(Suite[HybridCase]):
         check = HybridSteps(case, options).check
         return measure_variants(variants, check, options, slow_s=SLOW_S)
 
-    def section(self, records: Sequence[Record]) -> str:
-        groups = records_alike(records, ("variant",), of_one_run=True)
-        return "\n\n".join(_table(group).markdown() for group in groups)
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(_table, records_alike(records, ("variant",), of_one_run=True))
 
 
 def _case(kind: Kind, options: Options) -> HybridCase:
@@ -287,7 +285,7 @@ def _table(records: Sequence[Record]) -> Table:
     ]
     wrong = [r for r in records if not is_ok(r)]
     lines = [*(r for r in records if is_ok(r)), *wrong]
-    return table_of(lines, columns, _title(records), notes)
+    return Table.of(lines, columns, _title(records), notes=notes)
 
 
 def _name(record: Record) -> str:

@@ -8,9 +8,10 @@ are checked again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,7 +31,6 @@ from flexvarlen.bench.suites.model.tables import (
     model_title,
     number,
     spread,
-    table_of,
     to_best,
     took,
     where,
@@ -120,9 +120,8 @@ class Packings(Suite[RowCase]):
         experiment = Experiment(base, rows, grad_output=grad_output)
         return measure_variants(variants, partial(check, experiment, case), options)
 
-    def section(self, records: Sequence[Record]) -> str:
-        groups = records_alike(records, ("variant",), of_one_run=True)
-        return "\n\n".join(packings_table(group).markdown() for group in groups)
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(packings_table, records_alike(records, ("variant",), of_one_run=True))
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         """Of the run with the most packings and variants."""
@@ -163,7 +162,7 @@ def packings_table(records: Sequence[Record]) -> Table:
     ]
     done = next((r.measures for r in records if is_ok(r)), None)
     said = [] if done is None else [f"Error of each document alone: {done['baseline_error']:.1e}."]
-    return table_of(records, columns, _title(records), notes, *said)
+    return Table.of(records, columns, _title(records), notes=chain(said, notes))
 
 
 def _title(records: Sequence[Record]) -> str:

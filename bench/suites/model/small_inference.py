@@ -7,7 +7,7 @@ another, which is copied into the same tensors: a graph that kept the first is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,7 +20,6 @@ from flexvarlen.bench.suites.model.tables import (
     attention_title,
     cell,
     model_title,
-    table_of,
     took,
     value,
     where,
@@ -92,9 +91,8 @@ class SmallInference(Suite[SmallCase]):
         check = OneMode(case, options).check
         return measure_variants(variants, check, options, most_repeats=repeats)
 
-    def section(self, records: Sequence[Record]) -> str:
-        groups = records_alike(records, ("variant", "mode"), of_one_run=True)
-        return "\n\n".join(_table(group).markdown() for group in groups)
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(_table, records_alike(records, ("variant", "mode"), of_one_run=True))
 
 
 class OneMode:
@@ -199,7 +197,7 @@ def _table(records: Sequence[Record]) -> Table:
         f"{', '.join(map(str, records[0].case['documents']))} tokens in one row, forward under "
         f"no_grad; in parentheses the ratio to the best; {where(records)}"
     )
-    return table_of(by_variant, columns, title, notes)
+    return Table.of(by_variant, columns, title, notes=notes)
 
 
 def _name(variant: str, records: Sequence[Record]) -> str:

@@ -6,16 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
 from flexvarlen.report.records import Record, commits_of, ran_on
-from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
+from flexvarlen.report.table import NOTHING, Column, Notes, best
 from flexvarlen.verify.experiment.variant import THEIRS
-
-
-def table_of(
-    lines: Iterable[object], columns: Sequence[Column], title: str, notes: Notes, *said: str
-) -> Table:
-    """A table whose notes are numbered while its cells are made; sentences come before them."""
-    table = Table.of(lines, columns, title=title)
-    return Table(table.title, table.header, table.lines, notes=(*said, *notes.lines()))
 
 
 def attention_title(name: str, took: Sequence[str] = ()) -> str:

@@ -8,7 +8,7 @@ wrong is not timed. The suite "mask-build" times the masks of trees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from flexvarlen.bench.suites.attention.tables import PACKAGES
@@ -17,7 +17,6 @@ from flexvarlen.bench.suites.model.tables import (
     model_title,
     number,
     spread,
-    table_of,
     took,
     value,
 )
@@ -72,10 +71,9 @@ class Trees(Suite[TreeCase]):
         check = TreeSteps(case, options).check
         return measure_variants(variants, check, options, slow_s=SLOW_S)
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         shapes = ("variant", "levels", "groups", "max_row_tokens", "samples", "tokens")
-        groups = records_alike(records, shapes, of_one_run=True)
-        return "\n\n".join(_table(group).markdown() for group in groups)
+        return map(_table, records_alike(records, shapes, of_one_run=True))
 
 
 def _kernel(options: Options) -> str:
@@ -133,7 +131,7 @@ def _table(records: Sequence[Record]) -> Table:
         number("graph breaks", "graph_breaks", ".0f"),
         number("recompilations", "recompilations", ".0f"),
     ]
-    return table_of(records, columns, _title(records), notes)
+    return Table.of(records, columns, _title(records), notes=notes)
 
 
 def _shape(record: Record) -> str:

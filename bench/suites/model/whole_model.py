@@ -13,8 +13,9 @@ each variant meets the same weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,7 +33,6 @@ from flexvarlen.bench.suites.model.tables import (
     cell,
     is_ok,
     model_title,
-    table_of,
     took,
     value,
     where,
@@ -67,10 +67,10 @@ class Model(Suite[ModelCase]):
             split_variant(variant)
         return measure_variants(variants, Training(case, options).check, options)
 
-    def section(self, records: Sequence[Record]) -> str:
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """A table of training for each model."""
         models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
-        return "\n\n".join(training_table(own).markdown() for own in models)
+        return map(training_table, models)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         case = {"geometry": WHOLE, "mode": "eager", "documents": "text"}
@@ -165,7 +165,7 @@ def training_table(records: Sequence[Record]) -> Table:
         f"{model_title(records[0])}, training ({records[0].case['step']}): tokens per second by "
         f"the tokens per step, in parentheses the ratio to the best; {where(records)}"
     )
-    return table_of(_variants(records), columns, title, notes, _errors_of(records))
+    return Table.of(_variants(records), columns, title, notes=chain([_errors_of(records)], notes))
 
 
 def _measured_by_most(records: Sequence[Record]) -> Step:

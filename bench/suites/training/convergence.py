@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,6 +40,7 @@ from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
 from flexvarlen.report.records import Record
+from flexvarlen.report.table import Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.alone import Alone
@@ -149,9 +150,8 @@ class Convergence(Suite[ConvergenceCase]):
         require_known(variants, known)
         return measure_each(case.name, variants, train, options.device)
 
-    def section(self, records: Sequence[Record]) -> str:
-        groups = convergence_tables.groups_of(records)
-        return "\n\n".join(convergence_tables.table(group).markdown() for group in groups)
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(convergence_tables.table, convergence_tables.groups_of(records))
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         largest = max(convergence_tables.groups_of(records), key=len)

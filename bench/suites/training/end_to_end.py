@@ -19,7 +19,7 @@ is wrong is not timed. Trainer takes all GPUs that it sees: show the process one
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.bench.suites.training.trainer import Clock, OrderedTrainer, fresh_accelerate
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
 from flexvarlen.report.records import Record
+from flexvarlen.report.table import Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.step import checkpoint_layers
@@ -149,9 +150,8 @@ class EndToEnd(Suite[TrainerCase]):
         require_known(variants, KNOWN)
         return measure_each(case.name, variants, run.finding, options.device)
 
-    def section(self, records: Sequence[Record]) -> str:
-        groups = end_to_end_tables.groups_of(records)
-        return "\n\n".join(end_to_end_tables.table(group).markdown() for group in groups)
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(end_to_end_tables.table, end_to_end_tables.groups_of(records))
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         groups = end_to_end_tables.groups_of(records)

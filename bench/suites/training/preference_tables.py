@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from flexvarlen.bench.suites.model.tables import (
     is_ok,
     model_title,
     number,
     spread,
-    table_of,
     value,
     where,
 )
@@ -75,7 +75,7 @@ def table(records: Sequence[Record]) -> Table:
             Column("share of the possible speedup", used),
         ]
     columns.append(number("error ÷ allowed", "error_over_allowed", ".2f"))
-    return table_of(records, columns, _title(records), notes, *_said(records))
+    return Table.of(records, columns, _title(records), notes=chain(_said(records), notes))
 
 
 def _shown(record: Record) -> str:

@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.training import scaling_ranks_tables as tables
 from flexvarlen.report.records import Record
+from flexvarlen.report.table import Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
@@ -163,8 +164,8 @@ class ScalingRanks(Suite[LaunchedCase]):
         require_known(variants, known)
         return measure_each(case.name, variants, launched, options.device)
 
-    def section(self, records: Sequence[Record]) -> str:
-        return "\n\n".join(table.markdown() for table in tables.tables(records))
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return tables.tables(records)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         drawn = tables.draw(records, folder)

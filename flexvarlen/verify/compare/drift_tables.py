@@ -6,7 +6,6 @@ A line of a table stands for one record or several; a cell shows the largest of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from flexvarlen.reference.acceptance import largest
@@ -93,8 +92,7 @@ def _table(records: Records) -> Table:
     else:
         title += " packed in a row"
     title = f"{title}; {ran_on(records[0].environment)}"
-    table = Table.of(_lines(records), columns, title, _is_bad)
-    return replace(table, notes=marks.lines())  # the cells have numbered the marks
+    return Table.of(_lines(records), columns, title, _is_bad, marks)
 
 
 def _lines(records: Records) -> list[Records]:
