@@ -29,11 +29,12 @@ from flexvarlen.bench.suites.attention.inputs import (
 )
 from flexvarlen.bench.suites.attention.packed import forget_compiled
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device
+from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device, wall_seconds
 from flexvarlen.reference.attention import Results
 from flexvarlen.report.records import Record, Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
 from flexvarlen.runner.suite import DeviceLost, Finding, Findings, Options, Suite, choose
+from flexvarlen.verify.experiment.measure import LIMITS
 
 PASSES = ("forward", "backward")
 MOST_REPEATS, FEWEST_REPEATS = 30, 5
@@ -66,9 +67,8 @@ def measure_attention(
         DeviceLost: an error left the device unusable; with the findings so far.
     """
     forget_compiled()
-    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
     keep_buffers = torch._functorch.config.patch(donated_buffer=False)  # for repeated backwards
-    with torch._dynamo.config.patch(limits), keep_buffers:
+    with torch._dynamo.config.patch(LIMITS), keep_buffers:
         try:
             expected = Expected(inputs)
         except torch.OutOfMemoryError as error:
@@ -222,9 +222,7 @@ class _CaseMeasurement:
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device) if on_gpu else 0
-            begin = _now(self.options)
-            call()
-            one.seconds[pass_] = _now(self.options) - begin
+            one.seconds[pass_] = wall_seconds(call, device)
             if self.peak and on_gpu:
                 grown = torch.cuda.max_memory_allocated(device) - before
                 one.measures[pass_]["peak_mib"] = grown / 2**20

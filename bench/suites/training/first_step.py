@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.bench.suites.training.texts import Document
-from flexvarlen.verify.experiment.alone import Alone, gradients_of
+from flexvarlen.verify.experiment.alone import Alone, both_relative, gradients_of
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.step import free
 
@@ -61,17 +61,11 @@ def check_first_step(
         Measures, and the sentence about what is wrong, or None.
     """
     errors, baseline = alone.errors(None, loss, gradients_of(model)), alone.baseline
-    assert errors.loss is not None
-    assert errors.gradient is not None
-    assert baseline.loss is not None
-    assert baseline.gradient is not None
     measures: dict[str, Any] = {
         "first_loss": loss,
         "reference_loss": alone.results.loss,
-        "loss_error": errors.loss.relative,
-        "baseline_loss_error": baseline.loss.relative,
-        "gradient_error": errors.gradient.relative,
-        "baseline_gradient_error": baseline.gradient.relative,
+        **both_relative("loss_error", errors.loss, baseline.loss),
+        **both_relative("gradient_error", errors.gradient, baseline.gradient),
     }
     reason = alone.why_wrong(errors)
     return measures, None if reason is None else f"in the first step, {reason}"

@@ -29,9 +29,9 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,14 +50,13 @@ from flexvarlen.bench.suites.training.preference_trainers import (
 from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.state import CONTEXT
-from flexvarlen.reference.acceptance import Error, largest
 from flexvarlen.reference.model import own_parameters, share
 from flexvarlen.report.records import Record
 from flexvarlen.runner.suite import Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.alone import (
-    Compared,
+    Errors,
+    both_relative,
     over_allowed,
-    scalar_error,
     why_one_is_wrong,
 )
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
@@ -119,22 +118,11 @@ class Preference(Suite[PreferenceCase]):
         return preference_tables.section(records)
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """A loss, and the gradient of every parameter that has one."""
 
     loss: float
     gradients: Mapping[str, Tensor]
-
-    def errors(self, reference: _Outcome) -> dict[str, Error]:
-        """By parameter, and that of the loss as "loss". Reads the device."""
-        found = {"loss": scalar_error(self.loss, reference.loss)}
-        for name, expected in reference.gradients.items():
-            gradient = self.gradients.get(name)
-            found[name] = Error.missing()
-            if gradient is not None:
-                found[name] = Error.between(gradient, expected)
-        return found
 
 
 class _Run:
@@ -158,7 +146,7 @@ class _Run:
         self.reference = self._reference()
         checkpoint_layers(plain.model)
         baseline = self.outcome(plain, plain.model, self.batches[0])
-        self.baseline = baseline.errors(self.reference)
+        self.baseline = Errors.of_step(*baseline, *self.reference)
         self.optimizer = torch.optim.AdamW(
             self.models[0].parameters(), lr=0.0, weight_decay=0.0, fused=options.on_gpu
         )
@@ -274,25 +262,15 @@ class _Run:
 
     def verdict(self, found: _Outcome) -> tuple[Measures, str | None]:
         """The errors, and the sentence about the first that the rule does not allow, or None."""
-        errors = found.errors(self.reference)
-        compared = [
-            Compared(f"the gradient of {name}", error, self.baseline[name], True)
-            if name != "loss"
-            else Compared("the loss", error, self.baseline[name])
-            for name, error in errors.items()
-        ]
-
-        def worst(of: Mapping[str, Error]) -> float:
-            return largest(error.relative for name, error in of.items() if name != "loss")
-
+        errors = Errors.of_step(*found, *self.reference)
+        compared = list(errors.beside(self.baseline))
         measures: Measures = {
             "loss": found.loss,
             "reference_loss": self.reference.loss,
-            "loss_error": errors["loss"].relative,
-            "baseline_loss_error": self.baseline["loss"].relative,
-            "gradients": len(errors) - 1,
-            "gradient_error": worst(errors),
-            "baseline_gradient_error": worst(self.baseline),
+            **both_relative("loss_error", errors.loss, self.baseline.loss),
+            "gradients": len(errors.gradients),
+            "gradient_error": errors.worst_gradient,
+            "baseline_gradient_error": self.baseline.worst_gradient,
             "error_over_allowed": over_allowed(compared, self.dtype),
         }
         return measures, why_one_is_wrong(compared, self.dtype)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flexvarlen as fv
+from flexvarlen.bench.suites.attention.inputs import Inputs
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.bench.suites.training.ranks import Measured, largest, seconds_of
 from flexvarlen.parallel import ulysses_attention
@@ -36,15 +37,9 @@ def measure_ulysses(case: UlyssesCase, device: torch.device) -> Measured:
     """Status, reason and measures, the same on every rank."""
     dtype: torch.dtype = getattr(torch, case.dtype)
     lengths = log_normal_lengths(case.tokens, case.mean_doc, SIGMA, case.seed)
-    layout = fv.PackedLayout.from_lengths(lengths, device=device)
-    generator = torch.Generator(device).manual_seed(case.seed)
-    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
-    whole = [
-        torch.randn(
-            (case.tokens, count, case.head_dim), generator=generator, device=device, dtype=dtype
-        )
-        for count in heads
-    ]
+    heads = case.num_heads, case.num_kv_heads
+    row = Inputs.random(lengths, heads, case.head_dim, dtype, device, causal=True, seed=case.seed)
+    layout, whole = row.layout(), (row.q, row.k, row.v, row.grad_out)
     share = case.tokens // case.ranks
     own = [x[dist.get_rank() * share :][:share].contiguous() for x in whole]
 

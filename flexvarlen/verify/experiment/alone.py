@@ -55,6 +55,30 @@ class Errors:
     gradients: Mapping[str, Error] = field(default_factory=dict)
     gradient: Error | None = None
 
+    @classmethod
+    def of_step(
+        cls,
+        loss: float,
+        gradients: Mapping[str, Tensor],
+        reference_loss: float,
+        reference_gradients: Mapping[str, Tensor],
+    ) -> Errors:
+        """Of a loss, and of the gradient of each parameter that the reference has."""
+        each = _gradient_errors(gradients, reference_gradients)
+        return cls(loss=scalar_error(loss, reference_loss), gradients=each)
+
+    @property
+    def worst_gradient(self) -> float:
+        """The largest relative error of a parameter's gradient."""
+        return largest(error.relative for error in self.gradients.values())
+
+    def beside(self, baseline: Errors) -> Iterator[Compared]:
+        """The loss and every gradient, with the baseline's."""
+        if self.loss is not None and baseline.loss is not None:
+            yield Compared("the loss", self.loss, baseline.loss)
+        for name, error in self.gradients.items():
+            yield Compared(f"the gradient of {name}", error, baseline.gradients[name], True)
+
 
 class Compared(NamedTuple):
     """One result: its name, its error and the baseline's, and whether it is a gradient."""
@@ -188,10 +212,7 @@ class Alone:
             for document, error, plain in each if errors.documents else ():
                 name = f"outputs of document {document}"
                 yield Compared(name, error, plain.or_larger(base.outputs))
-        if errors.loss is not None and base.loss is not None:
-            yield Compared("the loss", errors.loss, base.loss)
-        for name, error in errors.gradients.items():
-            yield Compared(f"the gradient of {name}", error, base.gradients[name], True)
+        yield from errors.beside(base)
 
     def why_wrong(self, errors: Errors) -> str | None:
         """The acceptance rule: a sentence about what is wrong, or None."""
@@ -202,18 +223,14 @@ class Alone:
     ) -> tuple[dict[str, Any], str | None]:
         """Errors of hidden states as measures, and the sentence about what is wrong, or None."""
         errors = self.errors(outputs, gradients=gradients)
-        assert errors.outputs is not None
-        assert self.baseline.outputs is not None
         measures: dict[str, Any] = {
-            "error": errors.outputs.relative,
+            **both_relative("error", errors.outputs, self.baseline.outputs),
             "error_worst_document": largest(x.relative for x in errors.documents),
-            "baseline_error": self.baseline.outputs.relative,
             "baseline_error_worst_document": largest(x.relative for x in self.baseline.documents),
         }
         if gradients is not None:
-            measures["grad_error"] = largest(x.relative for x in errors.gradients.values())
-            plain = (x.relative for x in self.baseline.gradients.values())
-            measures["baseline_grad_error"] = largest(plain)
+            measures["grad_error"] = errors.worst_gradient
+            measures["baseline_grad_error"] = self.baseline.worst_gradient
         measures["error_over_allowed"] = over_allowed(self.compared(errors), self.dtype)
         return measures, self.why_wrong(errors)
 
@@ -246,23 +263,6 @@ def over_allowed(results: Iterable[Compared], dtype: torch.dtype) -> float:
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Those that a backward left in the parameters."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def probed_parameters(model: nn.Module) -> list[str]:
-    """Parameters in the first, middle and last layer of a base model, for `Alone.of`.
-
-    A layer has those of attention, or those of the gated delta rule.
-    """
-    layers = len(model.layers)  # type: ignore[arg-type]
-    delta_rule = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_a", "conv1d"))
-    probes = (
-        (0, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *delta_rule)),
-        (layers // 2, ("self_attn.k_proj", "mlp.down_proj", *delta_rule)),
-        (layers - 1, ("self_attn.v_proj", "self_attn.o_proj")),
-    )
-    names = [f"layers.{layer}.{name}.weight" for layer, parts in probes for name in parts]
-    there = dict(model.named_parameters())
-    return [name for name in dict.fromkeys(names) if name in there]
 
 
 def from_gradient(gradient: Callable[[int, Tensor], Tensor]) -> LossOf:
@@ -315,21 +315,32 @@ def _errors(
             yield found, expected
 
     whole = None if outputs is None else Error.of_pieces(counted())
-    wanted = {} if gradients is None else results.gradients
     given = {name: found for name, found in (gradients or {}).items() if found is not None}
-    of_gradients = {
-        name: Error.between(given[name], x) if name in given else Error.missing()
-        for name, x in wanted.items()
-    }
-    there = ((given[name], x) for name, x in wanted.items() if name in given)
+    there = ((given[name], x) for name, x in results.gradients.items() if name in given)
     return Errors(
         whole,
         tuple(documents),
         same / max(1, tokens),
         None if loss is None else scalar_error(loss, results.loss),
-        of_gradients,
+        {} if gradients is None else _gradient_errors(given, results.gradients),
         Error.of_pieces(there),
     )
+
+
+def _gradient_errors(
+    found: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, Error]:
+    return {
+        name: Error.between(found[name], x) if name in found else Error.missing()
+        for name, x in reference.items()
+    }
+
+
+def both_relative(name: str, error: Error | None, baseline: Error | None) -> dict[str, Any]:
+    """A result's relative error and the baseline's, as measures; both were compared."""
+    assert error is not None
+    assert baseline is not None
+    return {name: error.relative, f"baseline_{name}": baseline.relative}
 
 
 def scalar_error(found: float, reference: float) -> Error:

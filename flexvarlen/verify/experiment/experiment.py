@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexvarlen.measure import watch_compilation
 from flexvarlen.report.records import one_line
@@ -16,7 +16,6 @@ from flexvarlen.verify.experiment.alone import (
     Alone,
     from_gradient,
     gradients_of,
-    probed_parameters,
 )
 from flexvarlen.verify.experiment.inputs import (
     ModelInputs,
@@ -139,6 +138,23 @@ class Experiment:
         """A step on a row, of the documents that are checked; outputs `[T, hidden]` in order."""
         forwards = self.forwards(variant, batching, row, self.documents)
         return in_order(row.samples, torch.cat(run(variant, forwards, keep=True)), batching)
+
+
+def probed_parameters(model: nn.Module) -> list[str]:
+    """Parameters in the first, middle and last layer of a base model, whose gradients are checked.
+
+    A layer has those of attention, or those of the gated delta rule.
+    """
+    layers = len(model.layers)  # type: ignore[arg-type]
+    delta_rule = tuple(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_a", "conv1d"))
+    probes = (
+        (0, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *delta_rule)),
+        (layers // 2, ("self_attn.k_proj", "mlp.down_proj", *delta_rule)),
+        (layers - 1, ("self_attn.v_proj", "self_attn.o_proj")),
+    )
+    names = [f"layers.{layer}.{name}.weight" for layer, parts in probes for name in parts]
+    there = dict(model.named_parameters())
+    return [name for name in dict.fromkeys(names) if name in there]
 
 
 def run_others(
