@@ -150,10 +150,17 @@ class _CaseMeasurement:
         self.checked: list[_Checked] = []
         self.found: dict[tuple[str, str], Finding] = {}
 
-    def record_failure(self, variant: str, status: Status, reason: str, **measures: Any) -> None:
-        """A finding for each pass that has none."""
-        for pass_ in PASSES:
-            finding = Finding(variant, status, reason, measures, pass_)
+    def record_failure(
+        self,
+        variant: str,
+        status: Status,
+        reason: str | None,
+        measures: Mapping[str, Any] | None = None,
+        passes: Iterable[str] = PASSES,
+    ) -> None:
+        """A finding for each of these passes that has none."""
+        for pass_ in passes:
+            finding = Finding(variant, status, reason, measures or {}, pass_)
             self.found.setdefault((variant, pass_), finding)
 
     def check(self, variant: str, prepare: Prepare) -> None:
@@ -181,7 +188,7 @@ class _CaseMeasurement:
         except REFUSALS as error:  # of the backward, perhaps
             prepared = prepare(self.inputs, False)
             needs_grad = False
-            self.found[variant, "backward"] = Finding(variant, *status_of(error), pass_="backward")
+            self.record_failure(variant, *status_of(error), passes=["backward"])
         out = prepared.forward()
         gradients = prepared.backward(out) if needs_grad else ()
         first_call_s = _now(self.options) - begin
@@ -199,21 +206,14 @@ class _CaseMeasurement:
         if reason is not None:
             alone = Results(results.out)
             right = ["forward"] if needs_grad and self.expected.why_wrong(alone) is None else []
-            self.record_wrong(variant, reason, common | errors, right)
+            wrong = [pass_ for pass_ in PASSES if pass_ not in right]
+            self.record_failure(variant, "wrong", reason, common | errors, wrong)
         measures = {pass_: common | _of_pass(pass_, errors) for pass_ in right}
         del out, gradients, results
         if right:
             one = _Checked(variant, lambda: prepare(self.inputs, needs_grad), measures)
             self.try_out(one)
             self.checked.append(one)
-
-    def record_wrong(
-        self, variant: str, reason: str, measures: dict[str, Any], right: Sequence[str]
-    ) -> None:
-        for pass_ in PASSES:
-            if pass_ not in right:
-                finding = Finding(variant, "wrong", reason, measures, pass_)
-                self.found.setdefault((variant, pass_), finding)
 
     def try_out(self, one: _Checked) -> None:
         """The seconds of a second call of each pass, and its memory."""
@@ -284,7 +284,7 @@ class _CaseMeasurement:
                 raise
             culprit = running if isinstance(running, str) else running[-1]
             reason = f"{culprit} lost the device: {one_line(error)}"
-            self.record_failure(culprit, "failed", reason, fatal=True)
+            self.record_failure(culprit, "failed", reason, {"fatal": True})
             raise DeviceLost(f"{reason}; run again to go on", list(self.found.values())) from error
 
 

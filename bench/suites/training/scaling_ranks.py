@@ -156,12 +156,10 @@ class ScalingRanks(Suite[LaunchedCase]):
         return case.kinds
 
     def measure(self, case: LaunchedCase, variants: Sequence[str], options: Options) -> Findings:
-        known = case.kinds
-
         def launched(variant: str) -> Finding:
             return launch(case, variant, options.device)
 
-        require_known(variants, known)
+        require_known(variants, case.kinds)
         return measure_each(case.name, variants, launched, options.device)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
