@@ -32,10 +32,15 @@ def verify(
         ),
     ] = None,
     backend: Annotated[
-        str, typer.Option("--backend", help="Backend to patch the model with.")
+        str,
+        typer.Option(
+            "--backend",
+            help="Backend to patch the model with; transformers:NAME leaves it to that attention "
+            "of transformers.",
+        ),
     ] = "auto",
     unpatched: Annotated[
-        bool, typer.Option("--unpatched", help="Leave the model to transformers' own attention.")
+        bool, typer.Option("--unpatched", help="As --backend transformers:sdpa.")
     ] = False,
     form: Annotated[
         str,
@@ -60,7 +65,8 @@ def verify(
     Ends with exit code 1 if one does, and says which documents, which layer and which module.
     """
     with one_line_errors(verify):
-        from flexvarlen.verify.experiment.variant import THEIRS, backend_name
+        from flexvarlen.attention.backends.registry import get_backend, our_name
+        from flexvarlen.verify.experiment.variant import THEIRS
         from flexvarlen.verify.isolation.command import (
             Answer,
             ask,
@@ -73,7 +79,9 @@ def verify(
         quiet_transformers()
         where = device_of(device)
         what = dtype_of(dtype, where)
-        attention = f"{THEIRS}sdpa" if unpatched else backend_name("backend", backend)
+        attention = f"{THEIRS}sdpa" if unpatched else our_name(backend)
+        if attention != "auto" and not attention.startswith(THEIRS):
+            get_backend(attention)
         require_form(form, attention)
         documents = parse_lengths(lengths)
         names = model or list(CPU_MODELS)

@@ -163,7 +163,7 @@ def require_file(path: Path) -> None:
         ) from error
     finally:
         with suppress(OSError):  # never made
-            if is_new:
+            if is_new and path.stat().st_size == 0:
                 path.unlink()
         for folder in missing:
             with suppress(OSError):

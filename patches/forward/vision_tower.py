@@ -32,7 +32,7 @@ def patch_tower(tower: PreTrainedModel, patch: Patch) -> None:
     Args:
         patch: of the whole model.
     """
-    wrap_forward(tower, STEPS)
+    wrap_forward(tower, TOWER_STEPS)
     before: Any = patch.implementation_before  # by tower; the config's may already be ours
     own = replace(
         patch,
@@ -101,4 +101,4 @@ def _before_forward(tower: Any, inputs: dict[str, Any]) -> dict[str, Any] | None
     return {**inputs, **made}  # `made` overrides the text's keywords, which the model passes on
 
 
-STEPS = Steps(_before_forward)
+TOWER_STEPS = Steps(_before_forward)

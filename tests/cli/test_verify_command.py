@@ -138,7 +138,7 @@ def test_backend_without_a_backward_says_so():
             "--form must be one of position_ids, document_ids",
         ),
         (["--lengths", "5,0"], "--lengths must be"),
-        (["--lengths", "5"], "at least two documents"),
+        (["--lengths", "5"], "two or more numbers"),
         (["--dtype", "int8"], "--dtype must be"),
         (["--device", "tpu"], "--device must be"),
         (["--backend", "transformers:spda"], "spda"),

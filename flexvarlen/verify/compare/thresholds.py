@@ -84,7 +84,7 @@ def broken_limits(
 def _size(value: Any) -> float | None:
     """The absolute value; of a list its largest; NaN if one is; None of what is no number."""
     values = value if isinstance(value, list | tuple) else [value]
-    numbers = [abs(float(one)) for one in values if isinstance(one, int | float)]
+    numbers = [abs(float(x)) for x in values if type(x) in (int, float)]
     if not numbers:
         return None
     return math.nan if any(map(math.isnan, numbers)) else max(numbers)

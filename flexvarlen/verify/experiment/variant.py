@@ -213,12 +213,6 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     return list(dict.fromkeys(names))
 
 
-def backend_name(option: str, name: str) -> str:
-    """The variant of that name; raises a ValueError about the option for the name of none."""
-    require_known(our_name(name), option=option)
-    return our_name(name)
-
-
 def require_known(*names: str, option: str = "variant") -> None:
     """Check variants' names.
 

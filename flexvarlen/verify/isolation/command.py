@@ -62,13 +62,13 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     (5, 11, 1)
 
     Raises:
-        ValueError: not numbers from 1 with commas between.
+        ValueError: not two or more numbers from 1 with commas between.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) < 2 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(
-            f"lengths must be numbers from 1 with commas between, got {text!r}; give one per "
-            "document, as in 5,70,98."
+            f"lengths must be two or more numbers from 1 with commas between, got {text!r}; give "
+            "one per document, as in 5,70,98."
         )
     return tuple(int(part) for part in parts)
 
