@@ -36,7 +36,8 @@ LOST_DOCUMENTS = (
 )
 
 CONTEXT = "flexvarlen"
-"""The keyword that passes a forward's shared `PackedForward` to the layers of a patched model."""
+"""The keyword that passes what a forward found to the layers of a patched model: a `PackedForward`,
+an `Unpacked` or, from a head to its base model, a `PaddedBatch`."""
 
 BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""

@@ -18,7 +18,7 @@ class Entry(NamedTuple):
 
     module: str
     summary: str
-    name: str = "SUITE"
+    attribute: str = "SUITE"
 
 
 SUITES: dict[str, Entry] = {
@@ -53,7 +53,7 @@ SUITES: dict[str, Entry] = {
 
 @dataclass(frozen=True)
 class FrozenCase:
-    """A case of which a record holds every field."""
+    """A case whose fields are what its records hold; a subclass adds `name`."""
 
     def data(self) -> dict[str, Any]:
         """The fields as JSON gives them back: tuples are lists."""
@@ -77,7 +77,7 @@ def suite_of(name: str) -> Suite[Any]:
         )
     entry = SUITES[name]
     module = importlib.import_module(f"flexvarlen.bench.suites.{entry.module}")
-    return cast("Suite[Any]", getattr(module, entry.name))
+    return cast("Suite[Any]", getattr(module, entry.attribute))
 
 
 def use_fla_configs() -> None:
