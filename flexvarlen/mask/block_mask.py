@@ -6,18 +6,15 @@ Shapes: Tq, Tk = tokens; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK) of the block siz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
 from flexvarlen.mask.vectors import TreeBounds, tree_bounds
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 _TILE = 128  # FlexAttention's templates skip bounds checks for multiples of this
 
@@ -81,8 +78,6 @@ def block_mask_of(
     compact: bool | None = None,
 ) -> BlockMask:
     """Build the BlockMask of a `DocumentMask`; `compact` overrides the device's default."""
-    from torch.nn.attention.flex_attention import BlockMask  # takes seconds in torch 2.11
-
     pair = block_pair(block_size)
     on_gpu = mask.layout.device.type != "cpu"
     tokens = (mask.layout.total_tokens, mask.layout_k.total_tokens)

@@ -10,19 +10,17 @@ N = document slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.layout.boundaries import slots_of
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 class AlignedRow(NamedTuple):

@@ -240,7 +240,7 @@ def _call_compiled(
         try:
             with _ONE_AT_A_TIME:
                 return _compiled(kind, ordered_backward, generation)(*args)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:  # not imported above: it takes seconds
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
             _generations[kind] = generation + 1
             warnings.warn(
                 "flexvarlen: flex has compiled as many graphs for this kind of call as Dynamo "

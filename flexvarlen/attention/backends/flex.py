@@ -5,19 +5,16 @@ The BlockMask is built once per forward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.attention.backends.block_alignment import AlignedRow, align
+from flexvarlen.attention.backends.compiled_flex import flex
 from flexvarlen.attention.backends.sinks import share_without_sink
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 MIN_HEAD_DIM = 16  # the smallest inner dimension of the Triton template's matrix products
 
@@ -79,12 +76,12 @@ class FlexBackend:
         plan: BlockMask | AlignedRow,
     ) -> tuple[Tensor, Tensor | None]:
         """Call FlexAttention once for all documents and heads; K and V are not repeated for GQA."""
-        if call.batch_invariant is not isinstance(plan, AlignedRow):
+        if call.batch_invariant is isinstance(plan, BlockMask):
             raise ValueError(
                 "plan must be made with the same batch_invariant as the call, got a plan with "
                 f"batch_invariant={not call.batch_invariant}; leave plan= out."
             )
-        if not isinstance(plan, AlignedRow):
+        if isinstance(plan, BlockMask):
             return self._attend(q_THD, k_THD, v_THD, sinks_H, call, mask, plan)
         q_AHD, k_AHD, v_AHD = plan.enter(q_THD), plan.enter(k_THD), plan.enter(v_THD)
         out_AHD, lse_HA = self._attend(
@@ -106,9 +103,6 @@ class FlexBackend:
         mask: DocumentMask,
         block_mask: BlockMask,
     ) -> tuple[Tensor, Tensor | None]:
-        # With it comes torch._dynamo, whose import takes seconds in torch 2.11.
-        from flexvarlen.attention.backends.compiled_flex import flex
-
         with_lse = call.return_lse or sinks_H is not None
         out_THD, lse_HT = flex(
             q_THD, k_THD, v_THD, call, mask, block_mask, "TRITON", with_lse=with_lse

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from flexvarlen.attention.backends.compiled_flex import flex
 from flexvarlen.attention.backends.fa4_package import package_refusal
 from flexvarlen.attention.backends.limits import half_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 HEAD_DIMS = (32, 64, 96, 128)
 """Tested on an H200. Larger head dims need other block sizes; for other head dims up to 128 the
@@ -70,8 +67,6 @@ class FlexFlashBackend:
         plan: BlockMask,
     ) -> tuple[Tensor, Tensor | None]:
         """Call FlexAttention once for all documents and heads."""
-        from flexvarlen.attention.backends.compiled_flex import flex  # slow, as in flex.py
-
         return flex(q_THD, k_THD, v_THD, call, mask, plan, "FLASH", with_lse=False)
 
 
