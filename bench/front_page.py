@@ -2,134 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from flexvarlen.bench.suites.masks.builders import BASELINES, COMPARED
+from flexvarlen.bench.suites.masks.builders import COMPARED
 from flexvarlen.bench.suites.masks.mask_build import HEADLINE_TOKENS
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
 from flexvarlen.report.table import Table, three_digits
 
-Line = tuple[str, str, str]
-"""What was measured, flexvarlen's value, and the others'."""
-Values = Mapping[str, float]
-"""One measure by variant."""
-
-TRAINED = {
-    "packed:auto": "flexvarlen auto, packed",
-    "packed:transformers:flash_attention_3": "transformers FA3, packed",
-    "packed:transformers:flex_attention": "transformers flex, packed",
-    "packed:transformers:flash_attention_2": "transformers FA2, packed",
-    "padded-sorted:transformers:flash_attention_2": "FA2, padded, sorted",
-    "padded:transformers:flash_attention_2": "FA2, padded",
-    "padded:transformers:sdpa": "sdpa, padded",
-}
-"""Variants of the suite end-to-end, as readers know them."""
+PADDED = "padded:transformers:flash_attention_2"
 
 
-def summary(records: Sequence[Record]) -> Table | None:
-    """A line for each of `LINES`; None unless one GPU's records have them all."""
-    gpus = [r.environment.get("gpu") for r in records if r.suite == "end-to-end"][:1]
-    own = [r for r in records if r.status in ("ok", "wrong") and r.environment.get("gpu") in gpus]
-    lines = [line(own) for line in LINES]
-    found = tuple(line for line in lines if line is not None)
-    if len(found) < len(LINES):
-        return None
-    return Table(
-        "",
-        (f"on one {gpus[0]}", "flexvarlen", "other implementations (flexvarlen's speedup)"),
-        found,
-    )
+class Gain(NamedTuple):
+    """How many times as fast one variant of a suite is as another.
+
+    Attributes:
+        what: was measured, beside what.
+        suite, measure: of which more is better if it is a rate.
+        ours, theirs: the variants.
+        case: fields of their cases.
+    """
+
+    what: str
+    suite: str
+    measure: str
+    ours: str
+    theirs: str
+    case: Mapping[str, object]
+
+    def times(self, records: Sequence[Record]) -> float | None:
+        """The ratio of what was measured; None without the records."""
+        found = {
+            r.case["variant"]: r.measures[self.measure]
+            for r in records
+            if r.suite == self.suite and r.status == "ok" and self.case.items() <= r.case.items()
+        }
+        if not {self.ours, self.theirs} <= set(found):
+            return None
+        ratio: float = found[self.ours] / found[self.theirs]
+        return ratio if self.measure.endswith("_per_s") else 1 / ratio
 
 
-def _values(records: Sequence[Record], suite: str, measure: str, **case: object) -> Values:
-    return {
-        r.case["variant"]: r.measures[measure]
-        for r in records
-        if r.suite == suite
-        and r.status == "ok"
-        and measure in r.measures
-        and all(r.case.get(name) == value for name, value in case.items())
-    }
-
-
-def trained(mode: str) -> Callable[[Sequence[Record]], Line | None]:
-    """Tokens a second of transformers' Trainer."""
-
-    def line(records: Sequence[Record]) -> Line | None:
-        values = _values(records, "end-to-end", "tokens_per_s", mode=mode)
-        what = f"Trainer, {mode}, Qwen3-1.7B, 32,768 tokens per step: tokens/s over all steps"
-        return _line(what, values, "packed:auto", TRAINED, more_is_better=True)
-
-    return line
-
-
-def long_documents(records: Sequence[Record]) -> Line | None:
-    """A compiled step where attention dominates."""
-    values = _values(records, "packings", "ms_p50", geometry="qwen3-1.7b", tokens=65_536)
-    names = {
-        "transformers:flash_attention_3@cu_seq_lens": "transformers FA3 with cu_seq_lens",
-        "transformers:flex_attention": "transformers flex",
-        "transformers:flash_attention_2": "transformers FA2",
-    }
-    what = "compiled forward and backward of 14 layers, 65,536 tokens, documents of mean 16,384: ms"
-    return _line(what, values, "auto", names)
-
-
-def shared_prompts(records: Sequence[Record]) -> Line | None:
-    """A trainer's update on padded batches, 16 answers to one long prompt."""
-    case = {"task": "grpo", "prompt": 4096, "group": 16}
-    values = _values(records, "preference", "samples_per_s", **case)
-    what = "TRL's GRPO update, 16 answers to a prompt of 4,096 tokens, share_prefixes: samples/s"
-    names = {"padded-fa3": "transformers FA3, padded"}
-    return _line(what, values, "auto+shared", names, more_is_better=True)
-
-
-def small_inference(records: Sequence[Record]) -> Line | None:
-    """A short forward, where the host's time decides."""
-    values = _values(records, "small-inference", "ms_p50", mode="cuda graphs")
-    names = {
-        "transformers:flash_attention_2@cu_seq_lens": "transformers FA2 with cu_seq_lens",
-        "transformers:sdpa": "transformers sdpa",
-        "transformers:flash_attention_2": "transformers FA2",
-    }
-    what = "forward of 256 tokens in CUDA graphs, 14 layers: ms"
-    return _line(what, values, "auto", names)
-
-
-def mask(records: Sequence[Record]) -> Line | None:
-    """A BlockMask from boundaries on the device."""
-    values = _values(records, "mask-build", "wall_us_p50", part="build", tokens=HEADLINE_TOKENS)
-    what = f"BlockMask of {HEADLINE_TOKENS:,} tokens: µs"
-    return _line(what, values, COMPARED, {name: name for name in BASELINES})
-
-
-LINES = (
-    trained("eager"),
-    trained("compiled"),
-    shared_prompts,
-    long_documents,
-    small_inference,
-    mask,
+GAINS = (
+    Gain(
+        "Trainer, Qwen3-1.7B, beside padded batches with FlashAttention-2",
+        *("end-to-end", "tokens_per_s", "packed:auto", PADDED),
+        {"mode": "eager"},
+    ),
+    Gain(
+        "the same compiled, beside packed rows with transformers' FlashAttention-2",
+        *("end-to-end", "tokens_per_s", "packed:auto", "packed:transformers:flash_attention_2"),
+        {"mode": "compiled"},
+    ),
+    Gain(
+        "TRL's GRPO, 16 answers that share a prompt of 4,096 tokens, beside padded ones",
+        *("preference", "samples_per_s", "auto+shared", "padded-fa3"),
+        {"task": "grpo", "prompt": 4096, "group": 16},
+    ),
+    Gain(
+        f"FlexAttention's mask of {HEADLINE_TOKENS:,} tokens, beside create_block_mask, compiled",
+        *("mask-build", "wall_us_p50", COMPARED, "create_block_mask compiled"),
+        {"part": "build", "tokens": HEADLINE_TOKENS},
+    ),
 )
 
 
-def _line(
-    what: str, values: Values, ours: str, names: Mapping[str, str], *, more_is_better: bool = False
-) -> Line | None:
-    """The others that were measured, best first, each with our speedup; ours bold if the best."""
-    theirs = sorted((x for x in names if x in values and x != ours), key=values.__getitem__)
-    if ours not in values or not theirs:
+def summary(records: Sequence[Record]) -> Table | None:
+    """A line for each of `GAINS`; None unless one GPU's records have them all."""
+    gpus = [r.environment.get("gpu") for r in records if r.suite == "end-to-end"][:1]
+    own = [r for r in records if r.environment.get("gpu") in gpus]
+    lines = [(gain.what, three_digits(times)) for gain in GAINS if (times := gain.times(own))]
+    if len(lines) < len(GAINS):
         return None
-    shown, speedups = [], []
-    for name in reversed(theirs) if more_is_better else theirs:
-        pair = values[ours], values[name]
-        speedups.append(pair[0] / pair[1] if more_is_better else pair[1] / pair[0])
-        digits = 0 if speedups[-1] >= 100 else 2
-        shown.append(f"{names[name]} {three_digits(values[name])} ({speedups[-1]:.{digits}f}×)")
-    own = three_digits(values[ours])
-    return what, f"**{own}**" if min(speedups) >= 1 else own, "; ".join(shown)
+    return Table("", (f"on one {gpus[0]}", "times as fast"), tuple(lines))
 
 
 # --- the picture ---------------------------------------------------------------------------------
