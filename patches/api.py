@@ -110,8 +110,7 @@ def patch_model(
     mm_token_type_ids, eagerly only. Each frame of an image is a document of the vision tower.
 
     Recurrent layers (Qwen3.5, Mamba-2) start anew at each document. Packed rows of these models
-    have no cache: `use_cache=True` raises. On a GPU `pip install 'flexvarlen[linear]'`
-    makes them fast.
+    have no cache: `use_cache=True` raises. On a GPU flash-linear-attention makes them fast.
 
     Labels that do not reach the model are not masked: Trainer removes labels for label smoothing
     and `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).

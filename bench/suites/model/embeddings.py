@@ -200,7 +200,7 @@ def sentence_transformer(folder: Path, kernel: str, dtype: torch.dtype, device: 
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise Unsupported(
-            "sentence-transformers is not installed here: pip install 'flexvarlen[embeddings]'"
+            "sentence-transformers is not installed here: pip install 'sentence-transformers>=6'"
         ) from error
     arguments = {"attn_implementation": kernel, "dtype": dtype}
     return SentenceTransformer(str(folder), device=str(device), model_kwargs=arguments)

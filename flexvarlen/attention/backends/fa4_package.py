@@ -18,7 +18,7 @@ import torch
 
 from flexvarlen.env import FA4_FOLDER, FA4_KEEPS, cache_folder
 
-INSTALL = "install it with: pip install 'flexvarlen[fa4]'."
+INSTALL = "install it with: pip install 'flash-attn-4>=4.0.0b36'."
 REINSTALL = (
     "install it again after flash-attn, which overwrites it with an old copy: pip "
     "install --force-reinstall --no-deps flash-attn-4."

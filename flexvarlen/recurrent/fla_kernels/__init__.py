@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-_INSTALL = "pip install 'flexvarlen[linear]'"
+_INSTALL = "pip install 'flash-linear-attention>=0.6,<0.7'"
 
 
 def why_not(x: Tensor) -> str | None:

@@ -122,10 +122,10 @@ def test_auto_gives_the_reason_of_each_backend_that_it_tried():
 @pytest.mark.parametrize(
     ("name", "package", "remedy"),
     [
-        ("fa2", "flash-attn, version 2", r"pip install '?flexvarlen\[fa2\]"),
+        ("fa2", "flash-attn, version 2", r"pip install flash-attn --no-build"),
         ("fa3", "flash_attn_interface", "build it from the folder hopper"),
-        ("fa4", "flash_attn.cute", r"pip install '?flexvarlen\[fa4\]"),
-        ("flex_fa4", "flash_attn.cute", r"pip install '?flexvarlen\[fa4\]"),
+        ("fa4", "flash_attn.cute", r"pip install 'flash-attn-4>="),
+        ("flex_fa4", "flash_attn.cute", r"pip install 'flash-attn-4>="),
     ],
 )
 def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):

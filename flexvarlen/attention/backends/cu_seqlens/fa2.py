@@ -17,7 +17,7 @@ from flexvarlen.attention.backends.cu_seqlens.kernel import (
 from flexvarlen.attention.backends.limits import ampere_refusal
 from flexvarlen.attention.call import AttentionCall
 
-INSTALL = "install it with: pip install 'flexvarlen[fa2]' --no-build-isolation."
+INSTALL = "install it with: pip install flash-attn --no-build-isolation."
 
 
 class FlashAttention2Backend(CuSeqlensBackend):
