@@ -25,7 +25,6 @@ from flexvarlen.bench.report import report
 from flexvarlen.cli import app
 from flexvarlen.patches import IMPLEMENTATIONS
 from flexvarlen.report.records import read_records
-from tests.tiny_models import new_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -346,113 +345,24 @@ def test_each_environment_variable_is_told():
 # ---- what is made from the code ----
 
 
-@cache
-def maker(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
+@pytest.fixture
+def make_families():
+    path = ROOT / "docs" / "make_families.py"
+    spec = importlib.util.spec_from_file_location("make_families", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    if hasattr(module, "collect"):  # reads all sources, for each test here
-        module.collect = cache(module.collect)
     return module
 
 
-@pytest.mark.parametrize("name", ["make_messages", "make_families"])
-def test_made_pages_are_current(name):
-    made = maker(name)
-    assert made.main(["--check"]) == 0, f"run: python docs/{name}.py"
+def test_the_made_page_is_current(make_families):
+    assert make_families.main(["--check"]) == 0, "run: python docs/make_families.py"
 
 
-def test_a_page_that_is_not_current_is_seen(tmp_path, monkeypatch):
-    made = maker("make_messages")
-    current = made.PAGE.read_text()
+def test_a_page_that_is_not_current_is_seen(make_families, tmp_path, monkeypatch):
+    current = make_families.PAGE.read_text()
     page = tmp_path / "page.md"
-    page.write_text(current.replace("capacity must be at least the", "capacity is"))
-    monkeypatch.setattr(made, "PAGE", page)
-    assert made.main(["--check"]) == 1
-    assert made.main([]) == 0
+    page.write_text(current.replace("`llama4_text`", "`lama`"))
+    monkeypatch.setattr(make_families, "PAGE", page)
+    assert make_families.main(["--check"]) == 1
+    assert make_families.main([]) == 0
     assert page.read_text() == current
-
-
-_SOURCE = """
-import warnings
-import torch
-ADVICE = "do that."
-_NAMED = "a name of its own; mend it."
-class Broken(Exception): ...
-def plain(x, shape):
-    if x: raise ValueError(f"x must be {'large' if shape else 'small'}, got {shape[0]}; {ADVICE}")
-    elif shape: raise Broken(_NAMED)
-    warnings.warn("slow, as it is; wait.", stacklevel=2)
-def passes(holds, message):
-    torch._assert_async(holds, f"flexvarlen: {message}")
-    raise ValueError(message) from None
-def uses(): passes(True, "it holds not; " "hold it.")
-def why_not(self): return "no kernel here; build one." if self else None
-def raises_again(error): raise ValueError(str(error))
-def local(a):
-    text = f"local {a.b.c} text; go."
-    raise RuntimeError(text)
-def ends(): raise StopIteration("not an error")
-def sentence(x): return f"x is odd, got {x}; halve it."
-def told(x): raise ValueError(sentence(x))
-"""
-
-
-def test_each_way_to_make_a_message_is_found(tmp_path):
-    file = tmp_path / "module.py"
-    file.write_text(_SOURCE)
-    messages = maker("make_messages").collect((file,))
-    assert {(message.kind, message.text) for message in messages} == {
-        ("ValueError", "x must be <large / small>, got <…>; do that."),
-        ("Broken", "a name of its own; mend it."),
-        ("warning", "slow, as it is; wait."),
-        ("ValueError", "it holds not; hold it."),
-        ("refusal", "no kernel here; build one."),
-        ("RuntimeError", "local <c> text; go."),
-        ("ValueError", "x is odd, got <x>; halve it."),
-    }
-    by_kind = {message.kind: message for message in messages}
-    assert by_kind["Broken"].says_and_advises() == ("a name of its own", "mend it.")
-
-
-def raised() -> Iterator[str]:
-    """What users are told, as it comes."""
-    layout = fv.PackedLayout.from_lengths([3, 2])
-    q = torch.zeros(5, 4, 8)
-    model = new_model("qwen3")
-    for mistake in (
-        lambda: fv.pack([9], 8),
-        lambda: fv.PackedLayout.from_cu_seqlens(torch.tensor([0.0, 3.0])),
-        lambda: fv.PackedLayout.from_lengths([3, 2], capacity=1),
-        lambda: fv.PackedCollator(total_tokens=4)([[1, 2, 3, 4, 5]]),
-        lambda: fv.BalancedSampler([[1]], num_replicas=0),
-        lambda: fv.packed_attention(q, q[:4], q, layout),
-        lambda: fv.packed_attention(q, q, q, layout, backend="fa2"),
-        lambda: fv.patch_model(model, "no_such"),
-        lambda: fv.patch_model(torch.nn.Linear(1, 1)),
-        lambda: fv.patch_model(model, "sdpa")(torch.zeros(1, 5).long(), cu_seqlens=torch.zeros(2)),
-        lambda: fv.patch_model(model)(torch.zeros(1, 5).long(), output_attentions=True),
-        lambda: (
-            fv.why_not("flex")
-            and fv.packed_attention(q.clone().requires_grad_(), q, q, layout, backend="flex")
-        ),
-    ):
-        with pytest.raises((ValueError, NotImplementedError)) as caught:
-            mistake()
-        yield str(caught.value)
-
-
-def test_what_is_raised_is_on_the_page():
-    """The page is read from sources; here the errors are made."""
-    made = maker("make_messages")
-    patterns = [
-        re.compile(re.sub(r"<.*?>", "(?s:.+)", re.escape(message.text)))
-        for message in made.collect()
-    ]
-    told = list(raised())
-    assert len(told) == 12
-    for message in told:
-        assert any(pattern.fullmatch(message) for pattern in patterns), message
