@@ -9,6 +9,7 @@ unless accelerate or `--precision` says otherwise.
 
     accelerate launch examples/train.py --steps 100      # a small Llama, on Python's help topics
     accelerate launch examples/train.py --model Qwen/Qwen3-1.7B --data texts/ --tokens 16384
+    accelerate launch examples/train.py --model Qwen/Qwen3-1.7B --data chats.jsonl
 """
 
 from __future__ import annotations
@@ -34,17 +35,31 @@ from transformers.optimization import get_cosine_schedule_with_warmup
 import flexvarlen as fv
 from flexvarlen.verify.corpus import read_documents, train_tokenizer
 
+DATA = (
+    "A file, or a folder of them: text, or .jsonl, an object a line with text or messages (in the "
+    "tokenizer's chat template, else their contents joined by newlines)."
+)
 SMALL = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6)
 
 
-def tokenizer_and_model(name: str | None, texts: tuple[str, ...]) -> Any:
+def read_texts(files: list[Path], tokenizer: Any) -> tuple[str, ...]:
+    """Documents: of plain text, and of JSON lines with `text` or `messages`."""
+    try:
+        return read_documents(files, tokenizer)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def tokenizer_model_texts(name: str | None, files: list[Path]) -> Any:
     """From a folder or the hub; without a name an untrained Llama of 20M parameters."""
     if name is not None:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        return AutoTokenizer.from_pretrained(name), model
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        texts = read_texts(files, tokenizer)
+        return tokenizer, AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), texts
+    texts = read_texts(files, None)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(texts, 8192))
     config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **SMALL)
-    return tokenizer, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return tokenizer, AutoModelForCausalLM.from_config(config, dtype=torch.float32), texts
 
 
 def packed_rows(tokenizer: Any, texts: tuple[str, ...], tokens: int) -> list[list[list[int]]]:
@@ -91,7 +106,7 @@ def save(accelerator: Accelerator, out: Path, progress: dict[str, int]) -> None:
 
 
 def main(
-    data: Annotated[Path | None, typer.Option(help="A text file, or a folder of them.")] = None,
+    data: Annotated[Path | None, typer.Option(help=DATA)] = None,
     model: Annotated[str | None, typer.Option(help="A folder or a hub name.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens in a row.")] = 4096,
     steps: int = 200,
@@ -115,7 +130,7 @@ def main(
     files = sorted(p for p in (data, *data.rglob("*")) if p.is_file()) if data else []
     if data and not files:
         raise typer.BadParameter(f"data must be or hold a file, got {data}; check the path.")
-    tokenizer, network = tokenizer_and_model(model, texts := read_documents(files))
+    tokenizer, network, texts = tokenizer_model_texts(model, files)
     rows = packed_rows(tokenizer, texts, tokens)
     ranks, pad = accelerator.num_processes, tokenizer.pad_token_id or 0
     run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}

@@ -73,8 +73,9 @@ Text = Annotated[
     list[Path] | None,
     typer.Option(
         "--text",
-        help="A text file of documents, form feeds between them. Repeatable. [default: Python's "
-        "help topics]",
+        help="A text file of documents, form feeds between them; or .jsonl, an object a line with "
+        "text or messages (in the tokenizer's chat template, else their contents joined by "
+        "newlines). Repeatable. [default: Python's help topics]",
         show_default=False,
     ),
 ]

@@ -17,6 +17,7 @@ import torch
 
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.tree_batch import Row, row_from
+from flexvarlen.verify.json_lines import SUFFIXES, json_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,27 +62,34 @@ def row_of(
     return batch.to(model.device)
 
 
-def read_documents(files: Sequence[str | Path] = ()) -> tuple[str, ...]:
+def read_documents(files: Sequence[str | Path] = (), tokenizer: Any = None) -> tuple[str, ...]:
     """The documents to pack.
 
     Args:
-        files: several files: each is a document. One file: it is split at form feeds if it has any;
-            else at runs of two or more blank lines if it has any; else at blank lines. None: the
-            topics of `pydoc_data`.
+        files: `.jsonl` and `.json`: each line is a document, as `json_documents` reads it. Plain
+            text: several files are a document each; a single one is split at form feeds if it has
+            any; else at runs of two or more blank lines if it has any; else at blank lines. None:
+            the topics of `pydoc_data`.
+        tokenizer: whose chat template makes texts of `messages`.
 
     Returns:
         Texts that are not blank.
 
     Raises:
-        ValueError: a file that is missing or not UTF-8 text, or no text in any.
+        ValueError: a file that is missing or not UTF-8 text, JSON without documents, or no text in
+            any.
     """
     if not files:
         from pydoc_data.topics import topics
 
         return tuple(text for _, text in sorted(topics.items()))
-    texts = [_read(Path(file)) for file in files]
-    if len(texts) == 1:
-        texts = _split(texts[0])
+    texts: list[str] = []
+    for file in map(Path, files):
+        text = _read(file)
+        if file.suffix.lower() in SUFFIXES:
+            texts += json_documents(text, file, tokenizer)
+        else:
+            texts += _split(text) if len(files) == 1 else [text]
     documents = tuple(text for text in texts if text.strip())
     if not documents:
         raise ValueError(
@@ -202,7 +210,7 @@ def packed_text(
     tokenizer: Any = None,
 ) -> PackedBatch:
     """Read, tokenize and pack in one go; arguments as in the functions above."""
-    texts = read_documents(files)
+    texts = read_documents(files, tokenizer)
     what = "Python's pydoc topics" if not files else f"{len(files)} file(s) of the user's"
     how = (
         f"byte-level BPE of {min(VOCABULARY, vocabulary):,} tokens trained on them"

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from flexvarlen import cli
 from flexvarlen._version import __version__
+from flexvarlen.attention.auto import table
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app, console
 from flexvarlen.cli.console import parse_tokens, progress_bar
@@ -171,6 +172,7 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
         (["--device", "tpu"], "--device must be"),
         (["--device", "cuda:99"], "--device must be"),
         (["--text", "no-such-file"], "--text must name"),
+        (["--text", str(table.PATH)], "--text must be a JSON object on each line"),
         (["--tokens", "8x"], "at least 2 tokens"),
         (["--out", __file__], "--out must be where records can be"),
         (["--out", f"{__file__}/below"], "--out must be where records can be"),

@@ -219,3 +219,22 @@ def test_data_without_a_file_is_refused(folder, one_process):
     for data in ("empty", "missing"):
         with pytest.raises(typer.BadParameter, match="data must be or hold a file"):
             one_process("empty", data=folder / data, out=folder / "nothing")
+
+
+def test_chats_are_trained_on_in_the_models_template(folder, one_process):
+    """And JSON lines of anything else are refused, not trained on as they stand."""
+    shutil.copytree(folder / "tiny", folder / "chatty")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "chatty")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "chatty")
+    chat = [{"role": "user", "content": "packed?"}, {"role": "assistant", "content": "a row"}]
+    data = folder / "chats.jsonl"
+    data.write_text(f"{json.dumps({'messages': chat})}\n\n{json.dumps({'text': 'token'})}\n")
+    options = {"data": data, "model": folder / "chatty", "out": folder / "chatty-out", "steps": 1}
+    one_process("chats", **options)
+    seen = documents_of(folder / "chats")[0]
+    assert sorted(map(tokenizer.decode, seen)) == ["[user]packed?[assistant]a row", "token"]
+
+    data.write_text('{"text": "good"}\n{"prompt": "bad"}\n')
+    with pytest.raises(typer.BadParameter, match=r"text must be objects with .*line 2 of"):
+        one_process("refused", **options)

@@ -1,0 +1,96 @@
+"""Documents in JSON lines: an object a line, with `text` or with the `messages` of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".jsonl", ".json")
+
+
+def json_documents(text: str, file: Path, tokenizer: Any = None) -> list[str]:
+    """One document for each line that is not blank.
+
+    An object with `text` is that text, whatever else it holds. One with `messages` becomes the text
+    that the tokenizer's chat template makes of them (and of `tools`, if the object has any);
+    without a template, their contents, joined by newlines.
+
+    Args:
+        text: the file's content.
+        file: its name, for messages.
+        tokenizer: of the model that reads the documents, from `AutoTokenizer`.
+
+    Raises:
+        ValueError: a line that is no JSON object or has neither, or messages that are malformed or
+            that the template refuses.
+
+    >>> chat = '{"messages": [{"role": "user", "content": "Hi"}, {"content": "Hello!"}]}'
+    >>> json_documents('{"text": "one"}\\n\\n' + chat, Path("notes.jsonl"))
+    ['one', 'Hi\\nHello!']
+    """
+    documents = []
+    # str.splitlines also splits at characters that JSON allows inside a string, U+2028 for one.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            documents.append(_document(line, f"line {number} of {str(file)!r}", tokenizer))
+    return documents
+
+
+def _document(line: str, where: str, tokenizer: Any) -> str:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"text must be a JSON object on each line of a file of that name, got {_short(line)} "
+            f"in {where}; write JSON lines, or rename a file of plain text."
+        )
+    if isinstance(found.get("text"), str):
+        return str(found["text"])
+    if "text" not in found and "messages" in found:
+        return _chat(found["messages"], found.get("tools"), where, tokenizer)
+    raise ValueError(
+        f"text must be objects with 'text' (a string) or 'messages' (a list), got {_short(line)} "
+        f"in {where}; rename the field that holds the text."
+    )
+
+
+def _chat(messages: object, tools: Any, where: str, tokenizer: Any) -> str:
+    if not (isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)):
+        raise ValueError(
+            f"text must be objects whose 'messages' are a list of objects, got "
+            f"{_short(str(messages))} in {where}; give each a role and content."
+        )
+    if getattr(tokenizer, "chat_template", None) is None:
+        return "\n".join(filter(None, (_content(message, where) for message in messages)))
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"text must be chats that the tokenizer's template accepts, got its refusal "
+            f"{str(error)!r} of {where}; change the messages, or write the chat as 'text'."
+        ) from error
+
+
+def _content(message: Mapping[str, Any], where: str) -> str:
+    """Of one message: a text, or the texts among its parts; "" where it has none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        return "\n".join(part for part in parts if isinstance(part, str))
+    if content is not None and not isinstance(content, str):
+        raise ValueError(
+            f"text must be messages whose content is a string or a list of parts, got "
+            f"{_short(str(content))} in {where}; write a string."
+        )
+    return content or ""
+
+
+def _short(text: str) -> str:
+    text = text.strip()
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")

@@ -1,0 +1,114 @@
+"""JSON lines are documents, never text to train on as they stand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flexvarlen.verify.corpus import packed_text, read_documents
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+
+
+class ChatTokenizer:
+    """As transformers' `PreTrainedTokenizerBase`, whose template wants a user first."""
+
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, tools=None, tokenize=True):
+        from jinja2 import TemplateError
+
+        assert not tokenize
+        if messages[0]["role"] != "user":
+            raise TemplateError("a user must begin")
+        said = "".join(f"<{one['role']}>{one['content']}" for one in messages)
+        return f"{tools or ''}{said}"
+
+    def encode(self, text, add_special_tokens):
+        return list(text.encode())
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A file of JSON lines."""
+
+    def write(*objects, name="notes.jsonl"):
+        file = tmp_path / name
+        texts = [one if isinstance(one, str) else json.dumps(one) for one in objects]
+        file.write_text("\n".join(texts), encoding="utf-8")
+        return file
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "A.JSONL"])
+def test_each_line_is_a_document(lines, name):
+    file = lines({"text": "one\n\n\nstill\fone"}, "", {"text": "two", "id": 3}, " \t", name=name)
+    assert read_documents([file]) == ("one\n\n\nstill\fone", "two")
+
+
+def test_characters_that_python_takes_for_ends_of_lines_stay_inside(lines):
+    assert read_documents([lines('{"text": "a\u2028b\u0085c"}\r')]) == ("a\u2028b\u0085c",)
+
+
+def test_several_files_and_plain_text_mix(lines):
+    plain = lines("a\n\nb", name="plain.txt")
+    assert read_documents([lines({"text": "x"}, {"text": "y"}), plain]) == ("x", "y", "a\n\nb")
+
+
+def test_chats_use_the_template_if_there_is_one(lines):
+    file = lines({"messages": CHAT}, {"messages": CHAT, "tools": [1]}, {"text": "z", "messages": 0})
+    with_template = read_documents([file], ChatTokenizer())
+    assert with_template == ("<user>Hi<assistant>Hello!", "[1]<user>Hi<assistant>Hello!", "z")
+    assert read_documents([file]) == ("Hi\nHello!", "Hi\nHello!", "z")
+
+
+def test_parts_of_a_message_without_a_template(lines):
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+    assert read_documents([lines({"messages": chat})]) == ("What is it?",)
+
+
+def test_row_of_a_chat_is_in_the_models_template(lines):
+    batch = packed_text(
+        vocabulary=256,
+        tokens=200,
+        files=[lines({"messages": CHAT})],
+        tokenizer=ChatTokenizer(),
+    )
+    assert bytes(batch.input_ids[0].tolist()).count(b"<user>")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("plain text", "a JSON object on each line"),
+        ("[", "a JSON object on each line"),
+        ('"a string"', "a JSON object on each line"),
+        ({"prompt": "x"}, "with 'text' .* or 'messages'"),
+        ({"text": 3}, "with 'text' .* or 'messages'"),
+        ({"messages": "Hi"}, "whose 'messages' are a list of objects"),
+        ({"messages": ["Hi"]}, "whose 'messages' are a list of objects"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content is a string"),
+    ],
+)
+def test_other_lines_are_refused_by_number(lines, line, words):
+    file = lines({"text": "good"}, "", line)
+    with pytest.raises(
+        ValueError, match=rf"^text must be .*{words}.*, got .*line 3 of .*; "
+    ) as found:
+        read_documents([file])
+    assert "\n" not in str(found.value)
+    assert Path(file).name in str(found.value)
+
+
+def test_refusal_of_the_template_names_the_line(lines):
+    file = lines({"messages": CHAT}, {"messages": CHAT[::-1]})
+    with pytest.raises(ValueError, match=r"got its refusal 'a user must begin' of line 2 of"):
+        read_documents([file], ChatTokenizer())
+
+
+def test_a_long_line_is_shortened(lines):
+    with pytest.raises(ValueError, match="text must") as found:
+        read_documents([lines({"prompt": "x" * 10_000})])
+    assert len(str(found.value)) < 400
