@@ -48,7 +48,6 @@ from transformers.utils import logging
 import flexvarlen as fv
 from flexvarlen.report.figure import STYLES
 from flexvarlen.verify.corpus import read_documents, train_tokenizer
-from flexvarlen.verify.isolation.callback import IsolationCallback
 
 logging.disable_progress_bar()
 
@@ -134,9 +133,9 @@ print("unpacked", tuple(b["input_ids"].shape), "labels:", (b["labels"] != -100).
 # %% [markdown]
 # ## Three training runs
 #
-# The packed one needs two more lines: `fv.patch_model` and the collator. `IsolationCallback` is an
-# optional check: before the first step it replaces documents by others and verifies that no bit of
-# their neighbours changes, in any layer or gradient.
+# The packed one needs two more lines: `fv.patch_model` and the collator. `fv.IsolationCallback` is
+# an optional check: before the first step it replaces documents by others and verifies that no bit
+# of their neighbours changes, in any layer or gradient.
 
 
 # %%
@@ -194,7 +193,7 @@ logs = {
     "another seed": train(new_model(1), padded),
 }
 model = fv.patch_model(new_model(0), backend=BACKEND)
-check = IsolationCallback(examples=1)  # on one row
+check = fv.IsolationCallback(examples=1)  # on one row
 logs["packed"] = train(model, packed, check)
 
 losses = {name: [log["loss"] for log in found] for name, found in logs.items()}

@@ -345,7 +345,7 @@ print(hybrid_report.sentence())
 # ## Where to put the check
 #
 # - once by hand, with your model and a batch from your own collator, as above;
-# - in training: `IsolationCallback`, see notebook 3;
+# - in training: `fv.IsolationCallback`, see notebook 3;
 # - in your tests: the pytest fixture of `flexvarlen.verify.isolation.fixture`;
 # - in a shell: `flexvarlen verify --help`.
 #

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flexvarlen.patches.lm_head import lm_head
     from flexvarlen.patches.trainers import patch_trainer
     from flexvarlen.verify.compare.compare import compare
+    from flexvarlen.verify.isolation.callback import IsolationCallback
 
 __all__ = [
     "BACKENDS",
@@ -45,6 +46,7 @@ __all__ = [
     "DocumentLogprobs",
     "DocumentMask",
     "Explanation",
+    "IsolationCallback",
     "IsolationError",
     "IsolationReport",
     "PackedCollator",
@@ -81,6 +83,7 @@ _HOMES = {
     "attention.backends.registry": ("BACKENDS", "available_backends", "why_not"),
     "attention.explain": ("Explanation", "explain"),
     "verify.compare.compare": ("compare",),
+    "verify.isolation.callback": ("IsolationCallback",),
     "layout.labels": ("tree_loss",),
     "layout.logprobs": ("DocumentLogprobs", "document_logprobs"),
     "layout.per_document": ("pool",),
@@ -128,4 +131,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names alone, so that completion offers no others."""
+    return sorted(__all__)

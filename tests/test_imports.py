@@ -158,6 +158,15 @@ def test_transformers_is_known_to_patches_and_above():
             assert "transformers" not in packages, name
 
 
+def test_public_names_are_what_dir_shows_and_each_has_a_home():
+    """Also once they are looked up, which keeps them among the module's globals."""
+    assert dir(flexvarlen) == sorted(flexvarlen.__all__)
+    for name in flexvarlen.__all__:
+        found = getattr(flexvarlen, name)
+        assert getattr(found, "__name__", name) == name
+    assert dir(flexvarlen) == sorted(flexvarlen.__all__)
+
+
 SLOW = (
     *("torch._dynamo", "torch._inductor", "torch.nn.attention", "triton", "sympy"),
     *("transformers", "accelerate", "flash_attn", "numpy.testing"),

@@ -1,7 +1,7 @@
 """A callback of transformers' Trainer that verifies isolation: before the first step, and later.
 
 trainer = Trainer(model, args, train_dataset=..., data_collator=DataCollatorWithFlattening(),
-                  callbacks=[IsolationCallback()])
+                  callbacks=[fv.IsolationCallback()])
 """
 
 from __future__ import annotations
