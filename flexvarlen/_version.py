@@ -1,3 +1,3 @@
-"""The version, by itself: whatever needs it imports nothing else."""
+"""The version, in one place: the build reads it here too. This file imports nothing."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -28,7 +28,7 @@ from flexvarlen.report.records import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *DOCS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples").glob("[0-9]*.py"))
 RUN = [page for page in DOCS if "benchmarks" not in page.as_posix()]
 
