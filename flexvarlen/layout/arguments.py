@@ -24,6 +24,18 @@ def as_int(value: Any) -> int | None:
         return None
 
 
+def at_least(name: str, value: Any, least: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        ValueError: it is no integer, or below `least`.
+    """
+    number = as_int(value)
+    if number is None or number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}; fix it.")
+    return number
+
+
 def require_tensor(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a tensor."""
     if not isinstance(value, Tensor):

@@ -3,6 +3,8 @@
 | module | holds |
 |---|---|
 | `pack.py` | `pack` decides which documents share a row; `split_long`; `efficiency` |
+| `dataset.py` | `PackedDataset`, a dataset of packed rows |
+| `examples.py` | what it reads of its examples |
 | `stream.py` | `StreamPacker` packs a stream of documents |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
 | `columns.py` | the columns that it takes, as rows of arrays |
@@ -11,6 +13,7 @@
 """
 
 from flexvarlen.packing.collator import PackedCollator
+from flexvarlen.packing.dataset import PackedDataset
 from flexvarlen.packing.pack import Piece, efficiency, pack, split_long
 from flexvarlen.packing.sampler import BalancedSampler
 from flexvarlen.packing.stream import StreamPacker
@@ -18,6 +21,7 @@ from flexvarlen.packing.stream import StreamPacker
 __all__ = [
     "BalancedSampler",
     "PackedCollator",
+    "PackedDataset",
     "Piece",
     "StreamPacker",
     "efficiency",

@@ -21,7 +21,7 @@ from flexvarlen.packing.columns import (
     IGNORED,
     KNOWN,
     LOSS_MASKS,
-    check_size,
+    check_row,
     differ,
     ends_of,
     features_of,
@@ -244,24 +244,8 @@ class PackedCollator:
 
     def _documents(self, row: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
         """Yield the documents of one row, without padding; labels default to the input_ids."""
-        for name in self.extra:
-            if name not in row:
-                raise ValueError(
-                    f"features must hold {name}, got {', '.join(row)}; add the column."
-                )
-        for name, values in row.items():
-            if values.size and values.dtype.kind not in "iub" and name not in self.extra:
-                raise ValueError(
-                    f"{name} must be integers, got {values.dtype}; convert the column."
-                )
-            if name not in ("seq_lengths", *BOUNDARIES):
-                check_size(name, values, row["input_ids"])
+        check_row(row, self.extra)
         tokens = row["input_ids"]
-        if tokens.size and tokens.min() < 0:
-            raise ValueError(
-                f"input_ids must be at least 0, got {tokens.min()}; fix the document (labels are "
-                "what is -100 where nothing is learned)."
-            )
         columns = {name: row[name] for name in ("labels", "input_ids", *self.extra) if name in row}
         if "labels" in row:
             columns[_GIVEN] = row["labels"]

@@ -47,7 +47,7 @@ def _not_features(given: Any) -> str:
     )
 
 
-def _check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
+def check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
     """Raise for a column that is not known, or without tokens."""
     tokens = feature.get("input_ids")
     if tokens is None:
@@ -92,7 +92,7 @@ def rows_of(feature: Any, extra: Iterable[str]) -> Iterator[dict[str, NDArray[An
         if not isinstance(feature, Sequence | np.ndarray | Tensor) or isinstance(feature, str):
             raise ValueError(_not_features(feature))
         feature = {"input_ids": feature}  # the tokens alone
-    _check_columns(feature, extra)
+    check_columns(feature, extra)
     arrays = {
         name: _array(name, value)
         for name, value in feature.items()
@@ -213,4 +213,22 @@ def check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:
         raise ValueError(
             f"{name} must have a value for each of {tokens.size} tokens, got "
             f"{list(values.shape)}; fix that column."
+        )
+
+
+def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
+    """Raise unless each column has an integer for each token, and all of `extra` are there."""
+    for name in extra:
+        if name not in row:
+            raise ValueError(f"features must hold {name}, got {', '.join(row)}; add the column.")
+    for name, values in row.items():
+        if values.size and values.dtype.kind not in "iub" and name not in extra:
+            raise ValueError(f"{name} must be integers, got {values.dtype}; convert the column.")
+        if name not in ("seq_lengths", *BOUNDARIES):
+            check_size(name, values, row["input_ids"])
+    tokens = row["input_ids"]
+    if tokens.size and tokens.min() < 0:
+        raise ValueError(
+            f"input_ids must be at least 0, got {tokens.min()}; fix the document (labels are "
+            "what is -100 where nothing is learned)."
         )

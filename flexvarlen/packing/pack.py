@@ -89,15 +89,20 @@ def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
     [Piece(document=0, start=0, stop=3), Piece(document=1, start=0, stop=8), ...]
     """
     values = _checked(lengths, capacity, bounded=False)
-    capacity = int(capacity)
-    counts = -(-values // capacity)
-    index = np.repeat(np.arange(values.size), counts)
+    with _no_collection():
+        found = zip(*(each.tolist() for each in cut_into(values, int(capacity))), strict=True)
+        return list(map(Piece._make, found))
+
+
+def cut_into(
+    lengths: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The pieces of `split_long` as arrays: documents, starts and stops."""
+    counts = -(-lengths // capacity)
+    index = np.repeat(np.arange(lengths.size), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     start = (np.arange(index.size) - first) * capacity
-    stop = np.minimum(start + capacity, values[index])
-    with _no_collection():
-        found = zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)
-        return list(map(Piece._make, found))
+    return index, start, np.minimum(start + capacity, lengths[index])
 
 
 def efficiency(lengths: Lengths, rows: Sequence[Sequence[int]], capacity: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from flexvarlen.layout.arguments import as_int, integers
+from flexvarlen.layout.arguments import at_least, integers
 from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 
 
@@ -53,9 +53,9 @@ class BalancedSampler(Sampler[int]):
         window: int = 64,
         drop_last: bool = False,
     ) -> None:
-        num_replicas = _at_least("num_replicas", num_replicas, 1)
-        window, seed = _at_least("window", window, 1), _at_least("seed", seed, 0)
-        rank = None if rank is None else _at_least("rank", rank, 0)
+        num_replicas = at_least("num_replicas", num_replicas, 1)
+        window, seed = at_least("window", window, 1), at_least("seed", seed, 0)
+        rank = None if rank is None else at_least("rank", rank, 0)
         if rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(
                 f"rank must be None or from 0 to {num_replicas - 1}, got {rank}; pass the "
@@ -235,15 +235,3 @@ class BalancedSampler(Sampler[int]):
 
     def _own(self, step: Sequence[int]) -> Sequence[int]:
         return step if self.rank is None else [step[self.rank]]
-
-
-def _at_least(name: str, value: Any, least: int) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: it is no integer, or below `least`.
-    """
-    number = as_int(value)
-    if number is None or number < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}; fix it.")
-    return number

@@ -1,0 +1,201 @@
+"""`PackedDataset`: a map-style dataset whose items are packed rows of tokenized examples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from flexvarlen.layout.arguments import at_least
+from flexvarlen.packing.columns import IGNORED, differ
+from flexvarlen.packing.examples import (
+    Columns,
+    blocks,
+    learned_spans,
+    read_example,
+    require_sequence,
+)
+from flexvarlen.packing.pack import Strategy, cut_into, pack
+
+Long = Literal["split", "truncate", "drop"]
+
+
+class PackedDataset(Dataset[list[Columns]]):
+    """Packs tokenized examples into rows, for a `DataLoader` or `Trainer` with `PackedCollator`.
+
+    An item is a row: a list of documents of at most `tokens` tokens together, each a mapping of
+    columns to arrays, as `PackedCollator` takes them. It puts all rows of a batch into one, so
+    leave its `total_tokens` out, or pass the batch size times `tokens`. Trainer removes no columns
+    from such items.
+
+    Lengths are read once, when the dataset is made, with a line of progress every few seconds: of
+    a `datasets.Dataset` from the offsets of its Arrow lists, without their values. Columns that
+    decide what is learned (labels and masks) are read with them. Examples themselves are read when
+    an item is. All others than a `datasets.Dataset` are read once, example by example.
+
+    Args:
+        dataset: the examples: a `datasets.Dataset`, a list, or any other sequence. Each is a
+            mapping with `input_ids` and optionally `labels`, `attention_mask`, `completion_mask`,
+            `assistant_masks`, `position_ids`, `seq_idx`; or token ids alone.
+        tokens: number of tokens in a row, at least 1.
+        long: what happens to an example of more than `tokens` tokens: "split": it is cut into
+            pieces, each a document; "truncate": its first `tokens` are kept; "drop": it is left
+            out. All columns are cut alike.
+        strategy: as in `pack`.
+        seed: random seed, combined with the epoch; at least 0. None: rows and documents stay in
+            the order that `pack` gives, in each epoch.
+        extra: names of additional columns with one value per token, as in `PackedCollator`.
+        next_token_labels: whether given labels are next-token labels; None: unless one of the
+            dataset differs from its token. If so, a piece's first token has no label.
+
+    Attributes:
+        num_long: number of examples longer than `tokens`.
+        num_dropped: number of examples, or pieces of them, left out because nothing in them is
+            learned: empty, with all labels masked, or of one token that nothing predicts.
+        row_lengths: the lengths of each row's documents, for `BalancedSampler`.
+
+    Raises:
+        ValueError: an argument is invalid, an example is no tokenized document (the message has
+            its index), or nothing is left to pack.
+
+    `set_epoch` shuffles documents: those of equal length swap rows. Each row keeps the lengths of
+    its documents, so the number of rows stays the one that Trainer planned with, each document
+    comes once per epoch, and `row_lengths` stay true. A document whose length is unique keeps its
+    row. Rows have a random order that is the same in each epoch; shuffle them in the loader, as
+    Trainer does.
+
+    >>> rows = PackedDataset([[1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 19))], 8, seed=None)
+    >>> [[document["input_ids"].tolist() for document in row] for row in rows]
+    [[[10, 11, 12, 13, 14, 15, 16, 17]], [[1, 2, 3, 4, 5], [6, 7, 8]]]
+    >>> rows.num_long, rows.num_dropped
+    (1, 1)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokens: int,
+        *,
+        long: Long = "split",
+        strategy: Strategy = "best_fit_decreasing",
+        seed: int | None = 0,
+        extra: Collection[str] = (),
+        next_token_labels: bool | None = None,
+    ) -> None:
+        self.tokens = at_least("tokens", tokens, 1)
+        self.seed = None if seed is None else at_least("seed", seed, 0)
+        pack([], self.tokens, strategy=strategy)  # validates the strategy
+        if long not in get_args(Long):
+            raise ValueError(f"long must be split, truncate or drop, got {long!r}; choose one.")
+        if next_token_labels not in (None, True, False):
+            raise ValueError(
+                f"next_token_labels must be True, False or None, got {next_token_labels!r}; choose "
+                "one."
+            )
+        if isinstance(extra, str) or not isinstance(extra, Collection):
+            raise ValueError(
+                f"extra must be names of columns, got {extra!r:.80}; pass a list of them."
+            )
+        require_sequence(dataset)
+        self.dataset, self.long, self.extra = dataset, long, tuple(extra)
+        self.next_token_labels = next_token_labels
+        self.num_long = self.num_dropped = 0
+        self._examples, self._starts, self._stops = self._pieces()
+        self._plan, self._ends = self._planned(strategy)
+        self._drawn: tuple[int, NDArray[np.int64]] | None = None  # an epoch, and its pieces
+        # Loader workers that persist see the epoch of the main process.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        """Return the number of rows, the same in each epoch."""
+        return self._ends.size - 1
+
+    def __getitem__(self, index: int) -> list[Columns]:
+        """Return the documents of a row.
+
+        Raises:
+            IndexError: there is no such row.
+            ValueError: an example is no tokenized document.
+        """
+        row = range(len(self))[index]
+        pieces = self._order()[self._ends[row] : self._ends[row + 1]]
+        return [self._document(piece) for piece in pieces.tolist()]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the documents for an epoch; accelerate's loaders, and so Trainer, call this."""
+        self._epoch.fill_(at_least("epoch", epoch, 0))
+
+    @property
+    def row_lengths(self) -> list[list[int]]:
+        """The lengths of the documents of each row."""
+        lengths = (self._stops - self._starts)[self._plan].tolist()
+        return [lengths[begin:end] for begin, end in pairwise(self._ends.tolist())]
+
+    def _planned(self, strategy: Strategy) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The pieces of all rows, one row after the other, and the boundaries of the rows."""
+        rows = pack(self._stops - self._starts, self.tokens, strategy=strategy)
+        if self.seed is not None:
+            np.random.default_rng(self.seed).shuffle(rows)
+        ends = np.cumsum([0, *map(len, rows)])
+        flat = (piece for row in rows for piece in row)
+        return np.fromiter(flat, np.int64, self._starts.size), ends
+
+    def _order(self) -> NDArray[np.int64]:
+        """The pieces of all rows; in each epoch, those of equal length change places."""
+        epoch = int(self._epoch)
+        if self.seed is None:
+            return self._plan
+        if self._drawn is None or self._drawn[0] != epoch:
+            lengths = self._stops - self._starts
+            keys = np.random.default_rng([self.seed, epoch]).random(lengths.size)
+            swapped = np.empty(lengths.size, np.int64)
+            swapped[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
+            self._drawn = epoch, swapped[self._plan]
+        return self._drawn[1]
+
+    def _document(self, piece: int) -> Columns:
+        start, stop = int(self._starts[piece]), int(self._stops[piece])
+        row = read_example(self.dataset, int(self._examples[piece]), self.extra)
+        document = {name: values[start:stop] for name, values in row.items()}
+        if start and self.next_token_labels and "labels" in document:
+            document["labels"] = document["labels"].copy()
+            document["labels"][0] = IGNORED  # the token that predicts it is in another document
+        return document
+
+    def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+        """Examples, starts and stops of the pieces in which something is learned."""
+        found, given, differs = [], False, False
+        for begin, lengths, columns in blocks(self.dataset, self.extra):
+            self.num_long += int((lengths > self.tokens).sum())
+            self.num_dropped += int((lengths == 0).sum())
+            examples, starts, stops = self._cut(lengths)
+            labels = columns.get("labels")
+            given |= labels is not None
+            differs |= labels is not None and differ(labels, columns["input_ids"])
+            first, last = learned_spans(columns, lengths, examples, starts, stops)
+            kinds = (starts.astype(np.int32), stops.astype(np.int32))
+            found.append((examples + begin, *kinds, last > first, last >= first))
+        if self.next_token_labels is None or not given:  # labels of the collator are next tokens
+            self.next_token_labels = not (given and differs)
+        examples, starts, stops, later, any_at_all = map(np.concatenate, zip(*found, strict=True))
+        kept = later if self.next_token_labels else any_at_all
+        self.num_dropped += int((~kept).sum())
+        if not kept.any():
+            raise ValueError(
+                f"dataset must hold a document with labels that are learned, got none in "
+                f"{len(self.dataset)} examples; check their labels and masks, and tokens="
+                f"{self.tokens}, long={self.long!r}."
+            )
+        return examples[kept], starts[kept], stops[kept]
+
+    def _cut(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        if self.long == "split":
+            return cut_into(lengths, self.tokens)
+        most = self.tokens if self.long == "drop" else lengths.max(initial=0)
+        examples = np.flatnonzero((lengths > 0) & (lengths <= most))
+        return examples, np.zeros_like(examples), np.minimum(lengths[examples], self.tokens)

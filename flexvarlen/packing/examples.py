@@ -1,0 +1,145 @@
+"""What `PackedDataset` reads of tokenized examples: lengths, and which tokens are learned."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexvarlen.packing.columns import BOUNDARIES, IGNORED, LOSS_MASKS, check_row, rows_of
+
+Columns = dict[str, NDArray[Any]]
+
+_LABELLING = ("labels", "attention_mask", *LOSS_MASKS)  # they say which tokens are learned
+_BLOCK = 2_000  # examples read at a time: their labels are in memory together
+_REPORT_S = 5.0  # between two lines of progress
+
+
+def require_sequence(dataset: Any) -> None:
+    """Raise ValueError unless `dataset` is a sequence of at least one example."""
+    wrong = isinstance(dataset, str | bytes | Mapping)
+    if wrong or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ValueError(
+            f"dataset must be a sequence of tokenized examples, got {type(dataset).__name__}; pass "
+            "one split of a DatasetDict, or a stream to StreamPacker."
+        )
+    if len(dataset) == 0:
+        raise ValueError("dataset must hold an example at least, got none; pass some.")
+
+
+def read_example(dataset: Any, index: int, extra: Collection[str]) -> Columns:
+    """The columns of an example.
+
+    Raises:
+        ValueError: it is no tokenized document, with its index.
+    """
+    try:
+        rows = list(rows_of(dataset[index], extra))
+        if len(rows) != 1:
+            raise ValueError(
+                f"input_ids must be those of one document, got {len(rows)} rows; pass the rows "
+                "one by one."
+            )
+        for name in ("seq_lengths", *BOUNDARIES):
+            if name in rows[0]:
+                raise ValueError(
+                    f"columns must be of one document, got {name}, of a packed row; pass what "
+                    "was tokenized, before it was packed."
+                )
+        check_row(rows[0], extra)
+    except ValueError as error:
+        raise ValueError(f"dataset[{index}] must be a tokenized document: {error}") from error
+    return rows[0]
+
+
+def blocks(
+    dataset: Any, extra: Collection[str]
+) -> Iterator[tuple[int, NDArray[np.int64], Columns]]:
+    """First example, lengths and concatenated columns of some examples after others.
+
+    The columns are those that say what is learned, and input_ids with labels; or none.
+    """
+    first = dataset[0]
+    names: list[str] = []
+    if isinstance(first, Mapping):
+        read_example(dataset, 0, extra)
+        names = [name for name in _LABELLING if name in first]
+    total, reported = len(dataset), time.monotonic()
+    for begin in range(0, total, _BLOCK):
+        end = min(begin + _BLOCK, total)
+        block = _of_arrow(dataset, begin, end, names)
+        yield (
+            begin,
+            *(block or _joined([read_example(dataset, i, extra) for i in range(begin, end)])),
+        )
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            print(f"PackedDataset: read {end:,} of {total:,} examples", file=sys.stderr)
+
+
+def _of_arrow(
+    dataset: Any, begin: int, end: int, names: list[str]
+) -> tuple[NDArray[np.int64], Columns] | None:
+    """Lengths and columns of examples of a `datasets.Dataset`; None if there are no such lists."""
+    if not hasattr(dataset, "with_format") or dataset.format["type"] == "custom":
+        return None
+    if names:
+        names = ["input_ids", *names]
+    table = dataset.with_format("arrow", columns=names or ["input_ids"])[begin:end]
+    lengths: Columns = {}
+    for name in table.column_names:
+        lists = table.column(name).chunks
+        if not all(hasattr(each, "offsets") for each in lists):
+            return None  # no lists, or lists of one size
+        lengths[name] = np.concatenate([np.diff(each.offsets.to_numpy()) for each in lists])
+    if any((each != lengths["input_ids"]).any() for each in lengths.values()):
+        return None  # to find the example, and say so
+    columns = {
+        name: np.concatenate([x.flatten().to_numpy(zero_copy_only=False) for x in column.chunks])
+        for name, column in ((name, table.column(name)) for name in names)
+    }
+    return lengths["input_ids"].astype(np.int64), columns
+
+
+def _joined(rows: list[Columns]) -> tuple[NDArray[np.int64], Columns]:
+    """The same of rows that were read. A column that some rows lack masks nothing in them."""
+    names = [name for name in _LABELLING if any(name in row for row in rows)]
+    columns: Columns = {}
+    for name in ("input_ids", *names) if names else ():
+        default = np.copy if name == "labels" else np.ones_like
+        columns[name] = np.concatenate(
+            [row[name] if name in row else default(row["input_ids"]) for row in rows]
+        )
+    return np.array([row["input_ids"].size for row in rows], np.int64), columns
+
+
+def learned_spans(
+    columns: Columns,
+    lengths: NDArray[np.int64],
+    examples: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first token of each piece, without padding, and its last one with a label.
+
+    The label of a piece's first token, if of a next token, is not learned.
+    """
+    begins = (np.cumsum(lengths) - lengths)[examples]
+    if not columns:
+        return begins + starts, begins + stops - 1
+    at = np.arange(columns["input_ids"].size)
+    kept = learned = np.ones(at.size, bool)
+    if "attention_mask" in columns:
+        kept = columns["attention_mask"] != 0
+    for name in LOSS_MASKS:
+        if name in columns:
+            learned = learned & (columns[name] != 0)
+    if "labels" in columns:
+        learned = learned & (columns["labels"] != IGNORED)
+    first = np.minimum.accumulate(np.where(kept, at, at.size)[::-1])[::-1]
+    last = np.maximum.accumulate(np.where(kept & learned, at, -1))
+    return first[begins + starts], last[begins + stops - 1]
