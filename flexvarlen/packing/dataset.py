@@ -92,7 +92,7 @@ class PackedDataset(Dataset[list[Columns]]):
         pack([], self.tokens, strategy=strategy)  # validates the strategy
         if long not in get_args(Long):
             raise ValueError(f"long must be split, truncate or drop, got {long!r}; choose one.")
-        if next_token_labels not in (None, True, False):
+        if not isinstance(next_token_labels, bool | None):
             raise ValueError(
                 f"next_token_labels must be True, False or None, got {next_token_labels!r}; choose "
                 "one."
@@ -163,8 +163,10 @@ class PackedDataset(Dataset[list[Columns]]):
         row = read_example(self.dataset, int(self._examples[piece]), self.extra)
         document = {name: values[start:stop] for name, values in row.items()}
         if start and self.next_token_labels and "labels" in document:
+            # The token that predicts the first one is in another document.
+            kept = document.get("attention_mask", document["input_ids"] >= 0) != 0
             document["labels"] = document["labels"].copy()
-            document["labels"][0] = IGNORED  # the token that predicts it is in another document
+            document["labels"][kept.argmax()] = IGNORED
         return document
 
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
@@ -178,8 +180,8 @@ class PackedDataset(Dataset[list[Columns]]):
             given |= labels is not None
             differs |= labels is not None and differ(labels, columns["input_ids"])
             first, last = learned_spans(columns, lengths, examples, starts, stops)
-            kinds = (starts.astype(np.int32), stops.astype(np.int32))
-            found.append((examples + begin, *kinds, last > first, last >= first))
+            span = starts.astype(np.int32), stops.astype(np.int32)
+            found.append((examples + begin, *span, last > first, last >= first))
         if self.next_token_labels is None or not given:  # labels of the collator are next tokens
             self.next_token_labels = not (given and differs)
         examples, starts, stops, later, any_at_all = map(np.concatenate, zip(*found, strict=True))

@@ -72,10 +72,9 @@ def blocks(
     for begin in range(0, total, _BLOCK):
         end = min(begin + _BLOCK, total)
         block = _of_arrow(dataset, begin, end, names)
-        yield (
-            begin,
-            *(block or _joined([read_example(dataset, i, extra) for i in range(begin, end)])),
-        )
+        if block is None:
+            block = _joined([read_example(dataset, i, extra) for i in range(begin, end)])
+        yield begin, *block
         if time.monotonic() - reported > _REPORT_S:
             reported = time.monotonic()
             print(f"PackedDataset: read {end:,} of {total:,} examples", file=sys.stderr)
@@ -93,8 +92,8 @@ def _of_arrow(
     lengths: Columns = {}
     for name in table.column_names:
         lists = table.column(name).chunks
-        if not all(hasattr(each, "offsets") for each in lists):
-            return None  # no lists, or lists of one size
+        if not all(hasattr(x, "offsets") and not hasattr(x.values, "offsets") for x in lists):
+            return None  # lists of one size, or of lists
         lengths[name] = np.concatenate([np.diff(each.offsets.to_numpy()) for each in lists])
     if any((each != lengths["input_ids"]).any() for each in lengths.values()):
         return None  # to find the example, and say so
