@@ -129,7 +129,7 @@ def test_broken_links_are_seen(tmp_path):
     assert broken_link(page, "nowhere.md")
     assert broken_link(page, "index.md#no")
     assert broken_link(page, "../../elsewhere.md")
-    assert broken_link(page, "quick-start.md#install") is None
+    assert broken_link(page, "quick-start.md#patch-a-model") is None
     (tmp_path / "p.md").write_text("# A `b`: c, d\n## Same\n## Same\n```\n# no\n```\n")
     assert anchors(tmp_path / "p.md") == {"a-b-c-d", "same", "same-1"}
 
