@@ -48,11 +48,14 @@ NEWEST := .venv-newest$(if $(TORCH),-torch-$(TORCH))
 RELEASES := transformers accelerate trl peft sentence-transformers
 OLDEST := einops markdown-it-py matplotlib packaging rich typer
 
+# Commands that print only when they fail: their output goes to a file of build/dist.
+quietly = $(2) >"$(CURDIR)/build/dist/$(1).log" 2>&1 || { cat "$(CURDIR)/build/dist/$(1).log"; exit 1; }
+
 # The checkout first, then whatever the caller put there (FlashAttention unpacked in a folder, say).
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-evidence test-all test-newest test-oldest test-gpu test-external fuzz lint notebooks bench clean
+.PHONY: help demo test test-evidence test-all test-newest test-oldest test-gpu test-external fuzz lint notebooks dist bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -113,6 +116,22 @@ lint: $(DEV) ## Run ruff and mypy
 
 notebooks: $(DEV) ## Run the notebooks of examples/, and write their .ipynb anew
 	.venv/bin/python -m tests.notebooks $(NOTEBOOKS)
+
+# The wheel of dist/ is built from the sdist, and must be the one that the checkout gives. It is
+# installed with its own dependencies only, and runs away from the checkout.
+dist: $(DEV) ## Build the sdist and the wheel into dist/, and run the wheel in an empty environment
+	@rm -rf dist build/dist && mkdir -p build/dist
+	@echo "Building dist/ ..."
+	@$(call quietly,build,.venv/bin/python -m build --no-isolation .)
+	@$(call quietly,direct,.venv/bin/python -m build --no-isolation --wheel --outdir build/dist/direct .)
+	@cmp dist/*.whl build/dist/direct/*.whl
+	@echo "Installing the wheel into an empty environment ..."
+	@$(BASE_PYTHON) -m venv build/dist/venv
+	@build/dist/venv/bin/python -m pip install -qq -c constraints.txt dist/*.whl
+	@build/dist/venv/bin/python -I tests/installed.py
+	@cd build/dist/venv && $(call quietly,doctor,env -u PYTHONPATH bin/flexvarlen doctor)
+	@rm -rf build/dist
+	@ls -sh dist
 
 bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="list" lists the suites; default: all)
 	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen bench $(or $(BENCH_ARGS),all)
