@@ -139,11 +139,57 @@ def test_a_label_that_nothing_predicts():
 
 def test_a_piece_that_begins_within_an_answer():
     """A label at its first token and -100 later look like tags to the collator."""
-    turns = {"input_ids": list(range(1, 11)), "labels": [-100, -100, 3, 4, 5, 6, -100, -100, 9, 10]}
+    labels = np.array([-100, -100, 3, 4, 5, 6, -100, -100, 9, 10])
+    turns = {"input_ids": list(range(1, 11)), "labels": labels}
     packed = fv.PackedDataset([turns], 5, seed=None)
     labels = fv.PackedCollator()(list(packed))["labels"][0]
     assert labels[:10].tolist() == [-100, -100, 3, 4, 5, -100, -100, -100, 9, 10]
     assert turns["labels"][5] == 6  # what was given is as it was
+
+
+def test_padding_at_the_start_of_a_piece():
+    """The first token that is kept begins the document."""
+    values = [1, 2, 3, 4, 5, 6, 7, 8]
+    padded = {"input_ids": values, "labels": values, "attention_mask": [1, 1, 1, 1, 0, 0, 1, 1]}
+    document = next(x for row in fv.PackedDataset([padded], 4) for x in row if x["labels"][0] == 5)
+    assert document["labels"].tolist() == [5, 6, -100, 8]
+
+
+def test_labels_of_padding_are_not_learned():
+    padded = {"input_ids": [5, 0, 0], "attention_mask": [1, 0, 0]}
+    assert fv.PackedDataset([padded, [1, 2]], 4).num_dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "kept"),
+    [
+        ([0, 1, 0, 1, 1], None, 2),
+        ([0, 1, 0, 1, 1], True, 1),
+        ([5, 6, 7, 8, 9], None, 1),
+        ([5, 6, 7, 8, 9], False, 2),
+        (None, False, 1),
+    ],
+)
+def test_the_kind_of_labels_may_be_given(labels, kind, kept):
+    example = {"input_ids": [5, 6, 7, 8, 9], "labels": labels}
+    packed = fv.PackedDataset([example], 4, next_token_labels=kind)
+    assert len(tokens_of(packed)) == kept
+
+
+def test_some_examples_without_labels():
+    """They learn their tokens; the labels of the others are next tokens still."""
+    packed = fv.PackedDataset([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, [8, 9, 3]], 2)
+    assert tokens_of(packed) == [[5, 6], [8, 9]]
+    assert packed.num_dropped == 2
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+@pytest.mark.parametrize("columns", [COLUMNS[:1], COLUMNS[:2]], ids=len)
+def test_many_examples_are_read_in_parts(source, columns, monkeypatch):
+    monkeypatch.setattr(reading, "_BLOCK", 2)
+    packed = fv.PackedDataset(source([example(i, n, columns) for i, n in enumerate(LENGTHS)]), 20)
+    expected = [example(i, n)["input_ids"] for i, n in enumerate(LENGTHS)]
+    assert tokens_of(packed) == expected
 
 
 def test_empty_and_one_token_examples():
@@ -166,6 +212,14 @@ def test_an_epoch_changes_the_documents_of_rows_alone(strategy):
     assert len(packed) == len(fv.pack([len(x) for x in docs], 32, strategy=strategy))
     assert seen[0] != seen[1] != seen[2]
     assert seen[1] == seen[3]
+    plain = fv.PackedDataset(docs, 32, strategy=strategy, seed=None)
+    assert plain.row_lengths != lengths
+    assert sorted(plain.row_lengths) == sorted(lengths)
+    other = fv.PackedDataset(docs, 32, strategy=strategy, seed=6)
+    assert tokens_of(other) == sorted(docs)
+    mates = [{frozenset(row) for row in rows} for rows in seen]
+    other = {frozenset(int(x["input_ids"][0]) for x in row) for row in other}
+    assert mates[0] != mates[1] != mates[2] != other != mates[0]
     again.set_epoch(2)
     assert [[int(x["input_ids"][0]) for x in row] for row in again] == seen[2]
 
@@ -185,8 +239,9 @@ def test_without_a_seed_rows_are_those_of_pack():
 @pytest.mark.parametrize("source", SOURCES[:2], ids=lambda source: source.__name__)
 def test_loader_workers_follow_the_epoch(source):
     """Also those that persist, which hold a copy of the dataset."""
-    packed = fv.PackedDataset(source([{"input_ids": x} for x in documents() if len(x) > 1]), 48)
-    options = {"batch_size": 2, "collate_fn": fv.PackedCollator(total_tokens=96)}
+    docs = [[i, i, i] for i in range(40)]
+    packed = fv.PackedDataset(source([{"input_ids": x} for x in docs]), 12)
+    options = {"batch_size": 2, "collate_fn": fv.PackedCollator(total_tokens=24)}
     alone = DataLoader(packed, **options)
     workers = DataLoader(packed, num_workers=2, persistent_workers=True, **options)
     for epoch in range(3):
@@ -279,6 +334,7 @@ GOOD = {"input_ids": [1, 2, 3]}
         ([GOOD, "text"], {}, r"dataset\[1\] .* got str; "),
         ([GOOD, [[1, 2], [3, 4]]], {}, r"dataset\[1\] .*one document, got 2 rows; "),
         ([GOOD, GOOD | {"seq_lengths": [3]}], {}, r"dataset\[1\] .*got seq_lengths, .*; "),
+        (of_arrow([{"input_ids": [[1, 2]], "labels": [[1, 2]]}] * 2), {}, r"dataset\[0\] .*T\]"),
         ([GOOD], {"extra": ["weight"]}, r"dataset\[0\] .*must hold weight, got input_ids; "),
         ([GOOD], {"extra": "weight"}, "extra must be names of columns, got 'weight'; "),
         ([GOOD], {"tokens": 0}, "tokens must be an integer of at least 1, got 0; "),
@@ -308,6 +364,14 @@ def test_a_column_of_an_arrow_table_that_is_too_short(bad):
         return
     with pytest.raises(ValueError, match=r"dataset\[1\] must be .*labels must have a value"):
         fv.PackedDataset(table, 8)
+
+
+def test_an_arrow_table_of_rows_of_one_document():
+    """As a tokenizer with return_tensors makes them: a list in a list."""
+    row = {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}
+    packed = fv.PackedDataset(of_arrow([row, row]), 8)
+    assert packed.row_lengths == [[3, 3]]
+    assert tokens_of(packed) == [[1, 2, 3]] * 2
 
 
 def test_an_item_names_the_example():
