@@ -34,9 +34,10 @@ class PackedDataset(Dataset[list[Columns]]):
     from such items.
 
     Lengths are read once, when the dataset is made, with a line of progress every few seconds: of
-    a `datasets.Dataset` from the offsets of its Arrow lists, without their values. Columns that
-    decide what is learned (labels and masks) are read with them. Examples themselves are read when
-    an item is. All others than a `datasets.Dataset` are read once, example by example.
+    a `datasets.Dataset` from the offsets of its Arrow lists, without their values; of any other
+    sequence by reading each example. Columns that decide what is learned (labels and masks) are
+    read with them. Items read their examples again. Padding within an example takes room in its
+    row, so tokenize without.
 
     Args:
         dataset: the examples: a `datasets.Dataset`, a list, or any other sequence. Each is a
@@ -47,8 +48,8 @@ class PackedDataset(Dataset[list[Columns]]):
             pieces, each a document; "truncate": its first `tokens` are kept; "drop": it is left
             out. All columns are cut alike.
         strategy: as in `pack`.
-        seed: random seed, combined with the epoch; at least 0. None: rows and documents stay in
-            the order that `pack` gives, in each epoch.
+        seed: random seed, combined with the epoch; at least 0. None: rows and documents have the
+            order that `pack` gives, in each epoch; for "in_order", that of the dataset.
         extra: names of additional columns with one value per token, as in `PackedCollator`.
         next_token_labels: whether given labels are next-token labels; None: unless one of the
             dataset differs from its token. If so, a piece's first token has no label.

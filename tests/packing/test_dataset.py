@@ -284,10 +284,16 @@ def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, tmp_path
         check_step(step, new_model("qwen3"), seen)
 
 
-def test_trainer_sets_the_epoch(tmp_path):
+class Balanced(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return fv.BalancedSampler(self.train_dataset.row_lengths, num_replicas=1)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, Balanced])
+def test_trainer_sets_the_epoch(trainer_class, tmp_path):
     docs = [[i, t] for i in range(3, 23) for t in range(3, 6)]
     packed = fv.PackedDataset(docs, 30)
-    trainer = Trainer(
+    trainer = trainer_class(
         fv.patch_model(new_model("qwen3"), "sdpa"),
         TrainingArguments(**settings(tmp_path, max_steps=-1, num_train_epochs=2)),
         train_dataset=packed,
