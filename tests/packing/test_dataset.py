@@ -20,7 +20,10 @@ from tests.tiny_models import new_model
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
-COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "weight")
+COLUMNS = (
+    *("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks"),
+    *("position_ids", "seq_idx", "weight"),
+)
 LENGTHS = (5, 20, 8, 9, 16)
 
 
@@ -28,7 +31,12 @@ def example(i, length, columns=COLUMNS):
     """Values that tell where they come from; all of it learned."""
     tokens = [100 * (i + 1) + t for t in range(length)]
     values = {name: [1] * length for name in columns}
-    for name, plus in (("input_ids", 0), ("labels", 0), ("weight", 5000)):
+    for name, plus in (
+        ("input_ids", 0),
+        ("labels", 0),
+        ("position_ids", -100 * i - 100),
+        ("weight", 5000),
+    ):
         if name in columns:
             values[name] = [t + plus for t in tokens]
     return values
@@ -88,6 +96,8 @@ def test_all_columns_are_cut_alike(source, long, spans):
         assert set(document) == set(COLUMNS)
         tokens = np.asarray(document["input_ids"])
         assert (np.asarray(document["weight"]) == tokens + 5000).all()
+        assert (np.asarray(document["position_ids"]) == tokens % 100).all()
+        assert fv.PackedCollator(extra={"weight": 0})(document)["packed_layout"].num_docs == 1
         labels = np.asarray(document["labels"]).copy()
         if tokens[0] % 100:  # of a piece, which begins after its predictor
             assert labels[0] == -100
