@@ -19,13 +19,14 @@ class Gain(NamedTuple):
     """How many times as fast one variant of a suite is as another.
 
     Attributes:
-        what: was measured, beside what.
+        what, baseline: the workload, and what `theirs` is.
         suite, measure: of which more is better if it is a rate.
         ours, theirs: the variants.
         case: fields of their cases.
     """
 
     what: str
+    baseline: str
     suite: str
     measure: str
     ours: str
@@ -47,22 +48,26 @@ class Gain(NamedTuple):
 
 GAINS = (
     Gain(
-        "Trainer, Qwen3-1.7B, beside padded batches with FlashAttention-2",
+        "Trainer, Qwen3-1.7B",
+        "padded batches, transformers FA2",
         *("end-to-end", "tokens_per_s", "packed:auto", PADDED),
         {"mode": "eager"},
     ),
     Gain(
-        "the same compiled, beside packed rows with transformers' FlashAttention-2",
+        "Trainer with `torch_compile`, Qwen3-1.7B",
+        "packed rows, transformers FA2",
         *("end-to-end", "tokens_per_s", "packed:auto", "packed:transformers:flash_attention_2"),
         {"mode": "compiled"},
     ),
     Gain(
-        "TRL's GRPO, 16 answers that share a prompt of 4,096 tokens, beside padded ones",
+        "TRL's GRPO update, 16 answers to a prompt of 4,096 tokens",
+        "padded batches, transformers FA3",
         *("preference", "samples_per_s", "auto+shared", "padded-fa3"),
         {"task": "grpo", "prompt": 4096, "group": 16},
     ),
     Gain(
-        f"FlexAttention's mask of {HEADLINE_TOKENS:,} tokens, beside create_block_mask, compiled",
+        f"building a FlexAttention block mask, {HEADLINE_TOKENS:,} tokens",
+        "compiled `create_block_mask`",
         *("mask-build", "wall_us_p50", COMPARED, "create_block_mask compiled"),
         {"part": "build", "tokens": HEADLINE_TOKENS},
     ),
@@ -73,10 +78,14 @@ def summary(records: Sequence[Record]) -> Table | None:
     """A line for each of `GAINS`; None unless one GPU's records have them all."""
     gpus = [r.environment.get("gpu") for r in records if r.suite == "end-to-end"][:1]
     own = [r for r in records if r.environment.get("gpu") in gpus]
-    lines = [(gain.what, three_digits(times)) for gain in GAINS if (times := gain.times(own))]
+    lines = [
+        (gain.what, gain.baseline, f"{three_digits(times)}×")
+        for gain in GAINS
+        if (times := gain.times(own)) is not None
+    ]
     if len(lines) < len(GAINS):
         return None
-    return Table("", (f"on one {gpus[0]}", "times as fast"), tuple(lines))
+    return Table("", (f"on one {gpus[0]}", "baseline", "speedup"), tuple(lines))
 
 
 # --- the picture ---------------------------------------------------------------------------------

@@ -35,13 +35,13 @@ def test_records_of_a_suite_that_is_no_more_show_every_field():
 
 def test_the_readmes_table_has_a_number_for_each_gain(committed):
     lines = summary(committed).lines
-    assert [what for what, _ in lines] == [gain.what for gain in GAINS]
-    assert all(float(times) > 1 for _, times in lines)
+    assert [what for what, *_ in lines] == [gain.what for gain in GAINS]
+    assert all(float(times.removesuffix("×")) > 1 for *_, times in lines)
 
 
 @pytest.mark.parametrize(("measure", "times"), [("tokens_per_s", 0.5), ("ms_p50", 2.0)])
 def test_more_is_better_of_rates_alone(measure, times):
-    gain = Gain("", "model", measure, "ours", "theirs", {"mode": "eager"})
+    gain = Gain("", "", "model", measure, "ours", "theirs", {"mode": "eager"})
     records = [
         Record("model", {"mode": mode, "variant": variant}, "ok", None, {measure: value}, {})
         for mode, ours, theirs in (("eager", 1.0, 2.0), ("compiled", 9.0, 1.0))
