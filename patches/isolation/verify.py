@@ -215,7 +215,7 @@ class _Search:
         if not any(hit):
             return None
         layer, flag = flags[hit.index(True)]
-        return layer, next(d for d in watched if bool(flag[self.run.units[d].tokens].any()))
+        return layer, self._reached(flag, watched)[0]
 
     def _backward_change(
         self, after: RunResult, replaced: Sequence[int], watched: Sequence[int]
@@ -223,19 +223,16 @@ class _Search:
         """How gradients leak ("zeros", "bits"), from which units, into which."""
         if after.gradient is None:
             return None
-        units = self.run.units
-        not_zero = (after.gradient != 0).any(-1)
-        for target in replaced:
-            if bool(not_zero[units[target].tokens].any()):
-                return "zeros", list(watched), target
+        crossed = self._reached((after.gradient != 0).any(-1), replaced)
+        if crossed:
+            return "zeros", list(watched), crossed[0]
         if not self.compares_bits:
             return None
         # What lies above the replaced had their losses in the first run.
-        losses = watched if units[replaced[0]].depth > 0 else None
+        losses = watched if self.run.units[replaced[0]].depth > 0 else None
         expected = self.before if losses is None else self.run([], losses)
         changed = _rows_changed(expected, after)
-        reached = self._reached(changed, watched)
-        if not reached:
+        if not self._reached(changed, watched):
             return None
         # Bits that differ between two backwards of one batch: atomic additions, no leak.
         noisy = _rows_changed(expected, self.run([], losses))
@@ -244,8 +241,9 @@ class _Search:
         reached = self._reached(changed & ~noisy, watched)
         return ("bits", list(replaced), reached[0]) if reached else None
 
-    def _reached(self, changed: Tensor, watched: Sequence[int]) -> list[int]:
-        return [x for x in watched if bool(changed[self.run.units[x].tokens].any())]
+    def _reached(self, flags: Tensor, units: Sequence[int]) -> list[int]:
+        """Those of the units of which a token has a flag."""
+        return [unit for unit in units if bool(flags[self.run.units[unit].tokens].any())]
 
     def _tokens(self, units: Sequence[int]) -> Tensor:
         """bool `[T]`: those of some units."""
