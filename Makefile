@@ -55,7 +55,7 @@ quietly = $(2) >"$(CURDIR)/build/dist/$(1).log" 2>&1 || { cat "$(CURDIR)/build/d
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-evidence test-all test-newest test-oldest test-gpu test-external fuzz lint notebooks dist bench clean
+.PHONY: help demo test test-evidence test-all test-newest test-oldest test-gpu test-external fuzz lint notebooks dist bench report clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -135,6 +135,10 @@ dist: $(DEV) ## Build the sdist and the wheel into dist/, and run the wheel in a
 
 bench: ## Run benchmarks on a GPU, with PYTHON (BENCH_ARGS="list" lists the suites; default: all)
 	$(WITH_CHECKOUT) $(PYTHON) -m flexvarlen bench $(or $(BENCH_ARGS),all)
+
+report: $(DEV) ## Make the tables and figures of all pages anew from bench/results
+	.venv/bin/flexvarlen bench report bench/results/*.jsonl --tables bench/results/tables --figures docs/images \
+		$(foreach page,$(shell grep -rl "<!-- bench:" README.md docs),--page $(page)) >/dev/null
 
 clean: ## Remove what was built; the .venv folders stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ from flexvarlen.bench.front_page import front_figure, summary
 from flexvarlen.bench.suites import SUITES, suite_of
 from flexvarlen.report.page import image_links, rewrite
 from flexvarlen.report.records import Record, read_records
-from flexvarlen.report.table import Column, Table, three_digits
+from flexvarlen.report.table import Column, Table, all_markdown, three_digits
 
 Section = Callable[[Sequence[Record]], str]
 
@@ -25,7 +25,11 @@ SECTIONS: Mapping[str, str] = {
 
 
 def report(
-    paths: Iterable[Path], *, pages: Iterable[Path] = (), figures: Path | None = None
+    paths: Iterable[Path],
+    *,
+    pages: Iterable[Path] = (),
+    figures: Path | None = None,
+    tables: Path | None = None,
 ) -> str:
     """Every suite's tables as Markdown; written into pages, and drawn, if asked.
 
@@ -35,6 +39,7 @@ def report(
             README, is made where the records of all its lines are there; "claims" where one of
             them was measured.
         figures: a folder for the PNGs.
+        tables: a folder for SUITE.md, all tables of each suite of which a page shows few lines.
 
     Raises:
         ValueError: a page with one marker of a pair, or with no pair of anything that is made; a
@@ -43,8 +48,15 @@ def report(
     suites: dict[str, list[Record]] = {}
     for record in read_records(paths):
         suites.setdefault(record.suite, []).append(record)
-    bodies = {name: section_of(name)(records) for name, records in suites.items()}
-    text = "\n\n".join(bodies.values())
+    whole = {name: section_of(name)(records) for name, records in suites.items()}
+    short = {n: all_markdown(suite_of(n).page_tables(r)) for n, r in suites.items() if n in SUITES}
+    short = {name: text for name, text in short.items() if text}
+    if tables is not None:
+        tables.mkdir(parents=True, exist_ok=True)
+        for name in short:
+            text = f"# {name}: {SUITES[name].summary}\n\n{whole[name]}\n"
+            (tables / f"{name}.md").write_text(text, encoding="utf-8")
+    bodies = whole | short
     every = [record for records in suites.values() for record in records]
     table = summary(every)
     if table is not None:
@@ -59,7 +71,7 @@ def report(
     for page in pages:
         links = {f"{name}-figures": image_links(found, page) for name, found in drawn.items()}
         rewrite(page, bodies | {name: text for name, text in links.items() if text})
-    return text
+    return "\n\n".join(whole.values())
 
 
 def section_of(name: str) -> Section:

@@ -229,9 +229,18 @@ def report(
     figures: Annotated[
         Path | None, typer.Option("--figures", help="Folder for the PNGs.", show_default=False)
     ] = None,
+    tables: Annotated[
+        Path | None,
+        typer.Option(
+            "--tables",
+            help="Folder for SUITE.md, all tables of a suite of which a page shows few lines.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Tables and figures, from records alone."""
     with one_line_errors(report):
         from flexvarlen.bench.report import report as rendered
 
-        _print_markdown(rendered(files or (), pages=page or (), figures=figures))
+        text = rendered(files or (), pages=page or (), figures=figures, tables=tables)
+        _print_markdown(text)

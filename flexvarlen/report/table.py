@@ -118,6 +118,11 @@ class Table:
         return table
 
 
+def all_markdown(tables: Iterable[Table]) -> str:
+    """Tables below one another."""
+    return "\n\n".join(table.markdown() for table in tables)
+
+
 class Notes:
     """Numbered notes below a table, each reason once.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from flexvarlen.report.records import Record, Status
-from flexvarlen.report.table import Table
+from flexvarlen.report.table import Table, all_markdown
 
 if TYPE_CHECKING:
     import torch
@@ -137,12 +137,19 @@ class Suite(ABC, Generic[C]):
         """
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """The suite's tables, from its records alone."""
+        """All of the suite's tables, from its records alone."""
+        return ()
+
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        """The few lines that a page shows; nothing where it shows all tables.
+
+        Where there are some, `flexvarlen bench report --tables` writes all tables into a file.
+        """
         return ()
 
     def section(self, records: Sequence[Record]) -> str:
-        """What a page shows of the records: the tables as Markdown."""
-        return "\n\n".join(table.markdown() for table in self.tables(records))
+        """All tables as Markdown."""
+        return all_markdown(self.tables(records))
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         """Draw the suite's figures into a folder, from its records alone; returns their files."""

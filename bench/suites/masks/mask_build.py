@@ -93,6 +93,10 @@ class MaskBuild(Suite[MaskCase]):
         parts = {part: _of(records, part) for part in PARTS}
         return (_table(part, own) for part, own in parts.items() if own)
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        own = _of(records, "build")
+        return [_page_table(own)] if own else []
+
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         own = [r for r in _of(records, "build") if r.status == "ok"]
         return [draw(own, folder)] if own else []
@@ -236,6 +240,23 @@ def _table(part: str, records: Sequence[Record]) -> Table:
         columns = [tokens, segments, replace(builder, title="laid out as"), *times]
     title = f"{_WHAT[part]}; {ran_on(records[0].environment)}{commits_of(records)}"
     return Table.of(records, columns, title=title)
+
+
+def _page_table(records: Sequence[Record]) -> Table:
+    """A line for each length of a row: µs of a build, ours beside create_block_mask's."""
+    walls, (theirs, *_) = _walls(records), BASELINES
+
+    def wall_of(builder: str) -> Column:
+        return Column(builder, lambda r: three_digits(walls[r.case["tokens"]].get(builder)))
+
+    tokens, mean, *_, peak = _COLUMNS
+    columns = [tokens, mean, *map(wall_of, ("create_block_mask eager", theirs, COMPARED))]
+    columns += [
+        _faster("compiled ÷ flexvarlen", theirs, walls),
+        replace(peak, title="flexvarlen, peak MiB"),
+    ]
+    title = f"{_WHAT['build']}, µs of a build, median; {ran_on(records[0].environment)}"
+    return Table.of([r for r in records if r.case["variant"] == COMPARED], columns, title)
 
 
 def _faster(title: str, baseline: str, walls: Mapping[int, Mapping[str, float]]) -> Column:
