@@ -233,6 +233,7 @@ def test_a_quick_run_gives_records_and_a_table(name, tmp_path):
     assert not [r for r in found if r.status not in ("ok", "unsupported")]
     assert any(r.case["variant"] == "sdpa" and r.status == "ok" for r in found)
     assert "`sdpa`" in suite.section(found)
+    assert all(table.lines for table in suite.page_tables(found))
 
 
 def test_a_variant_that_is_unknown_is_refused(tmp_path):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,7 +26,7 @@ from flexvarlen.bench.suites.attention.tables import (
 from flexvarlen.bench.suites.model.documents import drawn_lengths
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, by_machine, provenance
-from flexvarlen.report.table import Column, Table
+from flexvarlen.report.table import NOTHING, Column, Table
 from flexvarlen.runner.suite import Options
 
 Documents = Literal["uniform", "log-normal", "short"]
@@ -189,6 +190,9 @@ class Kernels(AttentionSuite[Cell]):
     def section(self, records: Sequence[Record]) -> str:
         return "\n\n".join(_machine(own) for own in by_machine(records))
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return map(_ratios, by_machine(records))
+
     def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         return [draw(records, folder)]
 
@@ -247,6 +251,41 @@ def _times(sums: Sequence[Measured], ran_on: str) -> Table:
     ]
     title = f"Forward and backward, ms on the device, median, the fastest bold; bfloat16; {ran_on}"
     return times_table(sums, columns, title, kept=_is_backend)
+
+
+def _ratios(records: Sequence[Record]) -> Table:
+    """A line for each kind of cell, short documents apart: each time over the fastest one's."""
+    groups: dict[tuple[str, bool], list[dict[str, float]]] = {}
+    for line in both_passes(measured(records)):
+        cell = Cell.of(line.case)
+        backends = filter(_is_backend, line.records)
+        times = {x: ms for x in backends if (ms := line.kernel_ms(x)) is not None}
+        ratios = {name: ms / min(times.values()) for name, ms in times.items()}
+        groups.setdefault((_kind(cell), cell.documents == "short"), []).append(ratios)
+    means = {
+        group: {x: geometric_mean([r[x] for r in cells if x in r]) for x in set().union(*cells)}
+        for group, cells in groups.items()
+    }
+
+    def mean_of(name: str) -> Column:
+        def cell(group: tuple[str, bool]) -> str:
+            found, least = means[group].get(name), min(means[group].values())
+            text = NOTHING if found is None else f"{found:.2f}"
+            return f"**{text}**" if found == least else text
+
+        return Column(f"`{name}`", cell)
+
+    columns = [
+        Column("head_dim, heads, mask", lambda group: group[0]),
+        Column("documents", lambda group: f"of {SHORTEST} to {LONGEST}" if group[1] else "longer"),
+        Column("rows", lambda group: str(len(groups[group]))),
+        *map(mean_of, filter(_is_backend, BACKENDS)),
+    ]
+    title = (
+        "Forward and backward on the device: time over that of the row's fastest backend, "
+        f"geometric mean over the rows; bfloat16; {where(records)}"
+    )
+    return Table.of(groups, columns, title)
 
 
 def _kind(cell: Cell) -> str:

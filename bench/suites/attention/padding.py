@@ -9,7 +9,7 @@ results are right, and timed, on documents of full length or under a causal mask
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from flexvarlen.bench.suites.attention.tables import (
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
-from flexvarlen.report.table import Table
+from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.suite import Options
 
 Documents = Literal["multiples", "log-normal", "full-length"]
@@ -115,29 +115,43 @@ class Padding(AttentionSuite[PaddingCase]):
         return case.calls()
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        columns = [
-            PASS,
-            field("of", "part"),
-            MASK,
-            field("documents", "documents"),
-            field("padding", "sparsity", "{:.0%}".format),
-        ]
-        return times_tables(
-            records,
-            columns,
-            title=lambda case: (
-                f"{case['batch']} documents padded to {case['max_length']:,} tokens each, or in "
-                f"one row; {case['num_heads']} heads of {case['embedding'] // case['num_heads']}, "
-                f"{case['dtype']}: ms on the device, median"
-            ),
-            sort=lambda x: (x.case["part"], x.case["causal"], x.case["documents"]),
-        )
+        return _tables(records, [PASS, field("of", "part"), *COLUMNS])
+
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        own = [r for r in records if r.case["part"] == "attention"]
+        own = [r for r in own if r.case["documents"] != "log-normal"]
+        return _tables(own, [PASS, *COLUMNS], lambda name: name in (*DRAWN, UNMASKED))
 
     def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         return [draw(records, folder)]
 
 
 SUITE = Padding()
+
+COLUMNS = (
+    MASK,
+    field("documents", "documents"),
+    field("padding", "sparsity", "{:.0%}".format),
+)
+
+
+def _tables(
+    records: Sequence[Record],
+    columns: Sequence[Column],
+    kept: Callable[[str], bool] = lambda name: True,
+) -> Iterable[Table]:
+    return times_tables(
+        records,
+        columns,
+        title=lambda case: (
+            f"{case['batch']} documents padded to {case['max_length']:,} tokens each, or in "
+            f"one row; {case['num_heads']} heads of {case['embedding'] // case['num_heads']}, "
+            f"{case['dtype']}: ms on the device, median"
+        ),
+        sort=lambda x: (x.case["part"], x.case["causal"], x.case["documents"]),
+        kept=kept,
+    )
+
 
 DRAWN = {
     MASKED: "SDPA, padded, with a mask",

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,17 +22,13 @@ from flexvarlen.bench.suites.attention.packed import (
     sdpa_of_one,
 )
 from flexvarlen.bench.suites.attention.tables import (
-    PACKAGES,
     PASS,
-    Measured,
     field,
     heads,
-    measured,
     times_tables,
 )
-from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, provenance
-from flexvarlen.report.table import Table
+from flexvarlen.report.records import Record
+from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment.operator_cases import PACKINGS, packing_name
 
@@ -43,6 +37,8 @@ FA2, VARLEN = "raw:fa2", "raw:varlen"
 SDPA_SERIAL = f"{RAW_PREFIX}sdpa{SERIAL}"
 SHOWN = (FA2, VARLEN, "fa2", "varlen", "fa3", "fa4", "flex", *ON_CPU)
 """The columns of the tables; the records hold more."""
+ON_PAGE = ("256", "320,320", "1088,2368", "4160×8")
+"""The packings of the page's table."""
 
 
 @dataclass(frozen=True)
@@ -94,61 +90,33 @@ class VarlenStudy(AttentionSuite[StudyCase]):
         return together | alone | {SDPA_SERIAL: serial(sdpa_of_one)}
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        def title_of(case: Mapping[str, Any]) -> str:
-            mask = "causal" if case["causal"] else "not causal"
-            return f"{heads(case)}, {case['dtype']}, {mask}: ms on the device, median"
-
         several = [r for r in records if len(r.case["lengths"]) > 1]
         serial = [*(name + SERIAL for name in SHOWN), SDPA_SERIAL]
-        return chain.from_iterable(
-            times_tables(
-                own,
-                [PASS, field("documents", "name")],
-                title=lambda case, form=form: f"{title_of(case)}; {form}",  # type: ignore[misc]
-                sort=lambda x: sum(x.case["lengths"]),
-                kept=lambda name, shown=shown: name in shown,  # type: ignore[misc]
-            )
-            for form, own, shown in (
-                ("one call", records, SHOWN),
-                ("one call for each document", several, serial),
-            )
-        )
+        yield from _tables(records, [PASS, DOCUMENTS], "one call", SHOWN)
+        yield from _tables(several, [PASS, DOCUMENTS], "one call for each document", serial)
 
-    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        return [draw(records, folder)]
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        own = [r for r in records if r.case["name"] in ON_PAGE and r.case["pass"] == "forward"]
+        return _tables(own, [DOCUMENTS], "forward, one call", SHOWN[:4])
+
+
+DOCUMENTS = field("documents", "name")
+
+
+def _tables(
+    records: Sequence[Record], columns: Sequence[Column], calls: str, shown: Sequence[str]
+) -> Iterable[Table]:
+    def title(case: Mapping[str, Any]) -> str:
+        mask = "causal" if case["causal"] else "not causal"
+        return f"{heads(case)}, {case['dtype']}, {mask}: ms on the device, median; {calls}"
+
+    return times_tables(
+        records,
+        columns,
+        title=title,
+        sort=lambda x: sum(x.case["lengths"]),
+        kept=lambda name: name in shown,
+    )
 
 
 SUITE = VarlenStudy()
-
-
-def draw(records: Sequence[Record], folder: Path) -> Path:
-    """How many times as long torch's kernel takes as FlashAttention-2, on each packing."""
-    found = sorted(measured(records), key=lambda x: sum(x.case["lengths"]))
-    panels = {
-        pass_: {x.case["name"]: ratio for x in found if x.pass_ == pass_ and (ratio := _ratio(x))}
-        for pass_ in ("forward", "backward")
-    }
-    ratios = [ratio for panel in panels.values() for ratio in panel.values()]
-    figure, axes = chart(
-        f"torch's varlen function takes {min(ratios):.2f} to {max(ratios):.2f} times as long as "
-        "flash_attn's on the packings of a public study",
-        "Device time, median, one call of all documents, 24 heads, head_dim 128, bfloat16, not "
-        f"causal; {provenance(records, PACKAGES)}",
-        height_px=420,
-        panels=2,
-    )
-    for each, (pass_, values) in zip(axes, panels.items(), strict=True):
-        each.axvline(1, color="#888888", linestyle="--", linewidth=1)
-        bars(
-            each,
-            {name.replace(",", " + "): ratio for name, ratio in values.items()},
-            label=f"{pass_}: torch's varlen function ÷ flash_attn's",
-            colors=[style_of("varlen").color] * len(values),
-        )
-    axes[0].set_ylabel("lengths of the documents", size=8.5)
-    return save(figure, folder / "varlen-study.png")
-
-
-def _ratio(line: Measured) -> float | None:
-    slow, fast = line.kernel_ms(VARLEN), line.kernel_ms(FA2)
-    return slow / fast if slow and fast else None
