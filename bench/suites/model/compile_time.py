@@ -105,6 +105,9 @@ class CompileTime(Suite[CompileCase]):
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return map(_table, by_machine(records))
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return self.tables([r for r in records if r.case["scope"] != "decoder"])
+
 
 def in_process(
     case: CompileCase, variant: str, part: str, device: torch.device, folder: Path

@@ -123,10 +123,17 @@ class Packings(Suite[RowCase]):
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return map(packings_table, records_alike(records, ("variant",), of_one_run=True))
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return [packings_table(own, ON_PAGE) for own in _longest_run(records)]
+
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        """Of the run with the most packings and variants."""
-        groups = records_alike([r for r in records if is_ok(r)], ("variant",), of_one_run=True)
-        return [draw(max(groups, key=_extent), folder)] if groups else []
+        return [draw(own, folder) for own in _longest_run(records)]
+
+
+def _longest_run(records: Sequence[Record]) -> list[list[Record]]:
+    """The run with the most packings and variants, alone in a list; nothing of none."""
+    groups = records_alike([r for r in records if is_ok(r)], ("variant",), of_one_run=True)
+    return [max(groups, key=_extent)] if groups else []
 
 
 def check(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
@@ -142,8 +149,11 @@ def check(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
 # --- the table and the chart ---------------------------------------------------------------------
 
 
-def packings_table(records: Sequence[Record]) -> Table:
-    """One case: variants down."""
+ON_PAGE = ("attention", "compiled ms (p20–p80)", "graph breaks", "recompilations")
+
+
+def packings_table(records: Sequence[Record], titles: Sequence[str] = ()) -> Table:
+    """One case: variants down; all columns, or those of these titles."""
     notes = Notes()
 
     columns = [
@@ -160,8 +170,13 @@ def packings_table(records: Sequence[Record]) -> Table:
         number("peak GiB", "peak_mib", ".1f", 1 / 1024),
         number("relative error", "error", ".1e"),
     ]
+    columns = [column for column in columns if not titles or column.title in titles]
     done = next((r.measures for r in records if is_ok(r)), None)
-    said = [] if done is None else [f"Error of each document alone: {done['baseline_error']:.1e}."]
+    said = (
+        []
+        if done is None or titles
+        else [f"Error of each document alone: {done['baseline_error']:.1e}."]
+    )
     return Table.of(records, columns, _title(records), notes=chain(said, notes))
 
 

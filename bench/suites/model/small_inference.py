@@ -53,6 +53,7 @@ VARIANTS = (
     "transformers:flex_attention",
     *(f"transformers:{name}{form}" for form in ("", "@cu_seq_lens") for name in THEIR_FLASH),
 )
+ON_PAGE = [name for name in VARIANTS if name.startswith(("auto", "transformers"))]
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ class SmallInference(Suite[SmallCase]):
         return measure_variants(variants, check, options, most_repeats=repeats)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return map(_table, records_alike(records, ("variant", "mode"), of_one_run=True))
+        return _tables(records, VARIANTS)
+
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return _tables(records, ON_PAGE)
 
 
 class OneMode:
@@ -166,8 +170,13 @@ def _skipped() -> int:
 # --- the table -----------------------------------------------------------------------------------
 
 
-def _table(records: Sequence[Record]) -> Table:
-    """Attentions down, modes across."""
+def _tables(records: Sequence[Record], variants: Sequence[str]) -> Iterable[Table]:
+    for own in records_alike(records, ("variant", "mode"), of_one_run=True):
+        yield _table(own, variants)
+
+
+def _table(records: Sequence[Record], variants: Sequence[str]) -> Table:
+    """These attentions down, modes across."""
     notes = Notes()
     by_mode = grouped(records, "mode")
     by_variant = grouped(records, "variant")
@@ -197,7 +206,8 @@ def _table(records: Sequence[Record]) -> Table:
         f"{', '.join(map(str, records[0].case['documents']))} tokens in one row, forward under "
         f"no_grad; in parentheses the ratio to the best; {where(records)}"
     )
-    return Table.of(by_variant, columns, title, notes=notes)
+    shown = [variant for variant in by_variant if variant in variants]
+    return Table.of(shown, columns, title, notes=notes)
 
 
 def _name(variant: str, records: Sequence[Record]) -> str:

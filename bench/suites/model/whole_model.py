@@ -72,10 +72,19 @@ class Model(Suite[ModelCase]):
         models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
         return map(training_table, models)
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        """What packed rows gain, in steps of texts."""
+        return [gains_table(own) for own in by_machine(_of_texts(records))]
+
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        case = {"geometry": WHOLE, "mode": "eager", "documents": "text"}
-        shown = [r for r in records if is_ok(r) and case.items() <= r.case.items()]
+        shown = [r for r in _of_texts(records) if r.case["geometry"] == WHOLE]
         return [draw(shown, folder)] if shown else []
+
+
+def _of_texts(records: Sequence[Record]) -> list[Record]:
+    """Those of eager steps of documents of texts that are right."""
+    case = {"mode": "eager", "documents": "text"}
+    return [r for r in records if is_ok(r) and case.items() <= r.case.items()]
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -166,6 +175,39 @@ def training_table(records: Sequence[Record]) -> Table:
         f"the tokens per step, in parentheses the ratio to the best; {where(records)}"
     )
     return Table.of(_variants(records), columns, title, notes=chain([_errors_of(records)], notes))
+
+
+def gains_table(records: Sequence[Record]) -> Table:
+    """A line for each model and step: packed rows with `auto` beside the fastest other variants."""
+    best: dict[tuple[str, int], dict[str, float]] = {}
+    for record in records:
+        batching, attention = split_variant(record.case["variant"])
+        rate = record.measures["tokens_per_s"]
+        rates = best.setdefault((model_title(record).partition(",")[0], record.case["tokens"]), {})
+        for name in (batching, f"{batching}:{attention.partition(':')[0]}"):
+            rates[name] = max(rate, rates.get(name, 0.0))
+
+    def gain_over(name: str) -> Callable[[tuple[str, int]], str]:
+        def cell(line: tuple[str, int]) -> str:
+            rates = best[line]
+            return f"{rates['packed:auto'] / rates[name]:.2f}" if name in rates else NOTHING
+
+        return cell
+
+    columns = [
+        Column("model", lambda line: line[0]),
+        Column("tokens per step", lambda line: f"{line[1]:,}"),
+        Column("packed, `auto`: tokens/s", lambda line: f"{best[line]['packed:auto']:,.0f}"),
+        Column("÷ packed, transformers", gain_over("packed:transformers")),
+        Column("÷ padded, sorted by length", gain_over("padded-sorted")),
+        Column("÷ padded", gain_over("padded")),
+        Column("÷ one by one", gain_over("serial")),
+    ]
+    title = (
+        f"Training ({records[0].case['step']}): tokens per second with packed rows and `auto`, and "
+        f"over that of the fastest other attention; {where(records)}"
+    )
+    return Table.of((x for x in sorted(best) if "packed:auto" in best[x]), columns, title)
 
 
 def _measured_by_most(records: Sequence[Record]) -> Step:
