@@ -163,7 +163,7 @@ CLAIMS = (
         )
     ),
     Claim(
-        "SDPA's time over FA2's",
+        "SDPA's time over FA2's, both passes",
         *(1.06, "", "no source was found"),
         suite="sdpa-backends",
         slow="sdpa:default",
@@ -190,7 +190,6 @@ def section(records: Sequence[Record]) -> str:
         Column("claimed", lambda line: _claimed(line[0])),
         Column("on", lambda line: line[0].gpu or NOTHING),
         Column("source", lambda line: _link(line[0].source)),
-        Column("suite", lambda line: f"`{line[0].suite}`"),
         Column("measured", lambda line: f"{_range(line[2])}, {line[1]}"),
         Column("the claim", lambda line: _verdict(line[0], line[2])),
     ]
