@@ -298,8 +298,8 @@ def _finding(series: Mapping[str, Mapping[float, float]]) -> str:
         return "Training whole models on packed rows and on other batches"
     gains = [series["auto"][x] / rate for rate in (max(others), min(others))]
     return (
-        f"In a step of {x:,.0f} tokens packed rows with auto train {gains[0]:.1f} to "
-        f"{gains[1]:.1f} times as fast as the other {len(others)} ways to batch"
+        f"In steps of {x:,.0f} tokens packed rows train {gains[0]:.1f} to {gains[1]:.1f} times as "
+        "many tokens per second as other batches"
     )
 
 
