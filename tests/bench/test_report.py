@@ -55,6 +55,6 @@ def test_the_readmes_table_is_left_alone_where_a_suite_is_missing(committed):
     assert summary([r for r in committed if r.suite != "mask-build"]) is None
 
 
-def test_the_picture_needs_both_halves(committed, tmp_path):
+def test_the_picture_needs_records_of_whole_models(committed, tmp_path):
     assert front_figure([r for r in committed if r.suite == "compare"], tmp_path) == ()
     assert front_figure([r for r in committed if r.suite == "end-to-end"], tmp_path) == ()
