@@ -162,7 +162,7 @@ def bars(
     drawn = axes.barh(names, lengths, color=color)
     said = texts or [three_digits(x) for x in lengths]
     axes.bar_label(drawn, labels=list(said), padding=3, fontsize=8.5)
-    axes.invert_yaxis()
+    axes.yaxis.set_inverted(True)
     axes.margins(x=0.15)
     axes.set_xlabel(label, size=8.5)
     axes.xaxis.set_major_formatter("{x:,g}")

@@ -186,7 +186,6 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
             label=f"{pass_}, ms",
             colors=[style_of(name).color for name in values],
         )
-    axes[1].invert_yaxis()  # shared: bars() inverted it twice
     return save(figure, folder / "padding.png")
 
 
