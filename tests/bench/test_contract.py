@@ -11,7 +11,7 @@ import torch
 from flexvarlen.bench.suites.contract import capabilities, families, forms, leaks
 from flexvarlen.bench.suites.contract.batch_forms import FORMS, LENGTHS
 from flexvarlen.bench.suites.contract.forms import FormsCase
-from flexvarlen.report.records import read_records
+from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
@@ -102,6 +102,31 @@ def test_hybrid_models_have_a_table_of_their_own(records):
     assert text.count("**Largest error") == 2
     assert "random llama and qwen3 models" in text
     assert "random lfm2 models" in text
+
+
+def test_the_page_shows_the_largest_error_of_ours_and_both_kinds_of_models(records):
+    hybrid = [replace(r, case=r.case | {"model": "lfm2"}) for r in records]
+    worse = replace(records[-1], case=records[-1].case | {"variant": "flexvarlen:flex"})
+    worse = replace(worse, measures=worse.measures | {"error": 0.25})
+    (table,) = leaks.SUITE.page_tables([*records, *hybrid, worse])
+    lines = {form: dict(zip(table.header[1:], cells, strict=True)) for form, *cells in table.lines}
+    assert list(lines) == [form.name for form in FORMS]
+    assert lines[worse.case["pass"]]["attention: flexvarlen"] == "0.2"
+    assert lines[worse.case["pass"]]["hybrid: flexvarlen"] != "0.2"
+    assert "**" in lines["2D mask of document ids"]["hybrid: transformers `eager`, `sdpa`"]
+
+
+def test_the_page_counts_what_a_backend_serves_in_all_families():
+    def record(model, form, status, **measures):
+        case = {"model": model, "variant": "fa2", "pass": form}
+        return Record("families", case, status, None, {"baseline_error": 1.0, **measures}, {})
+
+    right = record("llama", "a", "ok", error=1.5, leaks=0)
+    wrong = record("llama", "b", "wrong", error=4.0, leaks=3)
+    refused = record("gemma2", "a", "unsupported")
+    (table,) = families.SUITE.page_tables([right, wrong, refused])
+    assert table.lines == (("CPU", "`fa2`", "1", "1 of 2", "4.00", "3"),)
+    assert families.SUITE.page_tables([refused]) == []
 
 
 def test_forms_cover_all_tokens():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from flexvarlen.bench.suites.contract.batch_forms import FORMS
 from flexvarlen.bench.suites.contract.forms import Forms
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on
-from flexvarlen.report.table import NOTHING, Column, Table
+from flexvarlen.report.table import NOTHING, Column, Table, three_digits
 from flexvarlen.runner.suite import Case, Options
 
 
@@ -26,6 +27,10 @@ class Families(Forms):
             return ("sdpa", "flex", "flex_fa4", "varlen", "fa2", "fa3", "fa4", "nested")
         return ("sdpa", "reference")
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        table = _by_backend(records)
+        return [table] if table.lines else []
+
     def section(self, records: Sequence[Record]) -> str:
         said = (
             "In a cell: the forms that are right, of those that the backend serves; the largest "
@@ -33,6 +38,28 @@ class Families(Forms):
             "many logits change with another document's tokens."
         )
         return "\n\n".join([said, *(_table(own).markdown() for own in by_machine(records))])
+
+
+def _by_backend(records: Sequence[Record]) -> Table:
+    """All families and forms together: backends down, of one machine after another."""
+    machines = by_machine(records)
+    lines = [
+        (served, _Outcome.of(served))
+        for own in machines
+        for found in grouped(own, "variant").values()
+        if (served := [r for r in found if r.status != "unsupported"])
+    ]
+    columns = [
+        Column("on", lambda line: line[0][0].environment.get("gpu") or "CPU"),
+        Column("backend", lambda line: f"`{line[0][0].case['variant']}`"),
+        Column("families", lambda line: str(len(grouped(line[0], "model")))),
+        Column("right", lambda line: f"{line[1].right} of {line[1].served}"),
+        Column("logit's error", lambda line: three_digits(line[1].error)),
+        Column("gradient's error", lambda line: three_digits(line[1].gradient)),
+        Column("logits that leak", lambda line: str(line[1].leaks)),
+    ]
+    ran = "; ".join(ran_on(own[0].environment) for own in machines)
+    return Table.of(lines, columns, f"Families in forms of a batch, tiny models; {ran}")
 
 
 def _table(records: Sequence[Record]) -> Table:
@@ -53,24 +80,47 @@ def _table(records: Sequence[Record]) -> Table:
 
 def _cell_of(groups: Mapping[str, Sequence[Record]], variant: str) -> Callable[[str], str]:
     def cell(name: str) -> str:
-        served = [
-            r for r in groups[name] if r.case["variant"] == variant and r.status != "unsupported"
-        ]
-        if not served:
+        found = _Outcome.of([r for r in groups[name] if r.case["variant"] == variant])
+        if not found.served:
             return NOTHING
-        right = sum(r.status == "ok" for r in served)
+        gradient = f", {found.gradient:.1f}" if found.gradient is not None else ""
+        text = f"{found.right}/{found.served}: {found.error:.1f}{gradient}; {found.leaks}"
+        return text if found.right == found.served else f"**{text}**"
+
+    return cell
+
+
+class _Outcome(NamedTuple):
+    """What records say, of families and forms that are served.
+
+    Attributes:
+        served, right: records.
+        error, gradient: the largest, relative to the low-precision baseline's.
+        leaks: logits that change with another document's tokens.
+    """
+
+    served: int
+    right: int
+    error: float
+    gradient: float | None
+    leaks: int
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> _Outcome:
+        served = [r for r in records if r.status != "unsupported"]
         found = [r.measures for r in served if r.measures.get("baseline_error")]
-        error = largest(m["error"] / m["baseline_error"] for m in found)
         grads = [
             m["grad_error"] / m["baseline_grad_error"]
             for m in found
             if m.get("grad_error") is not None and m["baseline_grad_error"]
         ]
-        gradient = f", {largest(grads):.1f}" if grads else ""
-        text = f"{right}/{len(served)}: {error:.1f}{gradient}; {sum(m['leaks'] for m in found)}"
-        return text if right == len(served) else f"**{text}**"
-
-    return cell
+        return cls(
+            len(served),
+            sum(r.status == "ok" for r in served),
+            largest(m["error"] / m["baseline_error"] for m in found),
+            largest(grads) if grads else None,
+            sum(m["leaks"] for m in found),
+        )
 
 
 SUITE = Families()

@@ -33,18 +33,34 @@ class Leaks(Forms):
             for own in by_machine(records)
             for hybrid in (False, True)
         ]
-        return map(_table, filter(None, groups))
+        for own in filter(None, groups):
+            variants = grouped(own, "variant")
+            yield _table({f"{x.replace(':', ' `')}`": found for x, found in variants.items()})
+
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        """Of the machine with the most records: both kinds of models, ours in one column."""
+        columns: dict[str, list[Record]] = {}
+        own = max(by_machine(records), key=lambda own: len(own))
+        for record in sorted(own, key=_is_hybrid):
+            columns.setdefault(_page_column(record), []).append(record)
+        yield _table(columns)
 
 
-def _table(records: Sequence[Record]) -> Table:
-    """Forms down, implementations across."""
+def _is_hybrid(record: Record) -> bool:
+    return record.case["model"] in HYBRID
+
+
+def _page_column(record: Record) -> str:
+    library, _, name = record.case["variant"].partition(":")
+    theirs = {"eager": " `eager`, `sdpa`", "sdpa": " `eager`, `sdpa`", "flash_attention_2": " FA2"}
+    named = theirs.get(name, f" `{name}`") if library == "transformers" else ""
+    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}{named}"
+
+
+def _table(columns: Mapping[str, Sequence[Record]]) -> Table:
+    """Forms down, and across what each column's records say."""
     notes = Notes()
-    by_form = grouped(records, "pass")
-    variants = list(dict.fromkeys(r.case["variant"] for r in records))
-    columns = [
-        Column("packed batch", str),
-        *(Column(x.replace(":", " `") + "`", _leak_of(by_form, x, notes)) for x in variants),
-    ]
+    records = [record for own in columns.values() for record in own]
     *others, last = dict.fromkeys(r.case["model"] for r in records)
     models = f"{', '.join(others)} and {last}" if others else last
     title = (
@@ -52,19 +68,19 @@ def _table(records: Sequence[Record]) -> Table:
         f"{models} models; {records[0].case['dtype']}, {ran_on(records[0].environment)}"
         f"{commits_of(records)}. Bold: documents leak, or the results are wrong"
     )
-    return Table.of(by_form, columns, title, notes=notes)
+    made = [Column(name, _leak_of(grouped(own, "pass"), notes)) for name, own in columns.items()]
+    forms = grouped(records, "pass")
+    return Table.of(forms, [Column("packed batch", str), *made], title, notes=notes)
 
 
-def _leak_of(
-    groups: Mapping[str, Sequence[Record]], variant: str, notes: Notes
-) -> Callable[[str], str]:
+def _leak_of(groups: Mapping[str, Sequence[Record]], notes: Notes) -> Callable[[str], str]:
     def cell(form: str) -> str:
-        own = [r for r in groups[form] if r.case["variant"] == variant]
+        own = groups.get(form, [])
         measured = [r.measures["error"] for r in own if "error" in r.measures]
         parts = []
         if measured:
             worst = largest(measured)
-            value = f"{worst:.1f}" if worst >= 0.1 or worst != worst else f"{worst:.0e}"
+            value = f"{worst:.1g}" if worst < 1 else f"{worst:.1f}"
             parts.append(f"**{value}**" if any(r.status == "wrong" for r in own) else value)
         for r in own:
             if r.status not in ("ok", "wrong"):
