@@ -15,7 +15,7 @@ from flexvarlen.bench.report import report
 from flexvarlen.bench.suites.training import preference, preference_trainers, texts
 from flexvarlen.bench.suites.training.preference_tables import table
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
-from flexvarlen.report.records import read_records
+from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
 
@@ -91,6 +91,23 @@ def test_a_table_compares_with_the_padded_run(tmp_path):
     page.write_text("<!-- bench:preference begin -->\n<!-- bench:preference end -->\n")
     report([tmp_path / "records.jsonl"], pages=[page])
     assert "| `auto` (sdpa) |" in page.read_text()
+
+
+def test_the_page_has_a_line_for_each_eager_case_beside_padding():
+    def records(mode, speeds):
+        tokens = {"tokens_padded": 300.0, "tokens_real": 200.0, "tokens_run": 100, "peak_mib": 1024}
+        case = {"task": "grpo", "mode": mode, "geometry": "qwen3-1.7b", "layers": 1, "dtype": "x"}
+        case |= {"samples": 16, "group": 8, "prompt": 1024}
+        for variant, speed in speeds.items():
+            measures = tokens | {"samples_per_s": speed}
+            yield Record("preference", case | {"variant": variant}, "ok", None, measures, {})
+
+    eager = [*records("eager", {"padded-fa3": 2.0, "auto": 3.0, "auto+shared": 5.0})]
+    (shown,) = SUITE.page_tables([*eager, *records("compiled", {"auto@1": 9.0})])
+    (line,) = shown.lines
+    assert line[0] == "GRPO, 16 completions, 8 a prompt, prompts of 1,024"
+    assert line[1:] == ("2.00", "1.50× (3.00×)", "2.50× (3.00×)", "1.0, 1.0, 1.0")
+    assert SUITE.page_tables(eager[1:]) == []
 
 
 def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):

@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.state import CONTEXT
 from flexvarlen.reference.model import own_parameters, share
 from flexvarlen.report.records import Record
+from flexvarlen.report.table import Table
 from flexvarlen.runner.suite import Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.alone import (
     Errors,
@@ -116,6 +118,12 @@ class Preference(Suite[PreferenceCase]):
 
     def section(self, records: Sequence[Record]) -> str:
         return preference_tables.section(records)
+
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return preference_tables.page_tables(records)
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        return preference_tables.figures(records, folder)
 
 
 class _Outcome(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 
 from flexvarlen.bench.suites.model.tables import (
     is_ok,
@@ -13,8 +14,9 @@ from flexvarlen.bench.suites.model.tables import (
     value,
     where,
 )
-from flexvarlen.report.records import Record, records_alike
-from flexvarlen.report.table import Column, Notes, Table
+from flexvarlen.report.figure import bars, chart, save, style_of
+from flexvarlen.report.records import Record, by_machine, provenance, records_alike
+from flexvarlen.report.table import NOTHING, Column, Notes, Table
 
 PADDED = "padded-fa3"
 """The variant that speeds are compared with, beside `padded-sdpa` where it did not run."""
@@ -36,6 +38,108 @@ def section(records: Sequence[Record]) -> str:
     """What the error is, and a table of each case."""
     tables = [table(group).markdown() for group in records_alike(records, ("variant",))]
     return "\n\n".join([EXPLAINED, *tables])
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+PACKED, SHARED = "auto", "auto+shared"
+SHORT = {"dpo": "DPO", "grpo": "GRPO", "reward": "reward", "classification": "classification"}
+Group = dict[str, Record]
+"""A case's records, by variant."""
+
+
+def page_groups(records: Sequence[Record]) -> list[Group]:
+    """The eager cases of the first machine in which packing was measured beside padding."""
+    first = by_machine(r for r in records if r.case["mode"] == "eager")[:1]
+    groups = [
+        {r.case["variant"]: r for r in group}
+        for own in first
+        for group in records_alike(own, ("variant",))
+    ]
+    return [group for group in groups if _gain(group, PACKED) is not None]
+
+
+def page_tables(records: Sequence[Record]) -> list[Table]:
+    groups = page_groups(records)
+    return [_page_table(groups)] if groups else []
+
+
+def figures(records: Sequence[Record], folder: Path) -> list[Path]:
+    groups = page_groups(records)
+    return [_draw(groups, folder)] if groups else []
+
+
+def _page_table(groups: Sequence[Group]) -> Table:
+    """A line for each case: speedups over padding, those possible, and memory."""
+
+    def speedup(variant: str) -> Callable[[Group], str]:
+        def cell(group: Group) -> str:
+            found = _gain(group, variant)
+            if found is None:
+                return NOTHING
+            return f"{found:.2f}× ({1 / _run_share(group[variant]):.2f}×)"
+
+        return cell
+
+    def peak(group: Group) -> str:
+        found = [value(group.get(name), "peak_mib") for name in (PADDED, PACKED, SHARED)]
+        return ", ".join(f"{mib / 1024:.1f}" for mib in found if mib is not None)
+
+    columns = [
+        Column("batch", _batch),
+        Column("samples/s, padded", lambda group: f"{value(group[PADDED], 'samples_per_s'):.2f}"),
+        Column("packed: speedup (possible)", speedup(PACKED)),
+        Column("prompts shared: speedup (possible)", speedup(SHARED)),
+        Column("peak GiB: padded, packed, shared", peak),
+    ]
+    records = [group[PACKED] for group in groups]
+    return Table.of(groups, columns, f"{model_title(records[0])}, eager, {where(records)}")
+
+
+def _draw(groups: Sequence[Group], folder: Path) -> Path:
+    """The speedups of all cases, without and with shared prompts, on one scale."""
+    shown = {PACKED: "packed", SHARED: "packed, each prompt once"}
+    gains = {name: {_batch(group): _gain(group, name) or 0.0 for group in groups} for name in shown}
+    records = [group[PACKED] for group in groups]
+    packed, shared = (sorted(filter(None, found.values())) for found in gains.values())
+    more = f", sharing prompts {shared[0]:.1f} to {shared[-1]:.1f}" if shared else ""
+    figure, panels = chart(
+        f"Packed, TRL's trainers are {packed[0]:.1f} to {packed[-1]:.1f} times as fast{more}",
+        "Samples per second with auto over those of padded batches with FlashAttention-3; –: no "
+        f"shared prompts. {model_title(records[0])}, eager, bf16. {provenance(records)}",
+        height_px=360,
+        panels=2,
+        share_y=True,
+    )
+    for axes, (name, label) in zip(panels, shown.items(), strict=True):
+        texts = [f"{x:.2f}×" if x else NOTHING for x in gains[name].values()]
+        colors = [style_of("auto").color] * len(groups)
+        bars(axes, gains[name], label=f"speedup, {label}", colors=colors, texts=texts)
+        axes.set_xlim(0, 1.25 * max(*packed, *shared))
+    return save(figure, folder / "preference.png")
+
+
+def _batch(group: Group) -> str:
+    case = next(iter(group.values())).case
+    name = f"{SHORT[case['task']]}, {case['samples']} {SAMPLES[case['task']]}"
+    name += f", {case['group']} a prompt" if case["task"] == "grpo" else ""
+    return name + (f", prompts of {case['prompt']:,}" if case["prompt"] else "")
+
+
+def _gain(group: Group, variant: str) -> float | None:
+    """Over padded batches."""
+    own, padded = (value(group.get(x), "samples_per_s") for x in (variant, PADDED))
+    return None if own is None or padded is None else own / padded
+
+
+def _run_share(record: Record) -> float:
+    """Tokens that are run, of the positions of the padded batch."""
+    m = record.measures
+    run: float = (m.get("tokens_run") or m["tokens_real"]) / m["tokens_padded"]
+    return run
+
+
+# --- all tables ----------------------------------------------------------------------------------
 
 
 def table(records: Sequence[Record]) -> Table:
@@ -65,8 +169,7 @@ def table(records: Sequence[Record]) -> Table:
             found = gain(record)
             if found is None or record.case["variant"].startswith("padded"):
                 return "–"
-            m = record.measures
-            return f"{found * (m.get('tokens_run') or m['tokens_real']) / m['tokens_padded']:.0%}"
+            return f"{found * _run_share(record):.0%}"
 
         if any(r.case["variant"].endswith("+shared") for r in records):
             columns.append(number("tokens run", "tokens_run", ",.0f"))
