@@ -79,6 +79,21 @@ def test_the_tables_have_every_kind_and_the_speedup(records):
     assert "(1) wrong: outputs: too far" in SUITE.section([wrong, *records[1:]])
 
 
+def test_the_page_has_a_line_for_each_shape_with_the_gain_of_each_step(records):
+    (table,) = SUITE.page_tables(records)
+    gains = {
+        (r.case["kind"], r.case["variant"]): r.measures["samples_per_s"]
+        for r in records
+        if r.case["levels"] == [[1, 24], [4, 8]] and r.case["kind"] in ("eager", "compiled")
+    }
+    first, second = table.lines
+    assert [first[0], second[0]] == ["2 × (24 + 4 × 8)", "2 × (16 + 2 × (8 + 2 × 8))"]
+    for kind, shown in zip(("eager", "compiled"), first[2:4], strict=True):
+        assert shown == f"{gains[kind, 'auto'] / gains[kind, 'repeated:auto']:.2f}"
+    assert " → " in first[4]
+    assert SUITE.page_tables([r for r in records if r.case["kind"] == "attention"]) == []
+
+
 # --- the same samples in both forms --------------------------------------------------------------
 
 

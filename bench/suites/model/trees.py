@@ -19,10 +19,11 @@ from flexvarlen.bench.suites.model.tables import (
     spread,
     took,
     value,
+    where,
 )
 from flexvarlen.bench.suites.model.tree_cases import REPEATED, STEPS, Kind, Shape, Tree, TreeCase
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
-from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
+from flexvarlen.report.records import Record, by_machine, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.measure import measure_variants
@@ -74,6 +75,9 @@ class Trees(Suite[TreeCase]):
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         shapes = ("variant", "levels", "groups", "max_row_tokens", "samples", "tokens")
         return map(_table, records_alike(records, shapes, of_one_run=True))
+
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return [table for own in by_machine(records) if (table := _page_table(own)).lines]
 
 
 def _kernel(options: Options) -> str:
@@ -134,6 +138,36 @@ def _table(records: Sequence[Record]) -> Table:
     return Table.of(records, columns, _title(records), notes=notes)
 
 
+def _page_table(records: Sequence[Record]) -> Table:
+    """A line for each shape: what sharing gains in each kind of step, with `auto`."""
+    found = {(r.case["kind"], str(r.case["levels"]), r.case["variant"]): r for r in records}
+
+    def of(record: Record, kind: Kind, variant: str, name: str) -> float | None:
+        return value(found.get((kind, str(record.case["levels"]), variant)), name)
+
+    def gain(kind: Kind) -> Column:
+        def cell(record: Record) -> str:
+            rates = (of(record, kind, x, "samples_per_s") for x in ("auto", f"{REPEATED}auto"))
+            return _ratio(*rates)
+
+        return Column(f"{kind} speedup", cell)
+
+    def peak(record: Record) -> str:
+        found = (of(record, "memory", x, "peak_mib") for x in (f"{REPEATED}auto", "auto"))
+        return " → ".join(NOTHING if x is None else f"{x / 1024:.1f}" for x in found)
+
+    columns = [
+        Column("trees", _shape),
+        number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
+        gain("eager"),
+        gain("compiled"),
+        Column("peak GiB of one tree in a row, repeated → shared", peak),
+    ]
+    shared = [found[key] for key in found if key[0] == "eager" and key[2] == "auto"]
+    title = f"{model_title(records[0])}, forward and backward, `auto`; {where(records)}"
+    return Table.of(shared, columns, title)
+
+
 def _shape(record: Record) -> str:
     """How often a prompt and what continues it, as in "4 × (4,096 + 8 × 512)"."""
     (_, root), *others = record.case["levels"]
@@ -152,8 +186,11 @@ def _speedup(record: Record, records: Sequence[Record]) -> str:
     """Of a step over the same samples repeated."""
     name, levels = REPEATED + record.case["variant"], record.case["levels"]
     alike = (r for r in records if (r.case["variant"], r.case["levels"]) == (name, levels))
-    rates = value(record, "samples_per_s"), value(next(alike, None), "samples_per_s")
-    return NOTHING if rates[0] is None or rates[1] is None else f"{rates[0] / rates[1]:.2f}"
+    return _ratio(value(record, "samples_per_s"), value(next(alike, None), "samples_per_s"))
+
+
+def _ratio(shared: float | None, repeated: float | None) -> str:
+    return NOTHING if shared is None or repeated is None else f"{shared / repeated:.2f}"
 
 
 _WHAT = {
