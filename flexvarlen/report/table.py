@@ -79,6 +79,16 @@ class Table:
         head = [f"**{self.title}**"] if self.title else []
         return "\n\n".join([*head, text, *self.notes])
 
+    def only(self, *titles: str, notes: tuple[str, ...] = ()) -> Table:
+        """The table with these of its columns, and other notes.
+
+        >>> Table("", ("a", "b"), (("1", "2"),)).only("b", "c").lines
+        (('2',),)
+        """
+        kept = [index for index, title in enumerate(self.header) if title in titles]
+        header, *lines = (tuple(line[i] for i in kept) for line in (self.header, *self.lines))
+        return Table(self.title, header, tuple(lines), self.bad, notes)
+
     @property
     def width(self) -> int:
         """Columns of a terminal that all cells take side by side."""

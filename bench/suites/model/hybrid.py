@@ -178,6 +178,12 @@ class Hybrid(Suite[HybridCase]):
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return map(_table, records_alike(records, ("variant",), of_one_run=True))
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        """Of packed rows and of padded batches, without what is compiled."""
+        eager = [r for r in records if r.case["kind"] in ("eager", "padded")]
+        shown = ("variant", "ms (p20–p80)", "tokens per second", "peak GiB")
+        return [table.only(*shown, notes=table.notes) for table in self.tables(eager)]
+
 
 def _case(kind: Kind, options: Options) -> HybridCase:
     small = options.is_small

@@ -153,6 +153,10 @@ class Convergence(Suite[ConvergenceCase]):
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return map(convergence_tables.table, convergence_tables.groups_of(records))
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        shown = ("run", "verdict", "seeds", "final loss", "difference")
+        return [table.only(*shown) for table in self.tables(records)]
+
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         largest = max(convergence_tables.groups_of(records), key=len)
         drawn = convergence_tables.draw(largest, folder)
