@@ -93,7 +93,7 @@ def test_a_table_compares_with_the_padded_run(tmp_path):
     assert "| `auto` (sdpa) |" in page.read_text()
 
 
-def test_the_page_has_a_line_for_each_eager_case_beside_padding():
+def test_the_page_has_a_line_for_each_eager_case_beside_padding(tmp_path):
     def records(mode, speeds):
         tokens = {"tokens_padded": 300.0, "tokens_real": 200.0, "tokens_run": 100, "peak_mib": 1024}
         case = {"task": "grpo", "mode": mode, "geometry": "qwen3-1.7b", "layers": 1, "dtype": "x"}
@@ -108,6 +108,8 @@ def test_the_page_has_a_line_for_each_eager_case_beside_padding():
     assert line[0] == "GRPO, 16 completions, 8 a prompt, prompts of 1,024"
     assert line[1:] == ("2.00", "1.50× (3.00×)", "2.50× (3.00×)", "1.0, 1.0, 1.0")
     assert SUITE.page_tables(eager[1:]) == []
+    (drawn,) = SUITE.figures(eager[:2], tmp_path)  # one case, whose prompts are not shared
+    assert drawn.exists()
 
 
 def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ def _draw(groups: Sequence[Group], folder: Path) -> Path:
         texts = [f"{x:.2f}×" if x else NOTHING for x in gains[name].values()]
         colors = [style_of("auto").color] * len(groups)
         bars(axes, gains[name], label=f"speedup, {label}", colors=colors, texts=texts)
-        axes.set_xlim(0, 1.25 * max(*packed, *shared))
+        axes.set_xlim(0, 1.25 * max([*packed, *shared]))
     return save(figure, folder / "preference.png")
 
 
