@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -108,16 +108,26 @@ def _leak_measures(leak: Leak) -> dict[str, Any]:
 def _verdict(leak: Leak, why_wrong: str | None, unit: str) -> dict[str, Any]:
     if not leak.documents:
         return {"verdict": "right" if why_wrong is None else "wrong", "why": why_wrong}
-    found = sorted(leak.outputs or leak.documents)
-    listed = ", ".join(map(str, found[:LISTED_DOCUMENTS]))
-    more = ", …" if len(found) > LISTED_DOCUMENTS else ""
-    units = f"{unit}{'s' if len(found) > 1 else ''} {listed}{more}"
     tokens, others = "other documents' tokens", "other documents"
     if unit == "segment":
         tokens = "the tokens of segments off their paths"
         others = "segments that they must not"
+    said = []
     if leak.outputs:
-        why = f"the logits of {units} change with {tokens}."
-    else:
-        why = f"the token gradients of {units} depend on, or reach, {others}."
-    return {"verdict": "leaks", "why": why}
+        said.append(f"the logits of {_listed(leak.outputs, unit)} change with {tokens}")
+    if further := leak.documents - leak.outputs:
+        units = _listed(further, unit)
+        said.append(f"the token gradients of {units} depend on, or reach, {others}")
+    return {"verdict": "leaks", "why": f"{'; '.join(said)}."}
+
+
+def _listed(found: Collection[int], unit: str) -> str:
+    """Documents or segments by their numbers.
+
+    >>> _listed({3}, "document"), _listed(range(9), "segment")
+    ('document 3', 'segments 0, 1, 2, 3, 4, 5, 6, 7 and 1 more')
+    """
+    listed = ", ".join(map(str, sorted(found)[:LISTED_DOCUMENTS]))
+    more = len(found) - LISTED_DOCUMENTS
+    tail = f" and {more} more" if more > 0 else ""
+    return f"{unit}{'s' if len(found) > 1 else ''} {listed}{tail}"

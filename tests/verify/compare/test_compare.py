@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -97,6 +98,13 @@ def test_plain_transformers_with_its_default_cache_is_shown_to_leak(report):
     assert m["leaked_gradients"] >= m["leaked_outputs"] - 1
     assert m["logits_max"] > 1
     assert report.passed  # theirs is not ours to fail
+
+
+def test_leak_names_as_many_documents_as_it_counts(report):
+    """The logits of all but the first change; the first's tokens get gradients of the others."""
+    m = report.record("transformers:sdpa").measures
+    numbers = {int(number) for number in re.findall(r"\d+", m["why"])}
+    assert len(numbers) == m["leaked_documents"] == len(LENGTHS)
 
 
 def test_low_precision_is_compared_with_a_baseline_of_its_own(llama):
