@@ -37,10 +37,10 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    backends: Annotated[
+    backend: Annotated[
         str,
         typer.Option(
-            "--backends", help="all, or names with commas between; see flexvarlen doctor."
+            "--backend", help="all, or names with commas between; see flexvarlen doctor."
         ),
     ] = "all",
     tokens: RowTokens = None,
@@ -72,7 +72,7 @@ def compare(
         where = device_of(device)
         what = dtype_of(dtype, where)
         named = NamedModels(model or CPU_MODELS, text or [], where)  # all mistakes before any work
-        variant_names(backends, where)
+        variant_names(backend, where)
         require_file(out / "records.jsonl")
         report = comparison.Report(())
         for spec in named.specs:
@@ -81,7 +81,7 @@ def compare(
                 found = comparison.compare(
                     built,
                     row,
-                    backends,
+                    backend,
                     train=train,
                     compile=compile,
                     seed=seed,

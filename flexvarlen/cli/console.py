@@ -129,14 +129,19 @@ def fail(sentence: str, error: Exception) -> None:
 def _as_option(text: str, options: Collection[str]) -> str:
     """Name the option in place of the argument that a function complains of.
 
+    An argument that takes several names is in the plural, its option may be in the singular.
+
     >>> _as_option("head_dim must be at least 1, got 0; raise it.", ["head_dim"])
     '--head-dim must be at least 1, got 0; raise it.'
+    >>> _as_option("backends must be known, got x; choose one.", ["backend"])
+    '--backend must be known, got x; choose one.'
     >>> _as_option("batch must hold two documents, got 1; pack several.", ["head_dim"])
     'batch must hold two documents, got 1; pack several.'
     """
     name, _, rest = text.partition(" ")
-    if name in options and rest.startswith("must "):
-        return f"--{name.replace('_', '-')} {rest}"
+    option = name if name in options else name.removesuffix("s")
+    if option in options and rest.startswith("must "):
+        return f"--{option.replace('_', '-')} {rest}"
     return text
 
 

@@ -55,7 +55,7 @@ Dtypes = Annotated[
 Backends = Annotated[
     str,
     typer.Option(
-        "--backends",
+        "--backend",
         help="all, or names with commas between. On a CPU all leaves out slow compilers.",
     ),
 ]
@@ -80,7 +80,7 @@ def op(
             "--suite", help="varlen-study, gqa or cpu. [default: cpu, varlen-study on a GPU]"
         ),
     ] = None,
-    backends: Backends = "all",
+    backend: Backends = "all",
     comparisons: Annotated[
         str,
         typer.Option(
@@ -109,7 +109,7 @@ def op(
         cases = suite_cases(suite or ("cpu" if where.type == "cpu" else "varlen-study"))
         dtypes = _dtypes(dtype, where)
         drift_op = OperatorDrift.of(cases, dtypes, names_in(comparisons), train=train, seed=seed)
-        options = _options(where, backend_variants(names_in(backends)))
+        options = _options(where, backend_variants(names_in(backend)))
         _run(drift_op, options, out, again, commit, fail_above)
 
 
@@ -123,7 +123,7 @@ def model_command(
     ] = None,
     text: Text = None,
     tokens: RowTokens = None,
-    backends: Backends = "all",
+    backend: Backends = "all",
     comparisons: Annotated[
         str,
         typer.Option(
@@ -166,7 +166,7 @@ def model_command(
                 text=named.checksum,
             )
         ]
-        options = _options(where, _variants(backends, where))
+        options = _options(where, _variants(backend, where))
         _run(ModelDrift(cases), options, out, again, commit, fail_above)
 
 

@@ -21,7 +21,7 @@ from flexvarlen.report.records import read_records
 
 pytestmark = pytest.mark.usefixtures("timed_briefly")
 
-SMALL = ["compare", "--model", "qwen3", "--backends", "sdpa", "--tokens", "64", "--device", "cpu"]
+SMALL = ["compare", "--model", "qwen3", "--backend", "sdpa", "--tokens", "64", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -43,6 +43,16 @@ def test_every_option_has_a_name_of_its_own_that_no_release_of_typer_changes():
         found += [name for x in options for name in (*x.opts, *x.secondary_opts)]
     assert {"--tokens", "--no-train", "--cases", "--fail-above"} <= {*found}
     assert [name for name in found if not re.fullmatch(r"--[a-z][a-z-]*", name)] == []
+
+
+def test_an_option_of_several_commands_has_one_spelling():
+    """A name in the plural is another spelling of an option that a command beside it has."""
+    found, commands = set(), [get_command(app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        found |= {name for x in command.params for name in x.opts}
+    assert "--backend" in found
+    assert {name for name in found if f"{name}s" in found} == set()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +177,7 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
     [
         (["--model", "lama"], "--model must be"),
         (["--model", "qwen3", "--model", "no/such"], "--model must be a folder or hub name"),
-        (["--backends", "flsh"], "--backends must be"),
+        (["--backend", "flsh"], "--backend must be"),
         (["--dtype", "int8"], "--dtype must be"),
         (["--device", "tpu"], "--device must be"),
         (["--device", "cuda:99"], "--device must be"),

@@ -14,9 +14,9 @@ from flexvarlen.runner import run as runner
 from tests.verify.planted import plant, raising, wrong_scale
 
 CPU = ["--device", "cpu"]
-OP = ["op", "--suite", "cpu", *CPU, "--backends", "reference,sdpa"]
+OP = ["op", "--suite", "cpu", *CPU, "--backend", "reference,sdpa"]
 OP += ["--comparisons", "exact,run-run"]
-MODEL = ["model", "--model", "qwen3@1", "--tokens", "48", "--backends", "sdpa,reference", *CPU]
+MODEL = ["model", "--model", "qwen3@1", "--tokens", "48", "--backend", "sdpa,reference", *CPU]
 MODEL += ["--comparisons", "packed-alone,backend-backend"]
 
 LOST = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -117,7 +117,7 @@ def test_earlier_records_of_another_variant_are_no_finding(run, monkeypatch):
     plant(monkeypatch, wrong_scale)  # into reference
     assert run(*OP).exit_code == 1
     monkeypatch.undo()
-    result = run(*OP, "--backends", "sdpa")
+    result = run(*OP, "--backend", "sdpa")
     assert result.exit_code == 0, result.output
     assert "0 cases measured, 4 done before" in said(result)
     assert run(*OP).exit_code == 1
@@ -137,13 +137,13 @@ def test_earlier_records_of_another_case_or_machine_count(run, tmp_path, monkeyp
 def test_earlier_record_of_a_variant_that_is_not_asked_for_counts(run, monkeypatch):
     plant(monkeypatch, wrong_scale)
     assert run(*OP).exit_code == 1
-    result = run(*OP, "--backends", "sdpa")
+    result = run(*OP, "--backend", "sdpa")
     assert result.exit_code == 0, result.output
     assert "reference" not in said(result)
 
 
 def test_nothing_compared_ends_with_0(run):
-    result = run(*OP, "--backends", "fa3")
+    result = run(*OP, "--backend", "fa3")
     assert result.exit_code == 2, result.output
     assert "Nothing was compared." in said(result)
 
@@ -191,7 +191,7 @@ def test_options_of_model_are_lost(run, tmp_path):
     ("args", "words"),
     [
         (["op", "--suite", "gpu"], "--suite must be one of"),
-        (["op", "--backends", "flsh"], "--backends must be"),
+        (["op", "--backend", "flsh"], "--backend must be"),
         (["op", "--comparisons", "exat"], "--comparisons must be"),
         (["op", "--dtype", "float32,int8"], "--dtype must be"),
         (["op", "--device", "tpu"], "--device must be"),
