@@ -39,9 +39,7 @@ def compare(
     ] = None,
     backend: Annotated[
         str,
-        typer.Option(
-            "--backend", help="all, or names with commas between; see flexvarlen doctor."
-        ),
+        typer.Option("--backend", help="all, or names with commas between; see flexvarlen doctor."),
     ] = "all",
     tokens: RowTokens = None,
     text: Text = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -16,13 +17,19 @@ from rich.console import Console
 if TYPE_CHECKING:
     import torch
 
-PLAIN_WIDTH = 140  # columns of a whole table, where the output is no terminal
+PLAIN_WIDTH = 140  # of a pipe or a file, which has room for whole tables
 PIPE_SECONDS = 10.0  # between two lines of progress, where the output is no terminal
 
-console = Console()
-if not console.is_terminal:  # a pipe or a file has room: no folded cells
-    console = Console(width=max(console.width, PLAIN_WIDTH))
-errors = Console(stderr=True)
+
+def console_of(*, stderr: bool = False) -> Console:
+    """As wide as its terminal; in a pipe as COLUMNS says, else `PLAIN_WIDTH`."""
+    found = Console(stderr=stderr)
+    if not found.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        found.width = PLAIN_WIDTH
+    return found
+
+
+console, errors = console_of(), console_of(stderr=True)
 
 CPU_MODELS = ("llama", "qwen3", "qwen3_5_text")
 FINDING, FAILURE = 1, 2

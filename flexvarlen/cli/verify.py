@@ -105,7 +105,7 @@ def verify(
             if as_json:
                 typer.echo(json.dumps([answer.as_dict() for answer in answers], indent=2))
             elif answers:
-                console.print(table_of(answers))
+                console.print(table_of(answers, console.width))
                 for answer in answers:
                     said = answer.leak or (answer.report and answer.report.sentence())
                     console.print(f"\n{answer.model}: {said}", markup=False, highlight=False)

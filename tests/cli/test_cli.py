@@ -118,6 +118,15 @@ def test_own_text_and_options_reach_the_records_each_of_which_is_written_once(ru
     assert "pydoc" not in case["source"]
 
 
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 200), (None, 140)])
+def test_a_pipe_is_as_wide_as_columns_says(columns, width, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    for stderr in (False, True):
+        assert console.console_of(stderr=stderr).width == width
+
+
 def test_in_a_pipe_progress_is_a_line_every_ten_seconds(capsys, monkeypatch):
     clock = iter([0.0, 1.0, 9.0, 10.5, 12.0, 21.0])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))

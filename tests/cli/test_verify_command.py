@@ -69,7 +69,7 @@ def test_leak_is_shown_when_a_later_model_fails(monkeypatch, form):
 
 
 def test_an_error_in_the_table_is_a_sentence(monkeypatch):
-    def broken(answers):
+    def broken(answers, width):
         raise KeyError("column")
 
     monkeypatch.setattr("flexvarlen.verify.isolation.command.table_of", broken)

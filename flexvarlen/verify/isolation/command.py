@@ -152,6 +152,6 @@ COLUMNS = (
 )
 
 
-def table_of(answers: Sequence[Answer]) -> RichTable:
-    """A line for each model."""
-    return Table.of(answers, COLUMNS, is_bad=lambda answer: answer.leak is not None).rich()
+def table_of(answers: Sequence[Answer], width: int) -> RichTable:
+    """A line for each model, or a column where `width` has no room for that."""
+    return Table.of(answers, COLUMNS, is_bad=lambda answer: answer.leak is not None).rich(width)
