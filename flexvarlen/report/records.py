@@ -245,6 +245,17 @@ def _key(record: Record, *without: str) -> str:
     return json.dumps([record.suite, case, record.environment.get("gpu")], sort_keys=True)
 
 
+def not_run(records: Iterable[Record]) -> list[str]:
+    """A sentence for each reason why variants could not run, of the records that say so."""
+    names: dict[str, dict[str, None]] = {}
+    for record in records:
+        if record.status == "unsupported":
+            on_cpu = record.environment.get("gpu") is None and "CUDA" in (record.reason or "")
+            why = "no CUDA device here" if on_cpu else in_short(record.reason or "")
+            names.setdefault(why, {})[record.case["variant"]] = None
+    return [f"Not run: {', '.join(variants)}: {why}" for why, variants in names.items()]
+
+
 _TRIED = re.compile(r"(Tried to allocate [\d.]+ \w+\.).*", re.DOTALL)
 
 

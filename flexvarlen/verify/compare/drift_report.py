@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexvarlen.measure.machine import without_paths
-from flexvarlen.report.records import Record, in_short
+from flexvarlen.report.records import Record, in_short, not_run
 from flexvarlen.report.table import Table, nan_last, share
-from flexvarlen.verify.compare.drift_tables import BAD, RATIOS, Records, tables
+from flexvarlen.verify.compare.drift_tables import BAD, RATIOS, Records, never_ran, tables
 from flexvarlen.verify.compare.thresholds import Threshold, broken_limits
 from flexvarlen.verify.experiment.variant import is_ours
 
@@ -35,7 +35,10 @@ class DriftReport:
         return tables(self.records)
 
     def sentences(self) -> list[str]:
-        """A sentence for each finding, once for records that share the reason; else one a suite."""
+        """A sentence for each finding, once for records that share the reason; else one a suite.
+
+        Then one for each reason why backends could not run.
+        """
         findings: dict[str, list[str]] = {}
         for record in filter(_is_finding, self.records):
             verb = "is wrong" if record.status == "wrong" else "failed"
@@ -46,7 +49,7 @@ class DriftReport:
             ran = [r for r in self.records if r.suite == suite and r.status == "ok"]
             said += [sentence(ran)] if ran else []
         said = list(filter(None, said)) or ["Nothing was compared."]
-        return list(map(without_paths, said))
+        return list(map(without_paths, [*said, *not_run(never_ran(self.records))]))
 
     def broken_limits(self, limits: Sequence[Threshold]) -> list[str]:
         """A sentence for each limit that a record passes."""

@@ -64,10 +64,17 @@ def relative(parts: Sequence[str]) -> tuple[str, ...]:
 # ---- what the command prints ----
 
 
+def never_ran(records: Records) -> list[Record]:
+    """The records of variants that could not run at all."""
+    could = {r.case["variant"] for r in records if r.status != "unsupported"}
+    return [record for record in records if record.case["variant"] not in could]
+
+
 def tables(records: Records) -> list[Table]:
-    """A table for each suite, machine, model and dtype."""
+    """A table for each suite, machine, model and dtype, of the variants that ran anywhere."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
-    for own in by_machine(records):
+    idle = {record.case["variant"] for record in never_ran(records)}
+    for own in by_machine([r for r in records if r.case["variant"] not in idle]):
         for record in own:
             where = record.environment.get("gpu")
             model = (record.case.get("model"), record.case["dtype"])

@@ -12,6 +12,7 @@ from flexvarlen.report.records import (
     append_records,
     grouped,
     in_short,
+    not_run,
     ran_on,
     records_alike,
 )
@@ -115,19 +116,13 @@ class Report:
     def notes(self) -> list[str]:
         """What did not run, and why; what is wrong with what did."""
         notes = []
-        refused: dict[str, dict[str, None]] = {}
         for record in self.records:
             where = f"{record.case['model']}, {display_name(variant(record))}"
-            if record.status == "unsupported":
-                on_cpu = record.environment.get("gpu") is None and "CUDA" in (record.reason or "")
-                why = "no CUDA device here" if on_cpu else in_short(record.reason or "")
-                refused.setdefault(why, {})[variant(record)] = None
-            elif record.reason is not None:
+            if record.status != "unsupported" and record.reason is not None:
                 notes.append(f"{where}: {in_short(record.reason)}")
             if (why_wrong := record.measures.get("why")) is not None:
                 notes.append(f"{where}: {why_wrong}")
-        notes += [f"Not run: {', '.join(names)}: {why}" for why, names in refused.items()]
-        return list(dict.fromkeys(notes))
+        return list(dict.fromkeys([*notes, *not_run(self.records)]))
 
     def sentence(self) -> str:
         """The result in one sentence."""

@@ -44,14 +44,23 @@ def test_operators_are_a_line_each_with_their_largest_error():
     assert lines["fa3"]["error / allowed"] == "50.00%"
     assert lines["fa3"]["batch-serial fwd"] == "0"
     assert lines["fa3"]["batch-serial bwd"] == "3.0e-05"
-    assert lines["cudnn"]["status"] == "unsupported (1)"
+    assert "cudnn" not in lines
+
+
+def test_backend_that_could_not_run_at_all_is_a_sentence_and_no_line():
+    here = op_record("cudnn", "exact", name="7", ratio_out=0.1)
+    assert DriftReport(OPS).sentences()[-1] == "Not run: cudnn: needs a newer GPU"
+    report = DriftReport((*OPS, here))
+    assert "Not run" not in " ".join(report.sentences())
+    (table,) = report.tables()
+    assert [line[:3] for line in table.lines][1] == ("cudnn", "bfloat16", "unsupported (1)")
     assert table.notes == ("(1) needs a newer GPU",)
 
 
 def test_sentence_names_the_largest_error_and_passes():
     report = DriftReport(OPS)
     assert report.passed
-    (sentence,) = report.sentences()
+    sentence, _ = report.sentences()
     assert "within the acceptance rule" in sentence
     assert "50.00%" in sentence
     assert "dq of fa3: 7, bfloat16, exact" in sentence
@@ -62,7 +71,7 @@ def test_finding_passes_or_is_repeated(status):
     bad = [op_record("fa3", c, status, "out: too far.", name=n) for c in "ab" for n in "xy"]
     report = DriftReport((*OPS, *bad))
     assert not report.passed
-    (sentence,) = report.sentences()
+    sentence, _ = report.sentences()
     assert sentence.startswith("fa3 is wrong" if status == "wrong" else "fa3 failed")
     assert sentence.count("out: too far.") == 1
     assert sentence.endswith("(x, bfloat16, a; y, bfloat16, a; x, bfloat16, b; y, bfloat16, b)")
