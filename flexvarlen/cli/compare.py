@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,7 @@ from flexvarlen.cli.console import (
     CPU_MODELS,
     FAILURE,
     FINDING,
+    STOPPED,
     Device,
     Dtype,
     RowTokens,
@@ -24,6 +25,9 @@ from flexvarlen.cli.console import (
     progress_bar,
     quiet_transformers,
 )
+
+if TYPE_CHECKING:
+    from flexvarlen.verify.compare import Report
 
 
 def compare(
@@ -58,7 +62,7 @@ def compare(
 
     The reference is each document alone, in float64. Exit code 1 if a backend of flexvarlen leaks,
     or its error is more than twice (gradients: three times) that of a plain model of the dtype;
-    2 if no backend of flexvarlen could run.
+    2 if no backend of flexvarlen could run. Ctrl-C keeps what was measured, with exit code 130.
     """
     with one_line_errors(compare):
         from flexvarlen.report.records import append_records, require_file
@@ -72,28 +76,51 @@ def compare(
         named = NamedModels(model or CPU_MODELS, text or [], where)  # all mistakes before any work
         variant_names(backend, where)
         require_file(out / "records.jsonl")
-        report = comparison.Report(())
+        report, stopped = comparison.Report(()), False
         for spec in named.specs:
-            built, row = named.load(spec.name, what, tokens, seed)
-            with progress_bar(spec.label) as progress:
-                found = comparison.compare(
-                    built,
-                    row,
-                    backend,
-                    train=train,
-                    compile=compile,
-                    seed=seed,
-                    name=spec.label,
-                    progress=progress,
-                )
+            try:
+                built, row = named.load(spec.name, what, tokens, seed)
+                with progress_bar(spec.label) as progress:
+                    found = comparison.compare(
+                        built,
+                        row,
+                        backend,
+                        train=train,
+                        compile=compile,
+                        seed=seed,
+                        name=spec.label,
+                        progress=progress,
+                    )
+            except KeyboardInterrupt as stop:
+                stopped = True
+                found = getattr(stop, "report", comparison.Report(()))
             report += found
-            append_records(out / "records.jsonl", found.records)  # not lost if the next one fails
-        paths = [out / "records.jsonl", *report.show(out)]
-        for line in (*report.notes(), f"Written: {', '.join(map(str, paths))}", ""):
-            console.print(line, style="dim", markup=False, highlight=False)
-        console.print(report.table().rich(console.width))
-        console.print(f"\n{report.sentence()}", markup=False, highlight=False)
+            if found.measured:
+                append_records(out / "records.jsonl", found.records)  # the next one may fail
+            if stopped:
+                break
+        _print_report(report, out, stopped)
+    if stopped:
+        raise typer.Exit(STOPPED)
     if not report.passed:
         raise typer.Exit(FINDING)
     if not report.ran:
         raise typer.Exit(FAILURE)
+
+
+def _print_report(report: Report, out: Path, stopped: bool) -> None:
+    """Print the table and the sentences; write files, unless nothing was measured."""
+    written = f"Nothing was measured, and nothing written to {out}."
+    if report.measured:
+        paths = [out / "records.jsonl", *report.show(out)]
+        written = f"Written: {', '.join(map(str, paths))}"
+    for line in (*report.notes(), written, ""):
+        console.print(line, style="dim", markup=False, highlight=False)
+    if report.measured:
+        console.print(report.table().rich(console.width))
+        console.print()
+    if stopped:
+        left = "this is what was measured until then." if report.measured else "run it again."
+        console.print(f"Stopped by Ctrl-C: {left}", markup=False, highlight=False)
+    if report.records:
+        console.print(report.sentence(), markup=False, highlight=False)

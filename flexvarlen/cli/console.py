@@ -32,8 +32,8 @@ def console_of(*, stderr: bool = False) -> Console:
 console, errors = console_of(), console_of(stderr=True)
 
 CPU_MODELS = ("llama", "qwen3", "qwen3_5_text")
-FINDING, FAILURE = 1, 2
-"""Exit codes: a leak, a wrong result, a limit that is passed; bad usage, or what failed."""
+FINDING, FAILURE, STOPPED = 1, 2, 130
+"""Exit codes: a leak, a wrong result, a limit that is passed; bad usage, or what failed; Ctrl-C."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 """Short names of dtypes."""

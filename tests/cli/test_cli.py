@@ -18,6 +18,7 @@ from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app, console
 from flexvarlen.cli.console import parse_tokens, progress_bar
 from flexvarlen.report.records import read_records
+from flexvarlen.verify.compare.report import BASELINE
 
 pytestmark = pytest.mark.usefixtures("timed_briefly")
 
@@ -100,6 +101,41 @@ def test_records_of_the_first_model_are_kept_when_the_second_fails(run, tmp_path
     assert "Traceback" not in result.output
     records = read_records([tmp_path / "out" / "records.jsonl"])
     assert {record.case["model"] for record in records} == {"llama tiny"}
+
+
+@pytest.mark.usefixtures("_no_pictures")
+def test_ctrl_c_keeps_what_was_checked_until_then(run, tmp_path, monkeypatch):
+    def stops(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SdpaBackend, "attend", stops)
+    options = ["--backend", "reference,sdpa", "--model", "llama"]
+    result = run(*SMALL, *options)
+    assert result.exit_code == 130, result.output
+    assert "Stopped by Ctrl-C: this is what was measured until then." in result.output
+    records = read_records([tmp_path / "out" / "records.jsonl"])
+    names = [(record.case["model"], record.case["variant"]) for record in records]
+    assert names == [("qwen3 tiny", BASELINE), ("qwen3 tiny", "reference")]
+    assert records[1].measures["verdict"] == "right"
+    assert "| reference | right |" in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("_no_pictures")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_run_that_measured_nothing_leaves_results_as_they_were(run, tmp_path, monkeypatch, stopped):
+    def stops(*args, **options):
+        raise KeyboardInterrupt
+
+    if stopped:
+        monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", stops)
+    files = [tmp_path / "out" / name for name in ("records.jsonl", "table.md")]
+    files[0].parent.mkdir()
+    for file in files:
+        file.write_text("")
+    result = run(*SMALL, "--backend", "fa3")
+    assert result.exit_code == (130 if stopped else 2), result.output
+    assert "Nothing was measured" in result.output
+    assert [file.read_text() for file in files] == ["", ""]
 
 
 @pytest.mark.usefixtures("_no_pictures")

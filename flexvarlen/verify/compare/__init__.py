@@ -19,7 +19,7 @@
 | `thresholds.py` | a user's own limits |
 """
 
-from flexvarlen.verify.compare.compare import compare
+from flexvarlen.verify.compare.compare import Interrupted, compare
 from flexvarlen.verify.compare.report import Report
 
-__all__ = ["Report", "compare"]
+__all__ = ["Interrupted", "Report", "compare"]

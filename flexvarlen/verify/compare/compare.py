@@ -50,6 +50,7 @@ Progress = Callable[[int, int, str], None]
 
 TIMING_BUDGET_S = 3.0  # of each variant
 MOST_REPEATS = 20
+STOPPED = "not timed: stopped before."
 NOT_TIMED = "not timed: some documents are too long for eager attention."
 
 
@@ -97,6 +98,7 @@ def compare(
             contract, or too little memory for the reference.
         NotImplementedError: the model type is not verified.
         DeviceLost: a kernel broke the device.
+        Interrupted: a KeyboardInterrupt, with what was measured until then.
     """
     from transformers import PreTrainedModel
 
@@ -127,7 +129,19 @@ def compare(
     if isinstance(packed, TreeBatch):
         case["segments"] = len(units_of(packed.trees))
     with torch._dynamo.config.patch(LIMITS) if compile else nullcontext():
-        return _Comparison(base, packed, case, packings, progress).report(names)
+        comparison = _Comparison(base, packed, case, packings, progress)
+        try:
+            return comparison.report(names)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(comparison.report_so_far()) from stop
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; `report` holds what was measured until then."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
 
 
 class _Comparison:
@@ -145,6 +159,7 @@ class _Comparison:
         self.train, self.packings = case["passes"] != "forward", packings
         self.environment = environment(base.device)
         self.why_no_backward: dict[str, str | None] = {}
+        self.checked: dict[str, dict[str, Any]] = {}
         self.done, self.total = 0, 0
 
     def report(self, names: Sequence[str]) -> Report:
@@ -170,6 +185,14 @@ class _Comparison:
             Finding(BASELINE, "ok", NOT_TIMED, error_measures(reference.baseline))
         )
         return Report((baseline, *(records[name] for name in names)))
+
+    def report_so_far(self) -> Report:
+        """Records of the variants that are checked, without times; none if none is."""
+        if not self.checked:
+            return Report(())
+        measures = {BASELINE: error_measures(self.checks.reference.baseline)} | self.checked
+        findings = [Finding(name, "ok", STOPPED, found) for name, found in measures.items()]
+        return Report(tuple(map(self._record, findings)))
 
     def _checks(self) -> Checks:
         seed, others, last = self.case["seed"], [], None
@@ -199,6 +222,7 @@ class _Comparison:
         self.why_no_backward[name] = variant.why_no_backward
         measures = check_variant(variant, self.checks, self._say)
         measures["passes"] = "forward+backward" if variant.train else "forward"
+        self.checked[name] = measures
         labels = self.batch.labels()
         step = partial(causal_step, variant, self.batch, labels, self.batch.counted(labels))
         return CheckedVariant(step, measures, conclude=self._speed)

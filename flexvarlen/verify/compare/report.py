@@ -83,6 +83,11 @@ class Report:
             is_ours(variant(record)) and "verdict" in record.measures for record in self.records
         )
 
+    @property
+    def measured(self) -> bool:
+        """Whether anything came out beside the baseline: a check, or a failure."""
+        return any(r.status == "failed" or "verdict" in r.measures for r in self.records)
+
     def verdict(self, backend: str, model: str | None = None) -> str:
         """ "right", "wrong", "leaks", or why it did not run: "unsupported", "oom", "failed"."""
         return verdict(self.record(backend, model))
@@ -115,14 +120,15 @@ class Report:
 
     def notes(self) -> list[str]:
         """What did not run, and why; what is wrong with what did."""
-        notes = []
+        notes: dict[str, dict[str, None]] = {}
         for record in self.records:
             where = f"{record.case['model']}, {display_name(variant(record))}"
             if record.status != "unsupported" and record.reason is not None:
-                notes.append(f"{where}: {in_short(record.reason)}")
+                notes.setdefault(in_short(record.reason), {})[where] = None
             if (why_wrong := record.measures.get("why")) is not None:
-                notes.append(f"{where}: {why_wrong}")
-        return list(dict.fromkeys([*notes, *not_run(self.records)]))
+                notes.setdefault(why_wrong, {})[where] = None
+        said = [f"{'; '.join(where)}: {note}" for note, where in notes.items()]
+        return [*said, *not_run(self.records)]
 
     def sentence(self) -> str:
         """The result in one sentence."""
