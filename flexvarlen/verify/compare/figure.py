@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, grouped
+from flexvarlen.report.table import three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +24,13 @@ def draw(
     folder: Path,
     title: Callable[[Sequence[Record]], str],
     caption: Callable[[Sequence[Record]], str],
+    is_apart: Callable[[Record], bool],
 ) -> list[Path]:
-    """A picture of each model's records that were timed; returns the files."""
+    """A picture of each model's records that were timed; returns the files.
+
+    Args:
+        is_apart: whether a record's speed is of the forward alone: it is written, not drawn.
+    """
     paths = []
     models = grouped(records, "model")
     for model, own in models.items():
@@ -34,44 +40,72 @@ def draw(
         figure, (left, right) = chart(
             title(own), caption(own), height_px=FRAME_PX + ROW_PX * len(timed), panels=2
         )
-        speeds = {_name(r): r.measures["tokens_per_s"] for r in timed}
-        colors = [style_of(r.case["variant"]).color for r in timed]
-        bars(left, speeds, label="tokens a second", colors=colors)
+        draw_speeds(left, timed, is_apart)
         draw_errors(right, timed)
         right.set_yticks([])
+        left.set_ylim(right.get_ylim())
         slug = re.sub(r"[^\w.]+", "-", model).strip("-")
         name = "compare.png" if len(models) == 1 else f"compare-{slug}.png"
         paths.append(save(figure, folder / name))
     return paths
 
 
+def draw_speeds(axes: Axes, records: Sequence[Record], is_apart: Callable[[Record], bool]) -> None:
+    """Tokens a second; of those apart the number alone, without a bar."""
+    speeds = [r.measures["tokens_per_s"] for r in records]
+    apart = [is_apart(r) for r in records]
+    texts = [
+        f"forward alone: {three_digits(x)}" if a else three_digits(x)
+        for x, a in zip(speeds, apart, strict=True)
+    ]
+    drawn = {_name(r): 0.0 if a else x for r, x, a in zip(records, speeds, apart, strict=True)}
+    colors = [style_of(r.case["variant"]).color for r in records]
+    bars(axes, drawn, label="tokens a second", colors=colors, texts=texts)
+
+
 def draw_errors(axes: Axes, records: Sequence[Record]) -> None:
     """The largest error of the logits, in multiples of each document alone in the same dtype."""
+    from matplotlib.ticker import EngFormatter, LogLocator
+
     baseline = [r for r in records if _is_alone(r)]
     limits = [r.measures["logits_limit"] for r in records if r.measures.get("logits_limit")]
     errors = [r.measures.get("logits_max") or 0.0 for r in records]
     unit = (baseline[0].measures["logits_max"] if baseline else max(limits, default=1.0)) or 1.0
     shown = [x / unit if math.isfinite(x) else math.nan for x in errors]
+    largest = max((x for x in shown if x > 0), default=1.0)
+    low, high = 0.4, 12 * largest
     for index, (record, error) in enumerate(zip(records, shown, strict=True)):
         leaks = record.measures.get("verdict") == "leaks"
         color = LEAK if leaks else style_of(record.case["variant"]).color
         at = error if error > 0 else 1.0
         axes.plot([at], [index], "o", color=color, markersize=7)
-        text = f"{error:.2g}×, leaks" if leaks else f"{error:.2g}×"
+        text = f"{_multiple(error)}, leaks" if leaks else _multiple(error)
+        near_the_end = at**2 > low * high
         offset = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
+        offset |= {"ha": "right" if near_the_end else "left"}
         offset["bbox"] = {"color": "white", "pad": 0.5}  # over the line of the limit
-        axes.annotate(text, (at, index), (8, 0), **offset)  # type: ignore[arg-type]
+        axes.annotate(text, (at, index), (-8 if near_the_end else 8, 0), **offset)  # type: ignore[arg-type]
     if limits:
         axes.axvline(limits[0] / unit, color="#888888", linestyle="--", linewidth=1)
         axes.text(1.08 * limits[0] / unit, -0.75, "limit", fontsize=8, color="#555555")
     axes.set_yticks(range(len(records)), [_name(r) for r in records])
     axes.set_ylim(len(records) - 0.4, -1)
     axes.set_xscale("log")
-    largest = max((x for x in shown if x > 0), default=1.0)
-    axes.set_xlim(0.4, 12 * largest)
-    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(LogLocator(numticks=6))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.minorticks_off()
     axes.set_xlabel("logit error ÷ that of each document alone", size=8.5)
     axes.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+
+
+def _multiple(factor: float) -> str:
+    """Two digits, as a reader writes them.
+
+    >>> _multiple(1.0), _multiple(0.978), _multiple(802_345.0), _multiple(float("nan"))
+    ('1×', '0.98×', '800,000×', 'nan×')
+    """
+    return f"{float(f'{factor:.2g}'):,.12g}×"
 
 
 def _is_alone(record: Record) -> bool:

@@ -22,6 +22,8 @@ from flexvarlen.verify.experiment.variant import is_ours
 SUITE = "compare"
 BASELINE = "transformers:eager@alone"
 """Each document alone, eagerly, in the tested dtype: the low-precision baseline of the rule."""
+FORWARD_MARK = "†"
+FORWARD_NOTE = f"{FORWARD_MARK} The forward alone; the other speeds are of forward and backward."
 
 
 def variant(record: Record) -> str:
@@ -36,8 +38,13 @@ def verdict(record: Record) -> str:
     found: str | None = record.measures.get("verdict")
     if found is None:
         return record.status
-    trains = record.measures.get("passes") == record.case["passes"]
-    return found if trains else f"{found} (forward)"
+    return f"{found} (forward)" if forward_only(record) else found
+
+
+def forward_only(record: Record) -> bool:
+    """Whether it has no backward where others have one: its speed is not to be compared."""
+    alone: bool = record.measures.get("passes", record.case["passes"]) != record.case["passes"]
+    return alone
 
 
 def passes(record: Record) -> bool:
@@ -116,7 +123,10 @@ class Report:
         ran = [record for record in self.records if record.status != "unsupported"]
         several = len(grouped(ran, "model")) > 1
         columns = [Column("model", lambda r: r.case["model"])] if several else []
-        return Table.of(ran, [*columns, *COLUMNS], is_bad=lambda record: not passes(record))
+        notes = [FORWARD_NOTE] if any(map(forward_only, ran)) else []
+        return Table.of(
+            ran, [*columns, *COLUMNS], is_bad=lambda record: not passes(record), notes=notes
+        )
 
     def notes(self) -> list[str]:
         """What did not run, and why; what is wrong with what did."""
@@ -171,7 +181,11 @@ class Report:
 
         home = Path(folder)
         (home / "table.md").write_text(self.markdown(), encoding="utf-8")
-        pictures = draw(self.records, home, lambda own: Report(tuple(own)).sentence(), _provenance)
+
+        def title(own: Sequence[Record]) -> str:
+            return Report(tuple(own)).sentence()
+
+        pictures = draw(self.records, home, title, _provenance, forward_only)
         return [home / "table.md", *pictures]
 
 
@@ -222,6 +236,16 @@ def _ms(record: Record) -> str:
     return f"{middle:{digits}} ({low:{digits}}–{high:{digits}})"
 
 
+def _marked(cell: Any) -> Any:
+    """A cell of a cost, marked where it is the forward's alone."""
+
+    def marked(record: Record) -> str:
+        text: str = cell(record)
+        return f"{text}{FORWARD_MARK}" if text != NOTHING and forward_only(record) else text
+
+    return marked
+
+
 def _compiled(name: str, show: Any) -> Any:
     cell = _measure(name, show)
     return lambda record: cell(record) if record.case["compiled"] else NOTHING
@@ -234,9 +258,9 @@ COLUMNS = (
     Column("logits error", _measure("logits_max", number)),
     Column("gradients", _measure("gradient_max", number)),
     Column("argmax", _measure("argmax_agreement", share)),
-    Column("tokens/s", _measure("tokens_per_s", "{:,.0f}".format)),
-    Column("ms (p20–p80)", _ms),
-    Column("peak MiB", _measure("peak_mib", "{:,.0f}".format)),
+    Column("tokens/s", _marked(_measure("tokens_per_s", "{:,.0f}".format))),
+    Column("ms (p20–p80)", _marked(_ms)),
+    Column("peak MiB", _marked(_measure("peak_mib", "{:,.0f}".format))),
     Column("compile s", _compiled("compile_s", "{:.1f}".format)),
     Column("graph breaks", _compiled("graph_breaks", str)),
     Column("recompiles", _compiled("recompiles", str)),
