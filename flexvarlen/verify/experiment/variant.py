@@ -197,17 +197,20 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     Args:
         backends: "all", or names of backends (also transformers' names for the same kernels), or
             one name, or several with commas between.
-        device: on CUDA, transformers' own kernels join.
+        device: on CUDA, transformers' own kernels join, FlashAttention-3 where it is installed.
 
     Raises:
         ValueError: an unknown name.
     """
+    from transformers.utils import is_flash_attn_3_available
+
     names = backends.split(",") if isinstance(backends, str) else list(backends)
     names = [our_name(name.strip()) for name in names]
     if names == ["all"]:
         theirs = ["sdpa"]
         if device.type == "cuda":
             theirs += ["flex_attention", "flash_attention_2"]
+            theirs += ["flash_attention_3"] if is_flash_attn_3_available() else []
         return [*BACKENDS, "auto", *(THEIRS + name for name in theirs)]
     require_known(*names, option="backends")
     return list(dict.fromkeys(names))

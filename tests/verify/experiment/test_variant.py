@@ -6,6 +6,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.report.figure import style_of
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
 from flexvarlen.verify.experiment.variant import Sizes, make_variant, variant_names
@@ -41,6 +42,17 @@ def test_their_fast_form_gets_boundaries_made_ahead():
 def test_names_of_transformers_are_those_of_our_backends():
     names = variant_names("flash_attention_2,flex_attention,sdpa,fa2", torch.device("cpu"))
     assert names == ["fa2", "flex", "sdpa"]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_flash_attention_3_of_transformers_is_compared_where_it_is_installed(
+    monkeypatch, installed
+):
+    monkeypatch.setattr("transformers.utils.is_flash_attn_3_available", lambda: installed)
+    name = "transformers:flash_attention_3"
+    assert (name in variant_names("all", torch.device("cuda"))) == installed
+    assert name not in variant_names("all", CPU)
+    assert style_of(name).marker
 
 
 def test_other_packings_fit_the_shapes_of_the_first():
