@@ -117,8 +117,9 @@ def _print_report(report: Report, out: Path, stopped: bool) -> None:
     for line in (*report.notes(), written, ""):
         console.print(line, style="dim", markup=False, highlight=False)
     if report.measured:
-        console.print(report.table().rich(console.width))
-        console.print()
+        for table in report.tables(console.width):
+            console.print(table.rich(console.width))
+            console.print()
     if stopped:
         left = "this is what was measured until then." if report.measured else "run it again."
         console.print(f"Stopped by Ctrl-C: {left}", markup=False, highlight=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -100,6 +100,24 @@ class Table:
         """The table with its columns as lines."""
         first, *others = zip(self.header, *self.lines, strict=True)
         return Table(self.title, first, tuple(others), notes=self.notes)
+
+    def narrowed(self, width: int, titles: Sequence[str]) -> Table:
+        """The table without as many of these columns, from the first on, as have no room."""
+        left_out: list[str] = []
+        found = self
+        for title in titles:
+            if found.width <= width:
+                break
+            if title in found.header:
+                at = found.header.index(title)
+                lines = tuple(line[:at] + line[at + 1 :] for line in found.lines)
+                header = found.header[:at] + found.header[at + 1 :]
+                found = replace(found, header=header, lines=lines)
+                left_out.append(title)
+        if not left_out:
+            return self
+        note = f"Without room in {width} columns: {', '.join(left_out)}."
+        return replace(found, notes=(*self.notes, note))
 
     def rich(self, width: int | None = None) -> RichTable:
         """The table for rich, transposed where `width` columns have no room and that is narrower.

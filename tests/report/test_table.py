@@ -35,6 +35,15 @@ def test_a_table_too_wide_for_the_terminal_is_transposed_and_nothing_is_cut():
     assert len(text.splitlines()) >= 9
 
 
+def test_a_narrow_table_goes_without_the_columns_that_it_can_spare_and_says_so():
+    table = Table("", ("name", "ms", "MiB"), (("a" * 20, "1.0", "2.0"),), bad=frozenset([0]))
+    assert table.narrowed(40, ("MiB", "ms")) is table
+    found = table.narrowed(30, ("MiB", "none", "ms"))
+    assert (found.header, found.lines) == (("name", "ms"), (("a" * 20, "1.0"),))
+    assert found.notes == ("Without room in 30 columns: MiB.",)
+    assert found.bad == table.bad
+
+
 def test_bad_lines_are_those_of_bad_records():
     table = Table.of([{"name": "a"}, {"name": "b"}], COLUMNS, is_bad=lambda r: r["name"] == "b")
     assert table.bad == {1}

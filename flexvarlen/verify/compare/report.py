@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,13 @@ class Report:
         return Table.of(
             ran, [*columns, *COLUMNS], is_bad=lambda record: not passes(record), notes=notes
         )
+
+    def tables(self, width: int) -> list[Table]:
+        """A table for each model, of the columns that a terminal of this width has room for."""
+        return [
+            replace(Report(tuple(own)).table(), title=model).narrowed(width, DISPENSABLE)
+            for model, own in grouped(self.records, "model").items()
+        ]
 
     def notes(self) -> list[str]:
         """What did not run, and why; what is wrong with what did."""
@@ -266,3 +273,8 @@ COLUMNS = (
     Column("recompiles", _compiled("recompiles", str)),
 )
 """Of a record. Columns that are empty in all records are left out."""
+DISPENSABLE = (
+    *("ms (p20–p80)", "recompiles", "argmax", "peak MiB"),
+    *("graph breaks", "compile s", "gradients"),
+)
+"""Titles of the columns that a narrow terminal goes without, in this order; table.md has all."""

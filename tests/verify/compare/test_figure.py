@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -37,6 +38,19 @@ def test_speed_and_memory_of_a_forward_alone_are_marked_in_the_table():
     assert (flex["tokens/s"], flex["peak MiB"]) == ("9,000†", "7†")
     assert table.notes == (FORWARD_NOTE,)
     assert Report((record("sdpa"),)).table().notes == ()
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_each_model_has_a_table_that_fits_the_terminal(width):
+    times = {"ms_p50": 20.25, "ms_p20": 18.0, "ms_p80": 22.0, "gradient_max": 1e-7}
+    names = ("flex", "transformers:flash_attention_2")
+    own = [record(name, argmax_agreement=1.0, leaked_documents=0, **times) for name in names]
+    other = [replace(r, case=r.case | {"model": "n"}) for r in own]
+    tables = Report((*own, *other)).tables(width)
+    assert [table.title for table in tables] == ["m", "n"]
+    assert all(table.width <= width for table in tables)
+    assert tables[0].header[:3] == ("backend", "verdict", "leaks")
+    assert [note[:12] for note in tables[0].notes] == ["Without room"] * (width < 140)
 
 
 @pytest.mark.parametrize("factor", [1.0, 51.0, 8e5, 3e9])
