@@ -34,7 +34,7 @@ def tune(
         ),
     ] = None,
     heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads.")] = "32/8",
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 128,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Of a head.")] = 128,
 ) -> None:
     """Time the backends here, for training and for inference; auto keeps to what is measured."""
     with one_line_errors(tune):

@@ -56,6 +56,19 @@ def test_an_option_of_several_commands_has_one_spelling():
     assert {name for name in found if f"{name}s" in found} == set()
 
 
+@pytest.mark.parametrize("command", ["compare", "drift model", "bench all", "tune", "verify"])
+def test_help_shows_every_default(command):
+    found = get_command(app)
+    for name in command.split():
+        found = found.commands[name]
+    result = CliRunner().invoke(app, [*command.split(), "--help"], terminal_width=100)
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+    helps = [x.help for x in found.params if "[default:" in (x.help or "")]
+    assert helps
+    for text in helps:
+        assert text.partition("[default:")[2] in shown
+
+
 @pytest.mark.parametrize(
     "file", sorted(Path(cli.__file__).parent.glob("*.py")), ids=lambda x: x.stem
 )
