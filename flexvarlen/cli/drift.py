@@ -228,7 +228,7 @@ def _run(
     report = DriftReport(tuple(records_of_run(suite, options, run)))
     findings = report.broken_limits(limits)
     report.save(out / "report.md")
-    for table in report.tables():
+    for table in report.tables(console.width):
         console.print(table.rich(console.width))
     console.print()
     for sentence in [*report.sentences(), *findings, *([lost] if lost else [])]:

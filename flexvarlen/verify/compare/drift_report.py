@@ -9,7 +9,14 @@ from pathlib import Path
 from flexvarlen.measure.machine import without_paths
 from flexvarlen.report.records import Record, in_short, not_run
 from flexvarlen.report.table import Table, nan_last, share
-from flexvarlen.verify.compare.drift_tables import BAD, RATIOS, Records, never_ran, tables
+from flexvarlen.verify.compare.drift_tables import (
+    BAD,
+    DISPENSABLE,
+    RATIOS,
+    Records,
+    never_ran,
+    tables,
+)
 from flexvarlen.verify.compare.thresholds import Threshold, broken_limits
 from flexvarlen.verify.experiment.variant import is_ours
 
@@ -30,9 +37,10 @@ class DriftReport:
         """Whether a variant ran."""
         return any(r.status in ("ok", "wrong") for r in self.records)
 
-    def tables(self) -> list[Table]:
-        """A table for each suite and machine."""
-        return tables(self.records)
+    def tables(self, width: int | None = None) -> list[Table]:
+        """A table for each suite and machine; of the columns that fit into `width`."""
+        found = tables(self.records)
+        return found if width is None else [x.narrowed(width, DISPENSABLE) for x in found]
 
     def sentences(self) -> list[str]:
         """A sentence for each finding, once for records that share the reason; else one a suite.

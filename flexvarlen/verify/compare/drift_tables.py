@@ -154,6 +154,8 @@ COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
     ),
 }
 """Of each suite's table, given the column of the status, whose reasons each table numbers anew."""
+DISPENSABLE = ("log-probability", "KL", "first layer", "top-1")
+"""Titles of the columns that a narrow terminal goes without, in this order; report.md has all."""
 
 
 # ---- the tables of docs/verification.md ----

@@ -84,6 +84,14 @@ def test_leak_of_transformers_own_fails():
     assert DriftReport(()).sentences() == ["Nothing was compared."]
 
 
+def test_table_of_models_fits_a_narrow_terminal():
+    record = model_record("transformers:sdpa", logprob_mean_abs=1.0, kl_mean=1.0, top1=0.5)
+    report = DriftReport((record,))
+    (whole,), (narrow,) = report.tables(), report.tables(70)
+    assert whole.width > 70 >= narrow.width
+    assert narrow.notes == ("Without room in 70 columns: log-probability, KL, first layer.",)
+
+
 def test_models_have_a_table_a_dtype_and_a_sentence():
     other = model_record("flex", logits_relative=0.02)
     wide = replace(other, case=other.case | {"dtype": "float32"})
