@@ -36,15 +36,20 @@ def tune(
     heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads.")] = "32/8",
     head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Of a head.")] = 128,
 ) -> None:
-    """Time the backends here, for training and for inference; auto keeps to what is measured."""
+    """Time the backends on this GPU, to train and to run; auto keeps to what is measured."""
     with one_line_errors(tune):
         import torch
 
+        from flexvarlen.attention.auto.decide import CANDIDATES
         from flexvarlen.cli.machine import measured, parse_heads
 
         num_heads, num_kv_heads = parse_heads(heads)
         on_gpu = torch.cuda.is_available()
         device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+        if device not in CANDIDATES:
+            raise ValueError(
+                "tune times the kernels of a CUDA device, and found none; on a CPU auto takes sdpa."
+            )
         asked = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for found in measured(device, dtype, tokens=tokens, mean=mean, **asked):
             _print_explanation(found)

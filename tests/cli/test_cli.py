@@ -300,6 +300,13 @@ def test_tune_times_training_and_inference(monkeypatch, tmp_path):
         assert text.count(f" {name} ") >= 2, name
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU there is something to time")
+def test_tune_on_a_cpu_says_that_nothing_is_to_be_tuned():
+    result = CliRunner().invoke(app, ["tune", "--tokens", "256"])
+    assert result.exit_code == 2
+    assert result.output.startswith("tune times the kernels of a CUDA device, and found none")
+
+
 @pytest.mark.parametrize("heads", ["32", "8/3", "8/0", "a/b", "-8/2", "0/2"])
 def test_bad_heads_do_not_reach_a_kernel(heads):
     result = CliRunner().invoke(app, ["tune", f"--heads={heads}"])
