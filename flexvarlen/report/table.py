@@ -92,9 +92,8 @@ class Table:
     @property
     def width(self) -> int:
         """Columns of a terminal that all cells take side by side."""
-        return sum(
-            max(map(len, column)) + GAP for column in zip(self.header, *self.lines, strict=True)
-        )
+        columns = zip(self.header, *self.lines, strict=True)
+        return sum(max(map(len, column)) + GAP for column in columns) - GAP
 
     def transposed(self) -> Table:
         """The table with its columns as lines."""

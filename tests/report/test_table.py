@@ -38,10 +38,19 @@ def test_a_table_too_wide_for_the_terminal_is_transposed_and_nothing_is_cut():
 def test_a_narrow_table_goes_without_the_columns_that_it_can_spare_and_says_so():
     table = Table("", ("name", "ms", "MiB"), (("a" * 20, "1.0", "2.0"),), bad=frozenset([0]))
     assert table.narrowed(40, ("MiB", "ms")) is table
-    found = table.narrowed(30, ("MiB", "none", "ms"))
+    found = table.narrowed(28, ("MiB", "none", "ms"))
     assert (found.header, found.lines) == (("name", "ms"), (("a" * 20, "1.0"),))
-    assert found.notes == ("Without room in 30 columns: MiB.",)
+    assert found.notes == ("Without room in 28 columns: MiB.",)
     assert found.bad == table.bad
+
+
+def test_width_is_that_of_the_printed_table():
+    table = Table("", ("name", "ms"), (("a" * 20, "1.0"), ("b", "12.0")))
+    for width in (table.width, table.width - 1):
+        console = Console(width=width)
+        with console.capture() as capture:
+            console.print(table.rich())
+        assert (len(capture.get().splitlines()) == 3) == (width == table.width)
 
 
 def test_bad_lines_are_those_of_bad_records():
