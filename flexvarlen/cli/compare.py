@@ -109,17 +109,15 @@ def compare(
 
 
 def _print_report(report: Report, out: Path, stopped: bool) -> None:
-    """Print the table and the sentences; write files, unless nothing was measured."""
+    """Print tables, notes and sentences; write files, unless nothing was measured."""
     written = f"Nothing was measured, and nothing written to {out}."
     if report.measured:
-        paths = [out / "records.jsonl", *report.show(out)]
-        written = f"Written: {', '.join(map(str, paths))}"
-    for line in (*report.notes(), written, ""):
-        console.print(line, style="dim", markup=False, highlight=False)
-    if report.measured:
+        written = f"Written: {', '.join(map(str, [out / 'records.jsonl', *report.show(out)]))}"
         for table in report.tables(console.width):
             console.print(table.rich(console.width))
             console.print()
+    for line in (*report.notes(), written, ""):
+        console.print(line, style="dim", markup=False, highlight=False)
     if stopped:
         left = "this is what was measured until then." if report.measured else "run it again."
         console.print(f"Stopped by Ctrl-C: {left}", markup=False, highlight=False)

@@ -83,6 +83,7 @@ def test_compare_prints_a_verdict_and_writes_three_files(run, tmp_path):
     assert result.exit_code == 0, result.output
     last = result.stdout.strip().splitlines()[-1]
     assert last == "Right, and no document leaks: sdpa on qwen3 tiny."
+    assert result.stdout.index("backend ") < result.stdout.index("Written: ")
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["compare.png", "records.jsonl", "table.md"]
     records = read_records([tmp_path / "out" / "records.jsonl"])
