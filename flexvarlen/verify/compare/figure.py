@@ -85,7 +85,7 @@ def draw_errors(axes: Axes, records: Sequence[Record]) -> None:
         offset |= {"ha": "right" if near_the_end else "left"}
         offset["bbox"] = {"color": "white", "pad": 0.5}  # over the line of the limit
         axes.annotate(text, (at, index), (-8 if near_the_end else 8, 0), **offset)  # type: ignore[arg-type]
-    if limits:
+    if limits and low < limits[0] / unit < high:
         axes.axvline(limits[0] / unit, color="#888888", linestyle="--", linewidth=1)
         axes.text(1.08 * limits[0] / unit, -0.75, "limit", fontsize=8, color="#555555")
     axes.set_yticks(range(len(records)), [_name(r) for r in records])

@@ -453,6 +453,7 @@ def test_failure_is_in_the_sentence_and_in_passed(report):
     assert "sdpa" in str(report)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("error", [0.0, math.nan, math.inf])
 def test_picture_has_room_for_errors_that_a_log_axis_has_not(report, tmp_path, error):
     records = tuple(
