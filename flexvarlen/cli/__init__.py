@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # rich's own markup drops what stands in brackets
     help="Packed batches for Hugging Face models: what runs here, how fast, and is it right? "
-    "Exit codes: 0 right; 1 a finding, such as a leak; 2 bad usage or a failure.",
+    "Exit codes: 0 right; 1 a finding, such as a leak; 2 bad usage or a failure; 130 Ctrl-C.",
 )
 app.command()(doctor)
 app.command()(compare)
