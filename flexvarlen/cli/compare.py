@@ -119,7 +119,7 @@ def _print_report(report: Report, out: Path, stopped: bool) -> None:
     for line in (*report.notes(), written, ""):
         console.print(line, style="dim", markup=False, highlight=False)
     if stopped:
-        left = "this is what was measured until then." if report.measured else "run it again."
-        console.print(f"Stopped by Ctrl-C: {left}", markup=False, highlight=False)
+        left = ": this is what was measured until then" if report.measured else ""
+        console.print(f"Stopped by Ctrl-C{left}.", markup=False, highlight=False)
     if report.records:
         console.print(report.sentence(), markup=False, highlight=False)
