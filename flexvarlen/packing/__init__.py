@@ -4,8 +4,8 @@
 |---|---|
 | `pack.py` | `pack` decides which documents share a row; `split_long`; `efficiency` |
 | `dataset.py` | `PackedDataset`, a dataset of packed rows |
-| `examples.py` | what it reads of its examples |
-| `stream.py` | `StreamPacker` packs a stream of documents |
+| `stream.py` | `StreamPacker`, the same of a stream |
+| `examples.py` | what both read of examples, and how they cut them |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
 | `columns.py` | the columns that it takes, as rows of arrays |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +12,19 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from flexvarlen.layout.arguments import at_least
-from flexvarlen.packing.columns import IGNORED, differ
+from flexvarlen.packing.columns import differ
 from flexvarlen.packing.examples import (
     Columns,
+    Long,
     blocks,
+    check_options,
+    cut_long,
     learned_spans,
+    piece_of,
     read_example,
     require_sequence,
 )
-from flexvarlen.packing.pack import Strategy, cut_into, pack
-
-Long = Literal["split", "truncate", "drop"]
+from flexvarlen.packing.pack import Strategy, pack
 
 
 class PackedDataset(Dataset[list[Columns]]):
@@ -91,17 +93,7 @@ class PackedDataset(Dataset[list[Columns]]):
         self.tokens = at_least("tokens", tokens, 1)
         self.seed = None if seed is None else at_least("seed", seed, 0)
         pack([], self.tokens, strategy=strategy)  # validates the strategy
-        if long not in get_args(Long):
-            raise ValueError(f"long must be split, truncate or drop, got {long!r}; choose one.")
-        if not isinstance(next_token_labels, bool | None):
-            raise ValueError(
-                f"next_token_labels must be True, False or None, got {next_token_labels!r}; choose "
-                "one."
-            )
-        if isinstance(extra, str) or not isinstance(extra, Collection):
-            raise ValueError(
-                f"extra must be names of columns, got {extra!r:.80}; pass a list of them."
-            )
+        check_options(long, extra, next_token_labels)
         require_sequence(dataset)
         self.dataset, self.long, self.extra = dataset, long, tuple(extra)
         self.next_token_labels = next_token_labels
@@ -162,13 +154,7 @@ class PackedDataset(Dataset[list[Columns]]):
     def _document(self, piece: int) -> Columns:
         start, stop = int(self._starts[piece]), int(self._stops[piece])
         row = read_example(self.dataset, int(self._examples[piece]), self.extra)
-        document = {name: values[start:stop] for name, values in row.items()}
-        if start and self.next_token_labels and "labels" in document:
-            # The token that predicts the first one is in another document.
-            kept = document.get("attention_mask", document["input_ids"] >= 0) != 0
-            document["labels"] = document["labels"].copy()
-            document["labels"][kept.argmax()] = IGNORED
-        return document
+        return piece_of(row, start, stop, bool(self.next_token_labels))
 
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
         """Examples, starts and stops of the pieces in which something is learned."""
@@ -176,7 +162,7 @@ class PackedDataset(Dataset[list[Columns]]):
         for begin, lengths, columns in blocks(self.dataset, self.extra):
             self.num_long += int((lengths > self.tokens).sum())
             self.num_dropped += int((lengths == 0).sum())
-            examples, starts, stops = self._cut(lengths)
+            examples, starts, stops = cut_long(lengths, self.tokens, self.long)
             labels = columns.get("labels")
             given |= labels is not None
             differs |= labels is not None and differ(labels, columns["input_ids"])
@@ -195,10 +181,3 @@ class PackedDataset(Dataset[list[Columns]]):
                 f"{self.tokens}, long={self.long!r}."
             )
         return examples[kept], starts[kept], stops[kept]
-
-    def _cut(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-        if self.long == "split":
-            return cut_into(lengths, self.tokens)
-        most = self.tokens if self.long == "drop" else lengths.max(initial=0)
-        examples = np.flatnonzero((lengths > 0) & (lengths <= most))
-        return examples, np.zeros_like(examples), np.minimum(lengths[examples], self.tokens)

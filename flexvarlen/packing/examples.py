@@ -1,18 +1,20 @@
-"""What `PackedDataset` reads of tokenized examples: lengths, and which tokens are learned."""
+"""What is read of tokenized examples: their lengths, which tokens are learned, and their pieces."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexvarlen.packing.columns import BOUNDARIES, IGNORED, LOSS_MASKS, check_row, rows_of
+from flexvarlen.packing.pack import cut_into
 
 Columns = dict[str, NDArray[Any]]
+Long = Literal["split", "truncate", "drop"]
 
 _LABELLING = ("labels", "attention_mask", *LOSS_MASKS)  # they say which tokens are learned
 _BLOCK = 2_000  # examples read at a time: their labels are in memory together
@@ -31,14 +33,31 @@ def require_sequence(dataset: Any) -> None:
         raise ValueError("dataset must hold an example at least, got none; pass some.")
 
 
+def check_options(long: Any, extra: Any, next_token_labels: Any) -> None:
+    """Raise ValueError for an option that is not among those documented."""
+    if long not in get_args(Long):
+        raise ValueError(f"long must be split, truncate or drop, got {long!r}; choose one.")
+    if not isinstance(next_token_labels, bool | None):
+        raise ValueError(
+            f"next_token_labels must be True, False or None, got {next_token_labels!r}; choose one."
+        )
+    if isinstance(extra, str) or not isinstance(extra, Collection):
+        raise ValueError(f"extra must be names of columns, got {extra!r:.80}; pass a list of them.")
+
+
 def read_example(dataset: Any, index: int, extra: Collection[str]) -> Columns:
+    """The columns of the example at an index."""
+    return columns_of(dataset[index], f"dataset[{index}]", extra)
+
+
+def columns_of(example: Any, described: str, extra: Collection[str]) -> Columns:
     """The columns of an example.
 
     Raises:
-        ValueError: it is no tokenized document, with its index.
+        ValueError: it is no tokenized document; the message begins with `described`.
     """
     try:
-        rows = list(rows_of(dataset[index], extra))
+        rows = list(rows_of(example, extra))
         if len(rows) != 1:
             raise ValueError(
                 f"input_ids must be those of one document, got {len(rows)} rows; pass the rows "
@@ -52,7 +71,7 @@ def read_example(dataset: Any, index: int, extra: Collection[str]) -> Columns:
                 )
         check_row(rows[0], extra)
     except ValueError as error:
-        raise ValueError(f"dataset[{index}] must be a tokenized document: {error}") from error
+        raise ValueError(f"{described} must be a tokenized document: {error}") from error
     return rows[0]
 
 
@@ -73,7 +92,7 @@ def blocks(
         end = min(begin + _BLOCK, total)
         block = _of_arrow(dataset, begin, end, names)
         if block is None:
-            block = _joined([read_example(dataset, i, extra) for i in range(begin, end)])
+            block = joined([read_example(dataset, i, extra) for i in range(begin, end)])
         yield begin, *block
         if time.monotonic() - reported > _REPORT_S:
             reported = time.monotonic()
@@ -104,8 +123,8 @@ def _of_arrow(
     return lengths["input_ids"].astype(np.int64), columns
 
 
-def _joined(rows: list[Columns]) -> tuple[NDArray[np.int64], Columns]:
-    """The same of rows that were read. A column that some rows lack masks nothing in them."""
+def joined(rows: list[Columns]) -> tuple[NDArray[np.int64], Columns]:
+    """Lengths and columns of examples that were read. One that some lack masks nothing in them."""
     names = [name for name in _LABELLING if any(name in row for row in rows)]
     columns: Columns = {}
     for name in ("input_ids", *names) if names else ():
@@ -114,6 +133,28 @@ def _joined(rows: list[Columns]) -> tuple[NDArray[np.int64], Columns]:
             [row[name] if name in row else default(row["input_ids"]) for row in rows]
         )
     return np.array([row["input_ids"].size for row in rows], np.int64), columns
+
+
+def cut_long(
+    lengths: NDArray[np.int64], tokens: int, long: Long
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Examples, starts and stops of the pieces of at most `tokens` tokens."""
+    if long == "split":
+        return cut_into(lengths, tokens)
+    most = tokens if long == "drop" else lengths.max(initial=0)
+    examples = np.flatnonzero((lengths > 0) & (lengths <= most))
+    return examples, np.zeros_like(examples), np.minimum(lengths[examples], tokens)
+
+
+def piece_of(columns: Columns, start: int, stop: int, next_token_labels: bool) -> Columns:
+    """Tokens `start:stop` of an example, as a document."""
+    document = {name: values[start:stop] for name, values in columns.items()}
+    if start and next_token_labels and "labels" in document:
+        # The token that predicts the first one is in another document.
+        kept = document.get("attention_mask", document["input_ids"] >= 0) != 0
+        document["labels"] = document["labels"].copy()
+        document["labels"][kept.argmax()] = IGNORED
+    return document
 
 
 def learned_spans(

@@ -1,151 +1,204 @@
-"""`StreamPacker`: packs a stream of documents with a bounded buffer."""
+"""`StreamPacker`: an iterable dataset whose items are packed rows of a stream of examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
 
-from torch.utils.data import get_worker_info
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
-from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.arguments import at_least
+from flexvarlen.packing.columns import differ
+from flexvarlen.packing.examples import (
+    Columns,
+    Long,
+    check_options,
+    columns_of,
+    cut_long,
+    joined,
+    learned_spans,
+    piece_of,
+)
 from flexvarlen.packing.pack import pack
 
-Document = TypeVar("Document")
 
+class StreamPacker(IterableDataset[list[Columns]]):
+    """Packs a stream of tokenized examples, for a `DataLoader` or `Trainer` with `PackedCollator`.
 
-class StreamPacker(Generic[Document]):
-    """Packs a stream of documents into rows, using a bounded buffer.
+    Items are rows as those of `PackedDataset`. Documents are collected in a buffer. When it is
+    full, they are packed best fit decreasing. The row of the oldest document and the fullest other
+    rows, half of all rows, are yielded; the other documents stay in the buffer.
 
-    Documents are collected in a buffer. When it is full, they are packed best fit decreasing. The
-    row of the oldest document and the fullest other rows, half of all rows, are yielded; the other
-    documents stay in the buffer.
+    Each worker of a loader packs a share of the stream. A torch or `datasets` IterableDataset
+    gives each worker its own; of another iterable, each takes every n-th example.
 
     Args:
-        capacity: number of tokens in a row.
+        dataset: the examples: a `datasets.IterableDataset` or any other iterable, of what
+            `PackedDataset` takes. An iterator can be packed once.
+        tokens: number of tokens in a row, at least 1.
+        long: what happens to longer examples, as in `PackedDataset`.
         buffer: maximum number of buffered documents; a larger buffer fills the rows better.
-        length: function that returns the number of tokens of a document, from 1 to `capacity`.
+        extra: names of additional columns, as in `PackedDataset`.
+        next_token_labels: whether given labels are next-token labels; None: those of an example
+            are, unless one of them differs from its token.
 
     Attributes:
-        num_given: number of documents consumed; a stream resumes after them. Reset to 0 when
-            the whole stream has been yielded.
+        num_long: number of examples of this pass that were longer than `tokens`.
+        num_dropped: number of its examples, or pieces of them, in which nothing is learned, as in
+            `PackedDataset`. Loader workers count both in their own copies.
 
-    >>> packer = StreamPacker(8, buffer=4, length=len)
-    >>> ["".join(row) for row in packer.pack(["abcde", "fgh", "ijkl", "mn", "opqr"])]
-    ['abcdefgh', 'ijklopqr', 'mn']
+    Raises:
+        ValueError: an argument is invalid; or, while rows are drawn, an example is no tokenized
+            document (the message has its number), or nothing is learned in as many as the buffer
+            holds, or in the whole stream.
+
+    >>> stream = StreamPacker([[1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 19))], 8, buffer=4)
+    >>> [[document["input_ids"].tolist() for document in row] for row in stream]
+    [[[1, 2, 3, 4, 5], [6, 7, 8]], [[10, 11, 12, 13, 14, 15, 16, 17]]]
+    >>> stream.num_long, stream.num_dropped
+    (1, 1)
     """
 
     def __init__(
-        self, capacity: int, *, buffer: int = 8192, length: Callable[[Document], int]
+        self,
+        dataset: Iterable[Any],
+        tokens: int,
+        *,
+        long: Long = "split",
+        buffer: int = 8192,
+        extra: Collection[str] = (),
+        next_token_labels: bool | None = None,
     ) -> None:
-        if (as_int(buffer) or 0) < 1:
+        if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
             raise ValueError(
-                f"buffer must be an integer of at least 1, got {buffer!r}; pass the number of "
-                "documents to buffer."
+                f"dataset must be an iterable of tokenized examples, got {type(dataset).__name__}; "
+                "pass one split of an IterableDatasetDict."
             )
-        pack([], capacity)  # validates capacity
-        if not callable(length):
-            raise ValueError(
-                f"length must be a function that returns a document's tokens, got {length!r:.80}; "
-                "pass len, or one of your own."
-            )
-        self.capacity, self.buffer, self._length = int(capacity), int(buffer), length
-        self.num_given = 0
-        self._waiting: list[Document] = []  # the oldest first
-        self._ready: list[list[Document]] = []  # rows to yield next
+        check_options(long, extra, next_token_labels)
+        self.tokens, self.buffer = at_least("tokens", tokens, 1), at_least("buffer", buffer, 1)
+        self.dataset, self.long, self.extra = dataset, long, tuple(extra)
+        self.next_token_labels = next_token_labels
+        self.num_long = self.num_dropped = 0
+        self._taken = self._begin = 0  # rows yielded, and to pass over in the next pass
+        # Loader workers that persist see the epoch of the main process.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
-    def pack(
-        self, documents: Iterable[Document], *, worker_share: bool = False
-    ) -> Iterator[list[Document]]:
-        """Yield the packed rows of a stream; each document is in exactly one row.
-
-        Args:
-            documents: the stream.
-            worker_share: whether the stream is already sharded for this `DataLoader` worker;
-                otherwise each worker would pack a copy of the whole dataset.
+    def __iter__(self) -> Iterator[list[Columns]]:
+        """Yield the packed rows, after those of the loaded state.
 
         Raises:
-            ValueError: a document's length is below 1 or above `capacity` (earlier ones stay
-                buffered), or there are several workers without `worker_share=True`.
+            ValueError: see the class; or the stream has fewer rows than were consumed.
         """
-        worker = None if worker_share else get_worker_info()
-        if worker is not None and worker.num_workers > 1:
+        begin, self._begin = self._begin, 0
+        rows = self._rows()
+        self._taken = sum(1 for _ in islice(rows, begin))
+        if self._taken < begin:
             raise ValueError(
-                "documents must be a shard of the stream if several DataLoader workers pack, got "
-                f"no worker_share=True in {worker.num_workers} of them; pass "
-                f"islice(documents, get_worker_info().id, None, {worker.num_workers}) and "
-                "worker_share=True, or use one worker."
+                f"dataset must be the stream that the state was saved for, at least {begin} rows "
+                f"long, got {self._taken}; load the state of this stream."
             )
-        yield from self._hand_out()
-        for document in documents:
-            if not 1 <= (length := self._length(document)) <= self.capacity:
-                pack([length], self.capacity)  # raises, before the document is counted
-            self.num_given += 1
-            self._waiting.append(document)
-            if len(self._waiting) >= self.buffer:
-                self._make_ready()
-                yield from self._hand_out()
-        while self._waiting:
-            self._make_ready()
-            yield from self._hand_out()
-        self.num_given = 0
+        for row in rows:
+            self._taken += 1
+            yield row
 
-    def skip(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Skip the documents of a restarted stream that were already consumed.
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, also of the dataset if it has this method; accelerate and Trainer do.
 
         Raises:
-            ValueError: the stream has fewer documents than were consumed.
+            ValueError: a loaded state is in the middle of another epoch.
         """
-        iterator = iter(documents)
-        for done in range(self.num_given):
-            try:
-                next(iterator)
-            except StopIteration:
-                raise ValueError(
-                    f"documents must be the stream that the state was saved for, at least "
-                    f"{self.num_given} long, got {done}; load the state of this stream."
-                ) from None
-        return iterator
+        epoch = at_least("epoch", epoch, 0)
+        if self._begin and epoch != int(self._epoch):
+            raise ValueError(
+                f"epoch must be {int(self._epoch)}, which load_state_dict resumed in the middle, "
+                f"got {epoch}; start the loop over epochs there."
+            )
+        self._epoch.fill_(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state from which the stream resumes with the rows of an uninterrupted run.
+        """Return the epoch and the number of its rows that were yielded.
 
-        May be called between any two rows. The state contains the buffered documents themselves:
-        pass indices as documents to keep it small.
+        May be called between any two rows. A `DataLoader` with workers prefetches rows.
         """
-        return {
-            "capacity": self.capacity,
-            "buffer": self.buffer,
-            "num_given": self.num_given,
-            "waiting": list(self._waiting),
-            "ready": [list(row) for row in self._ready],
-        }
+        settings = {"tokens": self.tokens, "long": self.long, "buffer": self.buffer}
+        return {"epoch": int(self._epoch), "rows": self._taken, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state. Then resume with `packer.pack(packer.skip(documents))`.
+        """Resume: the next pass reads the stream from its beginning, and yields the other rows.
 
         Raises:
-            ValueError: the state has another capacity or buffer.
+            ValueError: the state has other settings.
         """
-        for name, mine in (("capacity", self.capacity), ("buffer", self.buffer)):
-            if state[name] != mine:
+        for name in ("tokens", "long", "buffer"):
+            if state[name] != (mine := getattr(self, name)):
                 raise ValueError(
                     f"state must be of {name} {mine}, got {state[name]}; make the packer with that "
                     f"{name}, or restart the stream."
                 )
-        self.num_given = state["num_given"]
-        self._waiting = list(state["waiting"])
-        self._ready = [list(row) for row in state["ready"]]
+        self._begin = 0
+        self.set_epoch(state["epoch"])
+        self._taken = self._begin = state["rows"]
 
-    def _make_ready(self) -> None:
-        """Pack the buffer and move half of its rows to `_ready`, the oldest document's first."""
-        lengths = [self._length(document) for document in self._waiting]
-        rows = pack(lengths, self.capacity)
+    def _rows(self) -> Iterator[list[Columns]]:
+        self.num_long = self.num_dropped = 0
+        waiting: list[Columns] = []  # the oldest first
+        read, any_kept, worker = 0, False, get_worker_info()
+        for example in self._share():
+            pieces = self._pieces(example, read)
+            read, any_kept = read + 1, any_kept or bool(pieces)
+            if read == self.buffer and not any_kept:
+                break
+            for piece in pieces:
+                waiting.append(piece)
+                if len(waiting) >= self.buffer:
+                    rows, waiting = self._packed(waiting)
+                    yield from rows
+        if not any_kept and (worker is None or read == self.buffer):
+            raise ValueError(
+                "dataset must hold documents with labels that are learned, got none in the first "
+                f"{read} examples; check their labels and masks, and tokens={self.tokens}, "
+                f"long={self.long!r}."
+            )
+        while waiting:
+            rows, waiting = self._packed(waiting)
+            yield from rows
+
+    def _share(self) -> Iterable[Any]:
+        worker = get_worker_info()
+        if worker is None or isinstance(self.dataset, IterableDataset):
+            return self.dataset
+        return islice(self.dataset, worker.id, None, worker.num_workers)
+
+    def _pieces(self, example: Any, number: int) -> list[Columns]:
+        """The pieces of an example in which something is learned."""
+        columns = columns_of(example, f"example {number} of dataset", self.extra)
+        lengths, labelling = joined([columns])
+        self.num_long += int(lengths[0] > self.tokens)
+        if not lengths[0]:
+            self.num_dropped += 1
+            return []
+        next_token = self.next_token_labels
+        if "labels" not in columns:  # labels of the collator are next tokens
+            next_token = True
+        elif next_token is None:
+            next_token = not differ(columns["labels"], columns["input_ids"])
+        examples, starts, stops = cut_long(lengths, self.tokens, self.long)
+        first, last = learned_spans(labelling, lengths, examples, starts, stops)
+        kept = last > first if next_token else last >= first
+        self.num_dropped += int((~kept).sum())
+        spans = zip(starts[kept].tolist(), stops[kept].tolist(), strict=True)
+        return [piece_of(columns, start, stop, next_token) for start, stop in spans]
+
+    def _packed(self, waiting: list[Columns]) -> tuple[list[list[Columns]], list[Columns]]:
+        """Half of the rows of the buffer, the oldest document's first, and what still waits."""
+        lengths = [document["input_ids"].size for document in waiting]
+        rows = pack(lengths, self.tokens)
         rows.sort(key=lambda row: (0 not in row, -sum(lengths[index] for index in row)))
         rows = rows[: (len(rows) + 1) // 2]
         gone = {index for row in rows for index in row}
-        self._ready = [[self._waiting[index] for index in row] for row in rows]
-        self._waiting = [each for i, each in enumerate(self._waiting) if i not in gone]
-
-    def _hand_out(self) -> Iterator[list[Document]]:
-        while self._ready:
-            yield self._ready.pop(0)
+        left = [each for i, each in enumerate(waiting) if i not in gone]
+        return [[waiting[index] for index in row] for row in rows], left

@@ -348,8 +348,7 @@ def test_integers_of_numpy_and_torch(of):
     assert pair.spec == fv.DocumentMask.of(LAYOUT, window=(2, 0), chunk=2).spec
     sampler = fv.BalancedSampler([[4], [of(4)]], num_replicas=of(2), rank=of(1), window=of(3))
     assert len(list(sampler)) == len(list(sampler)) == 1
-    packer = fv.StreamPacker(of(8), buffer=of(2), length=len)
-    assert len(list(packer.pack(["ab", "cd", "ef"]))) == 2
+    assert len(list(fv.StreamPacker([[1, 2], [3, 4], [5, 6]], of(8), buffer=of(2)))) == 2
     labels = torch.zeros(1, 5).long()
     fv.document_logprobs(torch.zeros(5, 2), labels, LAYOUT, chunk_tokens=of(2))
     with pytest.raises(ValueError, match="must be an integer"):

@@ -7,137 +7,273 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
+from tests.contract_oracle import check_step
+from tests.contract_training import documents, recorded, settings
+from tests.packing.test_dataset import COLUMNS, EXAMPLES, MASKED, example
+from tests.tiny_models import new_model
+
+datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
 
-def packer(lengths, capacity=64, buffer=16):
-    return fv.StreamPacker(capacity, buffer=buffer, length=lengths.__getitem__)
+def numbered(lengths):
+    """Documents whose tokens are all their own number."""
+    return [[number] * n for number, n in enumerate(lengths)]
 
 
-LENGTHS = st.lists(st.integers(1, 64), max_size=120)
+def packer(lengths, tokens=64, buffer=16):
+    return fv.StreamPacker(numbered(lengths), tokens, buffer=buffer)
+
+
+def numbers(rows):
+    return [[int(document["input_ids"][0]) for document in row] for row in rows]
+
+
+def of_iterable(rows):
+    return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
+
+
+LENGTHS = st.lists(st.integers(2, 64), min_size=1, max_size=120)
 
 
 @given(LENGTHS, st.integers(1, 30))
 def test_every_document_is_in_one_row(lengths, buffer):
-    rows = list(packer(lengths, buffer=buffer).pack(range(len(lengths))))
-    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-    assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
+    rows = list(packer(lengths, buffer=buffer))
+    assert sorted(x for row in numbers(rows) for x in row) == list(range(len(lengths)))
+    assert all(sum(len(x["input_ids"]) for x in row) <= 64 for row in rows)
 
 
 @given(LENGTHS, st.integers(1, 30), st.data())
 def test_resumed_rows_are_those_of_a_run_that_was_not_stopped(lengths, buffer, data):
-    whole = list(packer(lengths, buffer=buffer).pack(range(len(lengths))))
+    whole = numbers(packer(lengths, buffer=buffer))
     stop = data.draw(st.integers(0, len(whole)))
     first = packer(lengths, buffer=buffer)
-    rows = first.pack(range(len(lengths)))
-    before = [next(rows) for _ in range(stop)]
+    rows = iter(first)
+    before = numbers(next(rows) for _ in range(stop))
     state = json.loads(json.dumps(first.state_dict()))  # as a checkpoint keeps it
     later = packer(lengths, buffer=buffer)
     later.load_state_dict(state)
-    after = list(later.pack(later.skip(range(len(lengths)))))
-    assert before + after == whole
+    assert before + numbers(later) == whole
+    assert numbers(later) == whole  # the next epoch
 
 
-def test_a_state_does_not_change_with_later_rows():
-    lengths = [40] * 30
-    stream = packer(lengths, buffer=4)
-    rows = stream.pack(range(30))
-    next(rows)
-    state = stream.state_dict()
-    kept = json.dumps(state)
-    list(rows)
-    assert json.dumps(state) == kept
+def test_the_epoch_is_resumed():
+    table = datasets.Dataset.from_list([{"input_ids": x} for x in numbered([20] * 12)])
+
+    def stream():
+        return fv.StreamPacker(table.to_iterable_dataset().shuffle(seed=3), 64, buffer=4)
+
+    whole = stream()
+    epochs = []
+    for epoch in range(3):
+        whole.set_epoch(epoch)
+        epochs.append(numbers(whole))
+    assert epochs[0] != epochs[1] != epochs[2]
+    first = stream()
+    first.set_epoch(1)
+    before = numbers(islice(first, 2))
+    later = stream()
+    later.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"epoch must be 1, which load_state_dict resumed .*got 0"):
+        later.set_epoch(0)
+    assert before + numbers(later) == epochs[1]
+    later.set_epoch(2)
+    assert numbers(later) == epochs[2]
 
 
 def test_no_more_than_the_buffer_waits_and_the_stream_is_read_as_needed():
-    lengths = [5] * 1000
-    stream = packer(lengths, buffer=50)
-    for count, _ in enumerate(stream.pack(range(1000)), 1):
-        state = stream.state_dict()
-        held = len(state["waiting"]) + sum(map(len, state["ready"]))
-        assert held <= 50
-        assert state["num_given"] <= count * 12 + 50
+    read = []
 
+    def stream():
+        for document in numbered([5] * 1000):
+            read.append(document)
+            yield document
 
-def test_a_second_stream_is_resumed_at_its_own_place():
-    lengths = [30] * 40
-    stream = packer(lengths, buffer=8)
-    assert len(list(stream.pack(range(40)))) == 20
-    rows = stream.pack(range(40))
-    first = [next(rows) for _ in range(7)]
-    later = packer(lengths, buffer=8)
-    later.load_state_dict(stream.state_dict())
-    rest = list(later.pack(later.skip(range(40))))
-    assert sorted(index for row in first + rest for index in row) == list(range(40))
+    for count, _ in enumerate(fv.StreamPacker(stream(), 64, buffer=50), 1):
+        assert len(read) <= count * 12 + 50
 
 
 def test_no_document_waits_for_ever():
     """One that fits nothing else leaves with the buffer after the one that it came in."""
-    lengths = [33] + [64] * 200
-    for count, row in enumerate(packer(lengths, buffer=8).pack(range(201))):
-        if 0 in row:
-            assert count < 8
-            return
-    pytest.fail("document 0 never came out")
+    rows = numbers(islice(packer([33] + [64] * 200, buffer=8), 8))
+    assert [0] in rows
 
 
 def test_a_buffer_of_documents_fills_rows():
-    drawn = np.random.default_rng(0).lognormal(np.log(500) - 0.5, 1.0, 20_000)
-    lengths = np.clip(drawn.round(), 1, 4096).astype(int).tolist()
-    rows = list(packer(lengths, 4096, buffer=2048).pack(range(len(lengths))))
+    drawn = np.random.default_rng(0).lognormal(np.log(500) - 0.5, 1.0, 5_000)
+    lengths = np.clip(drawn.round(), 2, 4096).astype(int).tolist()
+    rows = list(packer(lengths, 4096, buffer=1024))
     assert sum(lengths) / (4096 * len(rows)) >= 0.995
 
 
-def test_a_document_too_long_raises_and_loses_none_before_it():
-    lengths = [64, 64, 65]
-    stream = packer(lengths, buffer=2)
-    rows = stream.pack(range(3))
-    assert next(rows) == [0]
-    with pytest.raises(ValueError, match="cut long documents with split_long"):
-        next(rows)
-    assert stream.num_given == 2
-    assert list(stream.pack([])) == [[1]]
+@pytest.mark.parametrize("source", [list, of_iterable], ids=lambda source: source.__name__)
+@pytest.mark.parametrize("long", ["split", "truncate", "drop"])
+def test_documents_are_those_of_a_packed_dataset(source, long):
+    """All columns are cut alike, and pieces without labels are dropped and counted."""
+    stream = fv.StreamPacker(source(EXAMPLES), 8, long=long, extra=["weight"])
+    packed = fv.PackedDataset(EXAMPLES, 8, long=long, extra=["weight"])
+    found, expected = (
+        sorted((x for row in rows for x in row), key=lambda x: x["input_ids"][0])
+        for rows in (stream, packed)
+    )
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert set(one) == set(other) == set(COLUMNS)
+        assert all((one[name] == other[name]).all() for name in COLUMNS)
+    assert (stream.num_long, stream.num_dropped) == (packed.num_long, packed.num_dropped)
+
+
+@pytest.mark.parametrize("column", MASKED)
+def test_pieces_without_labels_are_dropped_and_counted(column):
+    rows = [{"input_ids": [1] * 12, column: MASKED[column]}, example(1, 3, COLUMNS[:1]), [], [7]]
+    stream = fv.StreamPacker(rows, 4)
+    assert sorted(len(x["input_ids"]) for row in stream for x in row) == [3, 4]
+    assert (stream.num_long, stream.num_dropped) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind", "kept"),
+    [
+        ([0, 1, 0, 1, 1], None, 2),  # of their own tokens
+        ([0, 1, 0, 1, 1], True, 1),
+        ([5, 6, 7, 8, 9], None, 1),  # nothing predicts the fifth, which is alone
+        ([5, 6, 7, 8, 9], False, 2),
+        (None, False, 1),
+    ],
+)
+def test_the_kind_of_labels_may_be_given(labels, kind, kept):
+    examples = [{"input_ids": [5, 6, 7, 8, 9], "labels": labels}]
+    stream = fv.StreamPacker(examples, 4, next_token_labels=kind)
+    assert sum(map(len, stream)) == kept
+
+
+def test_a_stream_in_which_nothing_is_learned_ends():
+    """Also an endless one, and in loader workers."""
+
+    def endless():
+        while True:
+            yield {"input_ids": [1, 2], "labels": [-100, -100]}
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return endless()
+
+    message = "labels that are learned, got none in the first 9 examples; .*long='split'"
+    with pytest.raises(ValueError, match=message):
+        next(iter(fv.StreamPacker(endless(), 8, buffer=9)))
+    stream = fv.StreamPacker(Endless(), 8, buffer=9)
+    with pytest.raises(ValueError, match=message):
+        next(iter(DataLoader(stream, batch_size=None, num_workers=1)))
+
+
+GOOD = {"input_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ({"train": [GOOD]}, {}, "dataset must be an iterable .*, got dict; pass one split"),
+        ("text", {}, "dataset must be an iterable"),
+        (7, {}, "dataset must be an iterable .*, got int; "),
+        ([], {}, "dataset must hold documents .* none in the first 0 examples; "),
+        ([GOOD, GOOD | {"text": "a"}], {}, "example 1 of dataset must be .*got 'text'; drop it"),
+        ([GOOD], {"extra": "weight"}, "extra must be names of columns, got 'weight'; "),
+        ([GOOD], {"tokens": 0}, "tokens must be an integer of at least 1, got 0; "),
+        ([GOOD], {"buffer": 0}, "buffer must be an integer of at least 1, got 0; "),
+        ([GOOD], {"long": "cut"}, "long must be split, truncate or drop, got 'cut'; "),
+    ],
+)
+def test_what_is_refused(dataset, options, message):
+    with pytest.raises(ValueError, match=message):
+        list(fv.StreamPacker(dataset, **{"tokens": 8, **options}))
 
 
 def test_a_state_of_other_rows_or_another_stream_is_a_sentence():
-    stream = packer([1], capacity=8)
-    next(stream.pack([0]))
+    stream = packer([2, 3], tokens=4)
+    next(iter(stream))
     state = stream.state_dict()
-    with pytest.raises(ValueError, match="state must be of capacity 16, got 8"):
-        packer([1], capacity=16).load_state_dict(state)
+    with pytest.raises(ValueError, match="state must be of tokens 16, got 4"):
+        packer([2], tokens=16).load_state_dict(state)
     with pytest.raises(ValueError, match="state must be of buffer 5, got 16"):
-        packer([1], capacity=8, buffer=5).load_state_dict(state)
-    with pytest.raises(ValueError, match="the stream that the state was saved for, at least 1 "):
-        stream.skip([])
-    with pytest.raises(ValueError, match="buffer must be an integer of at least 1"):
-        fv.StreamPacker(8, buffer=0, length=len)
+        packer([2], tokens=4, buffer=5).load_state_dict(state)
+    shorter = packer([2], tokens=4)
+    shorter.load_state_dict(state | {"rows": 2})
+    with pytest.raises(ValueError, match="the stream that the state was saved for, at least 2 "):
+        next(iter(shorter))
 
 
-class Stream(IterableDataset):
-    """12 documents, all of them to each worker, or a share."""
-
-    def __init__(self, *, shared):
-        self.shared = shared
+class Sharded(IterableDataset):
+    """12 documents, of which a worker gives its share."""
 
     def __iter__(self):
-        documents = range(12)
-        if self.shared and (worker := get_worker_info()) is not None:
-            documents = islice(documents, worker.id, None, worker.num_workers)
-        return packer([20] * 12, buffer=4).pack(documents, worker_share=self.shared)
+        worker = get_worker_info()
+        share = (worker.id, None, worker.num_workers) if worker else (None,)
+        return islice(numbered([20] * 12), *share)
 
 
-@pytest.mark.parametrize(("shared", "workers"), [(False, 0), (False, 1), (True, 0), (True, 2)])
-def test_loader_workers_give_each_document_once(shared, workers):
-    loader = DataLoader(Stream(shared=shared), batch_size=None, num_workers=workers)
-    assert sorted(int(index) for row in loader for index in row) == list(range(12))
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("source", ["list", "sharded", "datasets"])
+def test_loader_workers_give_each_document_once(source, workers):
+    rows = numbered([20] * 12)
+    dataset = {"list": rows, "sharded": Sharded()}.get(source)
+    dataset = dataset or of_iterable([{"input_ids": x} for x in rows])
+    stream = fv.StreamPacker(dataset, 64, buffer=4)
+    loader = DataLoader(stream, batch_size=2, num_workers=workers, collate_fn=fv.PackedCollator())
+    found = []
+    for batch in loader:
+        parts = batch["packed_layout"].split(batch["input_ids"][0])
+        found += [int(part[0]) for part in parts if len(part)]
+    assert sorted(found) == list(range(12))
 
 
-def test_loader_workers_that_would_each_give_every_document_are_a_sentence():
-    loader = DataLoader(Stream(shared=False), batch_size=None, num_workers=2)
-    with pytest.raises(ValueError, match="documents must be a shard of the stream") as caught:
-        list(loader)
-    assert "got no worker_share=True in 2 of them; pass islice" in str(caught.value)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, tmp_path):
+    docs = [x for x in documents() if len(x) > 1]
+    steps = []
+
+    class Seen(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            parts = inputs["packed_layout"].split(inputs["input_ids"][0])
+            steps.append([x.tolist() for x in parts if len(x)])
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    arguments = settings(
+        tmp_path, per_device_train_batch_size=batch, dataloader_num_workers=workers
+    )
+    trainer, recorder = recorded(
+        Seen,
+        model=fv.patch_model(new_model("qwen3"), "sdpa"),
+        args=TrainingArguments(**arguments),
+        train_dataset=fv.StreamPacker(of_iterable([{"input_ids": x} for x in docs]), 48, buffer=6),
+        data_collator=fv.PackedCollator(),
+    )
+    trainer.train()
+    assert len(recorder.steps) == len(steps) == 2
+    for step, seen in zip(recorder.steps, steps, strict=True):
+        assert all(x in docs for x in seen)
+        check_step(step, new_model("qwen3"), seen)
+
+
+def test_trainer_sets_the_epoch(tmp_path):
+    seen = []
+
+    class Counting(fv.StreamPacker):
+        def set_epoch(self, epoch):
+            super().set_epoch(epoch)
+            seen.append(epoch)
+
+    trainer = Trainer(
+        fv.patch_model(new_model("qwen3"), "sdpa"),
+        TrainingArguments(**settings(tmp_path, max_steps=3, per_device_train_batch_size=1)),
+        train_dataset=Counting(numbered([20] * 6), 64),
+        data_collator=fv.PackedCollator(),
+    )
+    trainer.train()
+    assert torch.unique(torch.tensor(seen)).tolist() == [0, 1]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import concatenate, send_to_device
-from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -350,14 +349,12 @@ def test_rows_are_trained_on_and_evaluated(tmp_path):
         Trainer(args=TrainingArguments(**arguments), **given).evaluate()  # 8 rows a batch
 
 
-class Stream(IterableDataset):
+def stream():
     """Rows that are packed as the documents come, the same each time."""
-
-    def __iter__(self):
-        return fv.StreamPacker(SIZES["total_tokens"], buffer=4, length=len).pack(documents())
+    return fv.StreamPacker(documents(), SIZES["total_tokens"], buffer=4)
 
 
-@pytest.mark.parametrize("dataset", [rows(list), Stream()], ids=["rows", "stream"])
+@pytest.mark.parametrize("dataset", [rows(list), stream()], ids=["rows", "stream"])
 def test_rows_are_resumed_within_an_epoch(dataset, tmp_path):
     """Trainer passes over the rows that were trained on; losses and weights are the same bits."""
     runs = []
@@ -389,7 +386,7 @@ def test_boundaries_that_accelerate_cuts_are_a_sentence(tmp_path):
     """Of an IterableDataset it gives each process as many entries of each tensor as rows."""
     given = {
         "model": fv.patch_model(new_model("qwen3"), "sdpa"),
-        "train_dataset": Stream(),
+        "train_dataset": stream(),
         "data_collator": fv.PackedCollator(**{**SIZES, "capacity": 12}, boundaries="cu_seq_lens"),
     }
     plain = settings(tmp_path, per_device_train_batch_size=1, max_steps=1)
