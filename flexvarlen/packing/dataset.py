@@ -25,6 +25,7 @@ from flexvarlen.packing.examples import (
     require_sequence,
 )
 from flexvarlen.packing.pack import Strategy, pack
+from flexvarlen.packing.sampler import WINDOW, balanced_steps
 
 
 class PackedDataset(Dataset[list[Columns]]):
@@ -55,12 +56,16 @@ class PackedDataset(Dataset[list[Columns]]):
         extra: names of additional columns with one value per token, as in `PackedCollator`.
         next_token_labels: whether given labels are next-token labels; None: unless one of the
             dataset differs from its token. If so, a piece's first token has no label.
+        rows_per_step: number of rows that all ranks together take at a time: ranks times batch
+            size. Rows then come in a new order in each epoch, in which the attention of those of a
+            step costs about the same, so that no rank waits for another. Take them in order: in
+            Trainer, by `train_sampling_strategy="sequential"`. None: the order stays.
 
     Attributes:
         num_long: number of examples longer than `tokens`.
         num_dropped: number of examples, or pieces of them, left out because nothing in them is
             learned: empty, with all labels masked, or of one token that nothing predicts.
-        row_lengths: the lengths of each row's documents, for `BalancedSampler`.
+        row_lengths: the lengths of each row's documents, in the order of this epoch.
 
     Raises:
         ValueError: an argument is invalid, an example is no tokenized document (the message has
@@ -68,9 +73,9 @@ class PackedDataset(Dataset[list[Columns]]):
 
     `set_epoch` shuffles documents: those of equal length swap rows. Each row keeps the lengths of
     its documents, so the number of rows stays the one that Trainer planned with, each document
-    comes once per epoch, and `row_lengths` stay true. A document whose length is unique keeps its
-    row. Rows have a random order that is the same in each epoch; shuffle them in the loader, as
-    Trainer does.
+    comes once per epoch, and without `rows_per_step` `row_lengths` stay true. A document whose
+    length is unique keeps its row. Without `rows_per_step`, rows have a random order that is the
+    same in each epoch; shuffle them in the loader, as Trainer does.
 
     >>> rows = PackedDataset([[1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 19))], 8, seed=None)
     >>> [[document["input_ids"].tolist() for document in row] for row in rows]
@@ -89,9 +94,18 @@ class PackedDataset(Dataset[list[Columns]]):
         seed: int | None = 0,
         extra: Collection[str] = (),
         next_token_labels: bool | None = None,
+        rows_per_step: int | None = None,
     ) -> None:
         self.tokens = at_least("tokens", tokens, 1)
         self.seed = None if seed is None else at_least("seed", seed, 0)
+        if rows_per_step is not None:
+            rows_per_step = at_least("rows_per_step", rows_per_step, 1)
+            if seed is None:
+                raise ValueError(
+                    f"rows_per_step must be None if seed is, got {rows_per_step}; pass a seed, by "
+                    "which rows are shuffled."
+                )
+        self.rows_per_step = rows_per_step
         pack([], self.tokens, strategy=strategy)  # validates the strategy
         check_options(long, extra, next_token_labels)
         require_sequence(dataset)
@@ -100,7 +114,8 @@ class PackedDataset(Dataset[list[Columns]]):
         self.num_long = self.num_dropped = 0
         self._examples, self._starts, self._stops = self._pieces()
         self._plan, self._ends = self._planned(strategy)
-        self._drawn: tuple[int, NDArray[np.int64]] | None = None  # an epoch, and its pieces
+        # An epoch, the pieces of its rows, and the order of these.
+        self._drawn: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         # Loader workers that persist see the epoch of the main process.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -115,8 +130,9 @@ class PackedDataset(Dataset[list[Columns]]):
             IndexError: there is no such row.
             ValueError: an example is no tokenized document.
         """
-        row = range(len(self))[index]
-        pieces = self._order()[self._ends[row] : self._ends[row + 1]]
+        pieces, rows = self._shuffled()
+        row = rows[range(len(self))[index]]
+        pieces = pieces[self._ends[row] : self._ends[row + 1]]
         return [self._document(piece) for piece in pieces.tolist()]
 
     def set_epoch(self, epoch: int) -> None:
@@ -127,7 +143,8 @@ class PackedDataset(Dataset[list[Columns]]):
     def row_lengths(self) -> list[list[int]]:
         """The lengths of the documents of each row."""
         lengths = (self._stops - self._starts)[self._plan].tolist()
-        return [lengths[begin:end] for begin, end in pairwise(self._ends.tolist())]
+        rows = [lengths[begin:end] for begin, end in pairwise(self._ends.tolist())]
+        return [rows[row] for row in self._shuffled()[1]]
 
     def _planned(self, strategy: Strategy) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The pieces of all rows, one row after the other, and the boundaries of the rows."""
@@ -138,18 +155,34 @@ class PackedDataset(Dataset[list[Columns]]):
         flat = (piece for row in rows for piece in row)
         return np.fromiter(flat, np.int64, self._starts.size), ends
 
-    def _order(self) -> NDArray[np.int64]:
-        """The pieces of all rows; in each epoch, those of equal length change places."""
+    def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The pieces of all rows in this epoch, and the order in which the rows are items."""
         epoch = int(self._epoch)
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, self._swapped(epoch), self._ordered(epoch)
+        return self._drawn[1:]
+
+    def _swapped(self, epoch: int) -> NDArray[np.int64]:
+        """The plan, in which pieces of equal length change places."""
         if self.seed is None:
             return self._plan
-        if self._drawn is None or self._drawn[0] != epoch:
-            lengths = self._stops - self._starts
-            keys = np.random.default_rng([self.seed, epoch]).random(lengths.size)
-            swapped = np.empty(lengths.size, np.int64)
-            swapped[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
-            self._drawn = epoch, swapped[self._plan]
-        return self._drawn[1]
+        lengths = self._stops - self._starts
+        keys = np.random.default_rng([self.seed, epoch]).random(lengths.size)
+        swapped = np.empty(lengths.size, np.int64)
+        swapped[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
+        return swapped[self._plan]
+
+    def _ordered(self, epoch: int) -> NDArray[np.int64]:
+        """Row indices, step by step. What fills no step comes last."""
+        if self.seed is None or self.rows_per_step is None:
+            return np.arange(len(self))
+        generator = np.random.default_rng([self.seed, epoch, 1])
+        order = generator.permutation(len(self))
+        whole = order.size - order.size % self.rows_per_step
+        squares = (self._stops - self._starts)[self._plan].astype(np.float64) ** 2
+        costs = np.add.reduceat(squares, self._ends[:-1])
+        steps = balanced_steps(costs, order[:whole], self.rows_per_step, WINDOW, generator)
+        return np.append(np.array(steps, np.int64).ravel(), order[whole:])
 
     def _document(self, piece: int) -> Columns:
         start, stop = int(self._starts[piece]), int(self._stops[piece])

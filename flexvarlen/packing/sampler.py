@@ -9,10 +9,37 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from flexvarlen.layout.arguments import at_least, integers
 from flexvarlen.packing.loader_pass import LoaderPass, current_pass
+
+WINDOW = 64
+"""Steps whose rows are sorted together."""
+
+
+def balanced_steps(
+    costs: NDArray[np.float64],
+    order: NDArray[np.int64],
+    size: int,
+    window: int,
+    generator: np.random.Generator,
+) -> list[list[int]]:
+    """Cut shuffled rows into steps of `size` rows, of about equal cost within each step.
+
+    Args:
+        costs: of each row.
+        order: indices of rows; as many as whole steps hold.
+        size: number of rows in a step.
+        window: number of steps whose rows are sorted together.
+        generator: shuffles the steps of a window, and the rows of a step.
+    """
+    found: list[list[int]] = []
+    for rows in np.split(order, range(window * size, order.size, window * size)):
+        by_cost = rows[costs[rows].argsort(kind="stable")].reshape(-1, size)
+        found += generator.permuted(generator.permutation(by_cost), axis=1).tolist()
+    return found
 
 
 class BalancedSampler(Sampler[int]):
@@ -26,14 +53,16 @@ class BalancedSampler(Sampler[int]):
     Args:
         rows: for each row, the lengths of its documents in tokens.
         num_replicas: number of ranks.
-        rank: yield only this rank's rows. None: yield all rows, step by step, for accelerate and
-            `Trainer`, which distribute batches of one row to the ranks in turn.
+        rank: yield only this rank's rows. None: yield all rows, step by step, for accelerate,
+            which distributes batches of one row to the ranks in turn.
         seed: random seed, combined with the epoch; at least 0.
         window: rows per rank to sort together; a larger window balances better, but shuffles less.
         drop_last: whether to drop an incomplete last step; otherwise rows are repeated to fill it.
 
     Raises:
         ValueError: there are too few rows, or a rank or number is invalid.
+
+    For `Trainer`, pass `rows_per_step` to `PackedDataset` instead.
 
     `set_epoch` reshuffles for an epoch; `state_dict` and `load_state_dict` allow resuming in
     the middle of one. accelerate's loader counts epochs itself, from 0; its counter is replaced by
@@ -50,7 +79,7 @@ class BalancedSampler(Sampler[int]):
         num_replicas: int,
         rank: int | None = None,
         seed: int = 0,
-        window: int = 64,
+        window: int = WINDOW,
         drop_last: bool = False,
     ) -> None:
         num_replicas = at_least("num_replicas", num_replicas, 1)
@@ -108,12 +137,7 @@ class BalancedSampler(Sampler[int]):
         """Return the steps of the epoch, each a list with one row index per rank."""
         generator = np.random.default_rng([self.seed, self.epoch])
         order = np.resize(generator.permutation(len(self.costs)), self._steps() * self.num_replicas)
-        found: list[list[int]] = []
-        window = self.window * self.num_replicas
-        for rows in np.split(order, range(window, order.size, window)):
-            by_cost = rows[self.costs[rows].argsort(kind="stable")].reshape(-1, self.num_replicas)
-            found += generator.permuted(generator.permutation(by_cost), axis=1).tolist()
-        return found
+        return balanced_steps(self.costs, order, self.num_replicas, self.window, generator)
 
     def imbalance(self) -> float:
         """Return the maximum cost over ranks, summed over steps, relative to the mean over ranks.

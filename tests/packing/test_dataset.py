@@ -234,6 +234,32 @@ def test_an_epoch_changes_the_documents_of_rows_alone(strategy):
     assert [[int(x["input_ids"][0]) for x in row] for row in again] == seen[2]
 
 
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_rows_of_a_step_cost_the_same(size):
+    rng = np.random.default_rng(3)
+    docs = [[i * 100 + t for t in range(n)] for i, n in enumerate(rng.integers(2, 33, 400))]
+    plain = fv.PackedDataset(docs, 32, seed=5)
+    packed = fv.PackedDataset(docs, 32, seed=5, rows_per_step=size)
+    orders = []
+    for epoch in (0, 1, 2, 1):
+        packed.set_epoch(epoch)
+        plain.set_epoch(epoch)
+        rows, same = (
+            [[int(x["input_ids"][0]) for x in row] for row in each] for each in (packed, plain)
+        )
+        assert sorted(rows) == sorted(same)
+        orders.append(rows)
+        lengths = packed.row_lengths
+        assert lengths == [[len(x["input_ids"]) for x in row] for row in packed]
+        costs = np.array([sum(n**2 for n in row) for row in lengths], float)
+        steps = costs[: len(costs) - len(costs) % size].reshape(-1, size)
+        assert size == 1000 or steps.max(1).sum() < 1.05 * steps.mean(1).sum()
+        if size == 4:  # longer rows do not come first
+            assert abs(np.corrcoef(steps.mean(1), np.arange(len(steps)))[0, 1]) < 0.5
+    assert orders[0] != orders[1] != orders[2]
+    assert orders[1] == orders[3]
+
+
 def test_without_a_seed_rows_are_those_of_pack():
     docs = documents()
     rows = fv.pack([len(x) for x in docs], 40, strategy="in_order")
@@ -294,18 +320,17 @@ def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, tmp_path
         check_step(step, new_model("qwen3"), seen)
 
 
-class Balanced(Trainer):
-    def _get_train_sampler(self, train_dataset=None):
-        return fv.BalancedSampler(self.train_dataset.row_lengths, num_replicas=1)
-
-
-@pytest.mark.parametrize("trainer_class", [Trainer, Balanced])
-def test_trainer_sets_the_epoch(trainer_class, tmp_path):
+@pytest.mark.parametrize("balanced", [None, 4])
+def test_trainer_sets_the_epoch(balanced, tmp_path):
     docs = [[i, t] for i in range(3, 23) for t in range(3, 6)]
-    packed = fv.PackedDataset(docs, 30)
-    trainer = trainer_class(
+    packed = fv.PackedDataset(docs, 30, rows_per_step=balanced)
+    strategy = "sequential" if balanced else "random"
+    arguments = settings(
+        tmp_path, max_steps=-1, num_train_epochs=2, train_sampling_strategy=strategy
+    )
+    trainer = Trainer(
         fv.patch_model(new_model("qwen3"), "sdpa"),
-        TrainingArguments(**settings(tmp_path, max_steps=-1, num_train_epochs=2)),
+        TrainingArguments(**arguments),
         train_dataset=packed,
         data_collator=fv.PackedCollator(),
     )
@@ -356,6 +381,12 @@ GOOD = {"input_ids": [1, 2, 3]}
         ([GOOD], {"tokens": 0}, "tokens must be an integer of at least 1, got 0; "),
         ([GOOD], {"long": "cut"}, "long must be split, truncate or drop, got 'cut'; "),
         ([GOOD], {"strategy": "best"}, "strategy must be one of .*, got 'best'; "),
+        ([GOOD], {"rows_per_step": 0}, "rows_per_step must be an integer of at least 1, got 0; "),
+        (
+            [GOOD],
+            {"rows_per_step": 2, "seed": None},
+            "rows_per_step must be None if seed is, got 2; ",
+        ),
         ([GOOD], {"seed": -1}, "seed must be an integer of at least 0, got -1; "),
         (
             [GOOD],
